@@ -275,6 +275,7 @@ class Draws:
         module = sys.modules[type(plan).draw.__module__]
         for name in ("gaussian_vector", "knorm_vector"):
             monkeypatch.setattr(module, name, self._vector, raising=False)
+        monkeypatch.setattr(module, "symmetric_noise", self._symmetric, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
         monkeypatch.setattr(module, "solve", self._solve, raising=False)
         monkeypatch.setattr(module, "draw_deep", self._deep, raising=False)
@@ -300,6 +301,10 @@ class Draws:
         self.scales.append(scale)
         return torch.zeros(size, dtype=torch.float64)
 
+    def _symmetric(self, size: int, diagonal: float, off: float, _: Any) -> torch.Tensor:
+        self.scales += [off, diagonal]
+        return torch.zeros(size, size, dtype=torch.float64)
+
     def _deep(self, points: list[list[int]], numbers: TukeyNumbers, _: Any) -> list[int]:
         assert len(points) == numbers.parts
         self.scales += [numbers.base, numbers.rarity, numbers.scale, numbers.threshold]
@@ -314,7 +319,7 @@ class Draws:
         return value
 
     def _objective(self, task: LinearTask, reg: float, records: Any, linear: Any = None) -> Any:
-        self.reg = reg
+        self.reg = reg or self.reg  # a Hessian is released without it
         return build_objective(task, reg, records, linear)
 
     def _solve(self, objective: Any, distance: float, **_: Any) -> Any:
@@ -353,7 +358,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert len(set(scales)) == 1
         assert event.mu * hair >= noisy_gd_mu(len(scales), contraction, sides * task.lipschitz, scales[0])
     elif isinstance(plan, ObjectivePlan):
-        noise, out = scales
+        noise, out, *hessian = scales
+        if hessian:
+            off, diagonal = hessian
+            measured = math.sqrt(sides) * task.smoothness / min(diagonal, off * math.sqrt(2))
         spent = math.hypot(2 * draws.distance / out, measured)
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
         if isinstance(event, Pure):
@@ -392,8 +400,10 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             assert scales == [1.0]
             scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]
             scales.append(plan.constants.std_xty)
-        lmin, off, diagonal, xty = scales
-        levels = (square / lmin, math.sqrt(sides) * square / min(diagonal, off * math.sqrt(2)), sides * product / xty)
+        lmin, off, diagonal, xty, *total = scales
+        levels = [square / lmin, math.sqrt(sides) * square / min(diagonal, off * math.sqrt(2)), sides * product / xty]
+        levels += [bound_y**2 / std for std in total]
+        assert len(total) == bool(task.curvature)
         mu = event.sensitivity(plan.adjacency) if plan.secure else event.mu
         assert mu * hair >= math.hypot(*levels)
 

@@ -17,6 +17,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
 from torch_dpsco.inference import least_squares
 from torch_dpsco.linear import adassp
+from torch_dpsco.mechanisms import vector_noise
 
 TRUTH = np.array([0.5, -0.5, 0.1])
 SETTINGS: dict[str, Any] = {"epsilon": 4.0, "bound_x": math.sqrt(2), "bound_y": 2.0, "intervals": 0.05}
@@ -33,7 +34,8 @@ def model(n: int = 4000, **settings: Any) -> Ridge:
 
 
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adassp, "gaussian_vector", lambda size, std, source: torch.zeros(size, dtype=torch.float64))
+    for module in (adassp, vector_noise):
+        monkeypatch.setattr(module, "gaussian_vector", lambda size, std, source: torch.zeros(size, dtype=torch.float64))
 
 
 # -- privacy ----------------------------------------------------------------------------------------------------------

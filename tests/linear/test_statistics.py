@@ -14,13 +14,13 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.adassp import AdaSSPPlan, _symmetric, plan_adassp
+from torch_dpsco.linear.adassp import AdaSSPPlan, plan_adassp
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.task import make_records
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.mechanisms.vector_noise import gaussian_vector, symmetric_noise
 from torch_dpsco.theory.linear.adassp import adassp_constants
 
-DRAW = "torch_dpsco.linear.adassp.gaussian_vector"
+DRAWS = [f"torch_dpsco.{module}.gaussian_vector" for module in ("linear.adassp", "mechanisms.vector_noise")]
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 RECORDS = (
@@ -107,7 +107,9 @@ def test_the_published_noise_is_enough_for_the_statistics_together() -> None:
 def test_the_noise_of_the_matrix_has_its_stds_and_is_symmetric() -> None:
     """Chi-square, false alarms: 1e-6 each."""
     plan = plan_adassp(task(dim=150))
-    noise = _symmetric(150, plan.constants, torch.Generator().manual_seed(3))
+    noise = symmetric_noise(
+        150, plan.constants.std_xtx_diag, plan.constants.std_xtx_offdiag, torch.Generator().manual_seed(3)
+    )
     assert torch.equal(noise, noise.T)
     rows, columns = torch.triu_indices(150, 150, 1)
     for values, std in (
@@ -125,7 +127,8 @@ def test_each_statistic_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> 
         drawn.append((dim, std))
         return gaussian_vector(dim, std, generator)
 
-    monkeypatch.setattr(DRAW, counted)
+    for draw in DRAWS:
+        monkeypatch.setattr(draw, counted)
     given = task(dim=3)
     plan = plan_adassp(given)
     release(given, plan, torch.ones(4, 3))
@@ -140,7 +143,8 @@ def release(given: LinearTask, plan: AdaSSPPlan, rows: Tensor, seed: int = 0) ->
 
 
 def test_without_noise_the_ridge_alone_shrinks_the_solution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+    for draw in DRAWS:
+        monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
     rows = torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.3, 0.3]], dtype=torch.float64)
     for reg in (None, 7.0):
         given = task(reg=reg)
@@ -165,7 +169,8 @@ def test_a_noisy_matrix_that_is_not_positive_definite_is_solved(monkeypatch: pyt
         size = huge if std == plan.constants.std_xtx_diag else 0.0
         return torch.full((dim,), size, dtype=torch.float64)
 
-    monkeypatch.setattr(DRAW, against)
+    for draw in DRAWS:
+        monkeypatch.setattr(draw, against)
     answer = release(task(), plan, torch.eye(2, dtype=torch.float64))
     torch.testing.assert_close(answer, torch.full((2,), 10 / plan.constants.lam_cap, dtype=torch.float64))
 
@@ -190,7 +195,8 @@ def test_rounding_is_in_the_noise_of_the_statistics() -> None:
 
 
 def test_without_noise_classes_are_regressed_on_their_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+    for draw in DRAWS:
+        monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
     draws = torch.Generator().manual_seed(4)
     rows, labels = torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5, torch.arange(40_000) % 3
     rows[:, 0] += 0.1 * labels
@@ -211,7 +217,7 @@ def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatc
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: gram.diagonal())
     identity = torch.eye(dim, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
-    monkeypatch.setattr("torch_dpsco.linear.adassp._symmetric", lambda dim, given, generator: 0.0)
+    monkeypatch.setattr("torch_dpsco.linear.adassp.symmetric_noise", lambda *_: 0.0)
     records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
     answer = plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)).view(3, dim)
     assert float(answer.sum(0).abs().max()) < 1e-9

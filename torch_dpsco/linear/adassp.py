@@ -30,7 +30,7 @@ from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
-from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector
+from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, symmetric_noise
 from torch_dpsco.plan import exact_cost
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
@@ -57,6 +57,8 @@ class AdaSSPPlan(LinearPlan):
         object.__setattr__(self, "constants", AdaSSPConstants(*self.constants))  # a list, where it was saved
         super().__post_init__()
         _require_covered(self.task)
+        if self.task.curvature and asks_exact(self.secure):
+            raise ConditionError("secure must be None where intervals are paid for")
 
     @property
     def reg(self) -> float:
@@ -120,7 +122,7 @@ class AdaSSPPlan(LinearPlan):
             least, noisy, moment = _exact(least, gram, moment, given, event, generator)
         else:
             least += float(gaussian_vector(1, given.std_lmin, generator))
-            noisy = gram + _symmetric(dim, given, generator)
+            noisy = gram + symmetric_noise(dim, given.std_xtx_diag, given.std_xtx_offdiag, generator)
             moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
         ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
         values, vectors = torch.linalg.eigh(noisy)
@@ -154,8 +156,8 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     """
     _require_covered(task)
     epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
-    if task.curvature and (exact or mode != "tight"):
-        raise ConditionError("secure must be None, and mode 'tight', where intervals are paid for")
+    if task.curvature and mode != "tight":
+        raise ConditionError("mode must be 'tight' where intervals are paid for")
     if check.choice(("tight", "paper"), mode=mode) == "tight":
         constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured)
     else:
@@ -197,12 +199,6 @@ def _rounding(task: LinearTask, exact: bool) -> float:
     rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
     # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
     return with_grid(rounding, exact)
-
-
-def _symmetric(dim: int, given: AdaSSPConstants, generator: Source) -> Tensor:
-    """Returns a symmetric matrix of noise, with stds of their own on and off the diagonal."""
-    noise = gaussian_vector(dim * dim, given.std_xtx_offdiag, generator).view(dim, dim).triu(1)
-    return noise + noise.T + torch.diag(gaussian_vector(dim, given.std_xtx_diag, generator))
 
 
 def _exact(

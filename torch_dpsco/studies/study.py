@@ -339,6 +339,8 @@ def plan_study(
     held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
     if min(held, count - held) < _LEAST:
         raise ValueError(f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})")
+    if model is not None and not issubclass(model, LinearModel):
+        raise ValueError(f"model must be a class of estimators, as Ridge (got {model.__name__})")
     if model is None:
         regressor = HuberRegressor if budget.unit == "user" else Ridge
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
@@ -347,6 +349,8 @@ def plan_study(
     if candidates is None and trials is not None:
         raise ValueError(f"trials must be given with candidates only (got {trials})")
     several = {"": {}} if candidates is None else candidates
+    if not all(isinstance(more, Mapping) for more in several.values()):
+        raise ValueError(f"candidates must map names to settings, as {{'little': {{'reg': 30.0}}}} (got {candidates})")
     models = {name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()}
     if not models:
         raise ValueError("candidates must be one or more settings by name (got none)")
