@@ -1,4 +1,4 @@
-"""How often 95 % intervals of private logistic regression hold the truth, and naive ones: six cells; of Ridge: three.
+"""How often 95 % intervals of private logistic regression hold the truth, and naive ones: six cells; of others: three.
 
     python benchmarks/interval_coverage.py                        # all cells, 1,000 fits each; minutes
     python benchmarks/interval_coverage.py --cells made_1000 adult --fits 100
@@ -6,8 +6,8 @@
 Naive intervals are those of the released coefficients with the standard errors of a fit without privacy. The truth of a
 made table is what made it; that of a real one (see tables.py, `pip install '.[benchmarks]'`) is the fit without
 regularizer to the whole table, from which each fit gets n records drawn with replacement. Fits have the noise of the
-plan and numpy's draws and solver, which is quicker; tests/inference has the coverage of the estimator itself. Ridge is
-the estimator itself.
+plan and numpy's draws and solver, which is quicker; tests/inference has the coverage of the estimator itself. Ridge and
+HuberRegressor are the estimators themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import LogisticRegression, Ridge
+from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
 from torch_dpsco.inference import debias
 from torch_dpsco.linear.objective import ObjectivePlan
 
@@ -57,6 +57,12 @@ RIDGES = {
     "ridge_1000": Cell("made", 1_000, 2, 3.0),
     "ridge_5000": Cell("made", 5_000, 5, 1.0),
     "ridge_flights": Cell("flights_delay", 50_000, (38, 40), 1.0),
+}
+
+HUBERS = {
+    "huber_1000": Cell("made", 1_000, 2, 3.0),
+    "huber_5000": Cell("made", 5_000, 5, 1.0),
+    "huber_20000": Cell("made", 20_000, 5, 0.3),
 }
 
 
@@ -127,8 +133,11 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     return held / done, naive / done, refused
 
 
-def ridge_coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
-    """Returns the same of `Ridge`; a made table has targets of standard deviation 0.3 about their means."""
+def real_coverage(cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
+    """Returns the same of a regression.
+
+    A made table has errors of 0.3 times a normal law, for Huber's loss times Student's of 3 degrees of freedom.
+    """
     generator = np.random.default_rng(seed)
     if isinstance(cell.features, int):
         dim, truth = cell.features, np.append(np.linspace(-0.5, 0.5, cell.features), 0.1)
@@ -137,12 +146,14 @@ def ridge_coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, 
         rows, targets = 2 * table.rows[:, cell.features] - 1, np.clip(table.targets, -2.0, 2.0)
         rows = np.column_stack([rows, np.ones(len(rows))])
         dim, truth = rows.shape[1] - 1, np.linalg.lstsq(rows, targets, rcond=None)[0]
-    model = Ridge(epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim), bound_y=2.0, intervals=0.05)
+    model.set_params(epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim))
     held, naive, refused = np.zeros(dim + 1), np.zeros(dim + 1), 0
     for _ in range(fits):
         if isinstance(cell.features, int):
             part = np.column_stack([generator.uniform(-1, 1, (cell.n, dim)), np.ones(cell.n)])
-            y = part @ truth + generator.normal(0, 0.3, cell.n)
+            huber = isinstance(model, HuberRegressor)
+            errors = generator.standard_t(3, cell.n) if huber else generator.normal(size=cell.n)
+            y = part @ truth + 0.3 * errors
         else:
             chosen = generator.integers(0, len(rows), cell.n)
             part, y = rows[chosen], targets[chosen]
@@ -160,16 +171,20 @@ def ridge_coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line per cell: mean coverage, the least of a coefficient, and the naive mean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", choices=CELLS | RIDGES, default=[*CELLS, *RIDGES])
+    parser.add_argument("--cells", nargs="+", choices=CELLS | RIDGES | HUBERS, default=[*CELLS, *RIDGES, *HUBERS])
     parser.add_argument("--fits", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="one cell, a few fits")
     given = parser.parse_args(arguments)
     if given.smoke:
-        given.cells, given.fits = ["made_1000", "ridge_1000"], 5
+        given.cells, given.fits = ["made_1000", "ridge_1000", "huber_1000"], 5
     print("| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|" + "---|" * 7)
     for name in given.cells:
-        cell = (CELLS | RIDGES)[name]
-        held, naive, refused = (coverage if name in CELLS else ridge_coverage)(cell, given.fits)
+        cell = (CELLS | RIDGES | HUBERS)[name]
+        if name in CELLS:
+            held, naive, refused = coverage(cell, given.fits)
+        else:
+            ridge, huber = Ridge(bound_y=2.0, intervals=0.05), HuberRegressor(bound_y=4.0, threshold=0.3, intervals=0.3)
+            held, naive, refused = real_coverage(cell, ridge if name in RIDGES else huber, given.fits)
         print(
             f"| {name} | {cell.n} | {len(held) - 1} | {cell.epsilon:g} | {100 * held.mean():.1f} % | "
             f"{100 * held.min():.1f} % | {100 * naive.mean():.1f} % | {refused} |",

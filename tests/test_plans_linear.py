@@ -245,6 +245,11 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
     "adassp, paper": of_task("adassp", REAL, mode="paper"),
+    "adassp, intervals": of_task("adassp", {**REAL, "curvature": 0.05}),
+    "objective, intervals": of_task("objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}),
+    "objective, Huber's intervals": of_task(
+        "objective", {"loss": dp.losses.Huber(threshold=0.5), "bound_y": 1.0, "curvature": 0.05}, BUDGET
+    ),
     "boosted": of_task("boosted_adassp", REAL),
     "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
     "tukey": of_task("tukey", {**REAL, "n": 9000}, dp.Budget(3.0, 1e-6, "add_remove")),
@@ -360,8 +365,9 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
     elif isinstance(plan, ObjectivePlan):
         noise, out, *hessian = scales
         if hessian:
-            off, diagonal = hessian
-            measured = math.sqrt(sides) * task.smoothness / min(diagonal, off * math.sqrt(2))
+            off, diagonal, *squares = hessian
+            levels = [math.sqrt(sides) * task.smoothness / min(diagonal, off * math.sqrt(2))]
+            measured = math.hypot(*levels, *(task.loss.threshold**2 / std for std in squares))
         spent = math.hypot(2 * draws.distance / out, measured)
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
         if isinstance(event, Pure):

@@ -36,7 +36,7 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     "clipping": (("clip", "a number: all parameters are clipped together"), ("", "all parameters together")),
     "epsilon": (("budget", "Budget(epsilon, delta)"),),
     "delta": (("budget", "Budget(epsilon, delta)"),),
-    "intervals": (("", "confidence intervals are proved for LogisticRegression and Ridge"),),
+    "intervals": (("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),),
     "groups": (("users", "the id of the user of each record"),),
 }
 for _theirs in ("max_grad_norm", "clipping_norm", "clip_norm", "norm_clip", "max_norm"):

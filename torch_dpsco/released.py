@@ -12,15 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.schema import Schema
-
-if TYPE_CHECKING:
-    from torch_dpsco.accounting.report.statement import Statement
 
 Array = NDArray[np.float64]
 
@@ -97,6 +97,7 @@ class Released:
             _require(columns == width, f"schema must have {width} features, as coef has (got {columns})")
 
     @classmethod
+    @typed
     def of(cls, model: Any, *, schema: Schema | None = None, card: Statement | None = None) -> Released:
         """Returns what may be published of a fitted model of `torch_dpsco.estimators`.
 
@@ -200,8 +201,13 @@ class Released:
         columns = getattr(X, "columns", None)
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")
-        rows, weight = np.asarray(X, dtype=np.float64), np.array(self.coef)
-        _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], f"X must be (n, {weight.shape[1]})")
+        weight = np.array(self.coef)
+        wanted = f"X must be numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
+        try:
+            rows = np.asarray(X, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(wanted) from error
+        _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], wanted)
         _require(bool(np.isfinite(rows).all()), "X must be finite numbers (got others)")
         center = np.zeros(weight.shape[1]) if self.center is None else np.array(self.center)
         scale = np.ones(weight.shape[1]) if self.scale is None else np.array(self.scale)

@@ -179,7 +179,7 @@ FINE = {
     "dp.Schema.ids": "word",
     "dp.Schema.unit": "word",
     "dp.study.ledger_path": TEXT,
-    "studies.plan_study[search].trials": "part",
+    **dict.fromkeys(["studies.plan_study[search].trials", "studies.PrivateSearch.trials"], "part"),
     "StudyPlan.run.ledger_path": TEXT,
     "feature_center": "none",
     "feature_scale": "none",

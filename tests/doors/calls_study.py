@@ -10,9 +10,10 @@ import torch
 
 import torch_dpsco as dp
 from tests.doors.shared import CALLS, Good, N, accountant, budget, call, records
-from torch_dpsco import prepare
+from torch_dpsco import estimators, prepare
+from torch_dpsco.released import Released
 from torch_dpsco.schema import Number
-from torch_dpsco.studies import plan_study
+from torch_dpsco.studies import PrivateSearch, plan_study
 from torch_dpsco.studies.conformal import conformal
 
 
@@ -70,6 +71,40 @@ CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
 CALLS["studies.plan_study[search]"] = lambda: (plan_study, studied(candidates={"one": NOISY}, trials=2.0))
 CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None))
 CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None})
+
+
+def a_search(**settings: Any) -> Any:
+    """Fits a search by settings, which are checked by `fit`."""
+    return PrivateSearch(**settings).fit(rows(), labels())
+
+
+a_search.__signature__ = inspect.signature(PrivateSearch)  # type: ignore[attr-defined]
+CALLS["studies.PrivateSearch"] = lambda: (
+    a_search,
+    {
+        "candidates": {"one": estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), **NOISY)},
+        "epsilon": 50.0,
+        "n": N,
+        "trials": 2.0,
+        "holdout": 0.5,
+        "accountant": dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
+    },
+)
+CALLS["dp.Schema.from_public"] = lambda: (dp.Schema.from_public, {"frame": people(), "target": "died", "levels": 10})
+CALLS["dp.Schema.check"] = lambda: (STUDY["schema"]().check, {"frame": people()})
+CALLS["dp.Schema.read"] = lambda: (STUDY["schema"]().read, {"frame": people()})
+CALLS["released.Released.of"] = lambda: (Released.of, {"model": a_fit()})
+
+
+def a_fit() -> Any:
+    return estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1)).fit(rows(), labels())
+
+
+@call("released.Released.predict")
+def _predict() -> Good:
+    return Released.of(a_fit()).predict, {"X": rows()}
+
+
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "PrivateStandardScaler": {},
     "PrivateQuantiles": {"bins": 4, "levels": (0.25, 0.5)},

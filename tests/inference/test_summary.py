@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import HuberRegressor, LogisticRegression
+from torch_dpsco.estimators import LogisticRegression, QuantileRegressor
 from torch_dpsco.estimators.protocol import NotFittedError
 from torch_dpsco.inference import debias
 
@@ -103,10 +103,10 @@ def test_what_has_no_intervals_says_so() -> None:
     fit = model(400, intervals=None).fit(X, y)
     with pytest.raises(ConditionError, match="intervals must be paid for by the fit"):
         fit.summary()
-    with pytest.raises(ConditionError, match="HuberRegressor has no summary"):
-        HuberRegressor(epsilon=1.0, n=400, bound_x=2.0, bound_y=1.0).summary()
-    with pytest.raises(TypeError, match="proved for LogisticRegression and Ridge"):
-        HuberRegressor(intervals=0.3)
+    with pytest.raises(ConditionError, match="QuantileRegressor has no summary"):
+        QuantileRegressor(epsilon=1.0, n=400, bound_x=2.0, bound_y=1.0).summary()
+    with pytest.raises(TypeError, match="proved for LogisticRegression, HuberRegressor and Ridge"):
+        QuantileRegressor(intervals=0.3)
     fit = model().fit(*table(4000))
     with pytest.raises(ValueError, match="level"):
         fit.summary(95)

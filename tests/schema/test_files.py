@@ -187,8 +187,8 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
         (3, "frame must be a table"),
         ([1, 2], "frame must be a table"),
         ("table.xlsx", "frame must be a table, or the path"),
-        ({"v": 3, "y": [1]}, "column 'v' must be a list or array"),
-        ({"v": np.zeros((2, 2)), "y": ["no", "yes"]}, "column 'v' must have one value per row"),
+        ({"v": 3, "y": [1]}, "column 'v' of the frame must be a list or array"),
+        ({"v": np.zeros((2, 2)), "y": ["no", "yes"]}, "column 'v' of the frame must have one value per row"),
     ],
 )
 def test_what_is_no_table_is_refused(wrong, words):
@@ -290,7 +290,7 @@ def test_a_schema_is_read_off_a_public_table():
         "sex": Category(["f", "m"]),
         "income": Number(0, 28, missing=True),
     }
-    assert (schema.labels, schema.ids, schema.unit) == ([0, 1], "id", "patient")
+    assert (schema.labels, schema.ids, schema.unit) == ((0, 1), "id", "patient")
     assert Schema.from_public(public, target="age").target_range == (0.0, 29.0)
     with pytest.raises(ValueError, match="target must be a column"):
         Schema.from_public(public, target="sick")

@@ -111,7 +111,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a column is there twice": (ValueError, "2 times", lambda: SCHEMA.read(twice())),
     "dates": (
         ValueError,
-        "column 'age' must be of numbers or text",
+        "column 'age' of the frame must be of numbers or text",
         lambda: SCHEMA.read(CLEAN | {"age": np.array(["2001-01-01"] * N, dtype="datetime64[D]")}),
     ),
     "ids are truth values": (
@@ -155,6 +155,12 @@ def test_the_check_finds_nothing_in_a_clean_table():
         assert schema.check(CLEAN).findings == (), str(schema.check(CLEAN))
     users = USERS.check(CLEAN | {"patient": np.arange(N) // 3})
     assert users.findings == (), str(users)
+
+
+def test_the_check_takes_a_rare_event_for_no_mistake():
+    schema = Schema({"fell": Number(0, 1), "falls": Number(0, 10)}, target="died", labels=["no", "yes"])
+    rare = np.arange(N) < 2
+    assert schema.check(CLEAN | {"fell": rare.astype(int), "falls": 9 * rare}).findings == ()
 
 
 @pytest.mark.parametrize("mistake", TOLD)

@@ -22,7 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.inference import Debiased, Summary
+from torch_dpsco.inference import Debiased, Summary, debias
 from torch_dpsco.linear import (
     LinearFit,
     LinearTask,
@@ -53,6 +53,7 @@ from torch_dpsco.linear import (
     fit_linear,
     plan_linear,
 )
+from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
@@ -292,7 +293,9 @@ class LinearModel(BaseEstimator):
             scale=_numbers("feature_scale", self.feature_scale),
         )
         n, prepare = check.positive_count(n=self.n), None
-        if check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None:
+        intervals = self._level_of_intervals(budget)
+        measured = check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None
+        if measured and not intervals:  # measured units clip rows and targets
             prepare = self._measurements(given, n, dim, budget)
         mu = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon / math.sqrt(dim)
         signal = signal_to_noise(mu, n, dim)
@@ -310,6 +313,7 @@ class LinearModel(BaseEstimator):
             reg=None if self.reg is None else check.positive(reg=self.reg),
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
+            curvature=intervals,
             **self._options(prepare, signal, unit),
         )
 
@@ -329,6 +333,14 @@ class LinearModel(BaseEstimator):
 
     def _bound_on_rows(self) -> float:
         return check.positive(bound_x=self.bound_x)
+
+    def _level_of_intervals(self, budget: Budget) -> float:
+        """Returns the level mu of what intervals need; 0 where they are not paid for."""
+        share = getattr(self, "intervals", None)
+        if share is None:
+            return 0.0
+        level = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon  # the task refuses it
+        return math.sqrt(check.open_interval(0.0, 1.0, intervals=share)) * level
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
@@ -461,10 +473,16 @@ class LinearModel(BaseEstimator):
         """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
         raise self._without_intervals()
 
+    def _newton_step(self, prepared: NDArray[np.float64], hessian: Tensor) -> Debiased:
+        """Returns the estimate in prepared units, of objective perturbation."""
+        plan = cast(ObjectivePlan, self.plan_)
+        stds = {"noise_std": plan.noise_scale, "output_std": plan.output_scale, "hessian_std": plan.hessian_scale}
+        return debias(torch.from_numpy(prepared), hessian, reg=plan.reg, **stds)
+
     def _without_intervals(self) -> ConditionError:
         return ConditionError(
-            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression and Ridge "
-            f"(intervals=)"
+            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression, "
+            f"HuberRegressor and Ridge (intervals=)"
         )
 
     def __sklearn_tags__(self) -> Any:

@@ -6,11 +6,10 @@ the first of two classes is -1, the second is +1.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.estimators.protocol import ClassifierMixin
-from torch_dpsco.inference import Debiased, debias
+from torch_dpsco.inference import Debiased
 from torch_dpsco.linear import PrivatePreparation
-from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import residual_clip
@@ -178,30 +175,14 @@ class LogisticRegression(BinaryClassifier):
         if self.intervals is not None:
             if self.class_weight is not None:
                 raise ConditionError("class_weight must be None with intervals: it changes the model they are of")
-            share = check.open_interval(0.0, 1.0, intervals=self.intervals)
-            level = gaussian_mu(self.epsilon, self.delta) if self.delta > 0 else self.epsilon  # refused by the task
-            clip = None if self.residual_clip == "auto" else self.residual_clip
-            return {"residual_clip": clip, "curvature": math.sqrt(share) * level}
+            return {"residual_clip": None if self.residual_clip == "auto" else self.residual_clip}
         if isinstance(self.residual_clip, str):
             # of users, mean gradients are clipped
             return {"residual_clip": residual_clip(signal) if unit == "example" else None}
         return {"residual_clip": self.residual_clip}
 
-    def _measurements(self, *public: Any) -> PrivatePreparation | None:
-        # measured units clip rows
-        return None if self.intervals is not None else super()._measurements(*public)
-
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        plan = cast(ObjectivePlan, self.plan_)
-        found = debias(
-            torch.from_numpy(prepared),
-            hessian,
-            reg=plan.reg,
-            noise_std=plan.noise_scale,
-            output_std=plan.output_scale,
-            hessian_std=plan.hessian_scale,
-        )
-        return found, (
+        return self._newton_step(prepared, hessian), (
             "the log-odds are linear in the features, and records are independent: else standard errors may be small",
         )
 

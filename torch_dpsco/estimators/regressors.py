@@ -6,7 +6,6 @@ targets if they lie far from 0, and divide them by a public scale.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
@@ -25,6 +23,7 @@ from torch_dpsco.estimators.protocol import RegressorMixin
 from torch_dpsco.inference import Debiased, least_squares
 from torch_dpsco.linear import NO_BOUND, PrivatePreparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
+from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robust_width
@@ -87,6 +86,13 @@ class HuberRegressor(Regressor):
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half for users, a half to one
             and a half for other mechanisms; a twentieth of bound_y where measuring does not pay).
+        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for a Hessian at the answer and a sum of
+            squares, which `summary` needs (0.3 is a good one). Then nothing is measured (give a threshold, about the
+            spread of errors), and the mechanism is objective perturbation. None for no intervals.
+
+    Attributes:
+        hessian_: released one of the sum of losses, in prepared units, with noise; only with `intervals`.
+        moments_: the sum of squared slopes, (1,), likewise.
 
     Example:
         >>> import numpy as np
@@ -100,6 +106,7 @@ class HuberRegressor(Regressor):
     """
 
     threshold: float | str = "auto"
+    intervals: float | None = None
 
     def _wanted(self) -> tuple[float | None, bool, float]:
         return 0.5, self.threshold == "auto", self._bound()
@@ -107,6 +114,22 @@ class HuberRegressor(Regressor):
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         spreads = self._kink(signal, unit)
         return Huber(threshold=_width("threshold", self.threshold, spreads, self._bound() / 20, prepare))
+
+    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+        if self.intervals is not None and not self.fit_intercept:
+            raise ConditionError("fit_intercept must be True for intervals: it counts the errors below the threshold")
+        return super()._options(prepare, signal, unit)
+
+    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
+        plan = cast(ObjectivePlan, self.plan_)
+        found = self._newton_step(prepared, hessian)
+        inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
+        squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
+        return found._replace(sampling=squares / inside * found.sampling), (
+            "targets are a linear function of the features, and errors of one law (a skewed one is in the intercept); "
+            "records are independent",
+            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
+        )
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -200,18 +223,9 @@ class Ridge(Regressor):
         return Squared()
 
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
-        options = super()._options(prepare, signal, unit)
-        if self.intervals is None:
-            return options
-        share = check.open_interval(0.0, 1.0, intervals=self.intervals)
-        if not self.fit_intercept and self.adjacency == ADD_REMOVE:
+        if self.intervals is not None and not self.fit_intercept and self.adjacency == ADD_REMOVE:
             raise ConditionError("fit_intercept must be True for intervals under add_remove: it counts the records")
-        level = gaussian_mu(self.epsilon, self.delta) if self.delta > 0 else self.epsilon  # refused by the task
-        return options | {"curvature": math.sqrt(share) * level}
-
-    def _measurements(self, *public: Any) -> PrivatePreparation | None:
-        # measured units clip rows and targets
-        return None if self.intervals is not None else super()._measurements(*public)
+        return super()._options(prepare, signal, unit)
 
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         plan = cast(AdaSSPPlan, self.plan_)

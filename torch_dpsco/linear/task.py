@@ -147,7 +147,7 @@ class LinearTask:
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         refused = {
-            "loss must be Logistic or Squared": not isinstance(self.loss, (Logistic, Squared)),
+            "loss must be Logistic, Huber or Squared": not isinstance(self.loss, (Logistic, Huber, Squared)),
             "residual_clip must be None (a clipped gradient has another mean)": self.residual_clip is not None,
             "prepare must be None (it clips rows at a measured length)": self.prepare is not None,
             "radius must be inf (a projected answer is no zero of a gradient)": self.radius != math.inf,

@@ -112,6 +112,7 @@ class Category:
     def __post_init__(self) -> None:
         check.fields(self, baseline=check.flag)
         object.__setattr__(self, "_places", index_of("levels", self.levels))
+        object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
@@ -139,6 +140,7 @@ class Ordered:
     def __post_init__(self) -> None:
         check.fields(self, missing=check.flag)
         object.__setattr__(self, "_places", index_of("levels", self.levels))
+        object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""

@@ -57,11 +57,11 @@ def column(frame: Any, name: str) -> Any:
         raise ValueError(f"frame must have a column {name!r}, once (got it {times} times)")
     found = frame[name]
     if not hasattr(found, "__len__") or isinstance(found, (str, bytes)):
-        raise ValueError(f"column {name!r} must be a list or array of values (got {type(found).__name__})")
+        raise ValueError(f"column {name!r} of the frame must be a list or array of values (got {type(found).__name__})")
     if kind_of(found).startswith(("datetime", "timedelta", "timestamp", "date", "complex")):
-        raise ValueError(f"column {name!r} must be of numbers or text (got {kind_of(found)})")
+        raise ValueError(f"column {name!r} of the frame must be of numbers or text (got {kind_of(found)})")
     if getattr(found, "ndim", 1) != 1:
-        raise ValueError(f"column {name!r} must have one value per row (got shape {tuple(found.shape)})")
+        raise ValueError(f"column {name!r} of the frame must have one value per row (got shape {tuple(found.shape)})")
     return found
 
 

@@ -118,11 +118,15 @@ def _numbers(name: str, kind: Number, values: list[Any]) -> Iterator[Finding]:
     elif outside and len(rare := Counter(known[(known < kind.low) | (known > kind.high)])) <= 2:
         shown = ", ".join(f"{value:g}" for value in rare)
         yield Finding(name, f"{outside:.2%} of values are {shown}, out of range", "If it is a code, make it missing")
-    low, high = np.quantile(known, [0.01, 0.99])
-    if known.min() == known.max():
+    different, counts = np.unique(known, return_counts=True)
+    if len(different) == 1:
         yield Finding(name, "all values are one", "Leave the column out")
-    elif high - low < _NARROW * (kind.high - kind.low):
-        seen = f"98 % of values are in [{low:g}, {high:g}], a small part of [{kind.low:g}, {kind.high:g}]"
+        return
+    usual = different[counts.argmax()]  # as 0 of a rare event, beside which the others tell the unit
+    low, high = np.quantile(known[known != usual], [0.01, 0.99])
+    low, high = min(low, usual), max(high, usual)
+    if high - low < _NARROW * (kind.high - kind.low):
+        seen = f"nearly all values are in [{low:g}, {high:g}], a small part of [{kind.low:g}, {kind.high:g}]"
         yield Finding(name, seen, "Mend the unit (percent or share, thousands), or the range")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 from torch_dpsco.schema import files, frames
@@ -61,6 +61,7 @@ class Schema:
             raise ValueError("labels or target_range must be given, one of them (got both or none)")
         if self.labels is not None:
             index_of("labels", self.labels)
+            object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read
             if len({isinstance(label, str) for label in self.labels}) > 1:
                 raise ValueError(f"labels must be all text or all numbers (got {check.shown(self.labels)})")
         if self.target_range is not None:
@@ -86,7 +87,7 @@ class Schema:
     def settings(self) -> dict[str, Any]:
         """Returns bound_x and classes or bound_y, for `LogisticRegression(epsilon=1.0, n=n, **schema.settings())`."""
         if self.labels is not None:
-            return {"bound_x": self.bound_x, "classes": tuple(self.labels)}
+            return {"bound_x": self.bound_x, "classes": self.labels}
         return {"bound_x": self.bound_x, "bound_y": self._bound_y}
 
     def problem(self, loss: TableLoss, *, intercept: bool = True, **promises: Any) -> Problem:
@@ -170,6 +171,7 @@ class Schema:
         return look(self, table, {name: frames.values(frames.column(frame, name)) for name in wanted})
 
     @classmethod
+    @typed
     def from_public(cls, frame: Any, *, target: str, levels: int = 20, **fields: Any) -> Schema:
         """Reads a schema off a PUBLIC table: ranges and levels of private data would give its records away.
 
@@ -194,7 +196,7 @@ class Schema:
         if target not in kinds:
             raise ValueError(f"target must be a column of the table (got {target!r})")
         goal = kinds.pop(target)
-        found = {"labels": list(goal.levels)} if isinstance(goal, Category) else {"target_range": (goal.low, goal.high)}
+        found = {"labels": goal.levels} if isinstance(goal, Category) else {"target_range": (goal.low, goal.high)}
         return cls(**{"columns": kinds, "target": target, **found, **fields})
 
     def to_dict(self) -> dict[str, Any]:
