@@ -200,7 +200,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("fit table.csv --schema schema.toml --epsilon no --out o", "--epsilon must be a number .*'no'"),
         ("fit table.csv --schema nowhere --epsilon 1 --out o", "--schema must be a file that is there .*'nowhere'"),
         ("fit nowhere.csv --schema schema.toml --epsilon 1 --out o", "--table must be a file .*'nowhere.csv'"),
-        ("fit new.csv --schema schema.toml --epsilon 1 --out o", "column 'died' must be in the table"),
+        ("fit new.csv --schema schema.toml --epsilon 1 --out o", "column 'died' must be in the frame"),
         ("fit table.csv --schema table.csv --epsilon 1 --out o", "TOML"),
         ("fit table.csv --schema schema.toml --epsilon 1 --out .", "--out must be a new or empty folder"),
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso", "--model must be one of .*'Lasso'"),

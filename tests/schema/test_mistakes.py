@@ -107,7 +107,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "ids must not be among the features",
         lambda: Schema({"patient": Number(0, N)}, target="died", labels=["no", "yes"], ids="patient"),
     ),
-    "a column is misspelled": (ValueError, "frame must have a column 'age'", lambda: SCHEMA.read({"Age": AGE})),
+    "a column is misspelled": (ValueError, "column 'age' must be in the frame", lambda: SCHEMA.read({"Age": AGE})),
     "a column is there twice": (ValueError, "2 times", lambda: SCHEMA.read(twice())),
     "dates": (
         ValueError,

@@ -54,7 +54,7 @@ def names(frame: Any) -> list[str]:
 def column(frame: Any, name: str) -> Any:
     """Returns a column as it is; raises ValueError unless it is there once, of numbers or text."""
     if (times := names(frame).count(name)) != 1:
-        raise ValueError(f"frame must have a column {name!r}, once (got it {times} times)")
+        raise ValueError(f"column {name!r} must be in the frame, once (got it {times} times)")
     found = frame[name]
     if not hasattr(found, "__len__") or isinstance(found, (str, bytes)):
         raise ValueError(f"column {name!r} of the frame must be a list or array of values (got {type(found).__name__})")
