@@ -264,7 +264,12 @@ def test_intervals_have_the_names_of_the_schema():
     assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
     assert "sex=m" in found.summary()
     assert "patient" in found.report().headline
-    assert "ranges, levels and labels of the schema are public" in str(found.report()).lower()
+    text = " ".join(str(found.report()).split())
+    assert "Ranges, levels and labels of the schema are public" in text
+    assert f"The model, with what its intervals need; the score ({found.score.metric});" in text
+    assert f"study: {2 + (found.sets is not None)} releases" in text
+    assert f"measured on {found.plan.held} others" in text
+    assert "finalize()" not in text
 
 
 def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():

@@ -32,7 +32,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
-from torch_dpsco.accounting.report.figures import HELD, PrivacyReport
+from torch_dpsco.accounting.report.figures import HELD, PrivacyReport, StudyRun
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel
@@ -206,7 +206,10 @@ class Study:
         privacy = self.privacy.promising(promise)
         unit = self.plan.schema.unit
         named = privacy if unit == "row" else privacy.named(unit)
-        return make_statement(named, replace(self.model.report().run, name="study"))
+        model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
+        released = (model, f"score ({self.score.metric})", "threshold of its predictions")[: 3 - (self.sets is None)]
+        run = StudyRun(**vars(self.model.report().run) | {"name": "study"}, held=self.plan.held, released=released)
+        return make_statement(named, run)
 
     def predict(self, frame: Any) -> NDArray[Any]:
         """Returns labels, or numbers, for the rows of a public table (n,), whose target and ids are not needed.

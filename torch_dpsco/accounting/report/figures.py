@@ -217,6 +217,19 @@ class OneRelease(Run):
 
 
 @dataclass(frozen=True)
+class StudyRun(OneRelease):
+    """What is public about a study, in which a model is fitted to some units and measured on the others.
+
+    Args:
+        held: expected number of those others.
+        released: all of it, in words.
+    """
+
+    held: int = 0
+    released: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PrivacyReport:
     """Epsilon spent at delta under each adjacency that all events support.
 
@@ -365,7 +378,7 @@ def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
             "records assigned to batches by the optimizer's own loader, independently of the data, kept secret"
         )
     if any(partition.startswith(HELD) for partition in partitions):
-        lines.append(f"each {unit} fitted or held out by a fresh draw that looked at no value")
+        lines.append("who is fitted and who is held out decided by a fresh draw that looked at no value")
     if any(not partition.startswith(("assigned/", HELD)) for partition in partitions):
         lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
     if True in exact:

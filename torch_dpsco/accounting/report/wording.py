@@ -17,6 +17,7 @@ from torch_dpsco.accounting.report.figures import (
     OneRelease,
     PrivacyReport,
     Run,
+    StudyRun,
     attack_advantage,
     group_guarantee,
     rounded_up,
@@ -333,7 +334,9 @@ def _promised(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 
 def _covered(run: Run) -> Iterator[str]:
-    if isinstance(run, OneRelease):
+    if isinstance(run, StudyRun):
+        yield f"The {'; the '.join(run.released)}. Nothing else of the study."
+    elif isinstance(run, OneRelease):
         # PRIVACY: (test_the_statement_of_output_perturbation_covers_the_final_model_only)
         yield "The final model, and nothing else of the run."
     else:
@@ -343,7 +346,9 @@ def _covered(run: Run) -> Iterator[str]:
 
 
 def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
-    if isinstance(run, OneRelease):
+    if isinstance(run, StudyRun):
+        yield f"Which {report.unit_names} were held out, and all that was computed on the way. They are secret."
+    elif isinstance(run, OneRelease):
         yield (
             "Everything before finalize(): parameters, averages, gradients, losses, checkpoints, and what is computed "
             "from them. They are secret."
@@ -365,6 +370,13 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
 
 def _sampling(report: PrivacyReport, run: Run) -> Iterator[str]:
     design = run.design
+    if isinstance(run, StudyRun):
+        about = "about " if report.adjacency == ADD_REMOVE else ""
+        yield (
+            f"The model is fitted to {about}{design.n} {report.unit_names}, and measured on {about}{run.held} others, "
+            f"by a draw that is fresh and secret."
+        )
+        return
     if isinstance(run, OneRelease) and isinstance(design, Full):
         what = "a public reference for their number" if report.adjacency == ADD_REMOVE else "their number, is public"
         yield f"No sampling: the answer is computed from all {report.unit_names}; {design.n}, {what}."
@@ -417,6 +429,8 @@ def _allocation(design: Assigned, run: Run, report: PrivacyReport) -> str:
 def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
     planned = "" if run.planned is None else f" of {run.planned} planned"
     made = "one release" if run.planned == 0 else f"{_count(run.steps, 'step')} made{planned}"
+    if isinstance(run, StudyRun):
+        made = f"{len(run.released)} releases"
     yield f"{run.name}: {made}; {'finalized' if run.finalized else 'not finalized'}."
     if run.unfinished and report.planned_epsilon is not None:
         yield f"Epsilon with all planned steps: {rounded_up(report.planned_epsilon)}."
