@@ -7,6 +7,7 @@ import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -47,17 +48,23 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a parametrized test but the first n by a hash of their names slow: `representatives(n)`."""
+    """Marks tests slow and weekly as tests/tiers.txt says, cases of a parametrized one in the order of a hash."""
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of cases must be the same in all processes: give ids= (got {unlike[0]})")
     cases = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("representatives")
-        if mark and not item.get_closest_marker("slow"):
-            cases[item.nodeid.split("[")[0], mark.args[0]].append(item)
-    for (_, number), several in cases.items():
-        for item in sorted(several, key=lambda item: zlib.crc32(item.nodeid.encode()))[number:]:
-            item.add_marker(pytest.mark.slow)
+        cases[item.nodeid.split("[")[0]].append(item)
+    for line in (Path(__file__).parent / "tiers.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        name, by_default, more = line.split()
+        # those marked by hand come last
+        several = sorted(cases[name], key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode())))
+        for place, item in enumerate(several):
+            if place >= int(by_default):
+                item.add_marker("slow" if place < int(by_default) + int(more) else "weekly")
+
+
+def _is_marked(item):
+    return any(item.get_closest_marker(name) for name in ("slow", "weekly"))
 
 
 def _entropy_of(words: str) -> Callable[[int], bytes]:

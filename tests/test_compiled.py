@@ -73,7 +73,6 @@ def test_means_are_those_of_attached_models(name: str) -> None:
     torch.testing.assert_close(means(plain, x, y, vectorized(plain)), means(attached, x, y), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_means_are_those_of_attached_models(backend: str) -> None:

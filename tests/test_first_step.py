@@ -30,8 +30,6 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows
 from torch_dpsco.rows.attach import first_step_of
 
-pytestmark = pytest.mark.representatives(20)
-
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
 CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
@@ -279,7 +277,6 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.representatives(3)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_a_check_that_looks_at_less_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +388,6 @@ def test_healthy_models_pass(name: str) -> None:
     assert of_loss.startswith(CHECKED)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"])
 def test_compiled_models_and_losses_are_looked_at(what: str) -> None:

@@ -78,7 +78,6 @@ def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(loss: TableLoss,
         assert problem.loss_at_zero == pytest.approx(loss.value(score, target).max().item(), rel=1e-12)
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("loss", SCALAR, ids=repr)
 @settings(derandomize=True, max_examples=100)
 @given(first=numbers, second=numbers, target=st.floats(-1, 1))

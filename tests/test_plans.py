@@ -22,10 +22,7 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
 from torch_dpsco.theory.user_level.radius import pair_radius_search
 
-pytestmark = [
-    pytest.mark.representatives(10),
-    pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
@@ -186,7 +183,6 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
         assert plan.epsilon() <= plan.budget.epsilon
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -259,7 +255,6 @@ def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
     assert optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))).slots is None
 
 
-@pytest.mark.representatives(5)
 @pytest.mark.parametrize("name", [name for name in MADE if "User" in name])
 def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     cls, make = MADE[name]

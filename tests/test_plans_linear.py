@@ -41,8 +41,6 @@ from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, soft
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 from torch_dpsco.theory.linear.tukey import TukeyNumbers
 
-pytestmark = pytest.mark.representatives(6)
-
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
 ROWS = torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))

@@ -61,10 +61,7 @@ MADE: dict[str, Callable[[], RowFreePlan]] = {
     "BoltOnPSGD, K-norm noise": bolt_on(noise_multiplier=2.0, noise="knorm"),
     "BoltOnPSGD, noise": bolt_on(noise_multiplier=3.0, average="last"),
 }
-pytestmark = [
-    pytest.mark.representatives(5),
-    pytest.mark.filterwarnings("ignore:noise buries the signal"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:noise buries the signal")
 
 
 def run(plan: RowFreePlan) -> RowFreeOptimizer:
@@ -163,7 +160,6 @@ def moved(cls: Any, optimizer: RowFreeOptimizer, plan: RowFreePlan) -> Any:
     return path_sensitivity(path, epoch) if type(design) is dp.Shuffled else path
 
 
-@pytest.mark.representatives(4)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,6 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     refused(SequenceError, r"all 1 planned steps are made: call optimizer.finalize\(\)", model, optimizer)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("design", [dp.Poisson, dp.Fixed, dp.Shuffled], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("already", [0, 3])
 def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_can_be_made(

@@ -67,7 +67,6 @@ CASES = [
 ]
 
 
-@pytest.mark.representatives(4)
 @pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
 def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
     low, high = bracket(noise, steps, epsilon, way, m=14 if way == "replace" else 50)
@@ -195,7 +194,6 @@ def test_random_settings_agree_with_what_is_sampled():
 # Bounds that hold between figures.
 
 
-@pytest.mark.representatives(3)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 @pytest.mark.parametrize("noise", [0.6, 1.0, 7.0])
 def test_more_steps_never_cost_more(noise, adjacency):

@@ -31,7 +31,6 @@ def cell_id(value: object) -> str:
     return value if isinstance(value, str) else type(value).__name__
 
 
-@pytest.mark.representatives(8)
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
 @pytest.mark.parametrize("target", [0.2, 3.0])
 def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandth(design, adjacency, target):
@@ -173,7 +172,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(("noise", "rate", "steps"), SETTINGS)
 def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(noise, rate, steps):
     ours = Ledger([Repeat(PoissonGaussian(noise, rate), steps)])

@@ -208,7 +208,6 @@ def test_a_partition_is_cut_in_one_way():
 # -- privacy loss distributions ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("noise", [0.7, 1.0, 3.0])
 @pytest.mark.parametrize("steps", [1, 100])
 def test_pld_agrees_with_dp_accounting_and_is_never_above_renyi(noise, steps):

@@ -148,7 +148,6 @@ def test_a_compiled_loss_has_right_rows(rows):
         assert_rows(GradBatch.consume(trained(model)).dense(), rows_of(build(), x), 1e-9)
 
 
-@pytest.mark.representatives(1)
 @ROWS
 @EARLY_DYNAMO
 def test_one_graph_for_a_whole_attached_model_is_refused(rows):

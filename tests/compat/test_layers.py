@@ -326,7 +326,6 @@ FACTORED_CASES = {
 }
 
 
-@pytest.mark.representatives(40)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_rows_are_those_of_the_records_alone(name, rows):

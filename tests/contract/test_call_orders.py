@@ -168,7 +168,6 @@ def test_the_machine_finds_nothing_in_what_is_not_broken() -> None:
     run_state_machine_as_test(CallOrders, settings=HUNT)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)

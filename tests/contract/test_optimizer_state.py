@@ -19,10 +19,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.secret import SecretState
 
 # Seeds, momentum and Adam warn about utility in every test here.
-pytestmark = [
-    pytest.mark.representatives(12),
-    pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: row.name)

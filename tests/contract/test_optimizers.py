@@ -28,10 +28,7 @@ from torch_dpsco.optim.charges import planned_event
 from torch_dpsco.oracles.base import MeanOracle
 
 # Seeds, momentum and Adam warn about utility in every test here.
-pytestmark = [
-    pytest.mark.representatives(12),
-    pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 DELTA = 1e-3
 
 

@@ -32,7 +32,6 @@ def backward_inside(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize("when", ["first", "before backward", "before step", "after step"])
 @pytest.mark.parametrize("nasty", [False, True])
 def test_a_run_goes_on_as_if_the_doctor_had_not_been_there(when, nasty):

@@ -29,7 +29,6 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.representatives(8)
 @pytest.mark.parametrize(("loss", "bounds"), PROBLEMS, ids=str)
 @pytest.mark.parametrize("plan", [{}, {"sampling": "fixed"}, {"mode": "paper", "batch_size": 1}], ids=str)
 def test_nothing_is_found_in_a_sound_script(loss, bounds, plan):

@@ -112,7 +112,6 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-@pytest.mark.representatives(60)
 @pytest.mark.parametrize("name", CALLS)
 def test_each_good_call_is_good(name: str) -> None:
     function, arguments = CALLS[name]()

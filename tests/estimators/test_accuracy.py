@@ -42,7 +42,6 @@ def adult() -> Any:
     return module.load_adult()
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(
     ("model", "least_auc"),
     [

@@ -18,8 +18,6 @@ from torch_dpsco.errors import AdjacencyError, BudgetExceeded, CalibrationError,
 from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
 from torch_dpsco.estimators.protocol import NotFittedError
 
-pytestmark = pytest.mark.representatives(12)
-
 NAMES = list(SETTINGS)
 SUMS = [name for name in NAMES if name != "TiltedClassifier"]  # there, a null record keeps its place in the mean
 OUTPUT = [name for name in NAMES if name not in ("SoftmaxRegression", "LinearSVC", "HuberRegressor", "Ridge")]

@@ -64,7 +64,6 @@ def labelled() -> tuple[np.ndarray, np.ndarray]:
     return X, targets("LogisticRegression", X)
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", PARTED)
@@ -82,7 +81,6 @@ def test_partitions_of_any_sizes_release_what_the_same_records_in_memory_do(name
     assert fitted.n_features_in_ == 3
 
 
-@pytest.mark.representatives(3)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -105,7 +103,6 @@ def test_every_mechanism_of_sums_works_where_all_is_pickled(name, settings, same
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_units_are_measured_in_partitions_as_in_memory(name, same_noise):
     n = 4000
@@ -152,7 +149,6 @@ class Changing(Listed):
         return parts
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(("reading", "place"), [(2, 0), (5, 1)])
 @pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd"])
@@ -214,7 +210,6 @@ def test_no_ledger_travels_to_a_partition():
     assert not any(b"Accountant" in sent or b"lock of the test" in sent for sent in source.sent)
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize("mechanism", ["objective", "noisy_gd", "output"])
 def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch):
     drawn = []

@@ -71,7 +71,6 @@ EXPECTED: dict[str, dict[str, str]] = {
 _FIRST = ("LogisticRegression", "SoftmaxRegression", "Ridge", "TiltedClassifier")
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(
     "name", [name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
 )

@@ -56,7 +56,6 @@ DESIGNS = {
 }
 
 
-@pytest.mark.representatives(3)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_fit_is_a_plain_loop_to_the_last_bit(name: str, parts: int) -> None:

@@ -273,7 +273,6 @@ def test_noise_is_that_of_opacus(reduction: str) -> None:
 # Opacus' PRV accountant says so of the orders of its first guess
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
 @pytest.mark.parametrize(("noise", "batch_size", "epochs"), [(1.0, 16, 3), (0.7, 8, 2), (2.0, 32, 4)])
-@pytest.mark.representatives(4)
 @pytest.mark.parametrize("n", [N, None], ids=["add_remove", "zero_out"])
 def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     noise: float, batch_size: int, epochs: int, n: int | None

@@ -159,7 +159,6 @@ def clipped_descent(model: Any, data: Any, steps: int, clip: float = 0.05, lr: f
 
 @pytest.mark.parametrize("rows", [64, 3])
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.representatives(6)
 def test_the_trainer_makes_the_steps_of_a_plain_loop(name: str, rows: int, tmp_path: Path) -> None:
     model, start = MODELS[name](), numbers(MODELS[name]())
     trainer = private_run(tmp_path, model, per_device_train_batch_size=rows)

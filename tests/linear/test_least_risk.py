@@ -57,7 +57,6 @@ def test_the_default_has_the_least_bound_of_a_fine_grid_up_to_its_step(given):
     assert least < math.inf
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("delta", [0.0, 1e-6])
 def test_the_score_of_a_row_moves_by_the_std_that_the_bound_uses(delta):
     """20000 draws: the relative std of the mean of squares is below 0.02, and 0.1 is five of them."""

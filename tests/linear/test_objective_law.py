@@ -105,7 +105,6 @@ CASES = [
 ]
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(("name", "adjacency", "reg"), CASES)
 def test_neighbors_are_told_apart_by_no_more_than_delta(name: str, adjacency: str, reg: float | None) -> None:
     task, plan = planned(name, adjacency, DELTA, reg)
@@ -170,7 +169,6 @@ def test_a_pure_epsilon_bounds_the_log_ratio_of_the_densities(name: str, adjacen
     assert worst > (0.3 if adjacency == "replace_one" else 0.7)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("delta", [DELTA, 0.0])
 def test_releases_have_the_law_that_was_integrated(delta: float) -> None:
     """Kolmogorov-Smirnov, 400 releases; false alarms: 1e-6."""

@@ -141,7 +141,6 @@ def test_the_answer_is_projected_onto_the_ball() -> None:
 # -- objective perturbation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_noise_in_an_objective_is_that_of_the_theorem_for_its_loss(replaced: bool) -> None:
     adjacency, times = ("replace_one", 2) if replaced else ("add_remove", 1)

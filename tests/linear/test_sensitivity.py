@@ -96,7 +96,6 @@ def largest_share(name: str, adjacency: str, reg: float, preparation: Preparatio
 SETTINGS = [("replace_one", PLAIN), ("add_remove", PREPARED), ("zero_out", PLAIN)]
 
 
-@pytest.mark.representatives(7)
 @pytest.mark.parametrize(("adjacency", "preparation"), SETTINGS, ids=[name for name, _ in SETTINGS])
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_record_moves_the_minimizer_further_than_planned(

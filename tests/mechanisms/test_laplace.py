@@ -35,7 +35,6 @@ def fits_the_discrete_law(values, t) -> bool:
     return bool(stats.chisquare(observed, expected, sum_check=False).pvalue > FALSE_ALARM)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("t", [Fraction(1, 3), Fraction(1), Fraction(7, 5), Fraction(40, 7)])
 def test_draws_have_exactly_the_discrete_laplace_law(t):
     assert fits_the_discrete_law(draws(t, 1, 20_000), float(t))

@@ -125,7 +125,6 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
 }
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(name: str) -> None:
     plan, edge = PLANNERS[name]

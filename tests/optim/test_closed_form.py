@@ -112,7 +112,6 @@ def both(
 DESIGNS = [Full(N), Poisson(20, N), Fixed(20, N), Shuffled(10, N), Disjoint(10, N), Poisson(1, N)]
 
 
-@pytest.mark.representatives(9)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 @pytest.mark.parametrize("name", LOSSES)
@@ -124,7 +123,6 @@ def test_fit_in_closed_form_is_fit_by_backwards(name: str, design: Design) -> No
     assert fast[1].metrics == slow[1].metrics
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize(
     "settings",
@@ -357,7 +355,6 @@ def neighbors(x: Tensor) -> Iterator[tuple[Tensor, str]]:
     yield torch.cat([x, torch.full((1, D), 1e8)]), "add_remove"
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> None:
     def moved(features: Tensor) -> tuple[Tensor, Any]:
@@ -378,7 +375,6 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
     assert max(distances) > (0.4 if scale >= 1 else 0.0)
 
 
-@pytest.mark.representatives(8)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("physical", [None, 7])
 @pytest.mark.parametrize("where", ["features", "label"])

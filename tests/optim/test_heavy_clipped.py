@@ -143,7 +143,6 @@ def test_adam_moves_by_private_means() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(5)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out", "add_remove"])
 @pytest.mark.parametrize(
     "changes",

@@ -62,7 +62,6 @@ def test_without_the_step_rule_smooth_losses_take_ten_epochs_of_512(n: int, batc
     assert (type(plan.design), plan.mode, plan.risk_bound) == (dp.Poisson, "tight", None)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("n", [300, 4000])
 def test_for_a_bound_on_the_risk_batches_are_the_power_of_two_whose_noise_per_pair_is_nearest_to_2(
@@ -207,7 +206,6 @@ def test_a_risk_bound_is_given_only_where_it_is_proved() -> None:
     assert dp.HolderSGD.plan(problem=ball, average="uniform", **kind).risk_bound is None
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
 @pytest.mark.parametrize("adjacency", BOTH)
 def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> None:

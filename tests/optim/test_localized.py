@@ -224,7 +224,6 @@ def test_the_regularizer_is_not_clipped() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(adjacency: str, sampling: str) -> None:
@@ -344,7 +343,6 @@ BUILDS = {
 }
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     if name == "poisson":

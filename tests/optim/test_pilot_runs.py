@@ -140,7 +140,6 @@ def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
     assert 1 - 1e-3 < min(epsilons.values()) <= max(epsilons.values()) <= 1  # "0" is the pilot's
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("size", [20, 60])
 def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
@@ -322,7 +321,6 @@ def test_a_copy_has_a_pilot_of_its_own() -> None:
     assert layer is not run.model
 
 
-@pytest.mark.representatives(4)
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:

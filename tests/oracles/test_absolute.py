@@ -82,7 +82,6 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
         made(noise_std=[1.0])[1].load_state_dict(first.state_dict())
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(
     "mode", [{"mode": "rdp", "schedule": PLAN}, {"mode": "rdp", "orders": 7}, {"mode": "rdp-mixture"}]
 )

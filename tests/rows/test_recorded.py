@@ -21,10 +21,7 @@ from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, ItemBlock, Se
 from torch_dpsco.rows.dense import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
 
-pytestmark = [
-    pytest.mark.representatives(20),
-    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 
 B = 5  # records, and times where there are times: no shape gives a layout away
 

@@ -304,7 +304,6 @@ def test_few_numbers_are_summed_in_float64_whatever_the_plan():
     assert largest_error(dense(rows), vector(rows), plan) <= float64_error(16)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("batch_size", [64, 512, 4096])
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-3, 0.0])
 @pytest.mark.parametrize("make", [all_equal, halves, huge])

@@ -138,7 +138,6 @@ def filter_of(mode: str, factor: float = 1.0, **more: float) -> Filter:
     return make_filter(Budget(EPSILON[mode] * factor, DELTA, mode=mode, **NEEDS.get(mode, {}), **more))
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("mode", EPSILON)
 def test_no_adaptive_adversary_leaks_more_than_the_target(mode: str) -> None:
     table, epsilon = admitted(filter_of(mode)), EPSILON[mode]

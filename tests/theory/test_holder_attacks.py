@@ -138,7 +138,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.representatives(7)
 @pytest.mark.parametrize("sampler", ["shuffle", "uniform"])
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -148,7 +147,6 @@ def test_no_pair_of_neighbors_moves_an_average_by_more_than_the_bound(name, boun
     assert worst > 0.2  # the attack is not toothless
 
 
-@pytest.mark.representatives(6)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zero_out(name, bounded):
@@ -157,7 +155,6 @@ def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zer
     assert worst > 0.2
 
 
-@pytest.mark.representatives(5)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_pair_in_single_precision_exceeds_the_bound_of_single_precision(name, bounded):

@@ -162,7 +162,6 @@ def naive_radii(lr, grad_bound, growth):
     return np.array(radii)
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize("rate", [1e-4, 0.02])
 def test_radii_are_those_of_the_recursion_and_in_blocks_at_most_two_percent_above(alpha, rate):

@@ -69,7 +69,6 @@ def test_quadratures_are_never_below_the_integral(k, epsilon, sigma):
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("mu_out", [0.3, 0.01, 1e-4])
 @pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 3.0), (1.0, 5.3), (0.02, 30.0)])
 def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsilon, sigma):
@@ -243,7 +242,6 @@ def test_the_general_quadrature_meets_the_closed_form_of_one_dimension():
         assert quadrature == pytest.approx(closed, rel=1e-5)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("delta", [0.1, 1e-6, 1e-30])
 @pytest.mark.parametrize("epsilon", [0.05, 1.0, 20.0])
 def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):

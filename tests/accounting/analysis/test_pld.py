@@ -36,8 +36,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_wor_gaussian,
 )
 
-pytestmark = pytest.mark.representatives(8)
-
 VECTORS = Path(__file__).parents[2] / "vectors" / "accounting.json"
 CASES = [case for case in json.loads(VECTORS.read_text())["cases"] if case["function"].startswith("epsilon_")]
 ORDERS = default_orders()
@@ -92,7 +90,6 @@ def random_settings() -> list:
     return chosen
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta", "adjacency"), random_settings())
 def test_random_settings_agree_with_dp_accounting(rate, noise, steps, delta, adjacency):
     replace = adjacency == "replace_one"
@@ -137,7 +134,6 @@ def test_no_figure_is_below_the_exact_gaussian(steps, mu, delta, grid):
     assert at.delta - true <= at.error + 1e-5 * true
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 0.7), (1e-4, 3.0)])
 @pytest.mark.parametrize("at", [0.0, 0.01, 0.5])
 def test_a_single_step_has_its_exact_delta(rate, noise, at):
@@ -207,7 +203,6 @@ def test_the_unsampled_limit_is_gaussian(make):
     assert epsilon(make(1 - 1e-9), 10) == pytest.approx(gaussian_epsilon(math.sqrt(10) / 3, 1e-5), rel=1e-6)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("make", [PoissonLoss, ReplaceOneLoss, FixedSizeLoss], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("delta", [1e-3, 1e-7])
 def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
@@ -280,7 +275,6 @@ def test_bugs_of_other_accountants_do_not_recur():
     assert epsilon(FixedSizeLoss(RATE, 0.3), EPOCH) < 24  # 300
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     ("law", "steps", "delta"),
     [

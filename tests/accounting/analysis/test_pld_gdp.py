@@ -34,7 +34,6 @@ LEDGERS = {
 }
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", LEDGERS)
 def test_no_point_of_a_fine_curve_is_above_the_summary(name):
     """Upper bounds of delta at 24 other points: the summary is above all of them, and within 1 % of what they need."""

@@ -109,7 +109,6 @@ def exact(law: object, epsilon: float) -> float:
     return gaussian_delta(law.ratio, epsilon)
 
 
-@pytest.mark.representatives(20)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("grid", [1e-3, 0.03])
 def test_grid_laws_are_never_below_the_exact_hockey_stick(law, grid):

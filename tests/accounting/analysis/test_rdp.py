@@ -114,14 +114,12 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.representatives(3)
 @pytest.mark.parametrize(("pair", "rate", "noise", "order"), AWKWARD)
 def test_no_curve_is_below_its_high_precision_value(pair, rate, noise, order):
     exact = by_trapezoid(pair, rate, noise, order)
     assert exact <= CURVES[pair](rate, noise, order) <= exact * (1 + mp.mpf("1.2e-12"))
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     ("direction", "rate", "noise", "size", "order"),
     [
@@ -192,7 +190,6 @@ def test_integer_orders_of_any_grid_agree_with_the_binomial_sum(rate, noise, log
         assert exact <= value <= exact * (1 + mp.mpf("1.2e-12"))
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("pair", ["remove", "add", "replace"])
 @given(any_rates, any_noises, st.one_of(st.floats(-3.0, 0.0).map(lambda x: 1 + 10**x), st.floats(2.0, 500.0)))
 @settings(max_examples=25)

@@ -181,7 +181,6 @@ def mp_log_cdf(y):
     return mp.log1p(-mp.exp(-y) / 2) if y >= 0 else y - mp.log(2)
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(
     ("margin", "steps", "b1", "b2"),
     [

@@ -62,7 +62,6 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.representatives(2)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_no_curve_of_fixed_batches_is_below_its_profile_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=False)
@@ -82,7 +81,6 @@ def test_any_order_of_the_grid_agrees_with_its_profile_integral(rate, noise, ord
     assert exact <= value <= exact * (1 + mp.mpf("1.2e-12"))
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_the_poisson_profile_bound_is_not_below_its_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=True)

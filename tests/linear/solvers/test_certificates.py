@@ -53,7 +53,6 @@ def problem(seed, kind):
     return objective, reference.adversarial_objective(*rows, reference.logistic, reg, 0.1, n, 0.05), generator
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"])
 def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
     for seed in range(60):

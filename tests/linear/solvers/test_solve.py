@@ -59,7 +59,6 @@ def mean(loss, X, y, reg):
     return LinearObjective(loss, X, y, reg=reg, normalizer=len(X))
 
 
-@pytest.mark.representatives(7)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_solver_ends_certified(kind, solver):
@@ -354,7 +353,6 @@ def tilted_bound(tilt, mu):
     return 2 / mu * spread / (spread + 11)
 
 
-@pytest.mark.representatives(1)
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
     build, bound = SENSITIVE[name]
