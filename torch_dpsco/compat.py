@@ -6,10 +6,14 @@ parameters and optimizers are read where they are needed, and looked for here (`
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
-import opacus
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +44,7 @@ def _need(owner: Any, name: str, called: str = "") -> Any:
     if found is missing:
         raise ImportError(
             f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {torch.__version__} with opacus "
-            f"{opacus.__version__} does not have: it was run with {_RUN_WITH}; install one of these"
+            f"{version('opacus')} does not have: it was run with {_RUN_WITH}; install one of these"
         )
     return found
 
@@ -108,15 +112,64 @@ def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _require_attributes() -> None:
-    p: Tensor = nn.Parameter(torch.zeros(1))
-    plain = torch.optim.SGD([p], lr=1.0)
-    private = opacus.optimizers.DPOptimizer(plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
-    wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
-    samples = [nn.Linear(1, 1), p, plain, private, wrapped, wrapped._module.weight]
-    for (owner, names), sample in zip(ATTRIBUTES.items(), samples, strict=True):
-        for name in names:
+def of_opacus(*names: str) -> tuple[Any, ...]:
+    """Returns classes of Opacus by their dotted names, where their module was imported: else no object is of them.
+
+    Example:
+        >>> of_opacus("nowhere.Nothing")
+        ()
+    """
+    places = [f"opacus.{name}".rpartition(".") for name in names]
+    return tuple(_need(sys.modules[module], name) for module, _, name in places if module in sys.modules)
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Runs a function once a module was imported, by whomever."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self._then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(name: str, then: Callable[[], object]) -> None:
+    """Calls a function as soon as a module is imported; at once if it is."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Watch(name, then))
+
+
+def _require(samples: dict[str, Any]) -> None:
+    for owner, sample in samples.items():
+        for name in ATTRIBUTES[owner]:
             _need(sample, name, owner)
 
 
-_require_attributes()
+def require_opacus() -> None:
+    """Raises ImportError in a sentence unless Opacus has the attributes that are read."""
+    import opacus
+
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    private = opacus.optimizers.DPOptimizer(plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
+    wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
+    owners = [owner for owner in ATTRIBUTES if "opacus" in owner]
+    _require(
+        {"torch.optim.Optimizer": plain, **dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True))}
+    )
+
+
+_require({"torch.nn.Module": nn.Linear(1, 1), "torch.nn.Parameter": nn.Parameter(torch.zeros(1))})

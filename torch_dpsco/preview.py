@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from scipy.special import logsumexp
 from torch import Tensor
 
@@ -321,10 +321,10 @@ class _Halves:
 def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
     """Returns the band of the module's docstring; `learned`: how far held-out rows score above a fit's own, halved."""
     runs, median = len(values), float(np.median(values))
-    reach = float(stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(1 + 1 / runs)
+    reach = float(scipy.stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(1 + 1 / runs)
     low, high = (float(end) for end in np.quantile(values, (0.05, 0.95)))
     low, high = min(low, float(values.mean()) - reach), max(high, float(values.mean()) + reach)
-    wide = float(stats.norm.ppf(0.95)) * math.sqrt(2) * error
+    wide = float(scipy.stats.norm.ppf(0.95)) * math.sqrt(2) * error
     low, high = median - math.hypot(median - low, wide), median + math.hypot(high - median, wide)
     if up:
         return Band(median, max(low, 0.0), min(high - min(learned, 0.0), 1.0))
@@ -349,7 +349,7 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
     positive = int((signs > 0).sum())
     area = math.nan
     if 0 < positive < len(signs):
-        ranks = float(stats.rankdata(answer)[signs > 0].sum())
+        ranks = float(scipy.stats.rankdata(answer)[signs > 0].sum())
         area = (ranks - positive * (positive + 1) / 2) / (positive * (len(signs) - positive))
     if isinstance(loss, (Hinge, SmoothedHinge)):
         return {"accuracy": float(np.mean((answer > 0) == (signs > 0))), "AUC": area}

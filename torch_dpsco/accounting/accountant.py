@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
-from opacus.accountants import register_accountant
-
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
@@ -29,6 +27,7 @@ from torch_dpsco.accounting.report.figures import (
     make_report,
     rounded_up,
 )
+from torch_dpsco.compat import when_imported
 from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError
 
 _CACHED_QUERIES = 256
@@ -450,5 +449,12 @@ def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str]
     return Journal(file.book, file)
 
 
-# the latest class wins where a module is loaded twice
-register_accountant(Accountant.mechanism(), Accountant, force=True)
+def _register() -> None:
+    from opacus.accountants import IAccountant, register_accountant
+
+    IAccountant.register(Accountant)
+    # the latest class wins where a module is loaded twice
+    register_accountant(Accountant.mechanism(), Accountant, force=True)
+
+
+when_imported("opacus.accountants", _register)

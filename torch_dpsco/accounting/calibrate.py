@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.optimize import brentq
+import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -60,7 +60,7 @@ def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
         def at(part: float) -> float:
             return known(last if part == 1.0 else min(last, int(first * ratio**part)))
 
-        brentq(at, 0.0, 1.0, xtol=0.1 / high)
+        scipy.optimize.brentq(at, 0.0, 1.0, xtol=0.1 / high)
     while high - low > 1:
         known((low + high) // 2)
     return low
@@ -166,7 +166,7 @@ def noise_multiplier(
         return max(-50.0, min(50.0, math.log(spent / epsilon))) if spent > 0 else -50.0
 
     tolerance = rtol / 4.0
-    root = float(brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52))
+    root = float(scipy.optimize.brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52))
     noise = math.exp(root) * (1.0 + tolerance)
     # PRIVACY: only a noise that was seen to meet the target (test_a_tight_tolerance_meets_any_target_tightly)
     while noise < high and epsilon_at(noise) > epsilon:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from scipy.optimize import brentq
+import scipy
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, below_one
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
@@ -65,6 +65,6 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
         if high == _LARGEST:
             return math.inf
         low, high = high, min(_LARGEST, 1.5 * high)
-    single = float(brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
+    single = float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
     # PRIVACY: only what was seen to hold (test_a_replaced_record_is_one_removed_and_one_added)
     return 2.0 * (single if single < high and excess(single) <= 0 else high)

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, poisson_event
 from torch_dpsco.accounting.events import Event
+from torch_dpsco.compat import of_opacus
 from torch_dpsco.errors import UnknownSamplerError
 
 _UNIFORMS = 2**24  # values of a float32 from torch.rand
@@ -117,14 +116,16 @@ def _own_design(loader: Any) -> Design | None:
 
 
 def _foreign_design(sampler: Any) -> Design | None:
-    if type(sampler) is BatchSplittingSampler:  # physical parts of the draws of another sampler
+    if type(sampler) in of_opacus(
+        "utils.batch_memory_manager.BatchSplittingSampler"
+    ):  # physical parts of the draws of another sampler
         sampler = sampler.sampler
         if isinstance(getattr(sampler, "design", None), Design):
             return _own_design(sampler)
     # exact types: a subclass may draw in another way (test_a_subclass_of_a_known_sampler_is_refused)
-    if type(sampler) is UniformWithReplacementSampler:
+    if type(sampler) in of_opacus("utils.uniform_sampler.UniformWithReplacementSampler"):
         return RatePoisson(_drawn_rate(sampler.sample_rate), sampler.num_samples)
-    if type(sampler) is DistributedUniformWithReplacementSampler:
+    if type(sampler) in of_opacus("utils.uniform_sampler.DistributedUniformWithReplacementSampler"):
         raise UnknownSamplerError(
             "loader must draw in one process (got DistributedUniformWithReplacementSampler, which leaves empty batches "
             "out, so that the number of steps tells about the data); use a world of size 1"

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from opacus.accountants.accountant import IAccountant
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -56,8 +55,8 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
     return max(0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs))
 
 
-class OpacusFace(Spending, IAccountant):  # type: ignore[misc]
-    """What Opacus requires of an accountant, but for its questions.
+class OpacusFace(Spending):
+    """What Opacus requires of an accountant, but for its questions; Opacus itself need not be imported.
 
     The hook of `get_optimizer_hook_fn` authorizes each step before the parameters move. What it is told about sampling
     is "asserted, not verified" until `bind` has seen the loader; then steps are charged as the loader draws, whatever
@@ -69,7 +68,7 @@ class OpacusFace(Spending, IAccountant):  # type: ignore[misc]
     """
 
     def __init__(self, journal: Journal, budget: Budget | None) -> None:
-        Spending.__init__(self, journal, budget)  # IAccountant's sets `history`, and would forget what a file holds
+        super().__init__(journal, budget)
         self._design: Design | None = None
         self._step_event: tuple[float, float, Event] | None = None
         self._same_sizes, self._last_size = 0, -1

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
+import scipy
 from scipy.special import ndtr, ndtri
-from scipy.stats import binom
 from torch.utils.data import ConcatDataset, Dataset
 
 from torch_dpsco import _validate as check
@@ -90,10 +90,10 @@ def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
     """Returns a bound on the probability of so many right guesses under (epsilon, delta)-DP."""
     coin = 1.0 / (1.0 + math.exp(-epsilon))
     missing = np.arange(1, correct + 1)
-    masses = binom.pmf(correct - missing, guesses, coin)
+    masses = scipy.stats.binom.pmf(correct - missing, guesses, coin)
     # PRIVACY: delta pays for guesses that are right beyond the coins (test_delta_is_paid_for)
     left = canaries * delta - np.concatenate([[0.0], np.cumsum(missing * masses)[:-1]]) if correct else np.zeros(0)
-    return float(binom.sf(correct - 1, guesses, coin) + np.clip(left / missing, 0.0, masses).sum())
+    return float(scipy.stats.binom.sf(correct - 1, guesses, coin) + np.clip(left / missing, 0.0, masses).sum())
 
 
 @typed

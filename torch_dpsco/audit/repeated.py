@@ -26,10 +26,10 @@ from decimal import ROUND_FLOOR, Context
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
-from scipy.stats import beta
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
@@ -186,8 +186,8 @@ def _above(scores: Array, thresholds: Array) -> NDArray[np.int64]:
 
 def _epsilon_lower(hits: NDArray[np.int64], false_hits: NDArray[np.int64], n: int, delta: float, tail: float) -> Array:
     """Returns for each pair of counts out of n the bound of `audit`, each rate being wrong with probability <= tail."""
-    low = np.where(hits > 0, beta.ppf(tail, np.maximum(hits, 1), n - hits + 1), 0.0)
-    high = np.where(false_hits < n, beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)), 1.0)
+    low = np.where(hits > 0, scipy.stats.beta.ppf(tail, np.maximum(hits, 1), n - hits + 1), 0.0)
+    high = np.where(false_hits < n, scipy.stats.beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)), 1.0)
     ratios = np.maximum(low - delta, 0.0) / high, np.maximum(1.0 - high - delta, 0.0) / (1.0 - low)
     return np.asarray(np.log(np.maximum(np.maximum(*ratios), 1.0)))
 

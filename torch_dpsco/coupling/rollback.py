@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.rows import clear_rows
-from torch_dpsco.rows.dense import forget_uses
+from torch_dpsco.rows.passes import forget_uses
 
 _T = TypeVar("_T")
 

@@ -4,7 +4,7 @@ from torch_dpsco.rows.base import FLOAT64, Block, Summation, plan_summation, row
 from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import FactoredBlock, LinearBlock, SequenceBlock, input_factors, linear_factors
-from torch_dpsco.rows.ghost import GhostBlock, GhostHooks, ghost_backward
+from torch_dpsco.rows.ghost import GhostBlock, ghost_backward
 from torch_dpsco.rows.layers.embedding import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
@@ -17,7 +17,6 @@ __all__ = [
     "DenseBlock",
     "FactoredBlock",
     "GhostBlock",
-    "GhostHooks",
     "GradBatch",
     "ItemBlock",
     "LinearBlock",

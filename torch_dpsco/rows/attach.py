@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,8 @@ from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
-from torch_dpsco.rows.dense import NO_FORWARD, DenseHooks, forget_uses
-from torch_dpsco.rows.ghost import GhostHooks
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
-from torch_dpsco.rows.passes import PassCounter, batch_sizes
+from torch_dpsco.rows.passes import NO_FORWARD, PassCounter, batch_sizes, forget_uses
 from torch_dpsco.rows.precision import HALF, inexact_mean
 from torch_dpsco.rows.supported import (
     forget_wrappers,
@@ -38,6 +36,9 @@ from torch_dpsco.rows.supported import (
     require_unwrapped,
     trainable_layers,
 )
+
+if TYPE_CHECKING:
+    from torch_dpsco.rows.hooks import DenseHooks
 
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
@@ -76,7 +77,7 @@ class _Attachment:
         ]
         self.buffers: list[tuple[int, int]] = []
         self.values: list[tuple[str, str]] | None = None  # during the first forward
-        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks is GhostHooks)
+        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks.ghost)
         self.compared = False
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
@@ -112,7 +113,7 @@ class _Attachment:
             self.refuse(problem)
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
-        if isinstance(self.hooks, GhostHooks) and self.hooks.require_pass():
+        if self.hooks is not None and self.hooks.require_pass():
             return  # the second pass has the inputs of the first one
         if number is None:
             if self.dense:
@@ -239,18 +240,18 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
             f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
         )
     failed = output is None  # this hook is called then too
-    return _look(attachment, model, args, kwargs, output) if attachment.first.waits and not failed else None
+    if not attachment.first.waits or failed:
+        return None
+    look = torch.compiler.disable(_look) if torch.compiler.is_compiling() else _look
+    return look(attachment, model, args, kwargs, output)
 
 
-def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _look(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     try:
         return attachment.first.look(model, args, kwargs, output)
     except PrivacyError:
         attachment.reset()
         raise
-
-
-_look: Callable[..., Any] = torch.compiler.disable(_look_eagerly)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -335,6 +336,8 @@ def attach(
                 f"rows='factored' needs layers that own their parameters, of the kinds "
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
+    from torch_dpsco.rows.hooks import DenseHooks, GhostHooks  # which import Opacus
+
     hooks = GhostHooks if rows == "ghost" else DenseHooks
     attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks, check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]

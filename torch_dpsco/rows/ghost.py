@@ -22,9 +22,8 @@ Source: docs/proofs/rounding.md#ghost-rows; Li, Tramer, Liang, Hashimoto (ghost 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +31,15 @@ from torch import Tensor, nn
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.base import FLOAT64, Block, Summation, joint_norms
-from torch_dpsco.rows.dense import NO_FORWARD, DenseBlock, DenseHooks, forget_uses
-from torch_dpsco.rows.factored import FactoredBlock
+from torch_dpsco.rows.passes import NO_FORWARD, forget_uses
 from torch_dpsco.rows.precision import HALF, Gap, require_sums
+
+if TYPE_CHECKING:
+    from torch_dpsco.rows.hooks import GhostHooks
 
 MARK = "dpsco_ghost"  # the attribute of parameters that holds the block until a step takes it
 _LEAST_NORMAL = 2.0**-126  # of float32, in which sums may run
 
-_Take = Callable[[Sequence[nn.Parameter], Block], None]
-_PLAIN = (
-    "a model attached with rows='ghost' needs dp.ghost_backward(model, losses) with one loss per record: in a plain "
-    "backward() no norms are computed, so that nothing could be clipped"
-)
 _NO_ROWS = (
     "rows are not available with rows='ghost': only their norms and weighted sums are, which clipped means need "
     "(ClippedSGD, HolderSGD and their kin); attach the model with rows='auto' for this optimizer"
@@ -61,68 +57,6 @@ def flat_losses(losses: Tensor) -> Tensor:
             f"reduction='none', and sum what a record has, losses.flatten(1).sum(1)"
         )
     return losses
-
-
-class GhostHooks(DenseHooks):
-    """Hooks that hand the rows of each layer to the code that runs the pass, and keep none."""
-
-    _take: _Take | None = None
-    compared = False  # whether a gradient was compared with the sum of its rows
-
-    @contextmanager
-    def running(self, take: _Take, *, second: bool) -> Iterator[None]:
-        """Gives the rows of each layer to `take` while a pass runs."""
-        self._take, self.second = take, second
-        try:
-            yield
-        finally:
-            self._take, self.second = None, False
-
-    def require_pass(self) -> bool:
-        """Returns whether the second pass runs; outside of both raises SequenceError, and drops what waits."""
-        if self._take is None:
-            # PRIVACY: T6, ghost clipping without its norm pass (test_a_plain_backward_is_refused)
-            self.refuse(_PLAIN)
-        return self.second
-
-    def capture_backprops_hook(
-        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
-    ) -> None:
-        """Hands the rows of a layer over once all its uses are in them."""
-        if not self.hooks_enabled:
-            return
-        if not self.require_pass():
-            self._passes.require_one(None)
-        assert self._take is not None
-        params = [p for p in module.parameters() if p.requires_grad]
-        if not self._is_factorable(module, params):
-            super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
-            for p in params:
-                rows, p.grad_sample = p.grad_sample, None  # type: ignore[attr-defined]
-                if rows is not None:
-                    self._take([p], DenseBlock(rows))
-            return
-        (acts,) = module.activations.pop()  # type: ignore[union-attr, operator]
-        for p in params:
-            p._forward_counter = 0  # type: ignore[attr-defined]
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        parts = [p is not None and p.requires_grad for p in (weight, bias)]
-        block = FactoredBlock(acts, forward_output[0].detach(), weight=parts[0], bias=parts[1])
-        self._take(params, block)
-
-    def _is_factorable(self, module: nn.Module, params: Sequence[nn.Parameter]) -> bool:
-        """Whether a layer is a Linear one, on 2-D input, whose parameters are used here and nowhere else."""
-        if type(module) is not nn.Linear or not self.batch_first or len(module._parameters) != 2:
-            return False
-        activations = getattr(module, "activations", None)
-        if not activations:
-            self.refuse(NO_FORWARD)
-        # PRIVACY: uses of one weight add up before they have a norm (test_a_layer_used_twice_has_one_norm)
-        alone = all(
-            p._forward_counter == 1 and not hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
-            for p in params
-        )
-        return alone and len(activations) == 1 and activations[0][0].dim() == 2
 
 
 class GhostBlock(Block):
@@ -263,7 +197,7 @@ def waiting_block(params: Sequence[nn.Parameter]) -> GhostBlock | None:
 
 def is_ghost(model: nn.Module) -> bool:
     """Returns whether a model was attached with rows="ghost"."""
-    return isinstance(getattr(getattr(model, "_dpsco", None), "hooks", None), GhostHooks)
+    return bool(getattr(getattr(getattr(model, "_dpsco", None), "hooks", None), "ghost", False))
 
 
 @typed
@@ -297,9 +231,9 @@ def ghost_backward(model: nn.Module, losses: Tensor) -> None:
         >>> optimizer.steps
         5
     """
-    hooks = getattr(getattr(model, "_dpsco", None), "hooks", None)
-    if not isinstance(hooks, GhostHooks):
+    if not is_ghost(model):
         raise SequenceError("ghost_backward needs dp.attach(model, rows='ghost')")
+    hooks: GhostHooks = model._dpsco.hooks  # type: ignore[assignment, union-attr]
     losses = flat_losses(losses)
     if not losses.requires_grad:
         raise SequenceError(NO_FORWARD)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
+
+NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
 
 def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
@@ -69,3 +72,13 @@ class PassCounter:
                 f"constants to one per record, leave time out of it, do not cut the batch up, and say where it is by "
                 f"dp.attach(model, batch_first=...)"
             )
+
+
+def forget_uses(params: Iterable[nn.Parameter], layers: Iterable[nn.Module]) -> None:
+    """Forgets what Opacus' hooks have noted of forwards that no backward followed."""
+    for p in params:
+        p._forward_counter = 0  # type: ignore[attr-defined]
+        p.__dict__.pop("_current_grad_sample", None)
+    for layer in layers:
+        layer.__dict__.pop("activations", None)
+        layer.__dict__.pop("max_batch_len", None)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
-from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 
-from torch_dpsco.compat import BatchNorm, DropoutNd, is_replicated, is_sharded
+from torch_dpsco.compat import BatchNorm, DropoutNd, is_replicated, is_sharded, of_opacus
 from torch_dpsco.errors import SequenceError
 
 _FIX = "opacus.validators.ModuleValidator.fix(model)"
 
 
+def _samplers() -> Container[type]:
+    from opacus.grad_sample.grad_sample_module import GradSampleHooks
+
+    samplers: Container[type] = GradSampleHooks.GRAD_SAMPLERS
+    return samplers
+
+
 def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole."""
+    samplers = _samplers()
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             yield name, module
-            if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+            if type(module) not in samplers:
                 return
         for child_name, child in module.named_children():
             yield from walk(f"{name}.{child_name}".lstrip("."), child)
@@ -51,7 +57,10 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
             f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
             f"GroupNorm"
         )
-    if isinstance(module, DPMultiheadAttention) and module.batch_first != batch_first:
+    if (
+        isinstance(module, of_opacus("layers.dp_multihead_attention.DPMultiheadAttention"))
+        and module.batch_first != batch_first
+    ):
         # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
         raise ValueError(
             f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
@@ -106,7 +115,7 @@ def _require_samplable(name: str, module: nn.Module) -> None:
             f"{layer} is never called itself, so that its rows cannot be recorded: make its parameters attributes of "
             f"the module that uses them"
         )
-    if type(module) in GradSampleHooks.GRAD_SAMPLERS:
+    if type(module) in _samplers():
         return
     if any(True for _ in module.buffers()):
         raise ValueError(

@@ -18,8 +18,8 @@ from decimal import Context, Decimal
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
@@ -142,7 +142,11 @@ class PrivateSearch(BaseEstimator):
                 raise InfeasibleError(
                     f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon {budget.epsilon:g})"
                 )
-            root = high if excess(high) <= 0 else brentq(lambda x: excess(x) + _CLOSE, low, high, xtol=_CLOSE / 4)
+            root = (
+                high
+                if excess(high) <= 0
+                else scipy.optimize.brentq(lambda x: excess(x) + _CLOSE, low, high, xtol=_CLOSE / 4)
+            )
             # PRIVACY: a root is found from either side (test_the_plan_keeps_the_budget)
             while excess(root) > 0:
                 root -= _CLOSE / 4
@@ -232,7 +236,9 @@ class PrivateSearch(BaseEstimator):
         if (self.bound is None) == (self.metric in LOSSES):
             raise ValueError(f"bound must be given for losses, and only for them (got {self.bound} for {self.metric})")
         eta = LAWS[self.law]
-        gamma = brentq(lambda g: math.log(expected_trials(eta, g) / self.trials), 1e-9, 1 - 1e-9, xtol=1e-15)
+        gamma = scipy.optimize.brentq(
+            lambda g: math.log(expected_trials(eta, g) / self.trials), 1e-9, 1 - 1e-9, xtol=1e-15
+        )
         return Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency)), float(gamma)
 
     def _trial(self, budget: Budget, epsilon: float) -> Budget:

@@ -27,9 +27,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import minimize
-from scipy.signal import lfilter
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import AdjacencyError, ConditionError
@@ -133,7 +132,7 @@ class Banded:
     def prefix_weights(self, steps: int) -> FloatArray:
         """Returns B_0, .., B_{T-1}, the first column of A C^{-1}, each in [0, 1]."""
         ones = np.ones(check.positive_count(steps=steps))
-        return np.asarray(lfilter([1.0], self.coefficients, ones), np.float64)
+        return np.asarray(scipy.signal.lfilter([1.0], self.coefficients, ones), np.float64)
 
     def prefix_std(self, steps: int) -> FloatArray:
         """Returns the noise std of a coordinate of w_0 + .. + w_t at z = 1, (T,); sqrt(t + 1) for independent noise."""
@@ -183,14 +182,14 @@ def least_error(steps: int, bands: int) -> Banded:
 
     def log_error(lifetimes: FloatArray) -> tuple[float, FloatArray]:
         column = _survival(lifetimes)
-        weights = lfilter([1.0], column, np.ones(steps))  # B; dB / dc_j is B C^{-1}, down by j
-        change = lfilter([1.0], column, weights)
+        weights = scipy.signal.lfilter([1.0], column, np.ones(steps))  # B; dB / dc_j is B C^{-1}, down by j
+        change = scipy.signal.lfilter([1.0], column, weights)
         size, error = column @ column, share @ weights**2
         slopes = [-2.0 * (share * weights)[j:] @ change[: steps - j] for j in range(bands)]
         return math.log(size * error), np.cumsum(2.0 * column / size + np.array(slopes) / error)
 
     lifetimes = start - np.append(start[1:], 0.0)
-    found = minimize(log_error, lifetimes, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * bands)
+    found = scipy.optimize.minimize(log_error, lifetimes, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * bands)
     column = _survival(found.x)
     return Banded(tuple((column / column[0]).tolist()))
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
+import scipy
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -228,7 +228,9 @@ def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epoch
     if least == LEAST_NOISE:
         return least
     low = max(least / 2, LEAST_NOISE)
-    noise = math.exp(float(brentq(lambda log: excess(math.exp(log)), math.log(low), math.log(least), xtol=_SEARCH)))
+    noise = math.exp(
+        float(scipy.optimize.brentq(lambda log: excess(math.exp(log)), math.log(low), math.log(least), xtol=_SEARCH))
+    )
     step = _SEARCH * noise
     # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target)
     while excess(noise) > 0:

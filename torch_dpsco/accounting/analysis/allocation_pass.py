@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
+import scipy
 
 from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
@@ -177,7 +177,7 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
 
     epsilon = 0.0 if excess(0.0) <= 0 else most
     if excess(0.0) > 0 > excess(most):
-        epsilon = float(brentq(excess, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
+        epsilon = float(scipy.optimize.brentq(excess, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
     least, width = max(0.99 * epsilon, 0.0), max(0.02 * epsilon, 1e-6 * most)
     return epsilon, min((excess(least + width) - excess(least)) / width, -1e-9)
 

@@ -45,8 +45,8 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
@@ -407,7 +407,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     log_gauss = (math.log(log_inverse) - math.log(rho)) / 2
     low = min(log_gauss - 0.5 * math.log(2), math.log(log_inverse / 2))
     high = min(log_gauss, log_inverse + math.log(-math.expm1(-log_inverse)))
-    b = math.exp(brentq(slope, low - 1e-9, high + 1e-9, xtol=1e-12))
+    b = math.exp(scipy.optimize.brentq(slope, low - 1e-9, high + 1e-9, xtol=1e-12))
     gain, conversion = math.log1p(1 / b), (log_inverse - math.log1p(b)) / b
     # PRIVACY: the last term exceeds the rounding of the others (test_zcdp_conversions_are_on_the_safe_side)
     return max(0.0, (1 + b) * rho - gain + conversion + 1e-15 * ((1 + b) * rho + gain + abs(conversion)))
@@ -450,7 +450,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     low = high - 1.0
     while gap(low) <= 0:
         low -= 1.0 + abs(low) / 8
-    b = math.exp(high if gap(high) > 0 else brentq(gap, low, high, xtol=1e-12))
+    b = math.exp(high if gap(high) > 0 else scipy.optimize.brentq(gap, low, high, xtol=1e-12))
     rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
     # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
     return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more

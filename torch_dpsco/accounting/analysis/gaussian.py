@@ -37,7 +37,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.optimize import brentq
+import scipy
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
@@ -332,7 +332,7 @@ def _target(delta: float) -> float:
 def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
     """Returns the root of a decreasing function with excess(low) > 0 >= excess(high), moved up until excess <= 0."""
     tolerance = 1e-15 * max(abs(low), abs(high))
-    root = float(brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500))
+    root = float(scipy.optimize.brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500))
     step = tolerance
     while excess(root) > 0:
         root, step = root + step, 2 * step

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scipy.optimize import minimize_scalar
+import scipy
 from scipy.special import ndtri
 
 from torch_dpsco import _validate as check
@@ -178,7 +178,7 @@ def _maximum(line: Callable[[float], float], top: float) -> float:
         return -value
 
     if top > 0:
-        minimize_scalar(seen, bounds=(0.0, top), method="bounded", options={"xatol": _FINE})
+        scipy.optimize.minimize_scalar(seen, bounds=(0.0, top), method="bounded", options={"xatol": _FINE})
     return best
 
 

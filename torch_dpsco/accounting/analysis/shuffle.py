@@ -30,7 +30,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binom
+import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import lower_tail, upper_tail
@@ -102,7 +102,7 @@ def _shuffle_window(
     norm = check.positive(shift_norm=shift_norm)
     if max_shift >= _MANY_POINTS:
         raise InfeasibleError(f"max_shift must be < {_MANY_POINTS} (got {max_shift})")
-    while binom.isf(outside / 2, trials, p) - binom.ppf(outside / 2, trials, p) > _MANY_POINTS:
+    while scipy.stats.binom.isf(outside / 2, trials, p) - scipy.stats.binom.ppf(outside / 2, trials, p) > _MANY_POINTS:
         # Bin(N, p) is Bin(N', p) plus independent noise: what holds for fewer bits holds for more
         trials = trials // 4 * 3
     return _Window(trials, p, max_shift, outside), norm
@@ -153,7 +153,10 @@ class _Window:
     """The law Bin(N, p) on a window, next to its shifts by at most `reach`."""
 
     def __init__(self, trials: int, p: float, reach: int, delta_window: float) -> None:
-        first, last = int(binom.ppf(delta_window / 2, trials, p)), int(binom.isf(delta_window / 2, trials, p))
+        first, last = (
+            int(scipy.stats.binom.ppf(delta_window / 2, trials, p)),
+            int(scipy.stats.binom.isf(delta_window / 2, trials, p)),
+        )
         low, high = max(first, reach), min(last, trials - reach)
         self._trials, self._cut = trials, (low, high) != (first, last)
         if low > high:

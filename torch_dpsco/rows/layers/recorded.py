@@ -356,7 +356,9 @@ def run(layer: Any, x: Tensor) -> Tensor:
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
         return plain_forward(layer)(x)
-    return _recorded_eagerly(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
+    # A compiled model breaks its graph here: the number of a pass must not become a constant of it.
+    recorded = torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
+    return recorded(layer, x)
 
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
@@ -372,10 +374,6 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
-
-
-# A compiled model breaks its graph here: the number of a pass must not become a constant of it.
-_recorded_eagerly: Callable[[Any, Tensor], Tensor] = torch.compiler.disable(_recorded)
 
 
 class _Recorded(torch.autograd.Function):

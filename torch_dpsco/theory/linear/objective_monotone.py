@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import math
 
-from scipy.optimize import brentq
+import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
@@ -146,7 +146,7 @@ def _tangent(level: float, determinant: float) -> float:
     high = level + 1.0
     while gap(high) > 0:
         high *= 2
-    return float(brentq(gap, 0.0, high, xtol=1e-14))
+    return float(scipy.optimize.brentq(gap, 0.0, high, xtol=1e-14))
 
 
 def _replaced_log_moment(k: float, level: float, determinant: float) -> float:

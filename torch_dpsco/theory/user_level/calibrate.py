@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
+import scipy
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -295,7 +295,7 @@ def _rough_mu(task: _Task, choice: _Choice) -> float:
     low = high - 12
     if excess(low) >= 0 or excess(high) <= 0:
         return 0.0 if excess(low) >= 0 else task.most_mu
-    return math.exp(brentq(excess, low, high, xtol=1e-5))
+    return math.exp(scipy.optimize.brentq(excess, low, high, xtol=1e-5))
 
 
 def _log_hockey_stick(epsilon: float, mu: float) -> float:

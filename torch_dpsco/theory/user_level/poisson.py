@@ -25,8 +25,8 @@ import dataclasses
 import math
 from functools import cached_property
 
+import scipy
 from scipy.special import log_ndtr, ndtri_exp
-from scipy.stats import binom
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import lower_tail
@@ -255,7 +255,7 @@ def poisson_filter_plan(
 def _largest_minimum(n_users: int, sample_rate: float, failure: float) -> int:
     """Returns the largest n_min with `poisson_underflow` <= failure."""
     n, q = check.positive_count(n_users=n_users), check.between(0.0, 1.0, sample_rate=sample_rate)
-    n_min = max(0, int(binom.ppf(failure, n - 1, q)))
+    n_min = max(0, int(scipy.stats.binom.ppf(failure, n - 1, q)))
     while n_min > 0 and poisson_underflow(n, q, n_min) > failure:
         n_min -= 1
     while n_min < n and poisson_underflow(n, q, n_min + 1) <= failure:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scipy.stats import binom
+import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import upper_tail
@@ -160,7 +160,7 @@ def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
     """
     count, p = check.count(count=count), check.between(0.0, 1.0, probability=probability)
     failure = check.open_interval(0.0, 1.0, failure=failure)
-    k = max(0, min(count, int(binom.isf(failure, count, p)))) if count and p else 0
+    k = max(0, min(count, int(scipy.stats.binom.isf(failure, count, p)))) if count and p else 0
 
     def exceeds(k: int) -> bool:
         # PRIVACY: an isf that is one too small would hide mismatches (test_mismatches_are_counted_exactly)
