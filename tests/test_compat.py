@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def test_a_missing_function_is_named_with_the_versions_that_were_run(monkeypatch
             reload()
 
 
-def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch, reload):
+def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch):
     made = DPOptimizer.__init__
 
     def renamed(self, *args, **kwargs):
@@ -44,7 +46,43 @@ def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch, reload
     with monkeypatch.context() as patch:
         patch.setattr(DPOptimizer, "__init__", renamed)
         with pytest.raises(ImportError, match=r"needs opacus\.optimizers\.DPOptimizer\._is_last_step_skipped"):
-            reload()
+            compat.require_opacus()
+    compat.require_opacus()
+
+
+def test_a_class_that_opacus_does_not_have_is_named():
+    assert compat.of_opacus("optimizers.DPOptimizer", "nowhere.Nothing") == (DPOptimizer,)
+    with pytest.raises(ImportError, match=r"needs opacus\.optimizers\.Renamed"):
+        compat.of_opacus("optimizers.Renamed")
+
+
+LATER = """
+import sys
+import torch_dpsco as dp
+late = ("opacus", "torch._dynamo", "sklearn", "scipy.stats", "scipy.optimize", "scipy.signal", "matplotlib")
+assert not [name for name in late if name in sys.modules], [name for name in late if name in sys.modules]
+import torch_dpsco.estimators
+assert "opacus" not in sys.modules and "torch._dynamo" not in sys.modules
+finders = len(sys.meta_path)
+from opacus.accountants import IAccountant, create_accountant
+made = create_accountant("dpsco")
+assert type(made) is dp.Accountant and isinstance(made, IAccountant)
+assert len(sys.meta_path) == finders - 1  # nothing watches any more
+import torch
+model = dp.attach(torch.nn.Linear(2, 1))
+"""
+EARLIER = """
+import opacus
+import torch_dpsco as dp
+from opacus.accountants import create_accountant
+assert type(create_accountant("dpsco")) is dp.Accountant
+"""
+
+
+@pytest.mark.parametrize("order", [LATER, EARLIER], ids=["opacus later", "opacus earlier"])
+def test_what_is_slow_to_import_is_imported_when_it_is_needed(order):
+    ran = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_hooks_of_all_modules_and_optimizers_are_seen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import namedtuple
 from functools import partial
@@ -85,6 +86,7 @@ def frames(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the bar at each step, however fast they are."""
     monkeypatch.setattr("torch_dpsco.train._SHOW_EVERY", 0.0)
+    monkeypatch.setattr("torch_dpsco.train._SHARE", math.inf)
 
 
 @pytest.mark.usefixtures("every_step")
