@@ -394,7 +394,7 @@ def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency, monkeypatc
     noise = allocation_noise(epsilon, 1e-5, steps, adjacency)
     assert allocation_epsilon(noise, steps, 1e-5, adjacency) <= epsilon
     assert allocation_epsilon(noise * 0.995, steps, 1e-5, adjacency) > epsilon
-    monkeypatch.setattr(allocation, "brentq", lambda *args, **more: brentq(*args, **more) - 1e-3)  # a poor search
+    monkeypatch.setattr("scipy.optimize.brentq", lambda *args, **more: brentq(*args, **more) - 1e-3)  # a poor search
     assert allocation_epsilon(allocation_noise(epsilon, 1e-5, steps, adjacency), steps, 1e-5, adjacency) <= epsilon
 
 
