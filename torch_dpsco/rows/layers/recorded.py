@@ -356,9 +356,7 @@ def run(layer: Any, x: Tensor) -> Tensor:
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
         return plain_forward(layer)(x)
-    # A compiled model breaks its graph here: the number of a pass must not become a constant of it.
-    recorded = torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
-    return recorded(layer, x)
+    return _recorded_eagerly(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
 
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
@@ -374,6 +372,18 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
     x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
+
+
+_recorded_eagerly: Callable[[Any, Tensor], Tensor] = _recorded
+
+
+def _leave_out() -> None:
+    # A compiled model breaks its graph here: the number of a pass must not become a constant of it.
+    global _recorded_eagerly
+    _recorded_eagerly = torch.compiler.disable(_recorded)
+
+
+compat.when_imported("torch._dynamo", _leave_out)  # before anything is compiled
 
 
 class _Recorded(torch.autograd.Function):
