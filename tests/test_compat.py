@@ -50,6 +50,14 @@ def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch):
     compat.require_opacus()
 
 
+def test_to_look_at_opacus_draws_nothing():
+    torch.manual_seed(7)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    compat.require_opacus()
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_a_class_that_opacus_does_not_have_is_named():
     assert compat.of_opacus("optimizers.DPOptimizer", "nowhere.Nothing") == (DPOptimizer,)
     with pytest.raises(ImportError, match=r"needs opacus\.optimizers\.Renamed"):
