@@ -82,7 +82,7 @@ from torch_dpsco.rows.layers import recorded
 model = torch.compile(dp.attach(torch.nn.Linear(2, 1)), backend="eager")
 model(torch.ones(3, 2)).sum().backward()
 # a compiled model leaves these out, whoever imported the compiler
-assert attach._look is not attach._look_eagerly and recorded._recorded_eagerly is not recorded._recorded
+assert attach._LOOK.call is not attach._look and recorded._RECORD.call is not recorded._recorded
 """
 EARLIER = """
 import opacus

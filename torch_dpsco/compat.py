@@ -153,6 +153,20 @@ def when_imported(name: str, then: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Watch(name, then))
 
 
+class LeftOut:
+    """A function whose `call` a compiled model makes outside of its graph.
+
+    torch.compiler.disable loads the compiler: it is told as soon as somebody else has loaded it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.call = function
+        when_imported("torch._dynamo", self._leave_out)
+
+    def _leave_out(self) -> None:
+        self.call = torch.compiler.disable(self.call)
+
+
 def _require(samples: dict[str, Any]) -> None:
     for owner, sample in samples.items():
         for name in ATTRIBUTES[owner]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.compat import tree_leaves, when_imported
+from torch_dpsco.compat import LeftOut, tree_leaves
 from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
@@ -242,10 +242,10 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     failed = output is None  # this hook is called then too
     if not attachment.first.waits or failed:
         return None
-    return _look(attachment, model, args, kwargs, output)
+    return _LOOK.call(attachment, model, args, kwargs, output)
 
 
-def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _look(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     try:
         return attachment.first.look(model, args, kwargs, output)
     except PrivacyError:
@@ -253,15 +253,7 @@ def _look_eagerly(attachment: _Attachment, model: nn.Module, args: Any, kwargs: 
         raise
 
 
-_look: Callable[..., Any] = _look_eagerly
-
-
-def _leave_out() -> None:
-    global _look
-    _look = torch.compiler.disable(_look_eagerly)
-
-
-when_imported("torch._dynamo", _leave_out)  # before anything is compiled
+_LOOK = LeftOut(_look)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:

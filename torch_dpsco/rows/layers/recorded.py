@@ -356,7 +356,8 @@ def run(layer: Any, x: Tensor) -> Tensor:
     params = [p for p in layer._parameters.values() if p is not None]
     if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
         return plain_forward(layer)(x)
-    return _recorded_eagerly(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
+    recorded: Tensor = _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
+    return recorded
 
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
@@ -374,16 +375,8 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-_recorded_eagerly: Callable[[Any, Tensor], Tensor] = _recorded
-
-
-def _leave_out() -> None:
-    # A compiled model breaks its graph here: the number of a pass must not become a constant of it.
-    global _recorded_eagerly
-    _recorded_eagerly = torch.compiler.disable(_recorded)
-
-
-compat.when_imported("torch._dynamo", _leave_out)  # before anything is compiled
+# A compiled model breaks its graph here: the number of a pass must not become a constant of it.
+_RECORD = compat.LeftOut(_recorded)
 
 
 class _Recorded(torch.autograd.Function):
