@@ -64,6 +64,26 @@ def test_a_class_that_opacus_does_not_have_is_named():
         compat.of_opacus("optimizers.Renamed")
 
 
+def test_a_module_whose_import_failed_is_watched_again(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "watched_here.py").write_text("raise RuntimeError\n")
+    seen = []
+    finders = list(sys.meta_path)
+    for name in ("first", "second"):
+        compat.when_imported("watched_here", lambda name=name: seen.append(name))
+    with pytest.raises(RuntimeError):
+        importlib.import_module("watched_here")
+    assert seen == []
+    (tmp_path / "watched_here.py").write_text("value = 1  # another length\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module("watched_here").value == 1
+    assert sorted(seen) == ["first", "second"]
+    assert sys.meta_path == finders
+    compat.when_imported("watched_here", lambda: seen.append("at once"))
+    assert seen[-1] == "at once"
+    del sys.modules["watched_here"]
+
+
 LATER = """
 import sys
 import torch_dpsco as dp

@@ -91,6 +91,16 @@ def test_the_readme_states_the_command_that_ci_runs_as_the_main_job():
     assert (ROOT / "examples" / "logistic_regression.py").is_file()
 
 
+def test_tiers_name_tests_that_exist():
+    missing = []
+    for line in (ROOT / "tests" / "tiers.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        path, _, test = line.split()[0].partition("::")
+        file = ROOT / path
+        if not file.is_file() or f"def {test}(" not in file.read_text(encoding="utf-8"):
+            missing.append(line)
+    assert not missing, f"run .ci/tiers anew, or mend the names: {missing[:5]}"
+
+
 def test_the_size_counts_lines_of_code_only(tmp_path):
     docstrings = '"""Of no\n\nlines."""\n\n# a comment\n'
     code = 'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'

@@ -127,18 +127,22 @@ class _Watch(importlib.abc.MetaPathFinder):
     """Runs a function once a module was imported, by whomever."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name, self._then = name, then
+        self._name, self._then, self._asks = name, then, False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name:
+        if fullname != self._name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
-                run(module)
+                run(module)  # where it fails, the next import is watched too
+                sys.meta_path.remove(self)
                 self._then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -116,9 +116,8 @@ def _own_design(loader: Any) -> Design | None:
 
 
 def _foreign_design(sampler: Any) -> Design | None:
-    if type(sampler) in of_opacus(
-        "utils.batch_memory_manager.BatchSplittingSampler"
-    ):  # physical parts of the draws of another sampler
+    # physical parts of the draws of another sampler
+    if type(sampler) in of_opacus("utils.batch_memory_manager.BatchSplittingSampler"):
         sampler = sampler.sampler
         if isinstance(getattr(sampler, "design", None), Design):
             return _own_design(sampler)
