@@ -7,9 +7,9 @@
 What a step is, and what the variants are: `variants.py`; models: `cases.py`; how turns are taken: `timing.py`; what
 runs in environments of their own: `peers.py`. That all do the same work is checked by `equality.py`.
 
-`fit` is the time of `dp.fit` on draws of all records (batch = data set, so that neither side gathers), of which setup
-is taken out: a turn is the difference of two runs, of 1 and of 1 + k steps, divided by k, which fills 0.1 s. "compiled"
-is a step as `fit(..., compile=True)` makes it; it is compiled before it is timed.
+`fit` is the time of a step of `dp.fit` on draws of all records (batch = data set, so that neither side gathers): from
+the end of the first step to the end of the last one, of as many as fill 0.1 s, so that setup is left out. "compiled" is
+a step as `fit(..., compile=True)` makes it; it is compiled before it is timed.
 """
 
 from __future__ import annotations

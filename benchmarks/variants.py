@@ -181,8 +181,19 @@ def compiled_step(case: Case, model: nn.Module, setting: Setting, *, backend: st
     return step
 
 
+class _Ends(dp.loggers.Logger):
+    """Notes the CPU time at the end of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda numbers, step: None)
+        self.seconds: list[float] = []
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.seconds.append(time.process_time())
+
+
 def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
-    """Trains by `dp.fit` on draws of all records and returns its CPU seconds; the optimizer is made outside of them.
+    """Trains by `dp.fit` on draws of all records and returns the CPU seconds of a step, after the first one.
 
     The loss of a linear model is the library's own, with the targets that it takes: of known derivative, it needs no
     autograd.
@@ -195,16 +206,23 @@ def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
         loss = dp.losses.SoftmaxCrossEntropy(num_classes=model.out_features)
     size = len(inputs)
     optimizer = _optimizer(model, setting, size, dp.Full(size))
-    start = time.process_time()
-    dp.fit(model, optimizer, TensorDataset(inputs, targets), loss, steps=steps, progress=False)
-    return time.process_time() - start
+    ends = _Ends()
+    dp.fit(
+        model,
+        optimizer,
+        TensorDataset(inputs, targets),
+        loss,
+        steps=steps,
+        progress=False,
+        log=ends,
+    )
+    return (ends.seconds[-1] - ends.seconds[0]) / max(1, steps - 1)
 
 
 def fit_slot(case: Case, setting: Setting, *, seconds: float = 0.1) -> Slot:
-    """Returns turns of `dp.fit`: the difference of two runs, of 1 and of 1 + k steps, so that its setup cancels out."""
+    """Returns turns of `dp.fit`, without its setup and its first step."""
 
     def run(repeats: int) -> float:
-        few, many = (fit(case, dp.attach(case.model()), setting, k) for k in (1, 1 + repeats))
-        return (many - few) / repeats
+        return fit(case, dp.attach(case.model()), setting, 1 + repeats)
 
     return Slot(run, seconds, most=2000)

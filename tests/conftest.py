@@ -17,6 +17,7 @@ import pytest
 # the package's own file imports it, and a class would no longer be the class.
 importlib.import_module("torch_dpsco")
 rng = importlib.import_module("torch_dpsco.rng")
+native = importlib.import_module("torch_dpsco.native")
 
 # No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat (without CI every
 # run draws anew, so that what a fixed draw hides is found).
@@ -107,3 +108,20 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _cell(counts, functions):
     return "/".join(f"{sum(counts[function, column] for function in functions):>4}" for column in range(3))
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Runs a test without the accelerator."""
+    monkeypatch.setattr(native, "_found", lambda: (None, "off"))
+
+
+@pytest.fixture(scope="module", params=["C", "torch"])
+def arithmetic(request):
+    """Runs a test with the accelerator, and without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native, "_found", lambda: (None, "off"))
+        elif not native.is_available():
+            pytest.skip(f"the accelerator is {native.status()}")
+        yield request.param

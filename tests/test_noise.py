@@ -29,6 +29,7 @@ from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler
 from torch_dpsco.smoothing import Shifts
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
 FALSE_ALARM = 1e-6
 REALS = [torch.float32, torch.float64]
 mpmath.mp.prec = 400

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_dpsco import native
 from torch_dpsco.rng import Source, Stream, stream_of
 
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
@@ -39,7 +40,6 @@ _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with
 
 _Floats = npt.NDArray[np.float64]
 _Any = npt.NDArray[Any]
-_DOUBLE = np.dtype(np.float64)
 
 
 def normal_(out: Tensor, std: float, source: Source) -> Tensor:
@@ -56,10 +56,10 @@ def normal_(out: Tensor, std: float, source: Source) -> Tensor:
     _require(out, std)
     if out.device.type != "cpu" or not out.is_contiguous():
         return out.copy_(add_normal_(torch.zeros_like(out), std, source))
-    flat = out.detach().numpy().reshape(-1)
-    pairs = _Pairs(len(flat), flat.dtype, std, source)
-    for start in range(0, len(flat), 2 * _PAIRS):
-        pairs.write(flat[start : start + 2 * _PAIRS])
+    flat = out.detach().view(-1)
+    pairs = _Pairs(flat, std, source)
+    for part in flat.split(2 * _PAIRS) if len(flat) > 2 * _PAIRS else (flat,):
+        pairs.write(part)
     return out
 
 
@@ -67,12 +67,11 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
     _require(out, std)
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
-    piece = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
-    noise = piece.numpy()
-    pairs = _Pairs(len(flat), noise.dtype, std, source)
+    noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
+    pairs = _Pairs(noise, std, source)
     for part in flat.split(2 * _PAIRS):
         pairs.write(noise[: len(part)])
-        part.add_(piece[: len(part)].to(out.device))
+        part.add_(noise[: len(part)].to(out.device))
     return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
 
 
@@ -119,33 +118,54 @@ def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
 
 
 class _Pairs:
-    """Writes pairs of Gaussians, always into the same memory: fresh memory costs as much as the arithmetic."""
+    """Writes pairs of Gaussians into tensors of the CPU, contiguous and of one precision.
 
-    def __init__(self, numbers: int, real: np.dtype[Any], std: float, source: Source) -> None:
-        count, self._stream = min(_PAIRS, (numbers + 1) // 2), stream_of(source)
-        wide = real == np.float64 or not _SCALES[0] < std < _SCALES[1]
+    Args:
+        like: the first of them; none has more than 2 `_PAIRS` numbers, but the first may.
+        std: their standard deviation.
+        source: of the bits.
+    """
+
+    def __init__(self, like: Tensor, std: float, source: Source) -> None:
+        self._stream = stream_of(source)
+        # a scale that float32 does not hold is applied in float64, and the result rounded
+        self._converts = like.dtype is torch.float32 and not _SCALES[0] < std < _SCALES[1]
+        self._wide = self._converts or like.dtype is torch.float64
         # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
-        self._scale = std if wide else std * (1.0 + 2.0**-22)
-        size = 8 if wide else 4
-        self._turn: Any = np.int64 if wide else np.int32  # of an angle
-        self._values, angles = np.empty(count), np.empty((2, count), _DOUBLE if wide else real)
-        self._radius, self._angle, self._size = angles[0], angles[1], size
+        self._scale = std if self._wide else std * (1.0 + 2.0**-22)
+        self._size = 8 if self._wide else 4  # bytes of an angle
+        self._memory: tuple[_Any, _Any] | None = None
 
-    def write(self, part: _Any) -> None:
-        """Fills an array of at most 2 `_PAIRS` numbers."""
-        if part.dtype != self._angle.dtype:  # a scale that float32 does not hold
-            self.write(wide := np.empty(len(part)))
-            torch.from_numpy(part).copy_(torch.from_numpy(wide))
-            return
-        count, size = (len(part) + 1) // 2, self._size
-        radius, angle, bits = self._radius[:count], self._angle[:count], self._stream.read(count * (8 + size))
-        radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, self._values[:count])
+    def write(self, part: Tensor) -> None:
+        """Fills a tensor of at most 2 `_PAIRS` numbers."""
+        if self._converts:
+            wide = torch.empty(len(part), dtype=torch.float64)
+            self._fill(wide)
+            part.copy_(wide)
+        elif len(part):
+            self._fill(part)
+
+    def _fill(self, part: Tensor) -> None:
+        count = (len(part) + 1) // 2
+        bits = self._stream.read(count * (8 + self._size))
+        if not native.is_available():
+            self._fill_in_torch(part, bits, count)
+        elif native.gaussians(bits, part, self._scale, _LOW, _HIGH):
+            words = np.frombuffer(bits, np.int64, count)
+            native.gaussians(bits, part, self._scale, _LOW, _HIGH, _logarithms(words, self._stream, np.empty(count)))
+
+    def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:
+        if self._memory is None:  # always the same: fresh memory costs as much as the arithmetic
+            self._memory = np.empty(count), np.empty((2, count), np.float64 if self._wide else np.float32)
+        values, (radius, angle) = self._memory[0][:count], self._memory[1][:, :count]
+        radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, values)
         radius *= -2.0
         np.sqrt(radius, out=radius)
         radius *= self._scale
-        angle[:] = np.frombuffer(bits, self._turn, count, 8 * count)
-        angle *= math.pi * 2.0 ** (1 - 8 * size)
-        for name, half in (("cos", part[:count]), ("sin", part[count:])):
+        angle[:] = np.frombuffer(bits, np.int64 if self._wide else np.int32, count, 8 * count)
+        angle *= math.pi * 2.0 ** (1 - 8 * self._size)
+        numbers = part.numpy()
+        for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
             _turned(name, angle[: len(half)], half)
             half *= radius[: len(half)]
 
@@ -159,13 +179,17 @@ def _turned(name: str, angle: _Any, out: _Any) -> None:
 
 def _logarithms(drawn: npt.NDArray[np.int64], stream: Stream, values: _Floats) -> _Floats:
     """Returns log V, V uniform in (0, 1), for each word; within `_EDGE` of 0 or 1 V has further bits of the stream."""
-    values[:] = drawn
-    values += 0.5
-    values *= 2.0**-63
-    np.abs(values, out=values)
-    np.log(values, out=values)
+    if native.is_available():
+        inside = native.logs(drawn, _LOW, _HIGH, values)
+    else:
+        values[:] = drawn
+        values += 0.5
+        values *= 2.0**-63
+        np.abs(values, out=values)
+        np.log(values, out=values)
+        inside = not len(values) or bool(np.minimum.reduce(values) > _LOW and np.maximum.reduce(values) < _HIGH)
     # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_the_tail_is_reached_in_small_steps)
-    if len(values) and not (np.minimum.reduce(values) > _LOW and np.maximum.reduce(values) < _HIGH):
+    if not inside:
         for place in np.flatnonzero(~((values > _LOW) & (values < _HIGH))):
             values[place] = _refined(int(drawn[place]), stream.integer(_MORE))
     return values

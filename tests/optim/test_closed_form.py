@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import picks
+from torch_dpsco import native
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import LinearBlock
@@ -38,11 +39,16 @@ LOSSES: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[0, 2**16], ids=["as it is", "extended"])
+@pytest.fixture(autouse=True, params=[("torch", 0), ("torch", 2**16), ("C", 0)], ids=["as it is", "extended", "in C"])
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Up to how many numbers a data set is taken in float64, with a column of ones."""
-    monkeypatch.setattr(module, "_FEW", request.param)
-    return int(request.param)
+    """Up to how many numbers a data set is taken in float64, with a column of ones, without the accelerator."""
+    where, few = request.param
+    monkeypatch.setattr(module, "_FEW", few)
+    if where == "torch":
+        request.getfixturevalue("in_torch")
+    elif not native.is_available():
+        pytest.skip(f"the accelerator is {native.status()}")
+    return int(few)
 
 
 def targets_of(loss: Any, n: int = N) -> Tensor:

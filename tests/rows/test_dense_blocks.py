@@ -99,7 +99,7 @@ def test_rows_in_another_order_of_memory_are_read_without_a_copy_and_summed_in_t
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_known_norms_of_pieces_give_the_certified_norms_of_the_rows():
+def test_known_norms_of_pieces_give_the_certified_norms_of_the_rows(in_torch):
     block = permuted(5)
     known = DenseBlock(block.rows, piece_norms(block.flat()))
     assert known.pieces.shape == (5, 3)  # 1024 + 1024 + 352

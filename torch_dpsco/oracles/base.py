@@ -254,8 +254,13 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
         # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
         index = torch.isfinite(norms).nonzero().squeeze(1)
         rows, norms = rows.select(index), norms[index]
-    limit = clip * _ROUNDED
+    limit = limit_of(clip)
     return rows, norms.clamp_(-limit, limit)
+
+
+def limit_of(clip: float) -> float:
+    """Returns the length to which rows are cut, so that they are within the clip after rounding."""
+    return clip * _ROUNDED
 
 
 def in_float32(clip: float) -> bool:

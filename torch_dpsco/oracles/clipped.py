@@ -32,13 +32,23 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco import compat
+from torch_dpsco import compat, native
 from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_
-from torch_dpsco.oracles.base import Cut, MeanOracle, Release, clip_weights, clipped_slopes, cuts, in_float32, views
+from torch_dpsco.oracles.base import (
+    Cut,
+    MeanOracle,
+    Release,
+    clip_weights,
+    clipped_slopes,
+    cuts,
+    in_float32,
+    limit_of,
+    views,
+)
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import FLOAT64, GradBatch, LinearBlock, Summation, plan_summation, weighted_rows
 from torch_dpsco.theory.rounding import Grid, exact_grid, with_grid
@@ -118,12 +128,21 @@ class ClippedMean(MeanOracle):
             self._form, self._shapes = form, [p.shape for p in query]
             self._cuts, self._dim = cuts(self._shapes)
             self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][0] == 1
-            self._summation = plan_summation(self.batch_size, self._dim)
+            self._summation = self._planned()
             self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
             self._flat = None
             self._require_within_clip()
         if self._exact:
             self._plan_grid()
+
+    def _planned(self) -> Summation:
+        """Returns the precision of sums for the parameters of the query."""
+        on_cpu = all(device.type == "cpu" for _, _, device in self._form)
+        # PRIVACY: other processes may be without the accelerator, and err by more
+        # (test_several_processes_declare_the_error_of_float32)
+        in_c = native.is_available() and on_cpu and self._processes == 1
+        matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
+        return plan_summation(self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c)
 
     def _require_within_clip(self) -> None:
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
@@ -184,12 +203,14 @@ class ClippedMean(MeanOracle):
         """
         self._count(len(rows))
         # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
-        rows, norms = clipped_slopes(rows, clip)
-        precision = self._precision(clip, norms)
-        weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
-        total = weighted_rows(rows.features, weights, precision)
-        if not rows.extended:
-            total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
+        total = rows.clipped_sum(limit_of(clip), 1.0 / self.batch_size)
+        if total is None:
+            rows, norms = clipped_slopes(rows, clip)
+            precision = self._precision(clip, norms)
+            weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
+            total = weighted_rows(rows.features, weights, precision)
+            if not rows.extended:
+                total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
         self._add(self.views(total))
@@ -248,7 +269,7 @@ class ClippedMean(MeanOracle):
             raise ValueError(
                 f"processes must be <= {self._max_processes}, for which rounding is bounded (got {processes})"
             )
-        self._processes = processes
+        self._processes, self._form = processes, []  # plans anew
 
     @property
     def processes(self) -> int:

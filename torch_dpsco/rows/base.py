@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from torch_dpsco import native
 from torch_dpsco.rows.precision import products_are_exact
 
 PIECE = 1024
@@ -51,6 +52,8 @@ def row_norms(rows: Tensor) -> Tensor:
     Returns:
         (B,) float64, never below the exact norm; inf or NaN for a row with a non-finite entry or a norm that overflows.
     """
+    if native.suits(rows):
+        return native.norms(rows)
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
@@ -160,7 +163,7 @@ class Summation:
 FLOAT64 = Summation(0, 0, 0, 0, 0.0)
 
 
-def plan_summation(batch_size: int, dim: int) -> Summation:
+def plan_summation(batch_size: int, dim: int, *, vectors: bool = True, matrices: bool = True) -> Summation:
     """Chooses float32 where that is faster and its worst-case error costs at most 2^-7 of the clip, else float64.
 
     A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
@@ -180,6 +183,8 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     Args:
         batch_size: expected rows of a logical batch (public).
         dim: number of parameters.
+        vectors: whether rows that are vectors may be summed in float32; in C they are summed in float64.
+        matrices: whether there are rows that are outer products, or vectors of a table, which may.
     """
     rows = batch_size + 8 * math.isqrt(batch_size) + 16
     max_rows = 2 * batch_size + 65536
@@ -194,8 +199,8 @@ def plan_summation(batch_size: int, dim: int) -> Summation:
     always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (2 * batch_size + 1024)
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
-    vector_tile, vector_error = largest(_vector_chain)
-    matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12)
+    vector_tile, vector_error = largest(_vector_chain) if vectors else (0, 0.0)
+    matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12) if matrices else (0, 0.0)
     return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always)
 
 
@@ -221,6 +226,8 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
         weights: (B,) float64, or float32.
         precision: of the sum; few numbers are summed in float64 anyway.
     """
+    if native.suits(rows):
+        return native.add_weighted(rows, weights.double(), rows.new_zeros(rows.shape[1], dtype=torch.float64))
     if rows.numel() <= _FEW:
         return weights.double() @ rows.double()
     if not precision.vector_tile or rows.dtype == torch.float64:

@@ -19,6 +19,7 @@ Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from torch_dpsco import compat
+from torch_dpsco import compat, native
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.classification import Logistic
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
@@ -61,6 +62,9 @@ class ClosedForm:
         if weight and bias and layer.out_features == 1:
             self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
             self._rows = self._linear
+            if native.suits(features) and slope in _IN_C:
+                self._rows = self._scored
+                return
             # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
             # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
             self._extended = size * features.shape[1] <= _FEW
@@ -73,8 +77,14 @@ class ClosedForm:
 
     def batches(self, loader: PrivateLoader) -> Iterator[GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
+        if self._rows == self._scored:
+            yield from map(self._scored, loader.positions())
+            return
         for columns in loader.read_only(self._columns):
             yield self._rows(*columns)
+
+    def _scored(self, index: Tensor | None) -> GradBatch:
+        return GradBatch([_Scored(self._columns, self._params, self._slope, index)])
 
     def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
         weight, bias = self._params
@@ -93,6 +103,71 @@ class ClosedForm:
             scores = scores.squeeze(1)
         slopes = self._slope(scores, targets).reshape(len(features), len(weight))
         return GradBatch([FactoredBlock(features, slopes, factors=factors, **self._trained)])
+
+
+class _Scored(LinearBlock):
+    """Rows of records of the data set itself, which are scored, clipped and added in one reading, in C.
+
+    Args:
+        columns: features, targets and factors of all records.
+        params: weight and bias.
+        slope: one of `_IN_C`.
+        index: of the records, -1 for a row of zeros; None for all in their order.
+    """
+
+    extended = False
+
+    def __init__(
+        self, columns: Sequence[Tensor], params: tuple[Tensor, Tensor | None], slope: _Slope, index: Tensor | None
+    ) -> None:
+        weight, bias = params
+        assert bias is not None
+        self._columns, self._slope, self._index = columns, slope, index
+        self._weight, self._bias = weight.detach().squeeze(0), bias.detach()
+        self.shapes = [weight.shape, bias.shape]
+
+    def __len__(self) -> int:
+        return len(self._columns[0]) if self._index is None else len(self._index)
+
+    def clipped_sum(self, limit: float, scale: float) -> Tensor:
+        """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
+        features, targets, factors = self._columns
+        return native.add_linear(
+            features,
+            targets,
+            factors,
+            torch.zeros(len(self._weight) + 1, dtype=torch.float64),
+            limit=limit,
+            scale=scale,
+            slope=_IN_C[self._slope],
+            weight=self._weight.contiguous(),
+            bias=float(self._bias),
+            index=self._index,
+        )
+
+    def select(self, index: Tensor) -> _Scored:
+        """Returns some of the rows."""
+        part = copy.copy(self)
+        part._index = index if self._index is None else self._index[index]
+        return part
+
+    def _factored(self) -> FactoredBlock:
+        """Returns the rows as an oracle sees them that does not let them be clipped in C."""
+        features, targets, factors = map(self._taken, self._columns)
+        slopes = self._slope(torch.mv(features, self._weight).add_(self._bias), targets)
+        return FactoredBlock(features, slopes.unsqueeze(1), factors=factors)
+
+    @property
+    def slopes(self) -> Tensor:  # type: ignore[override]
+        """(B,) derivatives of the losses in the score."""
+        return self._factored().backprops[:, 0]
+
+    def _taken(self, column: Tensor) -> Tensor:
+        if self._index is None:
+            return column
+        rows = column.index_select(0, self._index.clamp(min=0))
+        rows[self._index < 0] = 0
+        return rows
 
 
 def closed_form(
@@ -182,3 +257,6 @@ def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
         return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
     except RuntimeError as error:
         raise ValueError(f"targets must be classes 0 to {slopes.shape[1] - 1}, one for each score") from error
+
+
+_IN_C: dict[_Slope, str] = {_sign_slope: "sign", _logistic_slope: "logistic", _square_slope: "square"}

@@ -36,6 +36,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torch_dpsco import native
 from torch_dpsco.rows.base import (
     CANCELLATION,
     NORM_ERROR,
@@ -61,12 +62,12 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
 
 
 def linear_factors(acts: Tensor) -> Tensor:
-    """Returns upper bounds of |(a, 1)|: of float64 inputs those of `input_factors`, else float32 ones.
+    """Returns upper bounds of |(a, 1)|: of float64 inputs, and in C, those of `input_factors`, else float32 ones.
 
     The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight. Their squares do
     not overflow, so that quotients by them do not underflow; single inputs may be larger, and have float64 ones.
     """
-    if acts.dtype == torch.float64 or acts.shape[1] == 1:
+    if acts.dtype == torch.float64 or acts.shape[1] == 1 or native.suits(acts):
         # PRIVACY: (test_rows_of_one_huge_feature_are_clipped)
         return input_factors(acts, bias=True)
     if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
@@ -218,6 +219,20 @@ class LinearBlock(Block):
     def linear(self) -> LinearBlock:
         """Returns itself."""
         return self
+
+    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
+        """Returns the sum of the rows, each cut to a length of at most `limit`, times scale, if it is formed in C.
+
+        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
+
+        Returns:
+            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
+        """
+        if self.extended or self.slopes.dtype is not torch.float32 or not native.suits(self.features):
+            return None
+        columns = self.features, self.slopes.contiguous(), self.factors.double().contiguous()
+        total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
+        return native.add_linear(*columns, total, limit=limit, scale=scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""

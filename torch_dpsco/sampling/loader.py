@@ -191,12 +191,26 @@ class PrivateLoader:
         Args:
             tensors: (n, ...) each; who writes to a batch may write to them.
         """
+        return self._delivered(lambda parts: _gathered(tensors, parts, share=self._shares))
+
+    @property
+    def _shares(self) -> bool:
+        """Whether as many records as there are have their own order."""
         # PRIVACY: in blocks that are filled up records stand where their places say, not in order
         # (test_a_filled_block_of_all_records_has_them_at_their_places)
-        share = isinstance(self.design, Full) and self.slots is None  # other draws have records in another order
-        return self._delivered(lambda parts: _gathered(tensors, parts, share=share))
+        return isinstance(self.design, Full) and self.slots is None  # other draws have records in another order
 
-    def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]) -> Iterator[Any]:
+    def positions(self) -> Iterator[Tensor | None]:
+        """Iterates over the positions of the records of each batch: (B,) int64, -1 for rows of the filling.
+
+        None for all records in their order.
+        """
+        share, size = self._shares, len(self.dataset)  # type: ignore[arg-type]
+        return self._delivered(
+            lambda parts: (None if share and len(part) == size else torch.from_numpy(part) for part in parts), -1
+        )
+
+    def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]], filling: int = 0) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
         chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
@@ -204,7 +218,7 @@ class PrivateLoader:
             chunk = chunks.popleft()
             log.deliver(chunk)
             if chunk.slots is not None:
-                batch = filled(batch, chunk.slots, chunk.size)
+                batch = filled(batch, chunk.slots, chunk.size, filling)
             if chunk.users is None:
                 yield batch
             else:

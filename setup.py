@@ -1,0 +1,61 @@
+"""Builds the accelerator, torch_dpsco/_kernel.c, where there is a compiler; everything else is in setup.cfg.
+
+The library is loaded with ctypes (`torch_dpsco.native`) and needs no header of Python, so that one wheel serves all
+versions of it. Without a compiler setuptools prints a warning, and installation goes on.
+"""
+
+import sys
+import zlib
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("torch_dpsco/_kernel.c")
+# IEEE arithmetic whatever CFLAGS say: proofs rely on it. Fused products are allowed for there.
+FLAGS = ["-O3", "-std=gnu11", "-fno-fast-math", "-fno-math-errno", "-ffp-contract=fast"]
+FLAGS += ["-fvisibility=hidden", "-Wno-psabi"]
+VERSION = f"{zlib.crc32(SOURCE.read_text(encoding='utf-8').encode())}LL"
+
+
+class Library(build_ext):
+    """Builds a library that is no module of Python."""
+
+    def get_ext_filename(self, fullname):
+        """Returns its path, without a version of Python."""
+        return str(Path(*fullname.split("."))) + (".dll" if sys.platform == "win32" else ".so")
+
+    def get_export_symbols(self, ext):
+        """Returns what Windows must be told besides what the source declares: nothing."""
+        return []
+
+
+commands = {"build_ext": Library}
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools < 70.1
+    pass
+else:
+
+    class Wheel(bdist_wheel):
+        """Names the platform, and no version of Python."""
+
+        def get_tag(self):
+            """Returns the parts of the file's name."""
+            return "py3", "none", super().get_tag()[2]
+
+    commands["bdist_wheel"] = Wheel
+
+setup(
+    cmdclass=commands,
+    ext_modules=[
+        Extension(
+            "torch_dpsco._kernel",
+            [str(SOURCE)],
+            define_macros=[("DPSCO_VERSION", VERSION)],
+            extra_compile_args=FLAGS,
+            libraries=[] if sys.platform == "win32" else ["m"],
+            optional=True,
+        )
+    ],
+)

@@ -1,0 +1,196 @@
+"""The accelerator: sums, norms and noise in C (`_kernel.c`); where it is missing, torch computes the same.
+
+It is built with the package where there is a compiler, and used for float32 rows on the CPU. What it computes is as
+private as what torch computes: sums and norms are in float64, so that their errors are smaller, and each row is read by
+itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
+
+| here | torch |
+|---|---|
+| `norms` | `rows.base.row_norms` |
+| `add_weighted` | `rows.base.weighted_rows` |
+| `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
+| `logs`, `gaussians` | `noise` |
+
+Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/noise.md#gaussians.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+LARGEST = 2.0**64  # norms from here on are infinite
+WIDEST = 2**26  # columns for which the errors of norms are proved
+NORM_ERROR = 2.0**-30  # relative, of `norms`
+HIDDEN = 2.0**-126  # of each coordinate, where subnormal numbers are read as 0
+SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
+
+_HERE = Path(__file__).parent
+_SWITCH = "TORCH_DPSCO_NATIVE"
+_POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
+_ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
+_INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
+_GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER]
+_ARGUMENTS = {
+    "norms": [*_ROWS, _POINTER],
+    "sum": [*_ROWS, _POINTER, _POINTER],
+    "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
+    "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
+    "gaussians": _GAUSSIANS,
+}
+
+
+@lru_cache(maxsize=1)
+def _found() -> tuple[Any, str]:
+    """Returns the library, or None, and what is to be said about it."""
+    if os.environ.get(_SWITCH, "on").lower() in ("off", "0", "false", "no"):
+        return None, f"off ({_SWITCH}={os.environ[_SWITCH]})"
+    paths = [_HERE / f"_kernel{end}" for end in (".so", ".dll")]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return None, "not built: install torch_dpsco again where there is a C compiler"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.dpsco_version.restype = _INTEGER
+        version = library.dpsco_version()
+    except (OSError, AttributeError) as error:
+        return None, f"not usable: {error}"
+    # PRIVACY: an older build may be of another arithmetic (test_a_library_of_another_text_is_not_used)
+    if version != zlib.crc32((_HERE / "_kernel.c").read_text(encoding="utf-8").encode()):
+        return None, "built from another version of _kernel.c: install torch_dpsco again"
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"dpsco_{name}")
+        function.argtypes, function.restype = arguments, _INTEGER if name in ("linear", "logs", "gaussians") else None
+    return library, "in use"
+
+
+def is_available() -> bool:
+    """Returns whether the accelerator was built, and is not switched off."""
+    return _found()[0] is not None
+
+
+def status() -> str:
+    """Returns "in use", or why the accelerator is not."""
+    return _found()[1]
+
+
+def suits(rows: Tensor) -> bool:
+    """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side."""
+    return (
+        rows.dtype is torch.float32
+        and rows.device.type == "cpu"
+        and rows.dim() == 2
+        and rows.layout is torch.strided
+        and (rows.stride(1) == 1 or rows.shape[1] == 1)
+        and 0 < rows.shape[1] <= WIDEST
+        and is_available()
+    )
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Returns upper bounds of the norms of rows that suit: (B,) float64; inf from 2^64 on, NaN for a row with one."""
+    found = rows.new_empty(len(rows), dtype=torch.float64)
+    _found()[0].dpsco_norms(rows.data_ptr(), rows.stride(0), *rows.shape, found.data_ptr())
+    # PRIVACY: (test_norms_in_c_are_never_below_the_exact_norm)
+    return found.mul_(1.0 + NORM_ERROR).add_(HIDDEN * rows.shape[1] ** 0.5)
+
+
+def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    """Adds sum_i weights[i] * rows[i] to a total, and returns it; a row of weight 0 counts for nothing, even NaN.
+
+    Args:
+        rows: (B, k) that suit.
+        weights: (B,) float64, finite.
+        total: (k,) float64, contiguous.
+    """
+    weights = weights.contiguous()
+    arguments = rows.data_ptr(), rows.stride(0), *rows.shape, weights.data_ptr(), total.data_ptr()
+    _found()[0].dpsco_sum(*arguments)
+    return total
+
+
+def add_linear(
+    rows: Tensor,
+    targets: Tensor,
+    factors: Tensor,
+    total: Tensor,
+    *,
+    limit: float,
+    scale: float,
+    slope: str = "given",
+    weight: Tensor | None = None,
+    bias: float = 0.0,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Adds the clipped rows of a linear model, sum_i w_i (x_i, 1), to a total, and returns it.
+
+    w_i is the slope of record i, cut so that |w_i| factors[i] <= limit, times scale; 0 where slope times factor is
+    not finite, or the factor not below 2^64.
+
+    Args:
+        rows: (n, d) features that suit.
+        targets: (n,) float32, contiguous; for "given" the slopes themselves.
+        factors: (n,) float64, contiguous: bounds of |(x, 1)|.
+        total: (d + 1,) float64, contiguous.
+        limit: largest length of a row.
+        scale: of all rows.
+        slope: derivative of the loss in the score x.weight + bias, a name in `SLOPES`.
+        weight: (d,) float32, contiguous; not needed for "given".
+        bias: of the score.
+        index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
+    """
+    outside = _found()[0].dpsco_linear(
+        rows.data_ptr(),
+        rows.stride(0),
+        len(rows),
+        None if index is None else index.data_ptr(),
+        len(rows) if index is None else len(index),
+        rows.shape[1],
+        None if weight is None else weight.data_ptr(),
+        bias,
+        SLOPES[slope],
+        targets.data_ptr(),
+        factors.data_ptr(),
+        limit,
+        scale,
+        total.data_ptr(),
+    )
+    if outside:
+        raise IndexError(f"index must be in [0, {len(rows)}), the records of the data set")
+    return total
+
+
+def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:
+    """Writes log V of words of 64 bits into float64 numbers; returns whether all are in (low, high)."""
+    outside = _found()[0].dpsco_logs(words.ctypes.data, len(words), low, high, out.ctypes.data)
+    return bool(outside == 0)
+
+
+def gaussians(
+    bits: bytes, out: Tensor, scale: float, low: float, high: float, logarithms: npt.NDArray[Any] | None = None
+) -> int:
+    """Writes Gaussians of bits into numbers, all cosines before the sines; see docs/proofs/noise.md#gaussians.
+
+    Args:
+        bits: for each of (n + 1) // 2 pairs a word of 8 bytes, then for each an angle of as many bytes as a number has.
+        out: (n,) float32 or float64, contiguous, changed in place.
+        scale: standard deviation.
+        low: least logarithm that needs no further bits.
+        high: largest one.
+        logarithms: (pairs,) float64, of the words; default computed.
+
+    Returns:
+        How many of the logarithms that were not given are outside of (low, high).
+    """
+    given = None if logarithms is None else logarithms.ctypes.data
+    arguments = bits, len(out), out.dtype is torch.float64, scale, low, high, given, out.data_ptr()
+    outside: int = _found()[0].dpsco_gaussians(*arguments)
+    return outside
