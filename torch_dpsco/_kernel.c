@@ -17,8 +17,8 @@
 #endif
 #define LARGEST 0x1p64 /* norms from here on are infinite, as where squares overflow float32 */
 #define GROUP 4        /* rows that are read together */
-#define MOST 64        /* rows of a block */
-#define CACHED 32768   /* numbers of a block, that stay in cache */
+#define CACHED 4096    /* numbers of a block of groups, that stay in cache */
+#define MOST 8         /* groups of a block */
 #define SOME 512       /* pairs of Gaussians, whose logarithms stay there */
 
 typedef float f8 __attribute__((vector_size(32)));
@@ -40,37 +40,30 @@ static inline const float *row_at(const rows_t *x, int64_t i) {
     return x->rows + (x->index ? x->index[i] : i) * x->stride;
 }
 
-/* Derivative of the loss of a record in its score. SIGN takes the opposite of the label. */
-static inline float slope_of(int64_t kind, float score, float target) {
-    switch (kind) {
-    case SIGN: return target / (1.0f + expf(-score * target));
-    case LOGISTIC: return 1.0f / (1.0f + expf(-score)) - target;
-    case SQUARE: return 2.0f * (score - target);
-    default: return target; /* GIVEN */
-    }
-}
-
-/* Factor of (x, 1): slope * factor clipped to [-limit, limit], over factor; 0 for a row that must not count. */
-static inline double weight_of(float slope, double factor, double limit, double scale) {
-    double length = (double)slope * factor;
-    if (!(fabs(length) < INFINITY) || !(factor < LARGEST)) return 0.0;
-    length = length > limit ? limit : length < -limit ? -limit : length;
-    return length / factor * scale;
-}
-
 #define BODY
 #define NAME(name) name##_plain
 #define TARGET
+#define WIDE(v) __builtin_convertvector(v, d4)
+#define NARROW(v) __builtin_convertvector(v, f4)
+#define TURNS(v) (__builtin_convertvector(v, u4) << 32)
+#define ROOT(v) ((d4){sqrt((v)[0]), sqrt((v)[1]), sqrt((v)[2]), sqrt((v)[3])})
 #include "_kernel.c"
 #undef NAME
 #undef TARGET
+#undef WIDE
+#undef NARROW
+#undef TURNS
+#undef ROOT
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 #define NAME(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
+#define WIDE(v) ((d4)_mm256_cvtps_pd((__m128)(v))) /* compilers make four instructions of the above */
+#define NARROW(v) ((f4)_mm256_cvtpd_ps((__m256d)(v)))
+#define TURNS(v) ((u4)_mm256_cvtepu32_epi64((__m128i)(v)) << 32)
+#define ROOT(v) ((d4)_mm256_sqrt_pd((__m256d)(v)))
 #include "_kernel.c"
-#undef NAME
-#undef TARGET
 #define CALL(name, ...) (has_avx2() ? name##_avx2(__VA_ARGS__) : name##_plain(__VA_ARGS__))
 static int has_avx2(void) {
     __builtin_cpu_init();
@@ -115,24 +108,27 @@ API int64_t dpsco_logs(const char *words, int64_t n, double low, double high, do
     return CALL(logs, words, n, low, high, values);
 }
 
-/* out[0..n) = scale times Gaussians of the bits: for (n + 1)/2 pairs a word of 64 bits each, then an angle each, of 64
-   bits (wide: numbers are float64) or 32 (float32). The cosines come first. Words are used by their logarithms, which
-   may be given; returns how many of those that are not are outside of (low, high). */
+/* out[0..n) = mean + scale times Gaussians of the bits: for (n + 1)/2 pairs a word of 64 bits each, then an angle each,
+   of 64 bits (wide: numbers are float64) or 32 (float32). The cosines come first. Words are used by their logarithms,
+   which may be given; returns how many of those that are not are outside of (low, high). No mean is 0. */
 API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double scale, double low, double high,
-                            const double *given, void *out) {
+                            const double *given, const double *mean, void *out) {
     int64_t half = (n + 1) / 2, outside = 0;
     const char *angles = bits + 8 * half;
     for (int64_t i = 0; i < half; i += SOME) {
         int64_t first = half - i < SOME ? half - i : SOME, second = n - half - i < first ? n - half - i : first;
         double some[SOME];
+        const double *plus = mean ? mean + i : 0, *also = mean ? mean + half + i : 0;
         if (given)
             memcpy(some, given + i, 8 * first);
         else
             outside += CALL(logs, bits + 8 * i, first, low, high, some);
         if (wide)
-            CALL(polar64, some, angles + 8 * i, first, scale, (double *)out + i, (double *)out + half + i, second);
+            CALL(polar64, some, angles + 8 * i, first, second, scale, plus, also, (double *)out + i,
+                 (double *)out + half + i);
         else
-            CALL(polar32, some, angles + 4 * i, first, scale, (float *)out + i, (float *)out + half + i, second);
+            CALL(polar32, some, angles + 4 * i, first, second, scale, plus, also, (float *)out + i,
+                 (float *)out + half + i);
     }
     return outside;
 }
@@ -148,7 +144,7 @@ TARGET static inline f8 NAME(load8)(const float *p) {
 TARGET static inline d4 NAME(wide4)(const float *p) {
     f4 v;
     memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, d4);
+    return WIDE(v);
 }
 
 TARGET static inline d4 NAME(load4)(const double *p) {
@@ -157,8 +153,14 @@ TARGET static inline d4 NAME(load4)(const double *p) {
     return v;
 }
 
-/* score[r] = rows r . weight, for GROUP rows; each by the same operations. */
-TARGET static void NAME(scores)(const float *const p[GROUP], const float *weight, int64_t d, float score[GROUP]) {
+TARGET static inline f4 NAME(load_f4)(const float *p) {
+    f4 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* Products of GROUP rows with the weight; each by the same operations. */
+TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *weight, int64_t d) {
     f8 a[GROUP] = {{0}}, b[GROUP] = {{0}};
     int64_t j = 0;
     for (; j + 16 <= d; j += 16) {
@@ -168,59 +170,107 @@ TARGET static void NAME(scores)(const float *const p[GROUP], const float *weight
             b[r] += NAME(load8)(p[r] + j + 8) * high;
         }
     }
+    d4 score;
     for (int r = 0; r < GROUP; r++) {
         f8 sum = a[r] + b[r];
-        float rest = 0.0f;
-        for (int64_t k = j; k < d; k++) rest += p[r][k] * weight[k];
-        score[r] = ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7])) + rest;
+        f4 rest = {0};
+        int64_t k = j;
+        for (; k + 4 <= d; k += 4) rest += NAME(load_f4)(p[r] + k) * NAME(load_f4)(weight + k);
+        for (; k < d; k++) rest[0] += p[r][k] * weight[k];
+        rest += (f4){sum[0], sum[1], sum[2], sum[3]} + (f4){sum[4], sum[5], sum[6], sum[7]};
+        score[r] = (rest[0] + rest[1]) + (rest[2] + rest[3]);
     }
+    return score;
 }
 
-/* out += sum_r weight[r] row r, for GROUP rows. */
-TARGET static void NAME(add)(const float *const p[GROUP], const double weight[GROUP], int64_t d, double *out) {
+/* Those of a where the mask is set, and those of b elsewhere. */
+TARGET static inline d4 NAME(where)(i4 mask, d4 a, d4 b) { return (d4)(((i4)a & mask) | ((i4)b & ~mask)); }
+
+/* 1 / (1 + exp(-t)); exp by t = k log 2 + r and Taylor's polynomial, to 1e-11. */
+TARGET static inline d4 NAME(sigmoid)(d4 t) {
+    const d4 most = {700.0, 700.0, 700.0, 700.0};
+    t = NAME(where)(t > most, most, NAME(where)(t < -most, -most, t));
+    d4 shifted = t * -0x1.71547652b82fep+0 + 0x1.8p52, k = shifted - 0x1.8p52;
+    d4 r = (-t - k * 0x1.62e42fefa39efp-1) - k * 0x1.abc9e3b39803fp-56;
+    d4 e = r * (1.0 / 362880.0) + 1.0 / 40320.0;
+    e = e * r + 1.0 / 5040.0;
+    e = e * r + 1.0 / 720.0;
+    e = e * r + 1.0 / 120.0;
+    e = e * r + 1.0 / 24.0;
+    e = e * r + 1.0 / 6.0;
+    e = e * r + 0.5;
+    e = e * r + 1.0;
+    e = e * r + 1.0;
+    return 1.0 / (1.0 + (d4)((u4)e + ((u4)shifted << 52))) + (t - t); /* NaN for NaN */
+}
+
+/* Derivatives of the losses in the score, rounded to float32 as rows are. SIGN takes the opposite of the label. */
+TARGET static inline d4 NAME(slopes)(int64_t kind, d4 score, d4 target) {
+    d4 slope = target; /* GIVEN */
+    if (kind == SIGN) slope = NAME(sigmoid)(score * target) * target;
+    if (kind == LOGISTIC) slope = NAME(sigmoid)(score) - target;
+    if (kind == SQUARE) slope = (score - target) * 2.0;
+    return WIDE(NARROW(slope));
+}
+
+/* Factors of (x, 1): slope * factor cut to [-limit, limit], over factor; 0 for rows that must not count. */
+TARGET static inline d4 NAME(weights)(d4 slope, d4 factor, double limit, double scale) {
+    const d4 most = {limit, limit, limit, limit}, infinite = {INFINITY, INFINITY, INFINITY, INFINITY};
+    const d4 largest = {LARGEST, LARGEST, LARGEST, LARGEST};
+    d4 length = slope * factor;
+    i4 counts = (length < infinite) & (length > -infinite) & (factor < largest);
+    d4 cut = NAME(where)(length > most, most, NAME(where)(length < -most, -most, length));
+    return (d4)((i4)(cut / factor * scale) & counts);
+}
+
+/* out += sum_r weight[r] row r, for GROUP rows; those of weight 0 count for nothing, whatever is in them. Fetches the
+   rows that come next. */
+TARGET static inline void NAME(add)(const float *p[GROUP], const double weight[GROUP], const float *const next[GROUP],
+                                    int64_t d, double *out) {
     d4 w[GROUP];
-    for (int r = 0; r < GROUP; r++) w[r] = (d4){weight[r], weight[r], weight[r], weight[r]};
+    const float *kept = 0;
+    for (int r = 0; r < GROUP; r++) {
+        w[r] = (d4){weight[r], weight[r], weight[r], weight[r]};
+        if (weight[r] != 0.0) kept = p[r];
+    }
+    if (!kept) return;
+    for (int r = 0; r < GROUP; r++)
+        if (weight[r] == 0.0) p[r] = kept; /* finite, as it counts */
     int64_t j = 0;
-    for (; j + 8 <= d; j += 8) {
-        d4 low = NAME(load4)(out + j), high = NAME(load4)(out + j + 4);
-        for (int r = 0; r < GROUP; r++) {
-            low += w[r] * NAME(wide4)(p[r] + j);
-            high += w[r] * NAME(wide4)(p[r] + j + 4);
+    for (; j + 16 <= d; j += 16) {
+        for (int r = 0; r < GROUP; r++) __builtin_prefetch(next[r] + j, 0, 1);
+        for (int half = 0; half < 16; half += 8) {
+            d4 low = NAME(load4)(out + j + half), high = NAME(load4)(out + j + half + 4);
+            for (int r = 0; r < GROUP; r++) {
+                low += w[r] * NAME(wide4)(p[r] + j + half);
+                high += w[r] * NAME(wide4)(p[r] + j + half + 4);
+            }
+            memcpy(out + j + half, &low, sizeof low);
+            memcpy(out + j + half + 4, &high, sizeof high);
         }
+    }
+    for (; j + 4 <= d; j += 4) {
+        d4 low = NAME(load4)(out + j);
+        for (int r = 0; r < GROUP; r++) low += w[r] * NAME(wide4)(p[r] + j);
         memcpy(out + j, &low, sizeof low);
-        memcpy(out + j + 4, &high, sizeof high);
     }
     for (; j < d; j++)
-        for (int r = 0; r < GROUP; r++) out[j] += weight[r] * p[r][j];
+        for (int r = 0; r < GROUP; r++) out[j] += w[r][0] * p[r][j];
 }
 
-/* out += sum_i weights[i] row i over those of weight other than 0, so that nothing in the others counts. */
-TARGET static void NAME(add_all)(const float *const *p, const double *weights, int64_t n, int64_t d, double *out) {
-    const float *some[GROUP];
-    double w[GROUP];
-    int k = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (weights[i] == 0.0) continue;
-        some[k] = p[i];
-        w[k++] = weights[i];
-        if (k == GROUP) NAME(add)(some, w, d, out), k = 0;
-    }
-    if (!k) return;
-    for (int r = k; r < GROUP; r++) some[r] = some[0], w[r] = 0.0; /* finite, as it counts */
-    NAME(add)(some, w, d, out);
-}
-
-TARGET static int64_t NAME(block)(int64_t d) {
-    int64_t fitting = CACHED / (d > 0 ? d : 1) / GROUP * GROUP;
-    return fitting > MOST ? MOST : fitting < GROUP ? GROUP : fitting;
+/* Pointers to the GROUP rows from i on; the last row stands for those that are missing. */
+TARGET static inline void NAME(group)(const rows_t *x, int64_t i, const float *p[GROUP]) {
+    for (int r = 0; r < GROUP; r++) p[r] = row_at(x, i + r < x->n ? i + r : x->n - 1);
 }
 
 TARGET static void NAME(weighted)(const rows_t *x, const double *weights, double *out) {
-    const float *p[MOST];
-    for (int64_t start = 0; start < x->n; start += MOST) {
-        int64_t n = x->n - start < MOST ? x->n - start : MOST;
-        for (int64_t i = 0; i < n; i++) p[i] = row_at(x, start + i);
-        NAME(add_all)(p, weights + start, n, x->d, out);
+    for (int64_t i = 0; i < x->n; i += GROUP) {
+        const float *p[GROUP], *next[GROUP];
+        double w[GROUP] = {0.0};
+        NAME(group)(x, i, p);
+        NAME(group)(x, i + GROUP, next);
+        for (int r = 0; r < GROUP && i + r < x->n; r++) w[r] = weights[i + r];
+        NAME(add)(p, w, next, x->d, out);
     }
 }
 
@@ -244,24 +294,29 @@ TARGET static void NAME(norms)(const rows_t *x, double *out) {
 
 TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias, int64_t kind, const float *targets,
                                 const double *factors, double limit, double scale, double *out) {
-    const float *p[MOST];
-    double w[MOST];
-    int64_t step = NAME(block)(x->d);
-    for (int64_t start = 0; start < x->n; start += step) {
-        int64_t n = x->n - start < step ? x->n - start : step;
-        for (int64_t i = 0; i < n; i++) p[i] = row_at(x, start + i);
-        for (int64_t i = 0; i < n; i += GROUP) {
-            const float *some[GROUP];
-            float score[GROUP] = {0.0f};
-            for (int r = 0; r < GROUP; r++) some[r] = p[i + r < n ? i + r : i];
-            if (kind != GIVEN) NAME(scores)(some, weight, x->d, score);
-            for (int r = 0; r < GROUP && i + r < n; r++) {
-                int64_t at = x->index ? x->index[start + i + r] : start + i + r;
-                w[i + r] = weight_of(slope_of(kind, score[r] + bias, targets[at]), factors[at], limit, scale);
-                out[x->d] += w[i + r];
+    int64_t groups = CACHED / GROUP / (x->d > 0 ? x->d : 1);
+    groups = groups > MOST ? MOST : groups < 1 ? 1 : groups;
+    for (int64_t start = 0; start < x->n; start += groups * GROUP) {
+        const float *p[MOST + 1][GROUP]; /* of the block, and the group after it */
+        d4 w[MOST];
+        int64_t count = (x->n - start + GROUP - 1) / GROUP;
+        if (count > groups) count = groups;
+        for (int64_t g = 0; g <= count; g++) NAME(group)(x, start + g * GROUP, p[g]);
+        for (int64_t g = 0; g < count; g++) w[g] = kind == GIVEN ? (d4){0} : NAME(scores)((const float *const *)p[g], weight, x->d);
+        for (int64_t g = 0; g < count; g++) {
+            d4 target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY}; /* which counts for nothing */
+            for (int64_t r = 0, i = start + g * GROUP; r < GROUP && i + r < x->n; r++) {
+                int64_t at = x->index ? x->index[i + r] : i + r;
+                target[r] = targets[at];
+                factor[r] = factors[at];
             }
+            w[g] = NAME(weights)(NAME(slopes)(kind, w[g] + (double)bias, target), factor, limit, scale);
         }
-        NAME(add_all)(p, w, n, x->d, out);
+        for (int64_t g = 0; g < count; g++) {
+            double found[GROUP] = {w[g][0], w[g][1], w[g][2], w[g][3]};
+            NAME(add)(p[g], found, (const float *const *)p[g + 1], x->d, out);
+            out[x->d] += (found[0] + found[1]) + (found[2] + found[3]);
+        }
     }
 }
 
@@ -343,21 +398,21 @@ TARGET static inline void NAME(turn)(u4 j, d4 *cosine, d4 *sine) {
 
 /* Four pairs: cosines in x, sines in y. */
 TARGET static inline void NAME(pairs)(const double *logs, u4 angles, double scale, d4 *x, d4 *y) {
-    double radius[4];
-    for (int k = 0; k < 4; k++) radius[k] = sqrt(-2.0 * logs[k]) * scale;
+    d4 square = NAME(load4)(logs) * -2.0, radius = ROOT(square) * scale;
     NAME(turn)(angles, x, y);
-    *x *= NAME(load4)(radius);
-    *y *= NAME(load4)(radius);
+    *x *= radius;
+    *y *= radius;
 }
 
-TARGET static void NAME(polar64)(const double *logs, const char *angles, int64_t n, double scale, double *first,
-                                 double *second, int64_t n_second) {
+TARGET static void NAME(polar64)(const double *logs, const char *angles, int64_t n, int64_t n_second, double scale,
+                                 const double *plus, const double *also, double *first, double *second) {
     int64_t i = 0, rest = n % 4;
     d4 x, y;
-    u4 j;
     for (; i < n - rest && i + 4 <= n_second; i += 4) {
+        u4 j;
         memcpy(&j, angles + 8 * i, sizeof j);
         NAME(pairs)(logs + i, j, scale, &x, &y);
+        if (plus) x += NAME(load4)(plus + i), y += NAME(load4)(also + i);
         memcpy(first + i, &x, sizeof x);
         memcpy(second + i, &y, sizeof y);
     }
@@ -366,20 +421,21 @@ TARGET static void NAME(polar64)(const double *logs, const char *angles, int64_t
         uint64_t angle;
         memcpy(&angle, angles + 8 * i, sizeof angle);
         NAME(pairs)(last, (u4){angle}, scale, &x, &y);
-        first[i] = x[0];
-        if (i < n_second) second[i] = y[0];
+        first[i] = (double)(plus ? plus[i] + x[0] : x[0]);
+        if (i < n_second) second[i] = (double)(plus ? also[i] + y[0] : y[0]);
     }
 }
 
-TARGET static void NAME(polar32)(const double *logs, const char *angles, int64_t n, double scale, float *first,
-                                 float *second, int64_t n_second) {
+TARGET static void NAME(polar32)(const double *logs, const char *angles, int64_t n, int64_t n_second, double scale,
+                                 const double *plus, const double *also, float *first, float *second) {
     int64_t i = 0, rest = n % 4;
     d4 x, y;
     for (; i < n - rest && i + 4 <= n_second; i += 4) {
-        v4 part;
-        memcpy(&part, angles + 4 * i, sizeof part);
-        NAME(pairs)(logs + i, __builtin_convertvector(part, u4) << 32, scale, &x, &y);
-        f4 a = __builtin_convertvector(x, f4), b = __builtin_convertvector(y, f4);
+        v4 j;
+        memcpy(&j, angles + 4 * i, sizeof j);
+        NAME(pairs)(logs + i, TURNS(j), scale, &x, &y);
+        if (plus) x += NAME(load4)(plus + i), y += NAME(load4)(also + i);
+        f4 a = NARROW(x), b = NARROW(y);
         memcpy(first + i, &a, sizeof a);
         memcpy(second + i, &b, sizeof b);
     }
@@ -388,8 +444,8 @@ TARGET static void NAME(polar32)(const double *logs, const char *angles, int64_t
         uint32_t angle;
         memcpy(&angle, angles + 4 * i, sizeof angle);
         NAME(pairs)(last, (u4){(uint64_t)angle << 32}, scale, &x, &y);
-        first[i] = (float)x[0];
-        if (i < n_second) second[i] = (float)y[0];
+        first[i] = (float)(plus ? plus[i] + x[0] : x[0]);
+        if (i < n_second) second[i] = (float)(plus ? also[i] + y[0] : y[0]);
     }
 }
 

@@ -38,7 +38,7 @@ _SWITCH = "TORCH_DPSCO_NATIVE"
 _POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
 _INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
-_GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER]
+_GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER]
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
     "sum": [*_ROWS, _POINTER, _POINTER],
@@ -143,16 +143,16 @@ def add_linear(
         limit: largest length of a row.
         scale: of all rows.
         slope: derivative of the loss in the score x.weight + bias, a name in `SLOPES`.
-        weight: (d,) float32, contiguous; not needed for "given".
+        weight: (d,) or (1, d) float32, contiguous; not needed for "given".
         bias: of the score.
         index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
     """
     outside = _found()[0].dpsco_linear(
         rows.data_ptr(),
         rows.stride(0),
-        len(rows),
+        rows.shape[0],
         None if index is None else index.data_ptr(),
-        len(rows) if index is None else len(index),
+        rows.shape[0] if index is None else index.shape[0],
         rows.shape[1],
         None if weight is None else weight.data_ptr(),
         bias,
@@ -175,22 +175,30 @@ def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]
 
 
 def gaussians(
-    bits: bytes, out: Tensor, scale: float, low: float, high: float, logarithms: npt.NDArray[Any] | None = None
+    bits: bytes,
+    out: Tensor,
+    scale: float,
+    low: float,
+    high: float,
+    mean: Tensor | None = None,
+    logarithms: npt.NDArray[Any] | None = None,
 ) -> int:
-    """Writes Gaussians of bits into numbers, all cosines before the sines; see docs/proofs/noise.md#gaussians.
+    """Writes mean + scale times Gaussians of bits, all cosines before the sines; see docs/proofs/noise.md#gaussians.
 
     Args:
         bits: for each of (n + 1) // 2 pairs a word of 8 bytes, then for each an angle of as many bytes as a number has.
-        out: (n,) float32 or float64, contiguous, changed in place.
+        out: n numbers, float32 or float64, contiguous, changed in place.
         scale: standard deviation.
         low: least logarithm that needs no further bits.
         high: largest one.
+        mean: n numbers, float64, contiguous; default zeros.
         logarithms: (pairs,) float64, of the words; default computed.
 
     Returns:
         How many of the logarithms that were not given are outside of (low, high).
     """
     given = None if logarithms is None else logarithms.ctypes.data
-    arguments = bits, len(out), out.dtype is torch.float64, scale, low, high, given, out.data_ptr()
-    outside: int = _found()[0].dpsco_gaussians(*arguments)
+    plus = None if mean is None else mean.data_ptr()
+    numbers = out.numel(), out.dtype is torch.float64
+    outside: int = _found()[0].dpsco_gaussians(bits, *numbers, scale, low, high, given, plus, out.data_ptr())
     return outside

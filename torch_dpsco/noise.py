@@ -42,24 +42,29 @@ _Floats = npt.NDArray[np.float64]
 _Any = npt.NDArray[Any]
 
 
-def normal_(out: Tensor, std: float, source: Source) -> Tensor:
-    """Fills a tensor with independent numbers N(0, std^2), and returns it.
+def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None) -> Tensor:
+    """Fills a tensor with independent numbers N(mean, std^2), and returns it.
 
     Args:
         out: float32 or float64, on any device, each number at a place of its own.
         std: >= 0, finite; rounded up where the tensor's precision cannot hold it.
         source: of the bits.
+        mean: (out.numel(),) float64, contiguous, on the same device; default 0. The sum is rounded after it is formed.
 
     Raises:
         ValueError: numbers of another kind, or that share places; std out of range.
     """
     _require(out, std)
     if out.device.type != "cpu" or not out.is_contiguous():
-        return out.copy_(add_normal_(torch.zeros_like(out), std, source))
-    flat = out.detach().view(-1)
-    pairs = _Pairs(flat, std, source)
-    for part in flat.split(2 * _PAIRS) if len(flat) > 2 * _PAIRS else (flat,):
-        pairs.write(part)
+        out.copy_(add_normal_(torch.zeros_like(out), std, source))
+        return out if mean is None else out.add_(mean.view(out.shape))
+    pairs = _Pairs(out, std, source)
+    if out.numel() <= 2 * _PAIRS:
+        pairs.write(out, mean)
+        return out
+    for start in range(0, out.numel(), 2 * _PAIRS):
+        part = slice(start, start + 2 * _PAIRS)
+        pairs.write(out.detach().view(-1)[part], None if mean is None else mean[part])
     return out
 
 
@@ -136,23 +141,25 @@ class _Pairs:
         self._size = 8 if self._wide else 4  # bytes of an angle
         self._memory: tuple[_Any, _Any] | None = None
 
-    def write(self, part: Tensor) -> None:
-        """Fills a tensor of at most 2 `_PAIRS` numbers."""
+    def write(self, part: Tensor, mean: Tensor | None = None) -> None:
+        """Fills a tensor of at most 2 `_PAIRS` numbers with noise around a mean."""
         if self._converts:
-            wide = torch.empty(len(part), dtype=torch.float64)
-            self._fill(wide)
-            part.copy_(wide)
-        elif len(part):
-            self._fill(part)
+            wide = torch.empty_like(part, dtype=torch.float64)
+            self._fill(wide, mean)
+            part.detach().copy_(wide)
+        elif part.numel():
+            self._fill(part, mean)
 
-    def _fill(self, part: Tensor) -> None:
-        count = (len(part) + 1) // 2
+    def _fill(self, part: Tensor, mean: Tensor | None) -> None:
+        count = (part.numel() + 1) // 2
         bits = self._stream.read(count * (8 + self._size))
         if not native.is_available():
             self._fill_in_torch(part, bits, count)
-        elif native.gaussians(bits, part, self._scale, _LOW, _HIGH):
-            words = np.frombuffer(bits, np.int64, count)
-            native.gaussians(bits, part, self._scale, _LOW, _HIGH, _logarithms(words, self._stream, np.empty(count)))
+            if mean is not None:
+                part.add_(mean.view(part.shape))
+        elif native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean):
+            logs = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, np.empty(count))
+            native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean, logs)
 
     def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:
         if self._memory is None:  # always the same: fresh memory costs as much as the arithmetic
@@ -164,7 +171,7 @@ class _Pairs:
         radius *= self._scale
         angle[:] = np.frombuffer(bits, np.int64 if self._wide else np.int32, count, 8 * count)
         angle *= math.pi * 2.0 ** (1 - 8 * self._size)
-        numbers = part.numpy()
+        numbers = part.detach().numpy().reshape(-1)
         for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
             _turned(name, angle[: len(half)], half)
             half *= radius[: len(half)]

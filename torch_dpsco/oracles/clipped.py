@@ -86,6 +86,7 @@ class ClippedMean(MeanOracle):
         self._cuts: list[Cut] = []
         self._dim, self._is_linear = 0, False
         self._means: list[Tensor] | None = None
+        self._total: Tensor | None = None  # of linear rows: one vector, instead of means
         self._n_rows = 0
         self._dtype = torch.float32  # of releases
         self._flat: Tensor | None = None  # memory of small ones
@@ -178,8 +179,10 @@ class ClippedMean(MeanOracle):
             self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
         return self._flat
 
-    def _draw(self, out: Tensor, noise_std: float, generator: Source) -> Tensor:
-        return normal_(out, noise_std, generator) if self._multiplier > 0 else out.zero_()
+    def _draw(self, out: Tensor, noise_std: float, generator: Source, mean: Tensor | None = None) -> Tensor:
+        if self._multiplier > 0:
+            return normal_(out, noise_std, generator, mean)
+        return out.zero_() if mean is None else out.copy_(mean)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
@@ -213,7 +216,12 @@ class ClippedMean(MeanOracle):
                 total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
-        self._add(self.views(total))
+        if self._means is not None:
+            self._add(self.views(total))
+        elif self._total is not None:
+            self._total.add_(total)
+        else:
+            self.__dict__["_total"] = total
 
     def _has_short_way(self) -> bool:
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
@@ -231,11 +239,12 @@ class ClippedMean(MeanOracle):
             raise ValueError(
                 f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
             )
-        if self._means is not None:
-            before = [m.double() for m in self._means]
+        known = self._means if self._total is None else self.views(self._total)
+        if known is not None:
+            before = [m.double() for m in known]
             compat.foreach_add_(before, means)
             means = before
-        self.__dict__["_means"] = means
+        self.__dict__.update(_means=means, _total=None)
 
     def _precision(self, clip: float, norms: Tensor) -> Summation:
         """Returns that of the sum of rows of these norms, after the clip: (B,), whatever their signs."""
@@ -249,7 +258,7 @@ class ClippedMean(MeanOracle):
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
-        self.__dict__.update(_means=None, _n_rows=0)  # __setattr__ is slow
+        self.__dict__.update(_means=None, _total=None, _n_rows=0)  # __setattr__ is slow
 
     def share(self, processes: int) -> None:
         """Declares that logical batches are spread over W processes, each of which observes its own rows.
@@ -289,14 +298,14 @@ class ClippedMean(MeanOracle):
 
         NOT private: for the process that adds the sums up.
         """
-        self._add_to(self.views(out))
+        self._add_to(out, self.views(out))
         return self._n_rows
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
         if n_rows > self._summation.max_rows:
             raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
-        self.__dict__["_means"] = self.views(total)
+        self.__dict__.update(_means=None, _total=total)
 
     @property
     def dim(self) -> int:
@@ -326,23 +335,25 @@ class ClippedMean(MeanOracle):
         if large:
             answer = self._release_in_place(large, noise_std, generator)
         else:
-            flat = self._draw(self._memory(self._dim), noise_std, generator)
+            # mean + noise is rounded, so after the noise: post-processing
+            flat = self._draw(self._memory(self._dim), noise_std, generator, self._total)
             # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
             # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
             answer = self.views(flat)
-            self._add_to(answer)  # rounds mean + noise, so after the noise: post-processing
+            if self._total is None:
+                self._add_to(flat, answer)
         self.discard()
         return Release(answer)
 
     def _release_exact(self, generator: Source) -> Release:
         """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
         vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self._add_to(self.views(vector))
+        self._add_to(vector, self.views(vector))
         self.discard()
         return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))))
 
     def _large_sums(self) -> list[int]:
-        means = self._means or ()
+        means = self._means or ()  # none of linear rows
         fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means]
         return [i for i, large in enumerate(fits) if large]
 
@@ -363,8 +374,10 @@ class ClippedMean(MeanOracle):
             answer[i] = add_normal_(mean, noise_std, generator) if self._multiplier > 0 else mean
         return answer
 
-    def _add_to(self, parts: list[Tensor]) -> None:
-        if self._means is not None:
+    def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:
+        if self._total is not None:
+            flat.add_(self._total)
+        elif self._means is not None:
             for part, mean in zip(parts, self._means, strict=True):
                 part.add_(mean)
 

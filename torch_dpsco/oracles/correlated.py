@@ -115,7 +115,7 @@ class CorrelatedClipped(Clipped):
             self.forget()
         noise = self.strategy.correlated(fresh, self._past)
         answer = noise.clone()
-        self._add_to(self.views(answer))
+        self._add_to(answer, self.views(answer))
         self.discard()
         self._past.appendleft(noise)
         self.__dict__.update(_released=self._charged, _charged=None, _since=self._since + 1)

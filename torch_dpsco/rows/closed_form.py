@@ -62,7 +62,7 @@ class ClosedForm:
         if weight and bias and layer.out_features == 1:
             self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
             self._rows = self._linear
-            if native.suits(features) and slope in _IN_C:
+            if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
                 self._rows = self._scored
                 return
             # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
@@ -123,11 +123,12 @@ class _Scored(LinearBlock):
         weight, bias = params
         assert bias is not None
         self._columns, self._slope, self._index = columns, slope, index
-        self._weight, self._bias = weight.detach().squeeze(0), bias.detach()
+        self._weight, self._bias = weight, bias
         self.shapes = [weight.shape, bias.shape]
 
     def __len__(self) -> int:
-        return len(self._columns[0]) if self._index is None else len(self._index)
+        known = self._columns[0] if self._index is None else self._index
+        return known.shape[0]
 
     def clipped_sum(self, limit: float, scale: float) -> Tensor:
         """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
@@ -136,11 +137,11 @@ class _Scored(LinearBlock):
             features,
             targets,
             factors,
-            torch.zeros(len(self._weight) + 1, dtype=torch.float64),
+            torch.zeros(self._weight.shape[1] + 1, dtype=torch.float64),
             limit=limit,
             scale=scale,
             slope=_IN_C[self._slope],
-            weight=self._weight.contiguous(),
+            weight=self._weight,
             bias=float(self._bias),
             index=self._index,
         )
@@ -154,7 +155,7 @@ class _Scored(LinearBlock):
     def _factored(self) -> FactoredBlock:
         """Returns the rows as an oracle sees them that does not let them be clipped in C."""
         features, targets, factors = map(self._taken, self._columns)
-        slopes = self._slope(torch.mv(features, self._weight).add_(self._bias), targets)
+        slopes = self._slope(torch.mv(features, self._weight.squeeze(0)).add_(self._bias), targets)
         return FactoredBlock(features, slopes.unsqueeze(1), factors=factors)
 
     @property
