@@ -16,6 +16,9 @@
 #define API __attribute__((visibility("default")))
 #endif
 #define LARGEST 0x1p64 /* norms from here on are infinite, as where squares overflow float32 */
+#define NORM_ERROR 0x1p-30
+#define HIDDEN 0x1p-126 /* of each coordinate, where subnormal numbers are read as 0 */
+#define FACTOR_ERROR 0x1p-40
 #define GROUP 4        /* rows that are read together */
 #define CACHED 4096    /* numbers of a block of groups, that stay in cache */
 #define MOST 8         /* groups of a block */
@@ -76,7 +79,7 @@ static int has_avx2(void) {
 /* By which `native` knows that it was compiled from this text. */
 API int64_t dpsco_version(void) { return DPSCO_VERSION; }
 
-/* out[i] = computed norm of row i. */
+/* out[i] = upper bound of the norm of row i; infinite from LARGEST on. */
 API void dpsco_norms(const float *rows, int64_t stride, int64_t n, int64_t d, double *out) {
     rows_t x = {rows, 0, stride, n, d};
     CALL(norms, &x, out);
@@ -91,7 +94,7 @@ API void dpsco_sum(const float *rows, int64_t stride, int64_t n, int64_t d, cons
 /* out[0..d] += sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
 
    The slope is that of a loss (kind) at the score x_i . weight + bias, or targets[i] itself (GIVEN). Targets and
-   factors are taken at the place of the row. Returns how many of the n places are not in [0, records); if there are
+   factors, bounds of |(x, 1)|, are taken at the place of the row; no factors are computed. Returns how many of the n places are not in [0, records); if there are
    any, nothing is read. */
 API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, const int64_t *index, int64_t n, int64_t d,
                          const float *weight, float bias, int64_t kind, const float *targets, const double *factors,
@@ -274,22 +277,23 @@ TARGET static void NAME(weighted)(const rows_t *x, const double *weights, double
     }
 }
 
-TARGET static void NAME(norms)(const rows_t *x, double *out) {
-    for (int64_t i = 0; i < x->n; i++) {
-        const float *p = row_at(x, i);
-        d4 a = {0}, b = {0}, c = {0}, e = {0};
-        double rest = 0.0;
-        int64_t j = 0;
-        for (; j + 16 <= x->d; j += 16) {
-            d4 v0 = NAME(wide4)(p + j), v1 = NAME(wide4)(p + j + 4), v2 = NAME(wide4)(p + j + 8),
-               v3 = NAME(wide4)(p + j + 12);
-            a += v0 * v0, b += v1 * v1, c += v2 * v2, e += v3 * v3;
-        }
-        for (; j < x->d; j++) rest += (double)p[j] * p[j];
-        d4 sum = (a + b) + (c + e);
-        double length = sqrt((sum[0] + sum[1]) + (sum[2] + sum[3]) + rest);
-        out[i] = length >= LARGEST ? INFINITY : length;
+/* Upper bound of the norm of a row. */
+TARGET static inline double NAME(bound)(const float *p, int64_t d) {
+    d4 a = {0}, b = {0}, c = {0}, e = {0};
+    int64_t j = 0;
+    for (; j + 16 <= d; j += 16) {
+        d4 v0 = NAME(wide4)(p + j), v1 = NAME(wide4)(p + j + 4), v2 = NAME(wide4)(p + j + 8),
+           v3 = NAME(wide4)(p + j + 12);
+        a += v0 * v0, b += v1 * v1, c += v2 * v2, e += v3 * v3;
     }
+    d4 sum = (a + b) + (c + e);
+    for (; j < d; j++) sum[0] += (double)p[j] * p[j];
+    double norm = sqrt((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    return norm >= LARGEST ? INFINITY : norm * (1.0 + NORM_ERROR) + HIDDEN * sqrt((double)d);
+}
+
+TARGET static void NAME(norms)(const rows_t *x, double *out) {
+    for (int64_t i = 0; i < x->n; i++) out[i] = NAME(bound)(row_at(x, i), x->d);
 }
 
 TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias, int64_t kind, const float *targets,
@@ -308,7 +312,12 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
             for (int64_t r = 0, i = start + g * GROUP; r < GROUP && i + r < x->n; r++) {
                 int64_t at = x->index ? x->index[i + r] : i + r;
                 target[r] = targets[at];
-                factor[r] = factors[at];
+                if (factors) {
+                    factor[r] = factors[at];
+                } else {
+                    double norm = NAME(bound)(p[g][r], x->d);
+                    factor[r] = sqrt(norm * norm + 1.0) * (1.0 + FACTOR_ERROR);
+                }
             }
             w[g] = NAME(weights)(NAME(slopes)(kind, w[g] + (double)bias, target), factor, limit, scale);
         }

@@ -29,8 +29,6 @@ from torch import Tensor
 
 LARGEST = 2.0**64  # norms from here on are infinite
 WIDEST = 2**26  # columns for which the errors of norms are proved
-NORM_ERROR = 2.0**-30  # relative, of `norms`
-HIDDEN = 2.0**-126  # of each coordinate, where subnormal numbers are read as 0
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
 _HERE = Path(__file__).parent
@@ -99,8 +97,7 @@ def norms(rows: Tensor) -> Tensor:
     """Returns upper bounds of the norms of rows that suit: (B,) float64; inf from 2^64 on, NaN for a row with one."""
     found = rows.new_empty(len(rows), dtype=torch.float64)
     _found()[0].dpsco_norms(rows.data_ptr(), rows.stride(0), *rows.shape, found.data_ptr())
-    # PRIVACY: (test_norms_in_c_are_never_below_the_exact_norm)
-    return found.mul_(1.0 + NORM_ERROR).add_(HIDDEN * rows.shape[1] ** 0.5)
+    return found
 
 
 def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
@@ -120,7 +117,7 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
 def add_linear(
     rows: Tensor,
     targets: Tensor,
-    factors: Tensor,
+    factors: Tensor | None,
     total: Tensor,
     *,
     limit: float,
@@ -138,7 +135,7 @@ def add_linear(
     Args:
         rows: (n, d) features that suit.
         targets: (n,) float32, contiguous; for "given" the slopes themselves.
-        factors: (n,) float64, contiguous: bounds of |(x, 1)|.
+        factors: (n,) float64, contiguous: bounds of |(x, 1)|; None computes them.
         total: (d + 1,) float64, contiguous.
         limit: largest length of a row.
         scale: of all rows.
@@ -158,7 +155,7 @@ def add_linear(
         bias,
         SLOPES[slope],
         targets.data_ptr(),
-        factors.data_ptr(),
+        None if factors is None else factors.data_ptr(),
         limit,
         scale,
         total.data_ptr(),

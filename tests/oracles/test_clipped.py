@@ -181,7 +181,7 @@ def test_the_joint_norm_is_an_upper_bound_and_inf_where_it_is_none():
 @pytest.mark.parametrize(
     ("clip", "noise", "size", "dim"), [(0.5, 1.1, 8, 3), (1e-6, 0.3, 512, 10**4), (7.0, 4.0, 1, 1)]
 )
-def test_sensitivity_noise_and_event_agree(adjacency, clip, noise, size, dim):
+def test_sensitivity_noise_and_event_agree(in_torch, adjacency, clip, noise, size, dim):
     oracle = Clipped(clip, noise, size)
     oracle.open([torch.zeros(dim)])
     error = plan_summation(size, dim).error
@@ -340,7 +340,7 @@ def test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_relea
         assert (after - before).std() > 1e-3  # the mean of clipped rows is the same in all steps, the noise is not
 
 
-def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate():
+def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torch):
     """False alarm: below 1e-7 (standard deviations and means within 6 of their own standard deviations)."""
     shapes, row = [(400, 400), (3,)], 1e-3
     oracle, generator, known = Clipped(1.0, 1.0, 2), torch.Generator(), []

@@ -116,8 +116,7 @@ class FactoredBlock(Block):
         """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
         if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
             return None
-        factors = linear_factors(self.acts) if self.factors is None else self.factors
-        return LinearBlock(self.acts, self.backprops[:, 0], factors)
+        return LinearBlock(self.acts, self.backprops[:, 0], self.factors)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
@@ -205,16 +204,23 @@ class LinearBlock(Block):
     Args:
         features: (B, d) x_i.
         slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`.
+        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`; None computes them.
         extended: whether the features are (x_i, 1), (B, d + 1).
     """
 
-    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor, extended: bool = False) -> None:
-        self.features, self.slopes, self.factors, self.extended = features, slopes, factors, extended
+    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor | None, extended: bool = False) -> None:
+        self.features, self.slopes, self._factors, self.extended = features, slopes, factors, extended
         self.shapes = [torch.Size([1, features.shape[1] - extended]), torch.Size([1])]
 
     def __len__(self) -> int:
         return self.slopes.shape[0]
+
+    @property
+    def factors(self) -> Tensor:
+        """(B,) upper bounds of |(x_i, 1)|."""
+        if self._factors is None:
+            self._factors = linear_factors(self.features)
+        return self._factors
 
     def linear(self) -> LinearBlock:
         """Returns itself."""
@@ -230,9 +236,9 @@ class LinearBlock(Block):
         """
         if self.extended or self.slopes.dtype is not torch.float32 or not native.suits(self.features):
             return None
-        columns = self.features, self.slopes.contiguous(), self.factors.double().contiguous()
+        factors = None if self._factors is None else self._factors.double().contiguous()
         total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
-        return native.add_linear(*columns, total, limit=limit, scale=scale)
+        return native.add_linear(self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
@@ -244,7 +250,8 @@ class LinearBlock(Block):
 
     def select(self, index: Tensor) -> LinearBlock:
         """Returns some of the rows."""
-        return LinearBlock(self.features[index], self.slopes[index], self.factors[index], self.extended)
+        factors = None if self._factors is None else self._factors[index]
+        return LinearBlock(self.features[index], self.slopes[index], factors, self.extended)
 
     def dense(self) -> list[Tensor]:
         """Returns the rows of weight and bias."""
