@@ -25,6 +25,7 @@ class Case:
     build: Callable[[], nn.Module]
     batch: tuple[Tensor, Tensor]
     loss: nn.Module
+    device: str = "cpu"
 
     @property
     def is_linear(self) -> bool:
@@ -35,7 +36,7 @@ class Case:
         """Returns the model with the same weights every time."""
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            return self.build()
+            return self.build().to(self.device)
 
 
 class Block(nn.Module):

@@ -18,12 +18,13 @@ import argparse
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from cases import Case, cases
 from peers import PEERS, Peer, add_options, started
-from timing import Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
+from timing import Clock, Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
 from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
 
 Found = Mapping[str, tuple[Figure, float]]  # per variant: ratio, milliseconds
@@ -56,14 +57,15 @@ def goal(goals: Mapping[str, float], case: Case) -> str:
     return "" if found is None else f"<= {found}"
 
 
-def slots(case: Case, peers: Sequence[Peer], *, smoke: bool) -> dict[str, Slot]:
+def slots(case: Case, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu") -> dict[str, Slot]:
     """Returns the turns of all variants of a case."""
-    setting = Setting()
-    found = {name: in_process(build(case, case.model(), setting)) for name, build in VARIANTS.items()}
+    setting, clock = Setting(), Clock(device)
+    case = replace(case, batch=(case.batch[0].to(device), case.batch[1].to(device)), device=device)
+    found = {name: in_process(build(case, case.model(), setting), clock) for name, build in VARIANTS.items()}
     seconds = 0.002 if smoke else 0.1
     if case.is_linear:
-        found["fit"] = fit_slot(case, setting, seconds=seconds)
-    elif CAN_COMPILE and goal(FIT_GOALS, case):
+        found["fit"] = fit_slot(case, setting, clock, seconds=seconds)
+    elif device == "cpu" and CAN_COMPILE and goal(FIT_GOALS, case):
         backend = None if smoke else "inductor"
         found["compiled"] = in_process(compiled_step(case, case.model(), setting, backend=backend))
     for peer in peers:
@@ -71,13 +73,15 @@ def slots(case: Case, peers: Sequence[Peer], *, smoke: bool) -> dict[str, Slot]:
     return found
 
 
-def measure(chosen: Sequence[Case], rounds: int, peers: Sequence[Peer], *, smoke: bool) -> list[Measured]:
+def measure(
+    chosen: Sequence[Case], rounds: int, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu"
+) -> list[Measured]:
     """Returns the figures of all variants of the cases."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     measured = []
     for case in chosen:
         print(f"measuring {case.name}", file=sys.stderr)
-        found = interleaved(slots(case, peers, smoke=smoke), rounds)
+        found = interleaved(slots(case, peers, smoke=smoke, device=device), rounds)
         measured.append(Measured(case, figures(found, "plain")))
     return measured
 
@@ -108,9 +112,12 @@ def peer_table(measured: Sequence[Measured]) -> str:
     return table(heads, rows)
 
 
-def tables(*, smoke: bool, rounds: int, peers: Sequence[Peer] = (), only: str = "") -> dict[str, str]:
+def tables(
+    *, smoke: bool, rounds: int, peers: Sequence[Peer] = (), only: str = "", device: str = "cpu"
+) -> dict[str, str]:
     """Returns the tables "step" and "step-peers"."""
-    measured = measure([case for case in cases(smoke=smoke) if only in case.name], rounds, peers, smoke=smoke)
+    chosen = [case for case in cases(smoke=smoke) if only in case.name]
+    measured = measure(chosen, rounds, peers, smoke=smoke, device=device)
     return {"step": own_table(measured), "step-peers": peer_table(measured)}
 
 
@@ -119,12 +126,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="small models")
+    parser.add_argument("--device", default="cpu", help="cuda: times on the wall; nothing is compiled")
     add_options(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with started(args) as peers:
-        print(machine(args.rounds))
-        for name, text in tables(smoke=args.smoke, rounds=args.rounds, peers=peers, only=args.cases).items():
+        print(machine(args.rounds) if args.device == "cpu" else torch.cuda.get_device_name())
+        found = tables(smoke=args.smoke, rounds=args.rounds, peers=peers, only=args.cases, device=args.device)
+        for name, text in found.items():
             print(f"\n{name}\n\n{text}")
 
 

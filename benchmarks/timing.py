@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Figure", "Slot", "cell", "figures", "in_process", "interleaved", "machine", "summary", "table"]
+__all__ = ["Clock", "Figure", "Slot", "cell", "figures", "in_process", "interleaved", "machine", "summary", "table"]
 
 SLOT_SECONDS, MOST_REPEATS = 0.02, 50
 
@@ -48,15 +48,30 @@ class Figure:
     high: float
 
 
-def in_process(step: Callable[[], object]) -> Slot:
+class Clock:
+    """Seconds of the CPU; with a device those on the wall, when all that was begun there is done."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def __call__(self) -> float:
+        """Returns the time now."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def in_process(step: Callable[[], object], clock: Clock | None = None) -> Slot:
     """Returns turns of a step of this process."""
+    clock = clock or Clock()
 
     def run(repeats: int) -> float:
         step()  # warms caches after another variant's turn
-        start = time.process_time()
+        start = clock()
         for _ in range(repeats):
             step()
-        return (time.process_time() - start) / repeats
+        return (clock() - start) / repeats
 
     return Slot(run)
 

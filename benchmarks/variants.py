@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from opacus import GradSampleModule
 from opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from timing import Slot
+from timing import Clock, Slot
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -182,17 +181,17 @@ def compiled_step(case: Case, model: nn.Module, setting: Setting, *, backend: st
 
 
 class _Ends(dp.loggers.Logger):
-    """Notes the CPU time at the end of each step."""
+    """Notes the time at the end of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__(lambda numbers, step: None)
-        self.seconds: list[float] = []
+        self.clock, self.seconds = clock, list[float]()
 
     def __call__(self, *_: object, **__: object) -> None:
-        self.seconds.append(time.process_time())
+        self.seconds.append(self.clock())
 
 
-def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
+def fit(case: Case, model: nn.Module, setting: Setting, steps: int, clock: Clock | None = None) -> float:
     """Trains by `dp.fit` on draws of all records and returns the CPU seconds of a step, after the first one.
 
     The loss of a linear model is the library's own, with the targets that it takes: of known derivative, it needs no
@@ -206,7 +205,7 @@ def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
         loss = dp.losses.SoftmaxCrossEntropy(num_classes=model.out_features)
     size = len(inputs)
     optimizer = _optimizer(model, setting, size, dp.Full(size))
-    ends = _Ends()
+    ends = _Ends(clock or Clock())
     dp.fit(
         model,
         optimizer,
@@ -219,10 +218,10 @@ def fit(case: Case, model: nn.Module, setting: Setting, steps: int) -> float:
     return (ends.seconds[-1] - ends.seconds[0]) / max(1, steps - 1)
 
 
-def fit_slot(case: Case, setting: Setting, *, seconds: float = 0.1) -> Slot:
+def fit_slot(case: Case, setting: Setting, clock: Clock | None = None, *, seconds: float = 0.1) -> Slot:
     """Returns turns of `dp.fit`, without its setup and its first step."""
 
     def run(repeats: int) -> float:
-        return fit(case, dp.attach(case.model()), setting, 1 + repeats)
+        return fit(case, dp.attach(case.model()), setting, 1 + repeats, clock)
 
     return Slot(run, seconds, most=2000)
