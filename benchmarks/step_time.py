@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_options(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # or mean losses are refused
     with started(args) as peers:
         print(machine(args.rounds) if args.device == "cpu" else torch.cuda.get_device_name())
         found = tables(smoke=args.smoke, rounds=args.rounds, peers=peers, only=args.cases, device=args.device)

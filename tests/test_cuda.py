@@ -33,6 +33,7 @@ def trained(row: Any, device: str) -> Run:
     """Returns a run on a device, with the batches and the noise of a seed."""
     run = row.make(model=row.model().to(device))
     run.opt._noise = seeded(5)
+    run.opt._noise.device = torch.device(device)  # as that of the optimizer's own source
     for features, labels, *_ in run.loader(1, STEPS):
         run.opt.zero_grad()
         run.backward((features.to(device), labels.to(device)))
@@ -161,5 +162,6 @@ def test_a_run_on_cuda_goes_on_from_its_checkpoint(tmp_path: Path):
 
     model, optimizer = run()
     assert optimizer.steps == 10
+    optimizer.accountant.close()
     again, _ = run()
     assert torch.equal(again.weight, model.weight)

@@ -54,7 +54,7 @@ def record_losses(output: Any, batch_dim: int = 0) -> Tensor:
     total: Any = 0.0
     for k, leaf in enumerate(tree_leaves(output)):
         flat = leaf.movedim(batch_dim, 0).flatten(1)
-        weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+        weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
         total = total + ((flat - 0.3 * (k + 1)).square() * weights).sum(1)
     return total
 
