@@ -12,6 +12,7 @@ Differs from the paper in: it is not there. Source: docs/proofs/output.md#clippe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import torch
@@ -138,9 +139,20 @@ class ClippedRows:
     loss: ScalarLoss
     limits: Tensor
 
+    @cached_property
+    def corners(self) -> Tensor:
+        """(B,) margins or residuals at which the slope reaches the limit."""
+        return self.loss.corner(self.limits)
+
+    def part(self, rows: slice) -> ClippedRows:
+        """Returns the loss of some of the records."""
+        part = ClippedRows(self.loss, self.limits[rows])
+        part.__dict__["corners"] = self.corners[rows]
+        return part
+
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi before the corner, its tangent beyond; shapes (B,)."""
-        corner = self.loss.corner(self.limits)
+        corner = self.corners
         if isinstance(self.loss, MarginLoss):
             margin = target * score
             kept = torch.maximum(margin, corner)

@@ -12,9 +12,12 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 def require_double(point: Tensor, dim: int) -> None:
@@ -152,7 +155,7 @@ class Records:
         self.targets = targets.double() if num_classes is None else targets.long()
         self.weights = torch.where(used, weights.double(), 0.0)
         self.norms = torch.where(used, norms, 0.0)
-        self._used = used
+        self._used, self._known = used, dict[Any, Any]()
         self._clean = [bool(part.all()) for part in torch.split(used, self._rows)] if self.count else []
 
     @property
@@ -172,6 +175,13 @@ class Records:
         """Sums over all records, of a function that returns those over records in memory."""
         return of(self)
 
+    def once(self, key: Any, make: Callable[[], _T]) -> _T:
+        """Returns what is made of the records, which is kept by its key."""
+        if key not in self._known:
+            self._known[key] = make()
+        made: _T = self._known[key]
+        return made
+
     def thinning(self, step: int) -> int:
         """A step of `thinned` that leaves no more records than memory is for: a multiple of `step`."""
         return step
@@ -179,6 +189,7 @@ class Records:
     def thinned(self, step: int) -> Records:
         """Every step-th record, a view: for a first guess of a solver, never for a certificate."""
         fewer = copy.copy(self)
+        fewer._known = {}
         for name in ("_features", "_used", "targets", "weights", "norms"):
             setattr(fewer, name, getattr(self, name)[::step])
         fewer.count = len(fewer.targets)

@@ -238,7 +238,10 @@ def _terms(loss: TableLoss | ResidualClipped, part: Records, scores: Tensor, row
 
 
 def _loss_of(loss: TableLoss | ResidualClipped, part: Records, rows: slice) -> TableLoss | ClippedRows:
-    return loss.of_norms(part.norms[rows]) if isinstance(loss, ResidualClipped) else loss
+    if not isinstance(loss, ResidualClipped):
+        return loss
+    clipped = part.once(loss, lambda: loss.of_norms(part.norms))
+    return clipped.part(rows)
 
 
 def norm_up(point: Tensor) -> float:

@@ -3,8 +3,8 @@
 Near the minimum differences of values drown in rounding while gradients do not: a step of either method is accepted on
 the value within a slack of 1e-13 |F|, or on a smaller gradient norm. Damped Newton is for d up to some thousands, with
 few passes over the data: a factor of the Hessian is kept while it still shrinks the gradient threefold per step, since
-a Hessian costs d gradients. Undamped Newton diverges on residual-clipped losses. L-BFGS is for many coordinates: it has
-no stopping rule besides the certificate.
+a Hessian costs d gradients, and what steps show of the curvature since then corrects it, as in L-BFGS. Undamped Newton
+diverges on residual-clipped losses. L-BFGS is for many coordinates: it has no stopping rule besides the certificate.
 
 Hinge, pinball and absolute loss are maxima of slopes, l = max over a in [low, high] of a z (`BoxDual`). Smoothed with
 width h it is the maximum of a z - h a^2/2, whose maximizer a = clip(z/h) is a feasible dual point: the Fenchel gap of
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,7 +84,8 @@ def backtrack(objective: Objective, start: Iterate, direction: Tensor) -> Iterat
     return None
 
 
-_KEEP = 0.3
+_KEEP, _HISTORY = 0.3, 20
+_Pairs = deque[tuple[Tensor, Tensor]]  # of moves and turns of the gradient
 
 
 def newton(objective: Objective, start: Tensor, distance: float, steps: int = 100) -> Tensor:
@@ -109,6 +112,7 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
     """
     iterate = best = Iterate.at(objective, start)
     factor: Tensor | None = None
+    pairs: _Pairs = deque(maxlen=_HISTORY)
     for _ in range(steps):
         if not iterate.finite() or certified(objective, iterate, distance):
             break
@@ -117,7 +121,8 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
             factor, failed = torch.linalg.cholesky_ex(objective.hessian(iterate.point))
             if bool(failed):
                 break
-        direction = -torch.cholesky_solve(iterate.gradient.unsqueeze(1), factor).squeeze(1)
+            pairs.clear()
+        direction = -_inverse_times(pairs, iterate, partial(_solved, factor))
         following = backtrack(objective, iterate, direction)
         if following is None or (following.size >= best.size and following.value >= iterate.value):
             if fresh:
@@ -126,12 +131,14 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
             continue
         if following.size > _KEEP * iterate.size:
             factor = None
+        _remember(pairs, iterate, following)
         iterate = following
         best = iterate if iterate.size < best.size else best
     return best.point
 
 
-_HISTORY = 20
+def _solved(factor: Tensor, vector: Tensor) -> Tensor:
+    return torch.cholesky_solve(vector.unsqueeze(1), factor).squeeze(1)
 
 
 def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 2000) -> Tensor:
@@ -159,36 +166,44 @@ def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 200
         True
     """
     iterate = best = Iterate.at(objective, start)
-    pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_HISTORY)
+    pairs: _Pairs = deque(maxlen=_HISTORY)
+
+    def scaled(vector: Tensor) -> Tensor:
+        if not pairs:
+            return vector / (objective.smoothness or max(iterate.size, 1.0))
+        move, turn = pairs[-1]
+        return vector * ((move @ turn) / (turn @ turn))
+
     for _ in range(steps):
         if not iterate.finite() or certified(objective, iterate, distance):
             break
-        following = backtrack(objective, iterate, -_inverse_times(pairs, iterate, objective))
+        following = backtrack(objective, iterate, -_inverse_times(pairs, iterate, scaled))
         if following is None:
             if not pairs:
                 break
             pairs.clear()
             continue
-        move, turn = following.point - iterate.point, following.gradient - iterate.gradient
-        if float(move @ turn) > 1e-16 * float(move.norm() * turn.norm()):
-            pairs.append((move, turn))
+        _remember(pairs, iterate, following)
         iterate = following
         best = iterate if iterate.size < best.size else best
     return best.point
 
 
-def _inverse_times(pairs: deque[tuple[Tensor, Tensor]], iterate: Iterate, objective: Objective) -> Tensor:
-    """The two-loop product of the approximate inverse Hessian with the gradient."""
+def _remember(pairs: _Pairs, before: Iterate, after: Iterate) -> None:
+    """Keeps what a step shows of the curvature along it."""
+    move, turn = after.point - before.point, after.gradient - before.gradient
+    if float(move @ turn) > 1e-16 * float(move.norm() * turn.norm()):
+        pairs.append((move, turn))
+
+
+def _inverse_times(pairs: _Pairs, iterate: Iterate, initial: Callable[[Tensor], Tensor]) -> Tensor:
+    """The two-loop product of the approximate inverse Hessian, `initial` corrected by pairs, with the gradient."""
     vector, shares = iterate.gradient.clone(), []
     for move, turn in reversed(pairs):
         share = (move @ vector) / (move @ turn)
         vector -= share * turn
         shares.append(share)
-    if pairs:
-        move, turn = pairs[-1]
-        vector *= (move @ turn) / (turn @ turn)
-    else:
-        vector /= objective.smoothness or max(iterate.size, 1.0)
+    vector = initial(vector)
     for (move, turn), share in zip(pairs, reversed(shares), strict=True):
         vector += (share - (turn @ vector) / (move @ turn)) * move
     return vector
