@@ -48,9 +48,10 @@ def test_removed_clip_is_caught():
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 
 
-def test_removed_clip_of_linear_rows_is_caught():
+def test_removed_clip_of_linear_rows_is_caught(arithmetic):
     def mutate(patch: Patch) -> None:
         patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
+        patch.setattr(clipped, "limit_of", lambda clip: 1e9)
 
     assert_caught(checks.check_that_no_row_of_a_fused_fit_passes_the_clip, mutate)
 
