@@ -251,7 +251,9 @@ def check_bad_rows() -> None:
         factors = torch.full((12,), 2.0, dtype=torch.float64)
         labels = targets.clone()
         labels[4], factors[4] = slope, factor
-        total = native.add_linear(rows, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0)
+        mine = rows.clone()
+        mine[4] = 1e18
+        total = native.add_linear(mine, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0)
         labels[4], factors[4] = 0.0, 2.0
         without = native.add_linear(rows, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0)
         torch.testing.assert_close(total, without, rtol=0.0, atol=1e-14)
