@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
-from tests.streams import seeded
+from tests.streams import Counted, seeded
 from torch_dpsco.noise import normal_
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rng import Repeatable
@@ -32,7 +32,7 @@ pytestmark = [
 def trained(row: Any, device: str) -> Run:
     """Returns a run on a device, with the batches and the noise of a seed."""
     run = row.make(model=row.model().to(device))
-    run.opt._noise = seeded(5)
+    run.opt._noise = Counted(seeded(5))
     run.opt._noise.device = torch.device(device)  # as that of the optimizer's own source
     for features, labels, *_ in run.loader(1, STEPS):
         run.opt.zero_grad()
