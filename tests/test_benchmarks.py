@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import os
 import re
@@ -22,6 +23,7 @@ SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
     "accuracy",
     "correlated",
+    "estimators",
     "front_door",
     "heads",
     "heavy_tailed",
@@ -157,10 +159,9 @@ def test_every_variant_takes_its_turn_in_every_round(performance: ModuleType) ->
     assert [sorted(turns[3 + 3 * k : 6 + 3 * k]) for k in range(4)] == [[("a", 2), ("b", 7), ("c", 1)]] * 4
 
 
-def test_setup_is_taken_out_of_the_time_of_fit(performance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = sys.modules["variants"]
-    monkeypatch.setattr(variants, "fit", lambda case, model, setting, steps: 5.0 + 0.25 * steps)
-    slot = variants.fit_slot(sys.modules["cases"].cases(smoke=True)[0], variants.Setting())
+def test_setup_is_taken_out_of_the_time_of_fit(performance: ModuleType) -> None:
+    variants, ends = sys.modules["variants"], itertools.count(5.0, 0.25)
+    slot = variants.fit_slot(sys.modules["cases"].cases(smoke=True)[0], variants.Setting(), lambda: next(ends))
     assert slot.run(10) == 0.25
 
 
