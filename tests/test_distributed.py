@@ -366,7 +366,7 @@ def rows_of(n: int, dim: int, seed: int) -> GradBatch:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(processes: int) -> None:
+def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(in_torch: None, processes: int) -> None:
     """float32 only where all processes together have no more rows than the plan has room for."""
     batch_size, dim = 64, 4096
     oracles = [Clipped(1.0, 0.0, batch_size) for _ in range(processes)]

@@ -48,7 +48,11 @@ def test_removed_clip_is_caught():
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 
 
-def test_removed_clip_of_linear_rows_is_caught(arithmetic):
+@pytest.mark.parametrize("where", ["as it is", "in torch"])
+def test_removed_clip_of_linear_rows_is_caught(where, request):
+    if where == "in torch":
+        request.getfixturevalue("in_torch")
+
     def mutate(patch: Patch) -> None:
         patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
         patch.setattr(clipped, "limit_of", lambda clip: 1e9)
@@ -127,7 +131,7 @@ def test_noise_before_the_charge_is_caught():
         assert_caught(checks.check_that_the_charge_precedes_the_noise, mutate)
 
 
-def test_unmasked_rows_are_caught():
+def test_unmasked_rows_are_caught(in_torch):  # in C: `test_native.test_a_wrong_kernel_is_caught`
     assert_caught(checks.check_that_dropped_rows_are_masked, lambda patch: patch.setattr(batch, "_LEAST_NORMAL", -1.0))
 
 

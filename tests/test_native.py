@@ -323,7 +323,9 @@ def test_several_processes_declare_the_error_of_float32(monkeypatch: pytest.Monk
     alone.open(query)
     several.open(query)
     several.share(2)
+    declared = several.noise_std
     several.open(query)
+    assert several.noise_std == declared
     monkeypatch.setattr(native, "_found", lambda: (None, "off"))
     without.open(query)
     assert several.noise_std == without.noise_std
@@ -348,6 +350,34 @@ def check_noise() -> None:
 @needed
 def test_noise_in_c_is_that_of_torch_from_the_same_bits():
     check_noise()
+
+
+@needed
+@pytest.mark.parametrize(("real", "size"), [(torch.float32, 4), (torch.float64, 8)])
+def test_too_few_bits_are_refused(real: torch.dtype, size: int):
+    out = torch.zeros(5, dtype=real)
+    with pytest.raises(ValueError, match="bits must be enough for 5 numbers"):
+        native.gaussians(bytes(3 * (8 + size) - 1), out, 1.0, -INF, 0.0)
+    assert not out.any()
+
+
+@needed
+def test_memory_of_another_size_is_refused():
+    rows, targets, weight = problem(4, 3)
+    total, weights = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    refused: list[Callable[[], object]] = [
+        lambda: native.add_weighted(rows, weights[:3], total[:3]),
+        lambda: native.add_weighted(rows, weights, total),
+        lambda: native.add_linear(rows, targets[:3], None, total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]),
+        lambda: native.gaussians(bytes(100), torch.zeros(4), 1.0, -INF, 0.0, total[:3]),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="must have the size of its rows"):
+            call()
+    assert not total.any()
 
 
 # -- wrong kernels ----------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_the_block_of_the_page_makes_one_run_of_users(together: list[dict[str, A
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared_error() -> None:
+def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared_error(in_torch: None) -> None:
     """float32 only where the users of both processes have room for it; each has two equal rows."""
     batch_size, dim, processes = 64, 4096, 2
     query, declared = [torch.zeros(dim)], Clipped(1.0, 0.0, batch_size)

@@ -94,8 +94,8 @@ API void dpsco_sum(const float *rows, int64_t stride, int64_t n, int64_t d, cons
 /* out[0..d] += sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
 
    The slope is that of a loss (kind) at the score x_i . weight + bias, or targets[i] itself (GIVEN). Targets and
-   factors, bounds of |(x, 1)|, are taken at the place of the row; no factors are computed. Returns how many of the n places are not in [0, records); if there are
-   any, nothing is read. */
+   factors, bounds of |(x, 1)|, are taken at the place of the row; factors that are not given are computed. Returns how
+   many of the n places are not in [0, records); if there are any, nothing is read. */
 API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, const int64_t *index, int64_t n, int64_t d,
                          const float *weight, float bias, int64_t kind, const float *targets, const double *factors,
                          double limit, double scale, double *out) {
@@ -113,7 +113,7 @@ API int64_t dpsco_logs(const char *words, int64_t n, double low, double high, do
 
 /* out[0..n) = mean + scale times Gaussians of the bits: for (n + 1)/2 pairs a word of 64 bits each, then an angle each,
    of 64 bits (wide: numbers are float64) or 32 (float32). The cosines come first. Words are used by their logarithms,
-   which may be given; returns how many of those that are not are outside of (low, high). No mean is 0. */
+   which may be given; returns how many of those that are not are outside of (low, high). The mean may be missing. */
 API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double scale, double low, double high,
                             const double *given, const double *mean, void *out) {
     int64_t half = (n + 1) / 2, outside = 0;
@@ -306,7 +306,8 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
         int64_t count = (x->n - start + GROUP - 1) / GROUP;
         if (count > groups) count = groups;
         for (int64_t g = 0; g <= count; g++) NAME(group)(x, start + g * GROUP, p[g]);
-        for (int64_t g = 0; g < count; g++) w[g] = kind == GIVEN ? (d4){0} : NAME(scores)((const float *const *)p[g], weight, x->d);
+        for (int64_t g = 0; g < count; g++)
+            w[g] = kind == GIVEN ? (d4){0} : NAME(scores)((const float *const *)p[g], weight, x->d);
         for (int64_t g = 0; g < count; g++) {
             d4 target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY}; /* which counts for nothing */
             for (int64_t r = 0, i = start + g * GROUP; r < GROUP && i + r < x->n; r++) {

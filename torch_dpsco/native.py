@@ -93,6 +93,13 @@ def suits(rows: Tensor) -> bool:
     )
 
 
+def _require_sizes(*parts: tuple[Tensor | None, int]) -> None:
+    """Raises ValueError for memory of another size: C would read, or write, beyond it."""
+    for part, size in parts:
+        if part is not None and part.numel() != size:
+            raise ValueError(f"each tensor must have the size of its rows: {size} numbers (got {part.numel()})")
+
+
 def norms(rows: Tensor) -> Tensor:
     """Returns upper bounds of the norms of rows that suit: (B,) float64; inf from 2^64 on, NaN for a row with one."""
     found = rows.new_empty(len(rows), dtype=torch.float64)
@@ -109,6 +116,7 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
         total: (k,) float64, contiguous.
     """
     weights = weights.contiguous()
+    _require_sizes((weights, rows.shape[0]), (total, rows.shape[1]))
     arguments = rows.data_ptr(), rows.stride(0), *rows.shape, weights.data_ptr(), total.data_ptr()
     _found()[0].dpsco_sum(*arguments)
     return total
@@ -144,6 +152,8 @@ def add_linear(
         bias: of the score.
         index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
     """
+    n, d = rows.shape
+    _require_sizes((targets, n), (factors, n), (total, d + 1), (weight, d))
     outside = _found()[0].dpsco_linear(
         rows.data_ptr(),
         rows.stride(0),
@@ -194,6 +204,10 @@ def gaussians(
     Returns:
         How many of the logarithms that were not given are outside of (low, high).
     """
+    _require_sizes((mean, out.numel()))
+    if len(bits) < (out.numel() + 1) // 2 * (8 + out.element_size()):
+        # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
+        raise ValueError(f"bits must be enough for {out.numel()} numbers (got {len(bits)} bytes)")
     given = None if logarithms is None else logarithms.ctypes.data
     plus = None if mean is None else mean.data_ptr()
     numbers = out.numel(), out.dtype is torch.float64

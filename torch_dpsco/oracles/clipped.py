@@ -278,7 +278,9 @@ class ClippedMean(MeanOracle):
             raise ValueError(
                 f"processes must be <= {self._max_processes}, for which rounding is bounded (got {processes})"
             )
-        self._processes, self._form = processes, []  # plans anew
+        self._processes = processes
+        if self._form:
+            self._summation = self._planned()
 
     @property
     def processes(self) -> int:
