@@ -118,7 +118,7 @@ def in_torch(monkeypatch):
 
 @pytest.fixture(scope="module", params=["C", "torch"])
 def arithmetic(request):
-    """Runs the tests of a module with the accelerator, and without it; for all of them, as it lasts from one to the next."""
+    """Runs all tests of a module with the accelerator, and without it: what is set lasts from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(native, "_found", lambda: (None, "off"))

@@ -42,6 +42,7 @@ needed = pytest.mark.skipif(not native.is_available(), reason=f"the accelerator 
 def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Makes a folder the one where the accelerator is looked for."""
     monkeypatch.setattr(native, "_HERE", tmp_path)
+    monkeypatch.delenv("TORCH_DPSCO_NATIVE", raising=False)
     native._found.cache_clear()
     yield tmp_path
     native._found.cache_clear()
