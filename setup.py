@@ -22,8 +22,8 @@ class Library(build_ext):
     """Builds a library that is no module of Python."""
 
     def get_ext_filename(self, fullname):
-        """Returns its path, without a version of Python."""
-        return str(Path(*fullname.split("."))) + (".dll" if sys.platform == "win32" else ".so")
+        """Returns its path: by its name no module of Python, which tools that walk a package would import."""
+        return str(Path(*fullname.split("."))) + ".bin"
 
     def get_export_symbols(self, ext):
         """Returns what Windows must be told besides what the source declares: nothing."""

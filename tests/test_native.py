@@ -54,13 +54,13 @@ def test_without_a_library_torch_computes(searched: Path):
 
 
 def test_a_file_that_is_no_library_is_not_used(searched: Path):
-    (searched / "_kernel.so").write_bytes(b"no library")
+    (searched / "_kernel.bin").write_bytes(b"no library")
     assert native.status().startswith("not usable: ")
 
 
 @needed
 def test_a_library_of_another_text_is_not_used(searched: Path):
-    [library] = SOURCE.parent.glob("_kernel.so")
+    [library] = SOURCE.parent.glob("_kernel.bin")
     shutil.copy(library, searched)
     (searched / SOURCE.name).write_text(SOURCE.read_text() + "\n")
     assert native.status() == "built from another version of _kernel.c: install torch_dpsco again"
@@ -414,7 +414,7 @@ def built(text: str, folder: Path) -> Any:
     (folder / "_kernel.c").write_text(text)
     flags = ["-O1", "-std=gnu11", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
     version = f"-DDPSCO_VERSION={zlib.crc32(text.encode())}LL"
-    subprocess.run([compiler, *flags, version, "-o", "_kernel.so", "_kernel.c", "-lm"], cwd=folder, check=True)
+    subprocess.run([compiler, *flags, version, "-o", "_kernel.bin", "_kernel.c", "-lm"], cwd=folder, check=True)
     return native._found.__wrapped__
 
 

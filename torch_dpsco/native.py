@@ -51,9 +51,8 @@ def _found() -> tuple[Any, str]:
     """Returns the library, or None, and what is to be said about it."""
     if os.environ.get(_SWITCH, "on").lower() in ("off", "0", "false", "no"):
         return None, f"off ({_SWITCH}={os.environ[_SWITCH]})"
-    paths = [_HERE / f"_kernel{end}" for end in (".so", ".dll")]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
+    path = _HERE / "_kernel.bin"
+    if not path.exists():
         return None, "not built: install torch_dpsco again where there is a C compiler"
     try:
         library = ctypes.CDLL(str(path))
