@@ -363,20 +363,28 @@ def test_too_few_bits_are_refused(real: torch.dtype, size: int):
 
 
 @needed
-def test_memory_of_another_size_is_refused():
+def test_memory_of_another_kind_is_refused():
     rows, targets, weight = problem(4, 3)
     total, weights = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    strided = targets.repeat_interleave(2)[::2]
     refused: list[Callable[[], object]] = [
         lambda: native.add_weighted(rows, weights[:3], total[:3]),
         lambda: native.add_weighted(rows, weights, total),
         lambda: native.add_linear(rows, targets[:3], None, total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, strided, None, total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, targets.double(), None, total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(rows, targets, weights.float(), total, limit=1.0, scale=1.0),
+        lambda: native.add_linear(
+            rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(4, dtype=torch.int32)
+        ),
+        lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(8)[::2]),
         lambda: native.add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]),
         lambda: native.gaussians(bytes(100), torch.zeros(4), 1.0, -INF, 0.0, total[:3]),
     ]
     for call in refused:
-        with pytest.raises(ValueError, match="must have the size of its rows"):
+        with pytest.raises(ValueError, match="memory for C must be"):
             call()
     assert not total.any()
 

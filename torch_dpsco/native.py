@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**64  # norms from here on are infinite
 WIDEST = 2**26  # columns for which the errors of norms are proved
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
@@ -92,11 +91,14 @@ def suits(rows: Tensor) -> bool:
     )
 
 
-def _require_sizes(*parts: tuple[Tensor | None, int]) -> None:
-    """Raises ValueError for memory of another size: C would read, or write, beyond it."""
-    for part, size in parts:
-        if part is not None and part.numel() != size:
-            raise ValueError(f"each tensor must have the size of its rows: {size} numbers (got {part.numel()})")
+def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:
+    """Raises ValueError for memory of another kind: C would take other numbers for these, or read beyond them."""
+    # PRIVACY: the target of a record would be read from another one's (test_memory_of_another_kind_is_refused)
+    if part is not None and (part.numel() != size or part.dtype is not dtype or not part.is_contiguous()):
+        raise ValueError(
+            f"memory for C must be {size} numbers of {dtype}, side by side "
+            f"(got {tuple(part.shape)} of {part.dtype}, strides {part.stride()})"
+        )
 
 
 def norms(rows: Tensor) -> Tensor:
@@ -115,7 +117,8 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
         total: (k,) float64, contiguous.
     """
     weights = weights.contiguous()
-    _require_sizes((weights, rows.shape[0]), (total, rows.shape[1]))
+    _require(weights, rows.shape[0], torch.float64)
+    _require(total, rows.shape[1], torch.float64)
     arguments = rows.data_ptr(), rows.stride(0), *rows.shape, weights.data_ptr(), total.data_ptr()
     _found()[0].dpsco_sum(*arguments)
     return total
@@ -152,7 +155,14 @@ def add_linear(
         index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
     """
     n, d = rows.shape
-    _require_sizes((targets, n), (factors, n), (total, d + 1), (weight, d))
+    for part, size, dtype in (
+        (targets, n, torch.float32),
+        (factors, n, torch.float64),
+        (total, d + 1, torch.float64),
+        (weight, d, torch.float32),
+        (index, 0 if index is None else index.numel(), torch.int64),
+    ):
+        _require(part, size, dtype)
     outside = _found()[0].dpsco_linear(
         rows.data_ptr(),
         rows.stride(0),
@@ -203,7 +213,7 @@ def gaussians(
     Returns:
         How many of the logarithms that were not given are outside of (low, high).
     """
-    _require_sizes((mean, out.numel()))
+    _require(mean, out.numel(), torch.float64)
     if len(bits) < (out.numel() + 1) // 2 * (8 + out.element_size()):
         # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
         raise ValueError(f"bits must be enough for {out.numel()} numbers (got {len(bits)} bytes)")

@@ -399,6 +399,22 @@ def test_a_record_that_is_not_finite_is_left_out_of_a_fused_fit(bad: float, phys
     torch.testing.assert_close(trained(x, y), trained(features, none), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Logistic", "Huber", "BCEWithLogitsLoss", "MSELoss"])
+def test_targets_that_are_a_column_of_a_table_are_those_of_their_records(name: str) -> None:
+    loss = LOSSES[name][0]
+    features, targets = records(loss).tensors
+    table = torch.cat([features, targets, 100.0 + features], dim=1)
+
+    def trained(column: Tensor) -> Tensor:
+        model = linear()
+        dp.fit(model, optimizer_of(model, Full(N), noise=0.0), TensorDataset(features, column), loss, steps=3,
+               progress=False)  # fmt: skip
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert not table[:, D : D + 1].is_contiguous()
+    assert torch.equal(trained(table[:, D : D + 1]), trained(targets))
+
+
 @pytest.mark.parametrize("records_in_truth", [1, N, 4 * N])
 def test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records(
     monkeypatch: pytest.MonkeyPatch, few: int, records_in_truth: int

@@ -56,7 +56,7 @@ class ClosedForm:
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
         weight, bias = "weight" in trained, "bias" in trained
         self._trained = {"weight": weight, "bias": bias}
-        self._columns = [features, targets]
+        self._columns = [features, targets.contiguous()]
         self._rows: Callable[..., GradBatch] = self._factored
         self._extended = False  # whether features have a 1 more
         if weight and bias and layer.out_features == 1:

@@ -94,7 +94,8 @@ class DenseBlocks(Block):
         if all(block.pieces is None for block in self.blocks) and all(map(native.suits, flat)):
             return joint_norms([row_norms(rows) for rows in flat])
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
-        parts = [piece_norms(block.flat()) if block.pieces is None else block.pieces for block in self.blocks]
+        known = [block.pieces for block in self.blocks]
+        parts = [piece_norms(rows) if own is None else own for rows, own in zip(flat, known, strict=True)]
         norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
         dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
         error = max(NORM_ERROR[dtype] for dtype in dtypes)
