@@ -89,6 +89,8 @@ def test_the_environment_switches_it_off():
         (torch.ones(3, 4, dtype=torch.bfloat16), False),
         (torch.ones(3, 4, device="meta"), False),
         (torch.ones(3, 4).to_sparse(), False),
+        (torch.ones(3, 4, dtype=torch.complex64).conj().imag[:, :1], False),
+        (torch.nn.Parameter(torch.ones(3, 4)), False),
         (torch.ones(3, 0), False),
         (torch.ones(12), False),
     ],

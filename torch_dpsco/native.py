@@ -81,10 +81,12 @@ def status() -> str:
 def suits(rows: Tensor) -> bool:
     """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side."""
     return (
-        rows.dtype is torch.float32
+        type(rows) is Tensor  # subclasses may have no memory, or another meaning
+        and rows.dtype is torch.float32
         and rows.device.type == "cpu"
         and rows.dim() == 2
         and rows.layout is torch.strided
+        and not rows.is_neg()  # a view whose sign is in its flag
         and (rows.stride(1) == 1 or rows.shape[1] == 1)
         and 0 < rows.shape[1] <= WIDEST
         and is_available()
@@ -94,7 +96,9 @@ def suits(rows: Tensor) -> bool:
 def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:
     """Raises ValueError for memory of another kind: C would take other numbers for these, or read beyond them."""
     # PRIVACY: the target of a record would be read from another one's (test_memory_of_another_kind_is_refused)
-    if part is not None and (part.numel() != size or part.dtype is not dtype or not part.is_contiguous()):
+    if part is None:
+        return
+    if part.numel() != size or part.dtype is not dtype or not part.is_contiguous() or part.is_neg():
         raise ValueError(
             f"memory for C must be {size} numbers of {dtype}, side by side "
             f"(got {tuple(part.shape)} of {part.dtype}, strides {part.stride()})"

@@ -7,6 +7,8 @@ Rows never leave this package except as norms (to an oracle) and weighted sums. 
 * weighted sums run over tiles of rows, in float64 or, for small batches, in float32; `plan_summation` bounds their
   error, which the oracle adds to the sensitivity that it declares.
 
+Float32 rows on the CPU take `native` for both, in float64, where it is there.
+
 Source: docs/proofs/rounding.md#certified-norms, docs/proofs/rounding.md#weighted-sums.
 """
 
