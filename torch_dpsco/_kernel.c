@@ -23,6 +23,9 @@
 #define CACHED 4096    /* numbers of a block of groups, that stay in cache */
 #define MOST 8         /* groups of a block */
 #define SOME 512       /* pairs of Gaussians, whose logarithms stay there */
+#define HIGH 6         /* numbers of a backprop, and of an input, whose products are summed in registers */
+#define BROAD 16
+#define PANELS 4 /* of BROAD inputs, that stay in cache */
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef float f4 __attribute__((vector_size(16)));
@@ -134,6 +137,18 @@ API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double sc
                  (float *)out + half + i);
     }
     return outside;
+}
+
+/* How many numbers `dpsco_outer` needs besides. */
+API int64_t dpsco_outer_space(int64_t n, int64_t out) { return (n + 1) * (out + HIGH) + n * PANELS * BROAD; }
+
+/* total[o][j] = sum_i weights[i] g[i][o] x[i][j], float32, and bias[o] = sum_i weights[i] g[i][o]: of n rows, g of out
+   numbers and x of d. Products with the weight are rounded to float32, and added up in float32 for `tile` rows, whose
+   sums are added in float64. Rows of weight 0 count for nothing. */
+API void dpsco_outer(const float *g, int64_t g_stride, int64_t out, const float *rows, int64_t stride, int64_t n,
+                     int64_t d, const double *weights, int64_t tile, float *space, float *total, double *bias) {
+    rows_t x = {rows, 0, stride, n, d};
+    CALL(outer, g, g_stride, out, &x, weights, tile, space, total, bias);
 }
 
 #else /* once for each kind of processor */
@@ -456,6 +471,85 @@ TARGET static void NAME(polar32)(const double *logs, const char *angles, int64_t
         NAME(pairs)(last, (u4){(uint64_t)angle << 32}, scale, &x, &y);
         first[i] = (float)(plus ? plus[i] + x[0] : x[0]);
         if (i < n_second) second[i] = (float)(plus ? also[i] + y[0] : y[0]);
+    }
+}
+
+/* sum += the products of packed backprops, (n, HIGH), with packed inputs, (n, BROAD). */
+TARGET static inline void NAME(products)(const float *g, const float *x, int64_t n, int64_t tile,
+                                         d4 sum[HIGH][BROAD / 4]) {
+    for (int64_t start = 0; start < n; start += tile) {
+        int64_t end = start + tile < n ? start + tile : n;
+        f8 part[HIGH][2] = {{{0}}};
+        for (int64_t i = start; i < end; i++) {
+            f8 low = NAME(load8)(x + i * BROAD), high = NAME(load8)(x + i * BROAD + 8);
+#pragma GCC unroll 6
+            for (int o = 0; o < HIGH; o++) {
+                float w = g[i * HIGH + o];
+                f8 v = {w, w, w, w, w, w, w, w};
+                part[o][0] += v * low;
+                part[o][1] += v * high;
+            }
+        }
+#pragma GCC unroll 6
+        for (int o = 0; o < HIGH; o++)
+#pragma GCC unroll 4
+            for (int k = 0; k < BROAD / 4; k++) {
+                f4 v;
+                memcpy(&v, (const char *)part[o] + 16 * k, sizeof v);
+                sum[o][k] += WIDE(v);
+            }
+    }
+}
+
+TARGET static void NAME(outer)(const float *g, int64_t g_stride, int64_t out, const rows_t *x, const double *weights,
+                               int64_t tile, float *space, float *total, double *bias) {
+    int64_t n = x->n, high = (out + HIGH - 1) / HIGH;
+    float *row = space + n * high * HIGH, *panels = row + high * HIGH;
+    memset(row, 0, 4 * high * HIGH);
+    for (int64_t o = 0; o < out; o++) bias[o] = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        const float *from = g + i * g_stride;
+        double w = weights[i];
+        if (w == 0.0) memset(row, 0, 4 * out);
+        for (int64_t o = 0; o < out && w != 0.0; o++) {
+            double v = w * from[o];
+            row[o] = (float)v;
+            bias[o] += v;
+        }
+        for (int64_t b = 0; b < high; b++) memcpy(space + (b * n + i) * HIGH, row + b * HIGH, 4 * HIGH);
+    }
+    for (int64_t start = 0; start < x->d; start += PANELS * BROAD) {
+        int64_t count = (x->d - start + BROAD - 1) / BROAD;
+        if (count > PANELS) count = PANELS;
+        for (int64_t p = 0; p < count; p++) {
+            int64_t at = start + p * BROAD, width = x->d - at < BROAD ? x->d - at : BROAD;
+            for (int64_t i = 0; i < n; i++) {
+                float *to = panels + (p * n + i) * BROAD;
+                const float *from = row_at(x, i) + at;
+                if (weights[i] == 0.0 || width < BROAD) memset(to, 0, 4 * BROAD);
+                if (weights[i] == 0.0) continue;
+                if (width == BROAD)
+                    memcpy(to, from, 4 * BROAD);
+                else
+                    memcpy(to, from, 4 * width);
+            }
+        }
+        for (int64_t b = 0; b < high; b++)
+            for (int64_t p = 0; p < count; p++) {
+                int64_t at = start + p * BROAD, width = x->d - at < BROAD ? x->d - at : BROAD;
+                int64_t most = out - b * HIGH < HIGH ? out - b * HIGH : HIGH;
+                d4 sum[HIGH][BROAD / 4] = {{{0}}};
+                NAME(products)(space + b * n * HIGH, panels + p * n * BROAD, n, tile, sum);
+                for (int64_t o = 0; o < most; o++) {
+                    float *to = total + (b * HIGH + o) * x->d + at;
+                    f4 found[BROAD / 4];
+                    for (int k = 0; k < BROAD / 4; k++) found[k] = NARROW(sum[o][k]);
+                    if (width == BROAD)
+                        memcpy(to, found, sizeof found); /* of known size, which is faster */
+                    else
+                        memcpy(to, found, 4 * width);
+                }
+            }
     }
 }
 

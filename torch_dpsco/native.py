@@ -8,6 +8,7 @@ itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 |---|---|
 | `norms` | `rows.base.row_norms` |
 | `add_weighted` | `rows.base.weighted_rows` |
+| `outer_sums` | `rows.factored.FactoredBlock` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `logs`, `gaussians` | `noise` |
 
@@ -39,10 +40,13 @@ _GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
     "sum": [*_ROWS, _POINTER, _POINTER],
+    "outer": [_POINTER, _INTEGER, _INTEGER, *_ROWS, _POINTER, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "outer_space": [_INTEGER, _INTEGER],
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
 }
+_COUNTS = ("linear", "logs", "gaussians", "outer_space")  # what returns a number
 
 
 @lru_cache(maxsize=1)
@@ -64,7 +68,7 @@ def _found() -> tuple[Any, str]:
         return None, "built from another version of _kernel.c: install torch_dpsco again"
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, f"dpsco_{name}")
-        function.argtypes, function.restype = arguments, _INTEGER if name in ("linear", "logs", "gaussians") else None
+        function.argtypes, function.restype = arguments, _INTEGER if name in _COUNTS else None
     return library, "in use"
 
 
@@ -126,6 +130,35 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
     arguments = rows.data_ptr(), rows.stride(0), *rows.shape, weights.data_ptr(), total.data_ptr()
     _found()[0].dpsco_sum(*arguments)
     return total
+
+
+def outer_sums(backprops: Tensor, rows: Tensor, weights: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Returns sum_i weights[i] * backprops[i] rows[i]^T and sum_i weights[i] * backprops[i].
+
+    Rows of weight 0 count for nothing, even NaN.
+
+    Args:
+        backprops: (B, out) that suit.
+        rows: (B, k) that suit.
+        weights: (B,) float64, finite.
+        tile: >= 1, products that are added in float32; their sums are added in float64.
+
+    Returns:
+        (out, k) float32 and (out,) float64.
+    """
+    weights = weights.contiguous()
+    (n, out), width = backprops.shape, rows.shape[1]
+    _require(weights, n, torch.float64)
+    if len(rows) != n or tile < 1:
+        raise ValueError(f"rows must be as many as backprops, and tile >= 1 (got {len(rows)}, {n}, {tile})")
+    library = _found()[0]
+    space = rows.new_empty(library.dpsco_outer_space(n, out))
+    total, bias = rows.new_empty(out, width), rows.new_empty(out, dtype=torch.float64)
+    sizes = backprops.data_ptr(), backprops.stride(0), out, rows.data_ptr(), rows.stride(0), n, width
+    library.dpsco_outer(
+        *sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr()
+    )
+    return total, bias
 
 
 def add_linear(

@@ -143,7 +143,7 @@ class ClippedMean(MeanOracle):
         # (test_several_processes_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
-        return plan_summation(self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c)
+        return plan_summation(self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c, in_c=in_c)
 
     def _require_within_clip(self) -> None:
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""

@@ -110,10 +110,12 @@ class Summation:
     Args:
         vector_tile: rows per float32 tile in sums of vectors; a few tiles are added in float32, and those sums in
             float64; 0 sums in float64.
-        matrix_tile: rows per float32 tile in sums of outer products, added in float32; 0 sums in float64.
+        matrix_tile: rows per float32 tile in sums of outer products, added in float32, or in C in float64; 0 sums in
+            float64.
         rows: largest logical batch for which float32 may be used.
         max_rows: largest logical batch for which the bound is proved at all.
         error: bound on |computed - exact| for the difference of two neighboring sums, in units of the clip.
+        in_c: whether tiles of outer products are those of C; what C cannot read is then summed in float64.
     """
 
     vector_tile: int
@@ -121,6 +123,7 @@ class Summation:
     rows: int
     max_rows: int
     error: float
+    in_c: bool = False
 
     @property
     def uses_float32(self) -> bool:
@@ -159,19 +162,21 @@ class Summation:
         return _with_tiles(self, max(vector, self.vector_tile), max(matrix, self.matrix_tile))
 
     def _matrix_chain(self, tile: int) -> int:
-        return tile + self.rows // tile + 12
+        return _matrix_chain(tile, self.rows, self.in_c)
 
 
 FLOAT64 = Summation(0, 0, 0, 0, 0.0)
 
 
-def plan_summation(batch_size: int, dim: int, *, vectors: bool = True, matrices: bool = True) -> Summation:
+def plan_summation(
+    batch_size: int, dim: int, *, vectors: bool = True, matrices: bool = True, in_c: bool = False
+) -> Summation:
     """Chooses float32 where that is faster and its worst-case error costs at most 2^-7 of the clip, else float64.
 
     A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
     two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
     product, t - 1 additions, rounding of the tile), plus 3 where four tiles are added before float64, or m/t + 9 where
-    all are added in float32. The bound holds whatever size a batch turns out to have: past `rows` everything is summed
+    all are added in float32; 4 where all are added in float64, in C, and then rounded. The bound holds whatever size a batch turns out to have: past `rows` everything is summed
     in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer
@@ -187,6 +192,7 @@ def plan_summation(batch_size: int, dim: int, *, vectors: bool = True, matrices:
         dim: number of parameters.
         vectors: whether rows that are vectors may be summed in float32; in C they are summed in float64.
         matrices: whether there are rows that are outer products, or vectors of a table, which may.
+        in_c: whether outer products are summed in C.
     """
     rows = batch_size + 8 * math.isqrt(batch_size) + 16
     max_rows = 2 * batch_size + 65536
@@ -202,8 +208,8 @@ def plan_summation(batch_size: int, dim: int, *, vectors: bool = True, matrices:
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
     vector_tile, vector_error = largest(_vector_chain) if vectors else (0, 0.0)
-    matrix_tile, matrix_error = largest(lambda t: t + rows // t + 12) if matrices else (0, 0.0)
-    return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always)
+    matrix_tile, matrix_error = largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else (0, 0.0)
+    return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always, in_c)
 
 
 @lru_cache(maxsize=256)
@@ -214,6 +220,10 @@ def _with_tiles(plan: Summation, vector: int, matrix: int) -> Summation:
 def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:
     """Returns the largest tile whose chain of roundings is at most that long; 0 if none is."""
     return next((t for t in (512, 256, 128, 64, 32, 16) if chain_of(t) <= longest), 0)
+
+
+def _matrix_chain(tile: int, rows: int, in_c: bool) -> int:
+    return tile + 4 if in_c else tile + rows // tile + 12
 
 
 def _vector_chain(tile: int) -> int:

@@ -136,6 +136,12 @@ class FactoredBlock(Block):
         # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
         # and the row is dropped), or a single number per record, of which float32 never sums enough
         matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
+        if matrix32 and precision.in_c:
+            if native.suits(self.acts) and native.suits(self.backprops):
+                weights = (weights * self.scale).double()
+                both = native.outer_sums(self.backprops, self.acts, weights, precision.matrix_tile)
+                return [total for total, trained in zip(both, (self.weight, self.bias), strict=True) if trained]
+            matrix32 = False
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
         out = []
