@@ -146,11 +146,44 @@ def check_norms() -> None:
             for row, bound in zip(rows.tolist(), native.norms(rows).tolist(), strict=True):
                 square = sum((Fraction(x) ** 2 for x in row), Fraction(0))
                 assert square <= Fraction(bound) ** 2
-                assert Fraction(bound) <= Fraction(math.sqrt(square) * (1 + 2.0**-29) + 2.0**-126 * d)
+                assert Fraction(bound) <= Fraction(math.sqrt(square) * (1 + 2.0**-17) + 2.0**-63 * d)
     bad = torch.tensor([[NAN, 0.0], [INF, 0.0], [1.9e19, 0.0], [1.8e19, 0.0], [3e38, 3e38]])
     bounds = native.norms(bad).tolist()
     assert math.isnan(bounds[0])
     assert [math.isinf(bound) for bound in bounds[1:]] == [True, True, False, True]
+
+
+def check_outer() -> None:
+    """Each product of a tile is rounded at most tile + 2 times, and the sum once."""
+    for kind in ("normal", "scales", "equal", "cancelling"):
+        for n, out, d, tile in (
+            (0, 2, 3, 8),
+            (1, 1, 1, 1),
+            (5, 2, 17, 4),
+            (9, 13, 16, 64),
+            (3, 6, 70, 2),
+            (400, 7, 5, 4),
+        ):
+            rows, grads = rows_of(kind, n, d), rows_of(kind if kind == "equal" else "normal", n, out + 3)[:, 3:]
+            rows, grads = torch.cat([rows, torch.full((2, d), NAN)]), torch.cat([grads, torch.full((2, out), INF)])
+            weights = torch.cat([torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)])
+            weights[2 : n - 3 : 4] = 0.0
+            total, bias = native.outer_sums(grads, rows, weights, tile)
+            for o, line in enumerate(total.tolist()):
+                kept = weights > 0
+                found, sizes = exact_sum(rows[kept], (weights * grads[:, o].double())[kept])
+                for value, exact, size in zip(line, found, sizes, strict=True):
+                    assert math.isfinite(value)
+                    assert abs(Fraction(value) - exact) <= (tile + 4) * V * size + Fraction(2) ** -140
+            sums, sizes = exact_sum(grads, weights)
+            for value, exact, size in zip(bias.tolist(), sums, sizes, strict=True):
+                assert math.isfinite(value)
+                assert abs(Fraction(value) - exact) <= (n + 5) * U * size
+
+
+@needed
+def test_sums_of_outer_products_in_c_err_by_at_most_their_chain():
+    check_outer()
 
 
 @needed
@@ -165,11 +198,10 @@ def test_norms_in_c_are_never_below_the_exact_norm():
 
 @needed
 def test_norms_in_c_cover_what_is_read_as_zero():
-    rows = torch.full((1, 900), 2.0**-127)
-    exact = 30.0 * 2.0**-127
     assert torch.set_flush_denormal(True)
     try:
-        assert float(native.norms(rows)) >= exact
+        for number in (2.0**-127, 2.0**-64):
+            assert float(native.norms(torch.full((1, 900), number))) >= 30.0 * number
     finally:
         torch.set_flush_denormal(False)
 
@@ -383,6 +415,8 @@ def test_memory_of_another_kind_is_refused():
         lambda: native.add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]),
+        lambda: native.outer_sums(rows, rows, weights[:3], 4),
+        lambda: native.outer_sums(rows, rows, weights.float(), 4),
         lambda: native.gaussians(bytes(100), torch.zeros(4), 1.0, -INF, 0.0, total[:3]),
     ]
     for call in refused:
@@ -393,7 +427,7 @@ def test_memory_of_another_kind_is_refused():
 
 # -- wrong kernels ----------------------------------------------------------------------------------------------------
 
-ALL = (check_sums, check_norms, check_linear, check_clip, check_bad_rows, check_isolation, check_noise)
+ALL = (check_sums, check_norms, check_outer, check_linear, check_clip, check_bad_rows, check_isolation, check_noise)
 MUTATIONS = {
     "no clip": ("length > most, most,", "length > most, length,"),
     "no clip below": ("length < -most, -most, length", "length < -most, length, length"),
@@ -404,8 +438,17 @@ MUTATIONS = {
         "target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY};",
         "target = {1, 1, 1, 1}, factor = {2, 2, 2, 2};",
     ),
-    "norms without room": ("norm * (1.0 + NORM_ERROR) + HIDDEN * sqrt((double)d)", "norm * (1.0 - 0x1p-40)"),
-    "a factor without the 1": ("sqrt(norm * norm + 1.0)", "norm"),
+    "norms without room": ("norm * (1.0 + NORM_ERROR) + HIDDEN * sqrt((double)d)", "norm"),
+    "half of a norm": ("f8 both = a[r] + b[r];", "f8 both = a[r];"),
+    "a factor without the 1": ("sqrt(norm[r] * norm[r] + 1.0)", "norm[r]"),
+    "one chain of all products": ("start + tile < n ? start + tile : n", "n"),
+    "inputs of weight 0 are read": ("if (weights[i] == 0.0) continue;", ""),
+    "backprops of weight 0 are read": ("if (w == 0.0) memset(row, 0, 4 * out);", "w = w == 0.0 ? 1e-300 : w;"),
+    "the first tile only": (
+        "for (int64_t start = 0; start < n; start += tile) {",
+        "for (int64_t start = 0; !start; start = 1) {",
+    ),
+    "a panel too little": ("(x->d - start + BROAD - 1) / BROAD", "(x->d - start + BROAD - 2) / BROAD"),
     "a column twice": ("for (; j < d; j++)\n        for (int r", "for (j -= j > 0; j < d; j++)\n        for (int r"),
     "a score of the next row": ("NAME(load8)(p[r] + j + 8) * high", "NAME(load8)(p[3 - r] + j + 8) * high"),
     "sums in float32": ("memcpy(out + j, &low, sizeof low);", "low = WIDE(NARROW(low)); memcpy(out + j, &low, 32);"),

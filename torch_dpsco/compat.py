@@ -71,12 +71,13 @@ DistributedDataParallel = nn.parallel.DistributedDataParallel
 _need(DistributedDataParallel, "_active_ddp_module")
 _module_hooks = [_need(nn.modules.module, name) for name in _GLOBAL_HOOKS]
 _optimizer_module = import_module("torch.optim.optimizer")
+_profiling = _need(torch.autograd, "_profiler_enabled")
 _optimizer_hooks = [_need(_optimizer_module, name) for name in _GLOBAL_OPTIMIZER_HOOKS]
 
 
-def in_backward() -> bool:
-    """Returns whether autograd is running in this thread."""
-    return bool(_graph_task() != -1)
+def backward_number() -> int:
+    """Returns the number of the backward that runs in this thread, of which each has its own; -1 if none does."""
+    return int(_graph_task())
 
 
 def is_replicated(model: nn.Module) -> bool:
@@ -104,6 +105,11 @@ def some_global_hook() -> bool:
 def some_optimizer_hook() -> bool:
     """Returns whether there is a hook on the steps of all optimizers."""
     return any(_optimizer_hooks)
+
+
+def is_profiling() -> bool:
+    """Returns whether a profiler of torch is running."""
+    return bool(_profiling())
 
 
 def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:

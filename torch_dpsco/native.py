@@ -155,9 +155,7 @@ def outer_sums(backprops: Tensor, rows: Tensor, weights: Tensor, tile: int) -> t
     space = rows.new_empty(library.dpsco_outer_space(n, out))
     total, bias = rows.new_empty(out, width), rows.new_empty(out, dtype=torch.float64)
     sizes = backprops.data_ptr(), backprops.stride(0), out, rows.data_ptr(), rows.stride(0), n, width
-    library.dpsco_outer(
-        *sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr()
-    )
+    library.dpsco_outer(*sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr())
     return total, bias
 
 

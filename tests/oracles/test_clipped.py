@@ -192,7 +192,7 @@ def test_sensitivity_noise_and_event_agree(in_torch, adjacency, clip, noise, siz
     assert ratio == pytest.approx(noise / UNITS[adjacency], rel=1e-14)
 
 
-def test_the_summation_is_planned_for_all_parameters_together():
+def test_the_summation_is_planned_for_all_parameters_together(in_torch):
     oracle = Clipped(1.0, 1.0, 512)
     oracle.open([torch.zeros(100, 50), torch.zeros(5000)])
     assert oracle.sensitivity(ADD_REMOVE) == (1 + plan_summation(512, 10_000).error) / 512

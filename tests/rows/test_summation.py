@@ -151,11 +151,14 @@ def test_float32_sums_of_vectors_err_by_at_most_what_is_claimed(batch_size, make
     assert error > 0  # float32 was used
 
 
-@pytest.mark.parametrize("batch_size", [8, 64, 512])
+@pytest.mark.parametrize("batch_size", [8, 64, 512, 4096])
 @pytest.mark.parametrize("make", ROWS)
-def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(batch_size, make):
-    plan, dim = plan_for(batch_size)
-    assert plan.matrix_tile
+def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(batch_size, make, arithmetic):
+    dim, in_c = ELEMENTS // batch_size, arithmetic == "C"
+    plan = plan_summation(batch_size, dim, vectors=not in_c, in_c=in_c)
+    assert bool(plan.matrix_tile) is (in_c or batch_size < 4096)
+    if not plan.matrix_tile:
+        return
     acts, backprops = make(plan.rows, dim // 16), torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
     error = largest_error(outer(acts, backprops), product(acts, backprops), plan)
     assert 0 < error <= plan.error
@@ -184,6 +187,19 @@ def test_float64_sums_err_by_at_most_what_is_claimed(batch_size, make, dtype):
     acts, backprops = rows[:, :50], rows[:, 50 : 50 + 7]
     error = largest_error(outer(acts, backprops), product(acts, backprops), plan)
     assert error <= float64_error(plan.rows)
+
+
+@pytest.mark.parametrize("make", ROWS)
+def test_what_c_cannot_read_is_summed_in_float64_where_its_tiles_are_planned(make):
+    """They would be too large for sums of torch."""
+    plan = plan_summation(4096, 160, in_c=True)
+    assert plan.matrix_tile
+    acts, backprops = make(plan.rows, 10), torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
+
+    def strided(index: Tensor) -> GradBatch:
+        return GradBatch([FactoredBlock(acts[index].T.contiguous().T, backprops[index], bias=False)])
+
+    assert largest_error(strided, product(acts, backprops), plan) <= float64_error(plan.rows)
 
 
 def test_float64_rows_are_never_summed_in_float32():

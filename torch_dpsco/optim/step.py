@@ -30,7 +30,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import show_zero_gradient, take_scale
 from torch_dpsco.optim.charges import Paid, require_planned
-from torch_dpsco.optim.common import check_call, in_turn
+from torch_dpsco.optim.common import check_call, in_turn, seldom_watched
 from torch_dpsco.optim.state import Saved
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
@@ -74,6 +74,7 @@ class PrivateOptimizer(Saved):
     def step(self, closure: None = None, *, users: Tensor | None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
+    @seldom_watched
     @in_turn
     def step(self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None) -> float | None:
         """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.

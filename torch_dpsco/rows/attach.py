@@ -109,8 +109,10 @@ class _Attachment:
 
     def require_fresh(self, number: int | None) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
-        if self.mean and (problem := inexact_mean(self.layers, self.factored + self.dense)):
-            self.refuse(problem)
+        if self.mean:
+            if problem := inexact_mean(self.layers, self.factored + self.dense):
+                self.refuse(problem)
+            self.passes.note_exact()
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
         if self.hooks is not None and self.hooks.require_pass():

@@ -176,7 +176,8 @@ def plan_summation(
     A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
     two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
     product, t - 1 additions, rounding of the tile), plus 3 where four tiles are added before float64, or m/t + 9 where
-    all are added in float32; 4 where all are added in float64, in C, and then rounded. The bound holds whatever size a batch turns out to have: past `rows` everything is summed
+    all are added in float32, or 1 in C, where all are added in float64 and the sum is rounded. The bound holds whatever
+    size a batch turns out to have: past `rows` everything is summed
     in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
 
     A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer

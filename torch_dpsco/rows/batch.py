@@ -168,9 +168,11 @@ class GradBatch:
             blocks: list[Block] = []
             order: list[int] = []
             taken: set[int] = set()
+            loose: list[nn.Parameter] = []
             for i, p in enumerate(params):
                 tape = _tape(p)
                 if tape is None:
+                    loose.append(p)
                     blocks.append(DenseBlock(_dense_rows(p, i)))
                     order.append(i)
                 elif id(tape) not in taken:
@@ -186,7 +188,8 @@ class GradBatch:
                 )
             _check_backwards(params)
             averaged = any(getattr(p, "dpsco_mean", True) for p in params)  # unknown of rows of Opacus' own modules
-            if averaged and (problem := inexact_mean((), params)):
+            # recorded layers have looked in their backward
+            if averaged and loose and (problem := inexact_mean((), loose)):
                 raise SequenceError(problem)
             return cls(joined(blocks), order, _passes(params), averaged)
         finally:

@@ -140,7 +140,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     def capture_activations_hook(self, module: nn.Module, forward_input: Any, forward_output: Any) -> None:
         """Keeps the input of a layer, after checking that rows can be made from it."""
         if self.hooks_enabled and module.training and torch.is_grad_enabled():
-            in_backward = compat.in_backward()
+            in_backward = compat.backward_number() != -1
             if in_backward and self._seen.get(id(module)) == self._passes.number:
                 return  # a checkpoint runs it again, but rows come from the first run
             self._seen[id(module)] = -1 if in_backward else self._passes.number

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco.compat import backward_number
 from torch_dpsco.errors import SequenceError
 
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
@@ -42,6 +43,15 @@ class PassCounter:
         self.tag: int | None = None  # number of the running pass, None outside of one
         self.used = 0  # number of the newest pass when rows were last used or dropped
         self._sizes: frozenset[int] | None = None
+        self._exact = -1  # number of the last backward that was seen to run in full precision
+
+    def note_exact(self) -> None:
+        """Notes that the running backward is in full precision."""
+        self._exact = backward_number()
+
+    def is_exact(self) -> bool:
+        """Returns whether that was noted of the running backward."""
+        return -1 != self._exact == backward_number()
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""

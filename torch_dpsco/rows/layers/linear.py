@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dpsco.rows.layers.recorded import Kept, Kind, Use, pairs
+from torch_dpsco.rows.layers.recorded import Kept, Kind, Use, Vectors, pairs
 
 
 class LinearKind(Kind):
@@ -19,7 +19,9 @@ class LinearKind(Kind):
 
     def rows(self, use: Use) -> Kept:
         """Returns the factors, or the rows formed from them."""
-        x, grad = (t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (use.x, use.grad))
+        if use.x.dim() == 2:
+            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
+        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
         return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
 
     def input_gradient(self, use: Use) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.base import Block, piece_norms, work_dtype
 from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import MAX_TIMES, FactoredBlock, SequenceBlock, outer_sums
-from torch_dpsco.rows.precision import require_full_precision
+from torch_dpsco.rows.precision import inexact_mean, require_full_precision
 from torch_dpsco.rows.supported import require_known
 
 
@@ -142,13 +142,12 @@ def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, b
         bias: whether c is.
         scale: all rows are multiplied by it.
     """
-    vectors = acts.shape[1] == 1 and len(shape) == 2
+    if acts.shape[1] == 1 and len(shape) == 2:
+        return Vectors(acts[:, 0], backprops[:, 0], weight=weight, bias=bias, scale=scale)
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
-    if vectors or (weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])):
-        if scale != 1 and (not vectors or shape[0] == 1):  # later, for several outputs: that saves a pass over memory
-            backprops, scale = backprops * scale, 1
-        return _Pairs(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
+    if weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2]):
+        return _Pairs(acts, backprops if scale == 1 else backprops * scale, shape, bias=bias)
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
@@ -171,14 +170,18 @@ def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool,
     return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))  # while they are in cache
 
 
-class _Pairs(Kept):
-    """The factors; arguments of `pairs`."""
+class _Factors(Kept):
+    """Rows that are left as factors, which nobody may write to.
 
-    def __init__(
-        self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1
-    ) -> None:
-        self.acts, self.backprops, self.shape, self.scale = acts, backprops, shape, scale
-        self.trained = {"weight": weight, "bias": bias}
+    Args:
+        acts: inputs, records first.
+        backprops: gradients in the outputs, likewise.
+        weight: whether the weight is trained.
+        bias: whether there is a bias that is.
+    """
+
+    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool) -> None:
+        self.acts, self.backprops, self.trained = acts, backprops, {"weight": weight, "bias": bias}
         self._versions = acts._version, backprops._version
 
     def _require_unwritten(self) -> None:
@@ -187,41 +190,88 @@ class _Pairs(Kept):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
-    def _sides(self, others: Sequence[Kept]) -> list[tuple[Tensor, ...]]:
-        all_pairs = [p for p in (self, *others) if isinstance(p, _Pairs)]
-        for p in all_pairs:
-            p._require_unwritten()
-        return list(zip(*[(p.acts, p.backprops * p.scale) for p in all_pairs], strict=True))
+    def _all(self: _Kind, others: Sequence[Kept]) -> list[_Kind]:
+        found = [kept for kept in (self, *others) if isinstance(kept, type(self))]
+        for kept in found:
+            kept._require_unwritten()
+        return found
+
+
+_Kind = TypeVar("_Kind", bound=_Factors)
+
+
+class Vectors(_Factors):
+    """Those of a Linear layer on vectors, (B, in) and (B, out); every row is multiplied by `scale`."""
+
+    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool, scale: int = 1) -> None:
+        if scale != 1 and backprops.shape[1] == 1:  # else later: that saves a pass over memory
+            backprops, scale = backprops * scale, 1
+        super().__init__(acts, backprops, weight=weight, bias=bias)
+        self.scale = scale
+
+    def _sides(self, others: Sequence[Kept]) -> tuple[list[Tensor], list[Tensor]]:
+        uses = self._all(others)
+        return [use.acts for use in uses], [use.backprops * use.scale for use in uses]
+
+    def _shape(self) -> torch.Size:
+        return torch.Size([self.backprops.shape[1], self.acts.shape[1]])
 
     def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns one longer sequence per record."""
-        acts, backprops = (torch.cat(side, dim=1) for side in self._sides(others))
-        return pairs(acts, backprops, self.shape, scale=1, **self.trained)
+        """Returns sequences of vectors."""
+        acts, backprops = (torch.stack(side, dim=1) for side in self._sides(others))
+        return pairs(acts, backprops, self._shape(), scale=1, **self.trained)
 
     def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns sequences of one length: pairs of zeros add nothing."""
-        sides = self._sides(others)
-        times = max(part.shape[1] for part in sides[0])
-        acts, backprops = (
-            torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side]) for side in sides
-        )
-        return _Pairs(acts, backprops, self.shape, **self.trained)
+        """Returns the vectors one after another."""
+        acts, backprops = map(torch.cat, self._sides(others))
+        return Vectors(acts, backprops, **self.trained)
 
     def formed(self) -> Formed:
         """Returns the rows."""
         self._require_unwritten()
-        return _formed(self.acts, self.backprops, self.shape, **self.trained, scale=self.scale)
+        sides = self.acts.unsqueeze(1), self.backprops.unsqueeze(1)
+        return _formed(*sides, self._shape(), **self.trained, scale=self.scale)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns a factored block of vectors, or one of sequences and the rows of the bias."""
+        """Returns a factored block."""
         self._require_unwritten()
-        if self.acts.shape[1] == 1 and len(self.shape) == 2:
-            acts, backprops = self.acts[:, 0], self.backprops[:, 0]
-            return [FactoredBlock(acts, backprops, weight=weight, bias=bias, scale=self.scale)]
-        found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
-        return found + _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias).blocks(
-            weight=False, bias=bias
+        return [FactoredBlock(self.acts, self.backprops, weight=weight, bias=bias, scale=self.scale)]
+
+
+class _Pairs(_Factors):
+    """Those of a weight on sequences, (B, T, in) and (B, T, out)."""
+
+    def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, bias: bool) -> None:
+        super().__init__(acts, backprops, weight=True, bias=bias)
+        self.shape = shape
+
+    def plus(self, others: Sequence[Kept]) -> Kept:
+        """Returns one longer sequence per record."""
+        uses = self._all(others)
+        acts, backprops = (torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("acts", "backprops"))
+        return pairs(acts, backprops, self.shape, scale=1, **self.trained)
+
+    def then(self, others: Sequence[Kept]) -> Kept:
+        """Returns sequences of one length: pairs of zeros add nothing."""
+        uses = self._all(others)
+        times = max(use.acts.shape[1] for use in uses)
+        acts, backprops = (
+            torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side])
+            for side in ([use.acts for use in uses], [use.backprops for use in uses])
         )
+        return _Pairs(acts, backprops, self.shape, bias=self.trained["bias"])
+
+    def formed(self) -> Formed:
+        """Returns the rows."""
+        self._require_unwritten()
+        return _formed(self.acts, self.backprops, self.shape, **self.trained)
+
+    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
+        """Returns a block of sequences, and the rows of the bias."""
+        self._require_unwritten()
+        found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
+        sums = _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias)
+        return found + sums.blocks(weight=False, bias=bias)
 
 
 class Tape:
@@ -250,6 +300,10 @@ class Tape:
         self.weight, self.bias = (_trained(layer, name) for name in ("weight", "bias"))
         if self.scale_by_batch:
             require_full_precision(use.grad)
+            # a backward through the model's output has been looked at; one from its parts has not
+            if not layer.passes.is_exact() and (problem := inexact_mean((layer,), [use.weight])):
+                # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
+                raise SequenceError(problem)
         self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
