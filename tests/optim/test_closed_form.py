@@ -219,6 +219,15 @@ def test_hooks_of_the_optimizer_and_schedulers_see_each_step_of_a_fit_in_closed_
     assert scheduler.last_epoch == 3
 
 
+def test_a_profiler_sees_the_steps_of_a_fit_in_closed_form() -> None:
+    model = linear()
+    optimizer = optimizer_of(model, Full(N))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dp.fit(model, optimizer, records(BCE), BCE, steps=3, progress=False)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts[f"Optimizer.step#{type(optimizer).__name__}.step"] == 3
+
+
 def test_hooks_of_all_optimizers_are_called_by_fit_in_closed_form() -> None:
     calls: list[int] = []
     handles = [

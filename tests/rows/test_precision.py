@@ -99,6 +99,19 @@ def test_a_backward_of_a_mean_inside_of_autocast_is_refused():
         out.mean().backward()
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_mean_of_a_part_in_reduced_precision_is_refused(seen):
+    """A loss of what a layer has left does not pass the model's output, whose backward looks at the switches."""
+    model, parts = dp.attach(_two_layers(), check_first_step=False), []
+    model[0].register_forward_hook(lambda *args: parts.append(args[2]))
+    out = model(torch.ones(4, 8))
+    if seen:  # that one backward was in full precision says nothing of the next
+        out.mean().backward(retain_graph=True)
+    torch.set_float32_matmul_precision("medium")
+    with pytest.raises(SequenceError, match="full precision"):
+        parts[0].mean().backward()
+
+
 def test_rows_of_foreign_hooks_are_refused_in_reduced_precision():
     """Opacus' own modules do not say how a loss was reduced: a mean is assumed."""
     weight = nn.Parameter(torch.zeros(2))
