@@ -1,7 +1,9 @@
 """Models, batches and losses of the benchmarks; torch alone, so that peers can use them in environments of their own.
 
-"logistic d/b" is logistic regression in d dimensions on a batch of b. The network of convolutions is that of Opacus'
-MNIST example (26,010 parameters). The transformer is one pre-LN block with a classifier on the mean over positions.
+"logistic d/b" is logistic regression in d dimensions on a batch of b, "softmax d/b" a head of 10 classes. The network
+of convolutions is that of Opacus' MNIST example (26,010 parameters). The transformer is one pre-LN block with a
+classifier on the mean over positions. "LoRA" trains factors of rank 8 beside its frozen linear layers, and the
+classifier; "embedding" is a table of 100,000 x 32 with a classifier on the mean of 20 words.
 """
 
 from __future__ import annotations
@@ -14,18 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "Case", "cases"]
+__all__ = ["Block", "Case", "cases", "more"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a batch that is in memory, and a loss that is a mean over the batch."""
+    """A model with a batch that is in memory, and a loss that is a mean over the batch.
+
+    `only` names the variants that are measured, where the others would take gigabytes; empty for all.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     batch: tuple[Tensor, Tensor]
     loss: nn.Module
     device: str = "cpu"
+    only: tuple[str, ...] = ()
 
     @property
     def is_linear(self) -> bool:
@@ -95,6 +101,62 @@ def _cnn(size: int) -> Case:
 def _transformer(width: int, length: int, hidden: int, size: int) -> Case:
     batch = (torch.randn(size, length, width), torch.randint(10, (size,)))
     return Case(f"transformer block b={size}", lambda: Block(width, 4, hidden), batch, nn.CrossEntropyLoss())
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained update of rank r beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the output with the update."""
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def _lora(width: int, length: int, hidden: int, size: int, rank: int) -> Case:
+    def build() -> nn.Module:
+        block = Block(width, 4, hidden).requires_grad_(False)
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, LoRA(getattr(block, name), rank))
+        block.classify.requires_grad_(True)
+        return block
+
+    batch = (torch.randn(size, length, width), torch.randint(10, (size,)))
+    return Case(f"LoRA r={rank} b={size}", build, batch, nn.CrossEntropyLoss())
+
+
+class Words(nn.Module):
+    """Classifier on the mean of the embeddings of words."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table, self.classify = nn.Embedding(words, width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns scores (B, classes) of texts (B, T)."""
+        out: Tensor = self.classify(self.table(x).mean(dim=1))
+        return out
+
+
+def _embedding(words: int, width: int, length: int, size: int) -> Case:
+    batch = (torch.randint(words, (size, length)), torch.randint(10, (size,)))
+    name = f"embedding {words}x{width} b={size}"
+    return Case(name, lambda: Words(words, width), batch, nn.CrossEntropyLoss(), only=("plain", "loop"))
+
+
+def more(*, smoke: bool = False) -> list[Case]:
+    """Returns further cases, which are timed by us and Opacus only; the same data every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        if smoke:
+            return [_lora(8, 4, 16, 4, 2), _embedding(50, 4, 3, 4)]
+        heads = [_softmax(1000, 4096), _softmax(10000, 256)]
+        return [*heads, _mlp((784, 512, 256, 10), 2048), _lora(128, 64, 512, 32, 8), _embedding(100_000, 32, 20, 256)]
 
 
 def cases(*, smoke: bool = False) -> list[Case]:

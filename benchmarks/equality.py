@@ -30,7 +30,7 @@ PIECE = 16  # per-sample gradients that the reference holds at once
 def per_sample_gradients(case: Case, model: nn.Module) -> list[Tensor]:
     """Returns flat double-precision gradients of the records, in pieces (PIECE, number of parameters)."""
     model = copy.deepcopy(model).double()
-    params = dict(model.named_parameters())
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inputs, targets = case.batch
 
     def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def per_sample_gradients(case: Case, model: nn.Module) -> list[Tensor]:
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))
     pieces = []
-    for x, y in zip(inputs.double().split(PIECE), targets.split(PIECE), strict=True):
-        y = y.double() if y.is_floating_point() else y
+    batch = [part.double() if part.is_floating_point() else part for part in (inputs, targets)]
+    for x, y in zip(*(part.split(PIECE) for part in batch), strict=True):
         found = each({name: p.detach() for name, p in params.items()}, x, y)
         pieces.append(torch.cat([g.flatten(1) for g in found.values()], dim=1))
     return pieces
@@ -67,7 +67,7 @@ def update(case: Case, variant: str, setting: Setting) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
 def errors(case: Case, peers: Sequence[Peer] = ()) -> dict[str, float]:

@@ -2,6 +2,9 @@
 
     python benchmarks/step_time.py                                    # about five minutes
     python benchmarks/step_time.py --rounds 5 --cases "logistic 1000/256"
+    python benchmarks/step_time.py --more                             # LoRA, embeddings, softmax heads, larger batches
+    python benchmarks/step_time.py --threads 2                        # times on the wall
+    python benchmarks/step_time.py --fresh 5 --cases CNN              # loop and compiled, in 5 processes
     python benchmarks/step_time.py --smoke                            # seconds
 
 What a step is, and what the variants are: `variants.py`; models: `cases.py`; how turns are taken: `timing.py`; what
@@ -15,6 +18,7 @@ a step as `fit(..., compile=True)` makes it; it is compiled before it is timed.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,7 +26,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from cases import Case, cases
+from cases import Case, cases, more
 from peers import PEERS, Peer, add_options, started
 from timing import Clock, Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
 from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
@@ -59,16 +63,17 @@ def goal(goals: Mapping[str, float], case: Case) -> str:
 
 def slots(case: Case, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu") -> dict[str, Slot]:
     """Returns the turns of all variants of a case."""
-    setting, clock = Setting(), Clock(device)
+    setting, clock = Setting(), Clock(device, wall=torch.get_num_threads() > 1)
     case = replace(case, batch=(case.batch[0].to(device), case.batch[1].to(device)), device=device)
-    found = {name: in_process(build(case, case.model(), setting), clock) for name, build in VARIANTS.items()}
+    builds = {name: build for name, build in VARIANTS.items() if name in (case.only or VARIANTS)}
+    found = {name: in_process(build(case, case.model(), setting), clock) for name, build in builds.items()}
     seconds = 0.002 if smoke else 0.1
     if case.is_linear:
         found["fit"] = fit_slot(case, setting, clock, seconds=seconds)
     elif device == "cpu" and CAN_COMPILE and goal(FIT_GOALS, case):
         backend = None if smoke else "inductor"
         found["compiled"] = in_process(compiled_step(case, case.model(), setting, backend=backend))
-    for peer in peers:
+    for peer in peers if not case.only else ():
         found |= {name: peer.slot(case, name, setting) for name in peer.variants}
     return found
 
@@ -96,7 +101,7 @@ def own_table(measured: Sequence[Measured]) -> str:
             ratio, milliseconds = found.get(name, (None, 0.0))
             line += ["-", "-"] if ratio is None else [f"{digits(milliseconds)} ms", cell(ratio)]
             line.append(goal(goals, case))
-        rows.append([*line, cell(found["dense"][0])])
+        rows.append([*line, cell(found["dense"][0]) if "dense" in found else "-"])
     return table(heads, rows)
 
 
@@ -113,12 +118,28 @@ def peer_table(measured: Sequence[Measured]) -> str:
 
 
 def tables(
-    *, smoke: bool, rounds: int, peers: Sequence[Peer] = (), only: str = "", device: str = "cpu"
+    *,
+    smoke: bool,
+    rounds: int,
+    peers: Sequence[Peer] = (),
+    only: str = "",
+    device: str = "cpu",
+    further: bool = False,
 ) -> dict[str, str]:
     """Returns the tables "step" and "step-peers"."""
-    chosen = [case for case in cases(smoke=smoke) if only in case.name]
+    chosen = [case for case in (more if further else cases)(smoke=smoke) if only in case.name]
     measured = measure(chosen, rounds, peers, smoke=smoke, device=device)
     return {"step": own_table(measured), "step-peers": peer_table(measured)}
+
+
+def fresh(times: int, only: str, rounds: int) -> str:
+    """Returns loop and compiled step of cases in processes of their own, in which everything is compiled anew."""
+    command = [sys.executable, __file__, "--cases", only, "--rounds", str(rounds)]
+    lines: list[str] = []
+    for _ in range(times):
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
+        lines += printed[2].splitlines()[0 if not lines else 2 :]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,14 +147,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="small models")
+    parser.add_argument("--more", action="store_true", help="the further cases")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; the accelerator has one")
+    parser.add_argument("--fresh", type=int, default=0, help="in so many processes, one after the other")
     parser.add_argument("--device", default="cpu", help="cuda: times on the wall; nothing is compiled")
     add_options(parser)
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    if args.fresh:
+        print(machine(args.rounds), fresh(args.fresh, args.cases, args.rounds), sep="\n\n")
+        return
     torch.backends.cudnn.allow_tf32 = False  # or mean losses are refused
     with started(args) as peers:
         print(machine(args.rounds) if args.device == "cpu" else torch.cuda.get_device_name())
-        found = tables(smoke=args.smoke, rounds=args.rounds, peers=peers, only=args.cases, device=args.device)
+        found = tables(
+            smoke=args.smoke,
+            rounds=args.rounds,
+            peers=peers,
+            only=args.cases,
+            device=args.device,
+            further=args.more,
+        )
         for name, text in found.items():
             print(f"\n{name}\n\n{text}")
 

@@ -7,6 +7,7 @@ both, moves it little; the quartiles of these ratios are given with it.
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 import statistics
@@ -49,17 +50,16 @@ class Figure:
 
 
 class Clock:
-    """Seconds of the CPU; with a device those on the wall, when all that was begun there is done."""
+    """Seconds of the CPU; with a device, or several threads, those on the wall, when all that was begun is done."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", *, wall: bool = False) -> None:
+        self.device, self.wall = device, wall
 
     def __call__(self) -> float:
         """Returns the time now."""
-        if self.device == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.process_time() if self.device == "cpu" and not self.wall else time.perf_counter()
 
 
 def in_process(step: Callable[[], object], clock: Clock | None = None) -> Slot:
@@ -134,5 +134,5 @@ def machine(rounds: int) -> str:
     packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "opacus", "numpy"))
     return (
         f"{name}{f' ({cores} cores)' if cores else ''}, Python {platform.python_version()}, {packages}; "
-        f"{torch.get_num_threads()} thread; {rounds} rounds; {date.today()}"
+        f"threads: {torch.get_num_threads()}; {rounds} rounds; load {os.getloadavg()[0]:.1f} before; {date.today()}"
     )

@@ -30,6 +30,7 @@ ACCURACY = {
     "holder",
     "interval_coverage",
     "least_squares",
+    "mapped_sgd",
     "steps",
     "user_level_risk",
 }
@@ -117,6 +118,15 @@ def test_a_variant_that_does_not_clip_is_found_out(performance: ModuleType, monk
     monkeypatch.setattr(equality, "few", lambda smoke: [equality.cases(smoke=True)[0]])
     with pytest.raises(AssertionError, match=r"other work than the reference: \[\('logistic 20/32', 'hooks'"):
         equality.tables(smoke=True)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("place", [0, 1])
+def test_further_cases_do_the_work_of_the_reference(performance: ModuleType, place: int) -> None:
+    equality = performance.equality
+    errors = equality.errors(sys.modules["cases"].more(smoke=True)[place])
+    assert max(errors.values()) <= equality.TOLERANCE, errors
 
 
 def test_the_reference_clips_half_of_the_records(performance: ModuleType) -> None:
