@@ -1,6 +1,7 @@
 """The accelerator: sums, norms and noise in C (`_kernel.c`); where it is missing, torch computes the same.
 
-It is built with the package where there is a compiler, and used for float32 rows on the CPU. What it computes is as
+It is built with the package where there is a compiler, and used on the CPU: for float32 rows, and for float64 ones of
+linear models in memory. What it computes is as
 private as what torch computes: sums and norms are in float64, so that their errors are smaller, and each row is read by
 itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 
@@ -9,13 +10,17 @@ itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 | `norms` | `rows.base.row_norms` |
 | `add_weighted` | `rows.base.weighted_rows` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
+| `Table.images` | `linear.preparation`: `Preparation`, `Chain` |
+| `Table.logistic` | losses, gradients and curvatures of records: `linear.objectives.linear` |
 | `logs`, `gaussians` | `noise` |
 
-Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/noise.md#gaussians.
+Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/rounding.md#records-in-c,
+docs/proofs/noise.md#gaussians.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import zlib
@@ -28,6 +33,7 @@ import torch
 from torch import Tensor
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
+_BATCH = 32  # of _kernel.c
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
 _HERE = Path(__file__).parent
@@ -35,11 +41,15 @@ _SWITCH = "TORCH_DPSCO_NATIVE"
 _POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
 _INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
+_TABLE = [_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # first number, wide, stride, d, numbers, width
 _GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER]
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
     "sum": [*_ROWS, _POINTER, _POINTER],
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
+    "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "images": [*_TABLE, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
+    "logistic": [*_TABLE, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
 }
@@ -80,9 +90,14 @@ def status() -> str:
 
 def suits(rows: Tensor) -> bool:
     """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side."""
+    return rows.dtype is torch.float32 and suits_records(rows)
+
+
+def suits_records(rows: Tensor) -> bool:
+    """Returns whether it can read rows as records of a linear model: as `suits`, and float64, too."""
     return (
         type(rows) is Tensor  # subclasses may have no memory, or another meaning
-        and rows.dtype is torch.float32
+        and rows.dtype in (torch.float32, torch.float64)
         and rows.device.type == "cpu"
         and rows.dim() == 2
         and rows.layout is torch.strided
@@ -186,6 +201,82 @@ def add_linear(
     if outside:
         raise IndexError(f"index must be in [0, {len(rows)}), the records of the data set")
     return total
+
+
+class Table:
+    """Rows of records, and what a linear model sees of each: ((row * before - center) * factor) * after, and a constant.
+
+    Before and after are the shares that cut a row to two norms.
+
+    Args:
+        rows: (n, d) that suit as records.
+        numbers: both norms (or inf), the constant (0 for none), whether it is cut with the row, whether rows are moved,
+            d centers, d factors.
+
+    Attributes:
+        norms: (n,) float64 of the images, within gamma(d + 4); inf for a row that is not finite, or absurdly long.
+    """
+
+    def __init__(self, rows: Tensor, numbers: list[float]) -> None:
+        self._rows, self._numbers = rows, torch.tensor(numbers, dtype=torch.float64)
+        self.width = rows.shape[1] + (numbers[2] != 0)
+        self._shares = rows.new_empty(2, len(rows), dtype=torch.float64)
+        self.norms = self._shares.new_empty(len(rows))
+        self._set(rows)
+        scratch = self._shares.new_empty(4, self.width)
+        memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
+        _found()[0].dpsco_measure(*self._table, len(rows), *memory)
+
+    def _set(self, rows: Tensor) -> None:
+        if not suits_records(rows):
+            raise ValueError(f"rows must be float32 or float64 of the CPU, side by side (got strides {rows.stride()})")
+        _require(self._numbers, 5 + 2 * rows.shape[1], torch.float64)
+        numbers = self._numbers.data_ptr()
+        self._rows, wide = rows, rows.dtype is torch.float64
+        self._table = rows.data_ptr(), wide, rows.stride(0), rows.shape[1], numbers, self.width
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Tensor | slice) -> Table:
+        """Returns that of some rows."""
+        part = copy.copy(self)
+        part._shares, part.norms = self._shares[:, index].contiguous(), self.norms[index]
+        part._set(self._rows[index])
+        return part
+
+    def images(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns images of rows from start up to stop: (m, width) float64; 0 for a row that is not finite."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        found = self._shares.new_empty(max(0, stop - start), self.width)
+        memory = self._shares.data_ptr(), found.data_ptr()
+        _found()[0].dpsco_images(*self._table, start, len(found), len(self), *memory)
+        return found
+
+    def logistic(self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None) -> Tensor:
+        """Returns sums of weighted logistic losses and of their gradients in the point, for each block of records.
+
+        Args:
+            columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing), targets, the largest slopes
+                (or inf), the margins where they are reached (or -inf), and the losses there.
+            point: (width,) float64, contiguous.
+            block: > 0, number of records of a block.
+            bends: (n,) float64, contiguous, for weighted second derivatives; None for none.
+
+        Returns:
+            (blocks, width + 1) float64: gradients, and losses in the last column; each term of a block passes through
+            at most as many additions as it has records.
+        """
+        n, padded = len(self), -(-self.width // 4) * 4
+        for part, size in (columns, 5 * n), (point, self.width), (bends, n):
+            _require(part, size, torch.float64)
+        scratch, weight = point.new_zeros(_BATCH, padded), point.new_zeros(padded)
+        weight[: self.width] = point
+        sums = point.new_zeros(-(-n // block), padded + 1)
+        given = self._shares.data_ptr(), columns.data_ptr(), weight.data_ptr()
+        memory = scratch.data_ptr(), sums.data_ptr(), None if bends is None else bends.data_ptr()
+        _found()[0].dpsco_logistic(*self._table, n, *given, padded, block, *memory)
+        return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
 
 
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:

@@ -187,7 +187,7 @@ class LinearObjective(SumObjective):
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass over the data."""
         loss = self.loss  # not self: what is summed may travel to where the records are, and noise must not
-        losses, slopes = self.records.sum(lambda part: part.fold(point, partial(_terms, loss, part)))
+        losses, slopes = self.records.sum(partial(_value_and_gradient, loss, point))
         return self.completed(losses, slopes, point)
 
     def hessian(self, point: Tensor) -> Tensor:
@@ -195,6 +195,10 @@ class LinearObjective(SumObjective):
         loss = self.loss
 
         def of_part(part: Records) -> tuple[Tensor]:
+            if (columns := _columns(loss, part)) is not None:
+                bends = torch.empty_like(part.weights)
+                part.logistic(point, columns, bends)
+                return (part.gram(bends),)
             second = _loss_of(loss, part, slice(None)).second_derivative(part.scores(point), part.targets)
             return (part.gram(part.weights * second),)
 
@@ -230,6 +234,26 @@ class LinearObjective(SumObjective):
     def slopes(self, scores: Tensor, rows: slice) -> Tensor:
         """c_i phi'_i of some records, for their scores."""
         return _terms(self.loss, self.records, scores, rows)[1]
+
+
+def _value_and_gradient(loss: TableLoss | ResidualClipped, point: Tensor, part: Records) -> tuple[Tensor, Tensor]:
+    columns = _columns(loss, part)
+    return part.fold(point, partial(_terms, loss, part)) if columns is None else part.logistic(point, columns)
+
+
+def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
+    """Those of `native.logistic`, for that loss and records that C can read; else None."""
+    table = loss.loss if isinstance(loss, ResidualClipped) else loss
+    if type(table) is not Logistic or not part.in_c:
+        return None
+
+    def made() -> Tensor:
+        clipped = _loss_of(loss, part, slice(None))
+        limits = clipped.limits if isinstance(clipped, ClippedRows) else torch.full_like(part.weights, math.inf)
+        corners = table.corner(limits)
+        return torch.stack([part.weights, part.targets, limits, corners, table.curve(corners)])
+
+    return part.once(("columns", loss), made)
 
 
 def _terms(loss: TableLoss | ResidualClipped, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:

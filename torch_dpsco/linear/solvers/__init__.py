@@ -129,6 +129,8 @@ def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> 
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
-        guess = newton(objective.thinned(objective.records.thinning(_THIN)), start, distance, _THIN_STEPS)
-        start = guess if bool(torch.isfinite(guess).all()) else start
+        thin = objective.thinned(objective.records.thinning(_THIN))
+        guess = newton(thin, start, distance, _THIN_STEPS)
+        if bool(torch.isfinite(guess).all()):
+            return newton(objective, guess, distance, like=thin)
     return newton(objective, start, distance)
