@@ -1,9 +1,8 @@
 """The accelerator: sums, norms and noise in C (`_kernel.c`); where it is missing, torch computes the same.
 
-It is built with the package where there is a compiler, and used on the CPU: for float32 rows, and for float64 ones of
-linear models in memory. What it computes is as
-private as what torch computes: sums and norms are in float64, so that their errors are smaller, and each row is read by
-itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
+It is built with the package where there is a compiler, and used on the CPU: for float32 rows, and for float64 ones that
+estimators read. What it computes is as private as what torch computes: sums and norms are in float64, so that their
+errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 
 | here | torch |
 |---|---|
@@ -11,6 +10,7 @@ itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 | `add_weighted` | `rows.base.weighted_rows` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `Table.images` | `linear.preparation`: `Preparation`, `Chain` |
+| `Table.gram` | `linear.objectives.base.Records.gram` |
 | `Table.logistic` | losses, gradients and curvatures of records: `linear.objectives.linear` |
 | `logs`, `gaussians` | `noise` |
 
@@ -49,6 +49,7 @@ _ARGUMENTS = {
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
     "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
     "images": [*_TABLE, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
+    "gram": [*_TABLE, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
     "logistic": [*_TABLE, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
@@ -204,36 +205,38 @@ def add_linear(
 
 
 class Table:
-    """Rows of records, and what a linear model sees of each: ((row * before - center) * factor) * after, and a constant.
+    """Rows of records, and their images, which a linear model sees: ((row * before - center) * factor) * after.
 
-    Before and after are the shares that cut a row to two norms.
+    Before and after are the shares of its length that a row keeps where it is cut. A constant may be appended. The rows
+    must not change: shares are those of the first reading.
 
     Args:
         rows: (n, d) that suit as records.
-        numbers: both norms (or inf), the constant (0 for none), whether it is cut with the row, whether rows are moved,
-            d centers, d factors.
+        numbers: norms before and after (or inf), the constant at the end (0 for none), whether it is cut with the row,
+            whether rows are moved, d centers, d factors.
 
     Attributes:
-        norms: (n,) float64 of the images, within gamma(d + 4); inf for a row that is not finite, or absurdly long.
+        width: numbers of an image: d, or d + 1 with a constant.
+        norms: (n,) float64 of images, each within gamma(width + 4); inf for a row that is not finite, before or after
+            it was moved, or is longer than 2^1021 times what it is cut to: its image is 0.
     """
 
     def __init__(self, rows: Tensor, numbers: list[float]) -> None:
-        self._rows, self._numbers = rows, torch.tensor(numbers, dtype=torch.float64)
-        self.width = rows.shape[1] + (numbers[2] != 0)
-        self._shares = rows.new_empty(2, len(rows), dtype=torch.float64)
-        self.norms = self._shares.new_empty(len(rows))
-        self._set(rows)
-        scratch = self._shares.new_empty(4, self.width)
-        memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
-        _found()[0].dpsco_measure(*self._table, len(rows), *memory)
-
-    def _set(self, rows: Tensor) -> None:
         if not suits_records(rows):
             raise ValueError(f"rows must be float32 or float64 of the CPU, side by side (got strides {rows.stride()})")
+        self._rows, self._numbers = rows, torch.tensor(numbers, dtype=torch.float64)
         _require(self._numbers, 5 + 2 * rows.shape[1], torch.float64)
-        numbers = self._numbers.data_ptr()
-        self._rows, wide = rows, rows.dtype is torch.float64
-        self._table = rows.data_ptr(), wide, rows.stride(0), rows.shape[1], numbers, self.width
+        self.width = rows.shape[1] + (numbers[2] != 0)
+        self._shares = self._numbers.new_empty(2, len(rows))
+        self.norms, scratch = self._shares.new_empty(len(rows)), self._shares.new_empty(4, self.width)
+        memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
+        _found()[0].dpsco_measure(*self._place, len(rows), *memory)
+
+    @property
+    def _place(self) -> tuple[int, ...]:
+        rows = self._rows  # not kept: a copy of this has its own memory
+        wide = rows.dtype is torch.float64
+        return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], self._numbers.data_ptr(), self.width
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -241,8 +244,7 @@ class Table:
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
-        part._shares, part.norms = self._shares[:, index].contiguous(), self.norms[index]
-        part._set(self._rows[index])
+        part._rows, part._shares, part.norms = self._rows[index], self._shares[:, index].contiguous(), self.norms[index]
         return part
 
     def images(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -250,8 +252,25 @@ class Table:
         start, stop, _ = slice(start, stop).indices(len(self))
         found = self._shares.new_empty(max(0, stop - start), self.width)
         memory = self._shares.data_ptr(), found.data_ptr()
-        _found()[0].dpsco_images(*self._table, start, len(found), len(self), *memory)
+        _found()[0].dpsco_images(*self._place, start, len(found), len(self), *memory)
         return found
+
+    def gram(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        """Returns the sum of weights[i] x_i x_i' over the images x_i of rows from start up to stop: (width, width).
+
+        Args:
+            weights: (n,) float64, contiguous; of all rows. A row of weight 0 counts for nothing.
+            start: in [0, n].
+            stop: in [start, n]; each term passes through at most as many additions as there are rows.
+        """
+        _require(weights, len(self), torch.float64)
+        start, stop, _ = slice(start, stop).indices(len(self))
+        padded = -(-self.width // 8) * 8
+        scratch, found = weights.new_zeros(2 * _BATCH, padded), weights.new_zeros(padded, padded)
+        memory = (part.data_ptr() for part in (self._shares, weights))
+        more = padded, scratch.data_ptr(), found.data_ptr()
+        _found()[0].dpsco_gram(*self._place, start, max(0, stop - start), len(self), *memory, *more)
+        return found[: self.width, : self.width]
 
     def logistic(self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None) -> Tensor:
         """Returns sums of weighted logistic losses and of their gradients in the point, for each block of records.
@@ -275,7 +294,7 @@ class Table:
         sums = point.new_zeros(-(-n // block), padded + 1)
         given = self._shares.data_ptr(), columns.data_ptr(), weight.data_ptr()
         memory = scratch.data_ptr(), sums.data_ptr(), None if bends is None else bends.data_ptr()
-        _found()[0].dpsco_logistic(*self._table, n, *given, padded, block, *memory)
+        _found()[0].dpsco_logistic(*self._place, n, *given, padded, block, *memory)
         return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
 
 

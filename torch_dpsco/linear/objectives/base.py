@@ -136,6 +136,8 @@ class Records:
         weights: (n,) float64, 0 exactly for null records.
     """
 
+    _table: native.Table | None = None  # of records in memory that C reads
+
     def __init__(
         self,
         features: Tensor,
@@ -180,7 +182,7 @@ class Records:
         """Yields (rows, their features in float64, null records as 0)."""
         for index, start in enumerate(range(0, self.count, self._rows)):
             rows = slice(start, min(start + self._rows, self.count))
-            block = self._read(self._features[rows]) if self._table is None else self._table.images(rows.start, rows.stop)
+            block = self._read(self._features[rows]) if self._table is None else self._table.images(start, rows.stop)
             yield rows, block if self._clean[index] else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
 
     def sum(self, of: Callable[[Records], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -216,7 +218,7 @@ class Records:
 
     @property
     def in_c(self) -> bool:
-        """Whether the records are read in C."""
+        """Whether the records are read in C, see `native.Table`."""
         return self._table is not None
 
     def logistic(self, point: Tensor, columns: Tensor, bends: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -262,6 +264,10 @@ class Records:
     def gram(self, curvatures: Tensor) -> Tensor:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
         total = PairwiseSum(self._zeros(self.dim, self.dim))
+        if self._table is not None:
+            for start in range(0, self.count, self._rows):
+                total.add(self._table.gram(curvatures, start, start + self._rows))
+            return total.result()
         for rows, block in self.blocks():
             total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
         return total.result()
@@ -284,7 +290,7 @@ class Records:
         return column.detach()
 
     def _measure(self) -> Tensor:
-        """Norms of the rows, inf for those with a non-finite entry; rows that torch prepares are kept where they are few."""
+        """Norms of the rows, inf for those with a non-finite entry; what torch prepares is kept where it is little."""
         if self._table is not None:
             return self._table.norms
         few = self._prepare is not None and self.count * self.dim <= _KEPT_ENTRIES
@@ -304,14 +310,14 @@ class Records:
 
 
 def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> native.Table | None:
-    """Returns rows that C reads, by public facts; None for others."""
-    if features.numel() <= _KEPT_ENTRIES and not native.suits_records(features):
-        features = features.contiguous()
-    numbers, dim = getattr(prepare, "numbers", None), features.shape[1]
-    if not native.suits_records(features) or (prepare is not None and numbers is None):
+    """Returns the rows for C, by public facts; None where torch reads them."""
+    dim, numbers = features.shape[1], getattr(prepare, "numbers", None)
+    if (prepare is not None and numbers is None) or not native.suits_records(features[:, :1]):
         return None
+    # columns of a table lie side by side: they are copied where prepared rows would be
+    rows = features.contiguous() if features.stride(1) != 1 and features.numel() <= _KEPT_ENTRIES else features
     given = [math.inf, math.inf, 0.0, 0.0, 0.0, *[0.0] * dim, *[1.0] * dim] if numbers is None else numbers(dim)
-    return None if given is None else native.Table(features, given)
+    return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
 
 
 def as_records(
