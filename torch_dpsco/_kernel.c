@@ -16,6 +16,11 @@
 #else
 #define API __attribute__((visibility("default")))
 #endif
+#if defined(__clang__)
+#define ONE __attribute__((noinline))
+#else
+#define ONE __attribute__((noinline, noclone)) /* a function that is compiled once */
+#endif
 #define LARGEST 0x1p64 /* norms from here on are infinite, as where squares overflow float32 */
 #define NORM_ERROR 0x1p-30
 #define HIDDEN 0x1p-126 /* of each coordinate, where subnormal numbers are read as 0 */
@@ -442,9 +447,8 @@ TARGET static inline void NAME(image_of)(const table_t *x, const void *const p[G
         }
 }
 
-TARGET static __attribute__((noinline)) void NAME(image)(const table_t *x, int64_t i, int64_t count,
-                                                         const double *before, const double *after, int moved,
-                                                         double *out, int64_t step) {
+TARGET static ONE void NAME(image)(const table_t *x, int64_t i, int64_t count, const double *before,
+                                   const double *after, int moved, double *out, int64_t step) {
     const double constant = x->numbers[2];
     const void *p[GROUP];
     double first[GROUP], then[GROUP], *q[GROUP];

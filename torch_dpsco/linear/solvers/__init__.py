@@ -130,7 +130,9 @@ def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> 
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
-        thin, like = (objective.thinned(objective.records.thinning(step)) for step in (_THIN, _LIKE))
+        thin = objective.thinned(objective.records.thinning(_THIN))
+        # a sample of a table that no memory holds takes a reading: one is enough there
+        like = objective.thinned(_LIKE) if objective.records.thinning(_LIKE) == _LIKE else thin
         guess = newton(thin, start, distance, _THIN_STEPS)
         if bool(torch.isfinite(guess).all()):
             return newton(objective, guess, distance, like=like)
