@@ -1,8 +1,9 @@
 /* The arithmetic of `torch_dpsco.native` on plain memory: no Python, no torch, no state, no memory of its own.
 
-   Rows are float32, `stride` numbers apart; sums and norms are float64. Each row is read by code that sees no other row,
-   so that a score, a slope, a norm, a weight are functions of the record alone. Bounds: docs/proofs/rounding.md and
-   docs/proofs/noise.md. Compiled without fast-math; products may be fused with sums, as the proofs allow. */
+   Rows are float32, those of tables also float64, `stride` numbers apart; sums and norms are float64. Each row is read by
+   code that sees no other row, so that a score, a slope, a norm, a weight, an image are functions of the record alone.
+   Bounds: docs/proofs/rounding.md and docs/proofs/noise.md. Compiled without fast-math; products may be fused with sums,
+   as the proofs allow. */
 
 #ifndef BODY
 
@@ -14,6 +15,11 @@
 #define API __declspec(dllexport)
 #else
 #define API __attribute__((visibility("default")))
+#endif
+#if defined(__clang__)
+#define ONE __attribute__((noinline))
+#else
+#define ONE __attribute__((noinline, noclone)) /* a function that is compiled once */
 #endif
 #define LARGEST 0x1p64 /* norms from here on are infinite, as where squares overflow float32 */
 #define NORM_ERROR 0x1p-18
@@ -27,6 +33,10 @@
 #define HIGH 6         /* numbers of a backprop, and of an input, whose products are summed in registers */
 #define BROAD 16
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
+#define BATCH 32       /* images of rows, that stay there */
+#define COLUMNS 5      /* of records: weight, target, limit of the slope, corner, loss there */
+#define TINY 1e-100    /* norms whose squares neither underflow */
+#define VAST 1e100     /* nor overflow */
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef float f4 __attribute__((vector_size(16)));
@@ -43,8 +53,31 @@ typedef struct {
     int64_t stride, n, d;
 } rows_t;
 
+typedef struct {
+    const void *rows;      /* float64 where wide, else float32 */
+    const double *numbers; /* most before, most after, constant, whole, moved, then d centers and d factors */
+    int64_t wide, stride, d, width;
+} table_t;
+
 static inline const float *row_at(const rows_t *x, int64_t i) {
     return x->rows + (x->index ? x->index[i] : i) * x->stride;
+}
+
+/* What a row keeps of its length, when it is cut to `most`; 0 for one that is not finite, or longer by 2^1021. */
+static double share_of(double norm, const double *p, int64_t d, double most) {
+    if (norm > TINY && norm < VAST) return norm > most ? most / norm : 1.0;
+    double largest = 0.0, sum = 0.0;
+    int exponent;
+    for (int64_t j = 0; j < d; j++) {
+        if (!(fabs(p[j]) < INFINITY)) return 0.0;
+        if (fabs(p[j]) > largest) largest = fabs(p[j]);
+    }
+    frexp(largest, &exponent);
+    double scale = ldexp(1.0, exponent > 1000 ? 1000 : exponent < -1000 ? -1000 : exponent);
+    for (int64_t j = 0; j < d; j++) sum += p[j] / scale * (p[j] / scale);
+    if (!(sqrt(sum) * scale > most)) return 1.0;
+    double share = most / sqrt(sum) / scale;
+    return share < 0x1p-1021 ? 0.0 : share;
 }
 
 #define BODY
@@ -108,6 +141,48 @@ API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, con
     for (int64_t i = 0; index && i < n; i++) outside += index[i] < 0 || index[i] >= records;
     if (!outside) CALL(linear, &x, weight, bias, kind, targets, factors, limit, scale, out);
     return outside;
+}
+
+/* Shares of rows, before (n) and after (n), and norms of their images; 0 and infinite for one that is not finite. Scratch
+   has room for GROUP images. */
+API void dpsco_measure(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                       int64_t n, double *scratch, double *shares, double *norms) {
+    table_t x = {rows, numbers, wide, stride, d, width};
+    CALL(measure, &x, n, scratch, shares, norms);
+}
+
+/* out = images of n rows from `start` on, `width` numbers each; shares as measured, of `records` rows. */
+API void dpsco_images(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                      int64_t start, int64_t n, int64_t records, const double *shares, double *out) {
+    table_t x = {rows, numbers, wide, stride, d, width};
+    for (int64_t r = 0; r < n; r += GROUP)
+        CALL(image, &x, start + r, n - r < GROUP ? n - r : GROUP, shares + start + r, shares + records + start + r, 1,
+             out + r * width, width);
+}
+
+/* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of the logistic
+   loss of score times target, straight below its corner. The point is padded with zeros to a multiple of 4; scratch
+   has room for BATCH such rows, and is 0. bends[i] = second derivative, weighted, unless they are not wanted. */
+API void dpsco_logistic(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                        int64_t n, const double *shares, const double *columns, const double *point, int64_t padded,
+                        int64_t block, double *scratch, double *sums, double *bends) {
+    table_t x = {rows, numbers, wide, stride, d, width};
+    for (int64_t from = 0; from < n; from += block, sums += padded + 1)
+        CALL(logistic, &x, from, n - from < block ? n : from + block, n, shares, columns, point, padded, scratch, sums,
+             bends);
+}
+
+/* out = sum of weights[i] image_i image_i' over n rows from `start` on: (padded, padded), padded a multiple of 8. Scratch
+   has room for 2 BATCH such rows, and is 0, as is out. */
+API void dpsco_gram(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                    int64_t start, int64_t n, int64_t records, const double *shares, const double *weights,
+                    int64_t padded, double *scratch, double *out) {
+    table_t x = {rows, numbers, wide, stride, d, width};
+    for (int64_t i = start; i < start + n; i += BATCH)
+        CALL(gram, &x, i, start + n - i < BATCH ? start + n - i : BATCH, shares + i, shares + records + i, weights,
+             padded, scratch, out);
+    for (int64_t i = 0; i < width; i++)
+        for (int64_t j = 0; j < i; j++) out[i * padded + j] = out[j * padded + i];
 }
 
 /* values[i] = log V of words[i]; returns how many of them are outside of (low, high). */
@@ -361,6 +436,236 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
             out[x->d] += (found[0] + found[1]) + (found[2] + found[3]);
         }
     }
+}
+
+/* Sum of n squares. */
+TARGET static inline double NAME(squares)(const double *p, int64_t n) {
+    d4 a = {0}, b = {0};
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        d4 low = NAME(load4)(p + j), high = NAME(load4)(p + j + 4);
+        a += low * low, b += high * high;
+    }
+    a += b;
+    for (; j < n; j++) a[0] += p[j] * p[j];
+    return (a[0] + a[1]) + (a[2] + a[3]);
+}
+
+/* Images of `count` <= GROUP rows, `step` apart: ((row * before - center) * factor) * after, and the constant; 0 where
+   there is nothing after. Always the same code, so that a row has one image. */
+TARGET static inline void NAME(image_of)(const table_t *x, const void *const p[GROUP], int wide, const double *before,
+                                         const double *after, int moved, double *const q[GROUP]) {
+    const double *center = x->numbers + 5, *factor = center + x->d;
+    int64_t j = 0;
+    const int64_t ahead = BATCH * x->stride * (wide ? 8 : 4); /* the rows that come next are fetched */
+    d4 first[GROUP], last[GROUP], by = {0}, shift = {0};
+    for (int r = 0; r < GROUP; r++)
+        for (int k = 0; k < 4; k++) first[r][k] = before[r], last[r][k] = after[r];
+    for (; j + 4 <= x->d; j += 4) {
+        if (moved) shift = NAME(load4)(center + j), by = NAME(load4)(factor + j);
+        for (int r = 0; r < GROUP; r++) {
+            d4 v = wide ? NAME(load4)((const double *)p[r] + j) : NAME(wide4)((const float *)p[r] + j);
+            __builtin_prefetch((const char *)p[r] + ahead + (wide ? 8 : 4) * j, 0, 2);
+            v *= first[r];
+            if (moved) v = (v - shift) * by;
+            v *= last[r];
+            memcpy(q[r] + j, &v, sizeof v);
+        }
+    }
+    for (; j < x->d; j++)
+        for (int r = 0; r < GROUP; r++) {
+            double v = (wide ? ((const double *)p[r])[j] : ((const float *)p[r])[j]) * before[r];
+            if (moved) v = (v - center[j]) * factor[j];
+            q[r][j] = v * after[r];
+        }
+}
+
+TARGET static ONE void NAME(image)(const table_t *x, int64_t i, int64_t count, const double *before,
+                                   const double *after, int moved, double *out, int64_t step) {
+    const double constant = x->numbers[2];
+    const void *p[GROUP];
+    double first[GROUP], then[GROUP], *q[GROUP];
+    for (int64_t r = 0; r < GROUP; r++) { /* the last row stands for those that are missing */
+        int64_t k = r < count ? r : count - 1;
+        p[r] = (const char *)x->rows + (i + k) * x->stride * (x->wide ? 8 : 4);
+        first[r] = before[k], then[r] = after[k], q[r] = out + k * step;
+    }
+    moved = moved && x->numbers[4] != 0.0;
+    if (x->wide && moved)
+        NAME(image_of)(x, p, 1, first, then, 1, q);
+    else if (x->wide)
+        NAME(image_of)(x, p, 1, first, then, 0, q);
+    else if (moved)
+        NAME(image_of)(x, p, 0, first, then, 1, q);
+    else
+        NAME(image_of)(x, p, 0, first, then, 0, q);
+    for (int64_t r = 0; r < count; r++) {
+        if (x->width > x->d) q[r][x->d] = x->numbers[3] != 0.0 ? constant * then[r] : constant;
+        if (then[r] == 0.0) memset(q[r], 0, 8 * x->width);
+    }
+}
+
+/* Images of GROUP rows; 0 for those of weight 0, whatever is in them, as where rows are missing. */
+TARGET static inline void NAME(counted)(const table_t *x, int64_t i, int64_t count, const double *before,
+                                        const double *after, const double weights[GROUP], double *p, int64_t step) {
+    NAME(image)(x, i, count, before, after, 1, p, step);
+    for (int64_t r = 0; r < GROUP; r++)
+        if (weights[r] == 0.0) memset(p + r * step, 0, 8 * x->width);
+}
+
+TARGET static void NAME(measure)(const table_t *x, int64_t n, double *scratch, double *shares, double *norms) {
+    static const double ones[GROUP] = {1.0, 1.0, 1.0, 1.0};
+    for (int64_t i = 0; i < n; i += GROUP) {
+        int64_t count = n - i < GROUP ? n - i : GROUP;
+        double *before = shares + i, *after = before + n;
+        if (x->numbers[0] < INFINITY) NAME(image)(x, i, count, ones, ones, 0, scratch, x->width);
+        for (int64_t r = 0; r < count; r++) {
+            const double *p = scratch + r * x->width;
+            before[r] = 1.0;
+            if (x->numbers[0] < INFINITY) before[r] = share_of(sqrt(NAME(squares)(p, x->d)), p, x->d, x->numbers[0]);
+        }
+        NAME(image)(x, i, count, before, ones, 1, scratch, x->width);
+        for (int64_t r = 0; r < count; r++) {
+            const double *p = scratch + r * x->width;
+            double norm = sqrt(NAME(squares)(p, x->d)), constant = x->numbers[2];
+            after[r] = before[r] == 0.0 ? 0.0 : share_of(norm, p, x->d, x->numbers[1]);
+            norm = after[r] < 1.0 && !(norm > TINY && norm < VAST) ? x->numbers[1] : norm * after[r];
+            if (x->numbers[3] != 0.0) constant *= after[r];
+            if (constant != 0.0) norm = sqrt(norm * norm + constant * constant);
+            norms[i + r] = after[r] == 0.0 ? INFINITY : norm;
+        }
+    }
+}
+
+/* exp(-t) for t in [0, 700]: t = r - k log 2 with |r| below 0.35 and Taylor's polynomial; k times the first part of
+   log 2 is exact. */
+TARGET static inline d4 NAME(exp_minus)(d4 t) {
+    d4 shifted = t * -0x1.71547652b82fep+0 + 0x1.8p52, k = shifted - 0x1.8p52;
+    d4 r = (-t - k * 0x1.62e42fee00000p-1) - k * 0x1.a39ef35793c76p-33;
+    d4 e = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+    e = e * r + 1.0 / 39916800.0;
+    e = e * r + 1.0 / 3628800.0;
+    e = e * r + 1.0 / 362880.0;
+    e = e * r + 1.0 / 40320.0;
+    e = e * r + 1.0 / 5040.0;
+    e = e * r + 1.0 / 720.0;
+    e = e * r + 1.0 / 120.0;
+    e = e * r + 1.0 / 24.0;
+    e = e * r + 1.0 / 6.0;
+    e = e * r + 0.5;
+    e = e * r + 1.0;
+    e = e * r + 1.0;
+    return (d4)((u4)e + ((u4)shifted << 52));
+}
+
+/* log(1 + e) for e in [0, 1]: 2 artanh(e / (2 + e)). */
+TARGET static inline d4 NAME(log_plus)(d4 e) {
+    d4 s = e / (e + 2.0), z = s * s, sum = z * (1.0 / 33.0) + 1.0 / 31.0;
+    sum = sum * z + 1.0 / 29.0;
+    sum = sum * z + 1.0 / 27.0;
+    sum = sum * z + 1.0 / 25.0;
+    sum = sum * z + 1.0 / 23.0;
+    sum = sum * z + 1.0 / 21.0;
+    sum = sum * z + 1.0 / 19.0;
+    sum = sum * z + 1.0 / 17.0;
+    sum = sum * z + 1.0 / 15.0;
+    sum = sum * z + 1.0 / 13.0;
+    sum = sum * z + 1.0 / 11.0;
+    sum = sum * z + 1.0 / 9.0;
+    sum = sum * z + 1.0 / 7.0;
+    sum = sum * z + 1.0 / 5.0;
+    sum = sum * z + 1.0 / 3.0;
+    return (s + s) + (s + s) * (z * sum);
+}
+
+/* Loss, slope and second derivative of four records, weighted; columns are BATCH long. NaN for a score that is not
+   finite. */
+TARGET static inline void NAME(terms)(d4 score, const double *columns, d4 *loss, d4 *slope, d4 *bend) {
+    const d4 zero = {0}, most = {700.0, 700.0, 700.0, 700.0};
+    d4 weight = NAME(load4)(columns), target = NAME(load4)(columns + BATCH), limit = NAME(load4)(columns + 2 * BATCH);
+    d4 corner = NAME(load4)(columns + 3 * BATCH), margin = target * score;
+    d4 size = NAME(where)(margin < zero, -margin, margin);
+    d4 e = NAME(exp_minus)(NAME(where)(size < most, size, most)) + (margin - margin), part = 1.0 / (e + 1.0);
+    d4 pull = -target * NAME(where)(margin < zero, part, e * part);
+    d4 curve = NAME(where)(margin < zero, size, zero) + NAME(log_plus)(e);
+    d4 line = NAME(load4)(columns + 4 * BATCH) + limit * (corner - margin);
+    *loss = weight * NAME(where)(margin < corner, line, curve);
+    *slope = weight * NAME(where)(pull > limit, limit, NAME(where)(pull < -limit, -limit, pull));
+    *bend = (d4)((i4)(weight * target * target * (e * part * part)) & (pull < limit) & (pull > -limit));
+}
+
+/* Sums of the rows from `from` up to `end`, of n. */
+TARGET static void NAME(logistic)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
+                                  const double *columns, const double *point, int64_t padded, double *scratch,
+                                  double *sums, double *bends) {
+    d4 total = {0};
+    for (int64_t start = from; start < end; start += BATCH) {
+        int64_t count = end - start < BATCH ? end - start : BATCH;
+        double column[COLUMNS][BATCH] = {{0}}, scores[BATCH];
+        for (int k = 0; k < COLUMNS; k++) memcpy(column[k], columns + k * n + start, 8 * count);
+        for (int64_t r = 0; r < count; r += GROUP) {
+            int64_t i = start + r, few = count - r < GROUP ? count - r : GROUP;
+            double *p = scratch + r * padded;
+            d4 a = {0}, b = {0}, c = {0}, e = {0};
+            NAME(counted)(x, i, few, shares + i, shares + n + i, column[0] + r, p, padded);
+            for (int64_t j = 0; j < padded; j += 4) {
+                d4 w = NAME(load4)(point + j);
+                a += NAME(load4)(p + j) * w, b += NAME(load4)(p + padded + j) * w;
+                c += NAME(load4)(p + 2 * padded + j) * w, e += NAME(load4)(p + 3 * padded + j) * w;
+            }
+            d4 score = {(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]),
+                        (c[0] + c[1]) + (c[2] + c[3]), (e[0] + e[1]) + (e[2] + e[3])};
+            memcpy(scores + r, &score, sizeof score);
+        }
+        for (int64_t r = 0; r < count; r += GROUP) {
+            d4 loss, slope, bend;
+            NAME(terms)(NAME(load4)(scores + r), column[0] + r, &loss, &slope, &bend);
+            total += loss;
+            memcpy(scores + r, &slope, sizeof slope); /* from here on */
+            if (bends) memcpy(bends + start + r, &bend, 8 * (count - r < GROUP ? count - r : GROUP));
+        }
+        for (int64_t r = 0; r < count; r += GROUP) {
+            const double *p = scratch + r * padded;
+            d4 slopes[GROUP];
+            for (int k = 0; k < GROUP; k++)
+                slopes[k] = (d4){scores[r + k], scores[r + k], scores[r + k], scores[r + k]};
+            for (int64_t j = 0; j < padded; j += 4) {
+                d4 sum = NAME(load4)(sums + j);
+                for (int k = 0; k < GROUP; k++) sum += NAME(load4)(p + k * padded + j) * slopes[k];
+                memcpy(sums + j, &sum, sizeof sum);
+            }
+        }
+    }
+    sums[padded] = (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+/* Adds the products of at most BATCH rows from `start` on, on the diagonal and above it: in tiles of 4 x 8. */
+TARGET static void NAME(gram)(const table_t *x, int64_t start, int64_t n, const double *before, const double *after,
+                              const double *weights, int64_t padded, double *scratch, double *out) {
+    double *scaled = scratch + BATCH * padded;
+    for (int64_t r = 0; r < n; r += GROUP) {
+        double weight[GROUP] = {0}, *p = scratch + r * padded, *q = scaled + r * padded;
+        int64_t few = n - r < GROUP ? n - r : GROUP;
+        memcpy(weight, weights + start + r, 8 * few);
+        NAME(counted)(x, start + r, few, before + r, after + r, weight, p, padded);
+        for (int64_t k = 0; k < GROUP; k++)
+            for (int64_t j = 0; j < x->width; j++) q[k * padded + j] = weight[k] * p[k * padded + j];
+    }
+    for (int64_t i = 0; i < padded; i += 4)
+        for (int64_t j = i / 8 * 8; j < padded; j += 8) {
+            d4 low[4] = {{0}}, high[4] = {{0}};
+            for (int64_t r = 0; r < n; r++) {
+                const double *p = scratch + r * padded + j, *q = scaled + r * padded + i;
+                d4 a = NAME(load4)(p), b = NAME(load4)(p + 4);
+                for (int k = 0; k < 4; k++) low[k] += q[k] * a, high[k] += q[k] * b;
+            }
+            for (int k = 0; k < 4; k++) {
+                double *p = out + (i + k) * padded + j;
+                d4 a = NAME(load4)(p) + low[k], b = NAME(load4)(p + 4) + high[k];
+                memcpy(p, &a, sizeof a);
+                memcpy(p + 4, &b, sizeof b);
+            }
+        }
 }
 
 /* Unsigned numbers below 2^63 in float64, rounded once: high and low halves are exact. */

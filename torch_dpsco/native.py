@@ -1,8 +1,8 @@
 """The accelerator: sums, norms and noise in C (`_kernel.c`); where it is missing, torch computes the same.
 
-It is built with the package where there is a compiler, and used for float32 rows on the CPU. What it computes is as
-private as what torch computes: sums and norms are in float64, so that their errors are smaller, and each row is read by
-itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
+It is built with the package where there is a compiler, and used on the CPU: for float32 rows, and for float64 ones that
+estimators read. What it computes is as private as what torch computes: sums and norms are in float64, so that their
+errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 
 | here | torch |
 |---|---|
@@ -10,13 +10,18 @@ itself. `TORCH_DPSCO_NATIVE=off` in the environment switches it off.
 | `add_weighted` | `rows.base.weighted_rows` |
 | `outer_sums` | `rows.factored.FactoredBlock` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
+| `Table.images` | `linear.preparation`: `Preparation`, `Chain` |
+| `Table.gram` | `linear.objectives.base.Records.gram` |
+| `Table.logistic` | losses, gradients and curvatures of records: `linear.objectives.linear` |
 | `logs`, `gaussians` | `noise` |
 
-Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/noise.md#gaussians.
+Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/rounding.md#records-in-c,
+docs/proofs/noise.md#gaussians.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import zlib
@@ -29,6 +34,7 @@ import torch
 from torch import Tensor
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
+_BATCH = 32  # of _kernel.c
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
 _HERE = Path(__file__).parent
@@ -36,6 +42,7 @@ _SWITCH = "TORCH_DPSCO_NATIVE"
 _POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
 _INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
+_TABLE = [_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # first number, wide, stride, d, numbers, width
 _GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER]
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
@@ -43,6 +50,10 @@ _ARGUMENTS = {
     "outer": [_POINTER, _INTEGER, _INTEGER, *_ROWS, _POINTER, _INTEGER, _POINTER, _POINTER, _POINTER],
     "outer_space": [_INTEGER, _INTEGER],
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
+    "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "images": [*_TABLE, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
+    "gram": [*_TABLE, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
+    "logistic": [*_TABLE, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
 }
@@ -84,9 +95,14 @@ def status() -> str:
 
 def suits(rows: Tensor) -> bool:
     """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side."""
+    return rows.dtype is torch.float32 and suits_records(rows)
+
+
+def suits_records(rows: Tensor) -> bool:
+    """Returns whether it can read rows as records of a linear model: as `suits`, and float64, too."""
     return (
         type(rows) is Tensor  # subclasses may have no memory, or another meaning
-        and rows.dtype is torch.float32
+        and rows.dtype in (torch.float32, torch.float64)
         and rows.device.type == "cpu"
         and rows.dim() == 2
         and rows.layout is torch.strided
@@ -217,6 +233,100 @@ def add_linear(
     if outside:
         raise IndexError(f"index must be in [0, {len(rows)}), the records of the data set")
     return total
+
+
+class Table:
+    """Rows of records, and their images, which a linear model sees: ((row * before - center) * factor) * after.
+
+    Before and after are the shares of its length that a row keeps where it is cut. A constant may be appended. The rows
+    must not change: shares are those of the first reading.
+
+    Args:
+        rows: (n, d) that suit as records.
+        numbers: norms before and after (or inf), the constant at the end (0 for none), whether it is cut with the row,
+            whether rows are moved, d centers, d factors.
+
+    Attributes:
+        width: numbers of an image: d, or d + 1 with a constant.
+        norms: (n,) float64 of images, each within gamma(width + 4); inf for a row that is not finite, before or after
+            it was moved, or is longer than 2^1021 times what it is cut to: its image is 0.
+    """
+
+    def __init__(self, rows: Tensor, numbers: list[float]) -> None:
+        if not suits_records(rows):
+            raise ValueError(f"rows must be float32 or float64 of the CPU, side by side (got strides {rows.stride()})")
+        self._rows, self._numbers = rows, torch.tensor(numbers, dtype=torch.float64)
+        _require(self._numbers, 5 + 2 * rows.shape[1], torch.float64)
+        self.width = rows.shape[1] + (numbers[2] != 0)
+        self._shares = self._numbers.new_empty(2, len(rows))
+        self.norms, scratch = self._shares.new_empty(len(rows)), self._shares.new_empty(4, self.width)
+        memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
+        _found()[0].dpsco_measure(*self._place, len(rows), *memory)
+
+    @property
+    def _place(self) -> tuple[int, ...]:
+        rows = self._rows  # not kept: a copy of this has its own memory
+        wide = rows.dtype is torch.float64
+        return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], self._numbers.data_ptr(), self.width
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Tensor | slice) -> Table:
+        """Returns that of some rows."""
+        part = copy.copy(self)
+        part._rows, part._shares, part.norms = self._rows[index], self._shares[:, index].contiguous(), self.norms[index]
+        return part
+
+    def images(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns images of rows from start up to stop: (m, width) float64; 0 for a row that is not finite."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        found = self._shares.new_empty(max(0, stop - start), self.width)
+        memory = self._shares.data_ptr(), found.data_ptr()
+        _found()[0].dpsco_images(*self._place, start, len(found), len(self), *memory)
+        return found
+
+    def gram(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        """Returns the sum of weights[i] x_i x_i' over the images x_i of rows from start up to stop: (width, width).
+
+        Args:
+            weights: (n,) float64, contiguous; of all rows. A row of weight 0 counts for nothing.
+            start: in [0, n].
+            stop: in [start, n]; each term passes through at most as many additions as there are rows.
+        """
+        _require(weights, len(self), torch.float64)
+        start, stop, _ = slice(start, stop).indices(len(self))
+        padded = -(-self.width // 8) * 8
+        scratch, found = weights.new_zeros(2 * _BATCH, padded), weights.new_zeros(padded, padded)
+        memory = (part.data_ptr() for part in (self._shares, weights))
+        more = padded, scratch.data_ptr(), found.data_ptr()
+        _found()[0].dpsco_gram(*self._place, start, max(0, stop - start), len(self), *memory, *more)
+        return found[: self.width, : self.width]
+
+    def logistic(self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None) -> Tensor:
+        """Returns sums of weighted logistic losses and of their gradients in the point, for each block of records.
+
+        Args:
+            columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing), targets, the largest slopes
+                (or inf), the margins where they are reached (or -inf), and the losses there.
+            point: (width,) float64, contiguous.
+            block: > 0, number of records of a block.
+            bends: (n,) float64, contiguous, for weighted second derivatives; None for none.
+
+        Returns:
+            (blocks, width + 1) float64: gradients, and losses in the last column; each term of a block passes through
+            at most as many additions as it has records.
+        """
+        n, padded = len(self), -(-self.width // 4) * 4
+        for part, size in (columns, 5 * n), (point, self.width), (bends, n):
+            _require(part, size, torch.float64)
+        scratch, weight = point.new_zeros(_BATCH, padded), point.new_zeros(padded)
+        weight[: self.width] = point
+        sums = point.new_zeros(-(-n // block), padded + 1)
+        given = self._shares.data_ptr(), columns.data_ptr(), weight.data_ptr()
+        memory = scratch.data_ptr(), sums.data_ptr(), None if bends is None else bends.data_ptr()
+        _found()[0].dpsco_logistic(*self._place, n, *given, padded, block, *memory)
+        return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
 
 
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:

@@ -197,6 +197,21 @@ def test_a_map_style_dataset_is_read_like_its_tensors(monkeypatch: pytest.Monkey
         torch.testing.assert_close(answer, answers[0], rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:generator= makes")
+def test_a_data_set_that_changes_after_solve_changes_nothing(kind: str) -> None:
+    answers = []
+    for later in (1.0, 1e6):
+        rows, signs = ROWS.clone(), SIGNS.clone()
+        model, optimizer = make(kind, generator=torch.Generator().manual_seed(5))
+        optimizer.solve(TensorDataset(rows, signs))
+        rows *= later
+        signs *= later
+        optimizer.finalize()
+        answers.append(model.weight.detach().clone())
+    assert torch.equal(*answers)
+
+
 # -- one release ------------------------------------------------------------------------------------------------------
 
 

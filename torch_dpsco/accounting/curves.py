@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, singledispatch
+from functools import cache, lru_cache, singledispatch
 from typing import Protocol
 
 import numpy as np
@@ -339,6 +339,7 @@ def epsilon_of(
     """
     check.open_interval(0.0, 1.0, delta=delta)
     check.choice(METHODS, method=method)
+    cost_at = cache(cost_at)
     cost = cost_at(0)
     if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
         raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")

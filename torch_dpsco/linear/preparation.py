@@ -87,6 +87,15 @@ class Preparation:
         constant = rows.new_full((len(rows), 1), self.intercept)
         return torch.cat([clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant], dim=1)
 
+    def numbers(self, dim: int, before: float = math.inf) -> list[float] | None:
+        """Returns those of `native.Table`, for rows of so many numbers, cut before; None for extreme scales."""
+        center, scale = self.center or (0.0,) * dim, self.scale or (1.0,) * dim
+        if not all(2.0**-900 < value < 2.0**900 for value in scale):
+            return None
+        moved = self.center is not None or self.scale is not None
+        given = before, self._most(dim), self.intercept, float(self.whole), float(moved)
+        return [*given, *center, *(1 / value for value in scale)]
+
     def shares(self, block: Tensor) -> Tensor:
         """Returns what is left of each row's length (B,), in (0, 1], of rows with finite numbers."""
         return self._shares(self._shifted(block))
@@ -103,16 +112,16 @@ class Preparation:
 
     def _shares(self, rows: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self._most(rows)
+        most = self._most(rows.shape[1])
         return torch.where(norms > most, most / norms, 1.0)
 
-    def _most(self, rows: Tensor) -> float:
-        return self.bound_x * (1 - 2.0**-50 * (rows.shape[1] + 8))  # less by the rounding of norm and product
+    def _most(self, dim: int) -> float:
+        return self.bound_x * (1 - 2.0**-50 * (dim + 8))  # less by the rounding of norm and product
 
     def _clip(self, rows: Tensor) -> Tensor:
         """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
         norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self._most(rows)
+        most = self._most(rows.shape[1])
         # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
         clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
         odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
@@ -144,6 +153,9 @@ class RowMap(Protocol):
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64."""
 
+    def numbers(self, dim: int) -> list[float] | None:
+        """Returns those of `native.Table`, for rows of so many numbers, or None."""
+
     def shares(self, block: Tensor) -> Tensor:
         """Returns what clipping leaves of each row's length (B,)."""
 
@@ -169,6 +181,11 @@ class Chain:
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64."""
         return self.then(self.first(block))
+
+    def numbers(self, dim: int) -> list[float] | None:
+        """Returns those of `native.Table`; None where both maps move rows."""
+        moved = self.first.center is not None or self.first.scale is not None
+        return None if moved else self.then.numbers(dim, self.first._most(dim))
 
     def shares(self, block: Tensor) -> Tensor:
         """Returns what the second map leaves of each row's length (B,)."""
@@ -344,7 +361,11 @@ def _up_to(values: _Columns, most: float, records: Records) -> Tensor:
 
 def _distances(records: Records, center: Tensor) -> Tensor:
     """Returns the distance of each row from the center, each of its own row alone, to the last bit."""
-    distances = torch.empty_like(records.weights)
-    for rows, block in records.blocks():
-        distances[rows] = torch.linalg.vector_norm((block - center).contiguous(), dim=1)
-    return distances
+
+    def made() -> Tensor:
+        distances = torch.empty_like(records.weights)
+        for rows, block in records.blocks():
+            distances[rows] = torch.linalg.vector_norm((block - center).contiguous(), dim=1)
+        return distances
+
+    return records.once(("distances", tuple(center.tolist())), made)

@@ -190,7 +190,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         """Finds the point to release, from a public start; shows nothing of it.
 
         Args:
-            dataset: (features, target) pairs; the tensors of a TensorDataset are read where they are.
+            dataset: (features, target) pairs; what changes in it later changes nothing.
 
         Raises:
             UnitError: another number of records than n, where that is public.
@@ -218,7 +218,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     def _records(self, dataset: Dataset[Any]) -> Records:
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-            features, targets = dataset.tensors
+            # PRIVACY: what is read at the release is what was bounded here
+            # (test_a_data_set_that_changes_after_solve_changes_nothing)
+            features, targets = (column.clone() for column in dataset.tensors)
         else:
             pairs = [dataset[i] for i in range(checks.number_of_records(dataset))]
             if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):

@@ -225,7 +225,7 @@ class LinearTask:
         """Whether the derivative keeps its sign for each record: a margin loss."""
         return isinstance(self.loss, (Logistic, SmoothedHinge, Hinge)) and not self.attack_radius
 
-    @property
+    @cached_property
     def smoothness(self) -> float | None:
         """Beta >= phi'' |x|^2 of a record, at every w; None if the derivative jumps."""
         if self.clipped is not None:

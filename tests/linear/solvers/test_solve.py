@@ -272,6 +272,14 @@ def test_a_first_guess_from_every_sixteenth_record_changes_nothing_but_the_way_t
     assert float((solution.w - newton(objective, torch.zeros(3).double(), 1e-9)).norm()) <= 1e-6 + 1e-9
 
 
+@pytest.mark.parametrize("reg", [1e-9, 1e-3, 1e6])
+def test_newton_gets_there_from_a_hessian_of_something_else(reg):
+    X, y = rows(12, 500, 3)
+    objective, other = mean(Logistic(), X, y, 1e-3), mean(Logistic(), X[:4], y[:4], reg)
+    found = newton(objective, torch.zeros(3).double(), 1e-9, like=other)
+    assert gradient_certificate(objective, found).proves(1e-9)
+
+
 def test_an_empty_sum_has_its_minimizer_in_closed_form():
     term = torch.tensor([1.0, -2.0], dtype=torch.float64)
     objective = LinearObjective(Logistic(), torch.zeros(0, 2), torch.zeros(0), reg=0.5, normalizer=1, linear_term=term)

@@ -167,8 +167,9 @@ def epsilon_with_failures(
     for round_number in range(400):
         # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
         padded = epsilon * (1 + 1e-9 * 2 ** (round_number // 20)) + 1e-12
-        if bound(padded) <= padded:
-            return bound(padded)  # smaller, and valid too, since less is taken away there
+        found = bound(padded)
+        if found <= padded:
+            return found  # smaller, and valid too, since less is taken away there
         epsilon = bound(epsilon)
         if math.isinf(epsilon):
             break

@@ -136,6 +136,7 @@ def _epsilon(mu: float, delta: float) -> float:
     return _safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
 
 
+@functools.lru_cache(maxsize=256, typed=True)
 def gaussian_mu(epsilon: float, delta: float) -> float:
     """Returns the largest mu for which mu-GDP implies (epsilon, delta)-DP, rounded down.
 

@@ -444,8 +444,10 @@ def make_report(
     evaluation = ledger.evaluate(delta, adjacency)
     epsilons = {adjacency: _quoted(evaluation.epsilon, delta, budget)}
     for other in ADJACENCIES:
+        if other == adjacency:
+            continue
         try:
-            epsilons.setdefault(other, _quoted(ledger.epsilon(delta, other), delta, budget))
+            epsilons[other] = _quoted(ledger.epsilon(delta, other), delta, budget)
         except (AdjacencyError, InfeasibleError):  # an event has no guarantee there: the report leaves the line out
             continue
     method = evaluation.method if evaluation.order is None else f"{evaluation.method}, order {evaluation.order:.4g}"

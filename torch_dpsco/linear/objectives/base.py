@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_dpsco import native
+
 _T = TypeVar("_T")
 
 
@@ -101,6 +103,15 @@ class PairwiseSum:
         return total
 
 
+def pairwise(terms: Tensor) -> Tensor:
+    """Returns the sum of terms (m, ...) by the additions of `PairwiseSum`, in its order: those of 0 are exact."""
+    while len(terms) > 1:
+        if len(terms) % 2:
+            terms = torch.cat([terms, torch.zeros_like(terms[:1])])
+        terms = terms[::2] + terms[1::2]
+    return terms.sum(0)
+
+
 class Records:
     """Features, targets and weights of n records; a record that cannot be used is a null record and contributes 0.
 
@@ -113,7 +124,7 @@ class Records:
         weights: shape (n,) or None for ones.
         num_classes: K if the targets are class numbers; others than 0..K-1 make null records.
         prepare: public map of float64 rows (B, d) to rows (B, d'), each a function of its own row alone; applied to a
-            block whenever it is read. None leaves rows as they are.
+            block whenever it is read, in C where it has `numbers` for that. None leaves rows as they are.
         block_rows: rows of a block, at most; None for 1024.
 
     Raises:
@@ -124,6 +135,8 @@ class Records:
         targets: (n,) float64, or int64 class numbers; 0 for null records.
         weights: (n,) float64, 0 exactly for null records.
     """
+
+    _table: native.Table | None = None  # of records in memory that C reads
 
     def __init__(
         self,
@@ -138,6 +151,7 @@ class Records:
         if features.dim() != 2 or not features.is_floating_point():
             raise ValueError(f"features must be floating point, (n, d) (got {features.dtype}, {tuple(features.shape)})")
         self._features, self._prepare, self.num_classes = features.detach(), prepare, num_classes
+        self._table = _table(self._features, prepare)
         self.count, self.dim = len(features), self._read(features.new_zeros(1, features.shape[1])).shape[1]
         self.device = features.device
         integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
@@ -168,7 +182,7 @@ class Records:
         """Yields (rows, their features in float64, null records as 0)."""
         for index, start in enumerate(range(0, self.count, self._rows)):
             rows = slice(start, min(start + self._rows, self.count))
-            block = self._read(self._features[rows])
+            block = self._read(self._features[rows]) if self._table is None else self._table.images(start, rows.stop)
             yield rows, block if self._clean[index] else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
 
     def sum(self, of: Callable[[Records], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -192,14 +206,26 @@ class Records:
         fewer._known = {}
         for name in ("_features", "_used", "targets", "weights", "norms"):
             setattr(fewer, name, getattr(self, name)[::step])
+        fewer._table = None if self._table is None else self._table[::step]
         fewer.count = len(fewer.targets)
         fewer._clean = [bool(part.all()) for part in torch.split(fewer._used, self._rows)]
         return fewer
 
     def select(self, chosen: Tensor) -> Tensor:
         """Features of some records in float64, shape (k, d), for row numbers (k,); 0 for null records."""
-        rows = self._read(self._features[chosen])
+        rows = self._read(self._features[chosen]) if self._table is None else self._table[chosen].images()
         return torch.where(self._used[chosen].unsqueeze(1), rows, 0.0)
+
+    @property
+    def in_c(self) -> bool:
+        """Whether the records are read in C, see `native.Table`."""
+        return self._table is not None
+
+    def logistic(self, point: Tensor, columns: Tensor, bends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Sums of logistic losses and of their gradients in w, shape (d,), in C; see `native.Table.logistic`."""
+        assert self._table is not None
+        total = pairwise(self._table.logistic(columns, point, self._rows, bends))
+        return total[-1], total[:-1]
 
     def _read(self, block: Tensor) -> Tensor:
         return block.double() if self._prepare is None else self._prepare(block.double())
@@ -238,16 +264,19 @@ class Records:
     def gram(self, curvatures: Tensor) -> Tensor:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
         total = PairwiseSum(self._zeros(self.dim, self.dim))
+        if self._table is not None:
+            for start in range(0, self.count, self._rows):
+                total.add(self._table.gram(curvatures, start, start + self._rows))
+            return total.result()
         for rows, block in self.blocks():
             total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
         return total.result()
 
     def total(self, terms: Tensor) -> Tensor:
         """Sum of n numbers, shape ()."""
-        value = PairwiseSum(self._zeros())
-        for part in torch.split(terms, self._rows) if self.count else ():
-            value.add(part.sum())
-        return value.result()
+        whole = self.count - self.count % self._rows
+        sums = terms[:whole].view(-1, self._rows).sum(1)
+        return pairwise(torch.cat([sums, terms[whole:].sum(0, keepdim=True)]) if whole < self.count else sums)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -261,7 +290,9 @@ class Records:
         return column.detach()
 
     def _measure(self) -> Tensor:
-        """Norms of the rows, inf for those with a non-finite entry; prepared rows are kept where they are few."""
+        """Norms of the rows, inf for those with a non-finite entry; what torch prepares is kept where it is little."""
+        if self._table is not None:
+            return self._table.norms
         few = self._prepare is not None and self.count * self.dim <= _KEPT_ENTRIES
         kept = self._zeros(self.count, self.dim) if few else None
         norms = torch.empty(self.count, dtype=torch.float64, device=self.device)
@@ -276,6 +307,17 @@ class Records:
         if kept is not None:
             self._features, self._prepare = kept, None
         return norms
+
+
+def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> native.Table | None:
+    """Returns the rows for C, by public facts; None where torch reads them."""
+    dim, numbers = features.shape[1], getattr(prepare, "numbers", None)
+    if (prepare is not None and numbers is None) or not native.suits_records(features[:, :1]):
+        return None
+    # columns of a table lie side by side: they are copied where prepared rows would be
+    rows = features.contiguous() if features.stride(1) != 1 and features.numel() <= _KEPT_ENTRIES else features
+    given = [math.inf, math.inf, 0.0, 0.0, 0.0, *[0.0] * dim, *[1.0] * dim] if numbers is None else numbers(dim)
+    return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
 
 
 def as_records(

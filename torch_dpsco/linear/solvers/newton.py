@@ -88,7 +88,9 @@ _KEEP, _HISTORY = 0.3, 20
 _Pairs = deque[tuple[Tensor, Tensor]]  # of moves and turns of the gradient
 
 
-def newton(objective: Objective, start: Tensor, distance: float, steps: int = 100) -> Tensor:
+def newton(
+    objective: Objective, start: Tensor, distance: float, steps: int = 100, like: Objective | None = None
+) -> Tensor:
     """Newton steps with Armijo backtracking until C1 proves the distance, or no step helps.
 
     Args:
@@ -96,6 +98,7 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
         start: w_0, float64.
         distance: target of the certificate, > 0.
         steps: at most.
+        like: whose Hessian is near enough for the first steps, and costs less; None for none.
 
     Returns:
         The iterate of least gradient norm. It promises nothing: certify it.
@@ -116,9 +119,10 @@ def newton(objective: Objective, start: Tensor, distance: float, steps: int = 10
     for _ in range(steps):
         if not iterate.finite() or certified(objective, iterate, distance):
             break
-        fresh = factor is None
+        fresh = factor is None and like is None
         if factor is None:
-            factor, failed = torch.linalg.cholesky_ex(objective.hessian(iterate.point))
+            factor, failed = torch.linalg.cholesky_ex((like or objective).hessian(iterate.point))
+            like = None
             if bool(failed):
                 break
             pairs.clear()
