@@ -26,6 +26,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 )
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import PoissonGaussian, RandomAllocation, SimpleEvent, WORGaussian
+from torch_dpsco.accounting.noise_levels import spread_of
 from torch_dpsco.accounting.stated import Failure
 
 _MOST_COMBINATIONS = 256
@@ -110,6 +111,8 @@ class ComposedLaws:
         for (partition, _), counts in self._counts().items():
             laws: dict[LossLaw, int] = {}
             sampled = 0
+            if sum(spread_of(event, self._adjacency) is not None for event in counts) > most:
+                return None  # before any of them is asked what it costs
             for event, times in counts.items():
                 known = laws_of(event, self._adjacency)
                 sampled += sum(law.mu is None and law not in laws for law in known or ())

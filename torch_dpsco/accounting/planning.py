@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -221,6 +221,8 @@ class Planning:
     def _reread(self) -> None:
         """Follows a new budget or book."""
         self._closed: PlannedEvents | None = None  # the plan, as far as it is known
+        # number of events of a ledger that is a part of the plan's fixed ones, these, and whether they fit the budget
+        self._covered, self._fixed, self._fixed_fits = -1, cast(_Counts, {}), False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
         rule = self._budget
@@ -311,8 +313,29 @@ class Planning:
         plan = self._plan()
         if plan.is_plain:
             return plan.names(event)
+        if self._within_fixed(event, count):
+            return self._fixed_fits
         reserved = plan.reserved(self.ledger, event, count)
         return reserved is not None and _fit_together(self._rule, reserved)
+
+    def _within_fixed(self, event: Event, count: int) -> bool:
+        """Returns whether the ledger with the event is known to be a part of the plan's fixed events."""
+        if self._covered != len(self):
+            return False
+        fixed, changed = self._fixed, self.ledger.changed(event, count)
+        return all(not any(place) for place in changed) and all(
+            times <= fixed.get(simple, 0) for counts in changed.values() for simple, times in counts.items()
+        )
+
+    def _cover(self) -> None:
+        """Notes whether the ledger as it is is a part of these, none of them on parts of the records."""
+        fixed, partitions = _shape(Ledger(self._plan().fixed))
+        asked, cut = _shape(self.ledger)
+        self._covered, self._fixed, self._fixed_fits = -1, fixed, False
+        if not partitions and not cut and all(times <= fixed.get(event, 0) for event, times in asked.items()):
+            assert self._rule is not None
+            self._covered = len(self)
+            self._fixed_fits = _fit_together(self._rule, Sequential(self._plan().fixed))
 
     def _deciding(self, event: Event, count: int) -> Filter:
         """Returns the filter that decides about an event: of what was not planned, that of mode "gdp", or none."""
@@ -331,11 +354,13 @@ class Planning:
             return
         assert self._rule is not None
         if len(self):
+            within = self._within_fixed(event, count)
             if refuse:
                 self._adapt(event, count)
             elif (plan := self._plan()).reserved(self.ledger, event, count) is None:
                 self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
             yield
+            self._covered = len(self) if within else -1
             return
         try:
             plan = PlannedEvents.closing(self._declared, event, max(count, planned))
@@ -343,6 +368,8 @@ class Planning:
                 self._require_room_for(plan)
             self._close(plan)
             yield
+            if len(plan.fixed) > 1:
+                self._cover()
         finally:
             if not len(self):
                 self._config.pop("plan", None)

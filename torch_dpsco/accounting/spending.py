@@ -286,9 +286,9 @@ class Spending(Planning):
         alike = budget.mode == "planned" and budget.schedule is None and len(self.ledger.distinct) == 1
         if decided and alike and self.ledger.adds_nothing(event, count):
             return count
-        if planned > count and self._admits(event, planned):
+        if planned > count and self._admits(event, planned, decided):
             return planned
-        if not self._admits(event, count):
+        if not self._admits(event, count, decided):
             assert self._filter is not None
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
@@ -303,10 +303,17 @@ class Spending(Planning):
         """Returns whether the budget (always, without one) would admit the event; charges nothing."""
         return self._admits(self._placed(event), check.count(count=count))
 
-    def _admits(self, event: Event, count: int) -> bool:
+    def _admits(self, event: Event, count: int, decided: bool = False) -> bool:
+        """Returns whether the event fits; `decided` where the ledger as it is is known to be within the budget."""
         if self._filter is None:
             return True
-        return not self._ended and self._deciding(event, count).admits(self.ledger, event, count)
+        if self._ended:
+            return False
+        if self._keeps_plan and self._within_fixed(event, count):
+            # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
+            return self._fixed_fits
+        deciding = self._deciding(event, count)
+        return (deciding.admits_next if decided else deciding.admits)(self.ledger, event, count)
 
     @typed
     @locked

@@ -42,6 +42,11 @@ ORDERS = default_orders()
 RATE, EPOCH = 256 / 60000, 235
 
 
+def forget() -> None:
+    pld._kept.cache_clear()
+    pld._both_ways.cache_clear()
+
+
 def epsilon(law: LossLaw, steps: int, delta: float = 1e-5, grid: float = 1e-4) -> float:
     return pld_epsilon([(law, steps)], delta, grid=grid).epsilon
 
@@ -378,10 +383,10 @@ def test_a_less_accurate_transform_only_loosens_the_figure(monkeypatch):
     law, steps = PoissonLoss(0.01, 1.0), 1000
     accurate = pld_epsilon([(law, steps)], 1e-5)
     assert accurate.rounding < 1e-5
-    pld._both_ways.cache_clear()
+    forget()
     monkeypatch.setattr("torch_dpsco.accounting.analysis.pld_compose._ETA", 1e-10)
     inaccurate = pld_epsilon([(law, steps)], 1e-5)
-    pld._both_ways.cache_clear()
+    forget()
     assert inaccurate.rounding > 1e-3
     assert inaccurate.epsilon > accurate.epsilon * (1 + 1e-5)
     assert inaccurate.epsilon - inaccurate.error <= accurate.epsilon

@@ -6,7 +6,8 @@
   `quadrature`).
 * `pure`, `svt`: mechanisms of a pure epsilon; `shuffle`: shifts of binomial sums.
 * `groups`: several records at once; `odometer`: parameters that depend on what was released.
-* `pld` (with `pld_pairs`, `pld_laws`, `pld_compose`): composed privacy loss distributions, and a mu that covers them.
+* `pld` (with `pld_pairs`, `pld_laws`, `pld_compose`, `pld_powers`): composed privacy loss distributions, and a mu that
+  covers them.
 * `convert`: Renyi curves and failure probabilities to (epsilon, delta).
 
 Every function returns a bound that holds as returned: epsilon and noise are rounded up, mu and rho down.

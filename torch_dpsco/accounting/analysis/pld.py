@@ -10,7 +10,11 @@ and 2^21 points suffice (2^22 for all laws together); and is doubled where many 
 there is no figure: losses too large for the points (steps above 1/4), more than 512 laws, or a delta not reached.
 
 No answer is refused because of rounding: it is bounded and added, and mostly such answers are still far below the Renyi
-bound. Transforms are not cached, since the tilt depends on the query; grid laws are.
+bound.
+
+An epsilon is asked for while counts grow. Grid, tilt and window are therefore chosen for a block of counts, and the
+transforms are kept for it (`pld_powers`), where few frequencies matter. Which block a count is in depends on the count
+alone, so that the answer does not depend on what was asked before.
 
 `gdp_upper` summarizes such a ledger as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
 (1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the chord, in t, between
@@ -24,14 +28,14 @@ Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if t
 A central-limit mu has no such proof, and reports far too little.
 
 Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms,
-docs/proofs/accounting.md#a-mu-that-covers-a-curve.
+docs/proofs/accounting.md#one-more-release, docs/proofs/accounting.md#a-mu-that-covers-a-curve.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -54,6 +58,7 @@ from torch_dpsco.accounting.analysis.pld_compose import (
     window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, LossLaw
+from torch_dpsco.accounting.analysis.pld_powers import Powers, summed
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 Ledger = tuple[tuple[LossLaw, int], ...]
@@ -67,6 +72,7 @@ _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
 _REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)  # standard deviations kept: few, so that grid laws repeat
 _MAX_GRID = 0.25
 _MUCH_ROUNDING = 0.01  # share of delta
+_BLOCK_BITS = 2  # of a count: blocks are a quarter to a half of their counts wide
 
 
 class PLDResult(NamedTuple):
@@ -272,27 +278,77 @@ def _improved(ledger: Ledger, query: _Query, grid: float) -> _Reading:
     return _Reading(reading.result, final=True)
 
 
+class _Terms(NamedTuple):
+    """What a reading takes from its scene: per release of each law the shift, and what doubling the grid would add."""
+
+    shifts: list[float]
+    costs: list[float]  # to the cumulant at the tilt
+    tilt: float
+    coarse: bool  # whether that is too much
+
+    def reading(self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool) -> _Reading:
+        """Returns the answer that a curve gives."""
+        answer = query.answer(curve, summed(counts, self.shifts))
+        if answer is None:
+            return _Reading(None, final=refine)
+        good = not self.coarse and answer.rounding <= _MUCH_ROUNDING
+        return _Reading(query.with_error(answer, summed(counts, self.costs), self.tilt), final=good)
+
+
 class _Scene(NamedTuple):
-    """Laws on their grid, where to look, what doubling the grid would add to the cumulant, and if that is too much."""
+    """Laws on their grid, and where to look."""
 
     laws: Counted
     plan: _Plan
     view: Window
-    cost: float
-    coarse: bool
+    terms: _Terms
 
 
 def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
     """Returns the answer for the pairs as they are ordered, on a finer grid only if `refine`."""
+    counts = [count for _, count in ledger]
+    if isinstance(query, _AtDelta) and sum(counts) > 1:  # one release alone has no rounding, composed as it is
+        kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
+        if kept is not None:
+            powers, terms = kept
+            return terms.reading(query, powers.curve(counts, math.log(query.delta)), counts, refine)
     scene = _resolved(ledger, query, grid, refine)
     if scene is None:
         return _Reading(None, final=True)
-    curve = compose(scene.laws, scene.view, scene.plan.epsilon)
-    answer = query.answer(curve, math.fsum(count * law.shift for law, count in scene.laws))
-    if answer is None:
-        return _Reading(None, final=refine)
-    good = not scene.coarse and answer.rounding <= _MUCH_ROUNDING
-    return _Reading(query.with_error(answer, scene.cost, scene.plan.tilt), final=good)
+    return scene.terms.reading(query, compose(scene.laws, scene.view, scene.plan.epsilon), counts, refine)
+
+
+def _block(count: int) -> tuple[int, int]:
+    """Returns the least and the largest count that share what is kept: a function of the count alone.
+
+    Example:
+        >>> [_block(count) for count in (1, 4, 5, 200, 5000)]
+        [(1, 1), (4, 4), (5, 6), (193, 256), (4097, 6144)]
+    """
+    # PRIVACY: not of what was asked before, so that a plan has the epsilon of its run
+    # (test_epsilon_does_not_depend_on_what_was_asked_before)
+    bits = max(0, (count - 1).bit_length() - _BLOCK_BITS)
+    least = (count - 1 >> bits << bits) + 1
+    return least, least + (1 << bits) - 1
+
+
+@lru_cache(maxsize=64)
+def _kept(
+    blocks: tuple[tuple[LossLaw, int, int], ...], query: _AtDelta, grid: float, refine: bool
+) -> tuple[Powers, _Terms] | None:
+    """Returns what answers all counts of a block: the scene of the largest, seen down to the smallest."""
+    scene = _resolved(tuple((law, most) for law, _, most in blocks), query, grid, refine)
+    if scene is None:
+        return None
+    least = [few for _, few, _ in blocks]
+    smallest = Cumulant([(law, few) for (law, _), few in zip(scene.laws, least, strict=True)])
+    view, step = scene.view, scene.laws[0][0].grid
+    view = replace(view, low=min(view.low, window(smallest, view.tilt).low))
+    view = view.including(query.plan(smallest).epsilon - step, _FEW * step)
+    if view.width > _POINTS * step:
+        return None
+    powers = Powers(scene.laws, least, view, math.log(query.delta), scene.plan.epsilon)
+    return (powers, scene.terms) if powers.few else None
 
 
 def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
@@ -317,10 +373,12 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
             reach = needed
             continue
         view = _view(cumulant, plan, sum(count for _, count in laws), step)
-        cost = math.fsum(count * coarsening(law, plan.tilt) for law, count in laws)
+        costs = [coarsening(law, plan.tilt) for law, _ in laws]
+        cost = summed([count for _, count in laws], costs)
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
         if factor == 1 or (factor < 1 and (coarsened or not refine)):
-            return _Scene(laws, plan, view, cost, factor < 1 and not coarsened)
+            shifts = [law.shift for law, _ in laws]
+            return _Scene(laws, plan, view, _Terms(shifts, costs, plan.tilt, factor < 1 and not coarsened))
         coarsened = coarsened or factor > 1
         step *= factor
     return None

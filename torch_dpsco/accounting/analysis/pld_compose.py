@@ -55,7 +55,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -337,7 +337,7 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     log_infinite = _log(-math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws)))
     log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (8 + np.abs(finite))
     log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
-    log_error = _log(error) + log_scale - tilt * losses + _log_geometric(tilt, grid, size)
+    log_error = _log(error) + log_scale - tilt * losses + log_geometric(tilt, grid, size)
     return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
 
 
@@ -347,29 +347,65 @@ def convolved(parts: list[tuple[TiltedLaw, int]], first: int, size: int) -> tupl
     if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
         folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
         return np.roll(folded, -first % size), 0.0
-    levels, half = math.log2(2 * size) + 16 + (len(parts) + rows) / 2, size // 2 + 1
+    half = size // 2 + 1
     log_size, angle, log_bound, slope = np.zeros(half), np.zeros(half), np.zeros(half), np.zeros(half)
     for part, count in parts:
-        atom = int(np.argmax(part.mass))
-        rest = part.mass.copy()
-        rest[atom] = 0.0
-        first -= count * (part.law.first + atom)
-        moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
-        log_one, direction = _log_near_one(moved)
-        error = _ETA * levels * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)
-        bound = np.exp(log_one) + error
-        log_size += count * log_one
-        angle += count * direction
+        one = transform(part, size, len(parts), rows)
+        first -= count * (part.law.first + one.atom)
+        bound = np.exp(one.log_size) + one.error
+        log_size += count * one.log_size
+        angle += count * one.angle
         log_bound += count * np.log(bound)
-        slope += (count * error) / bound
-    bound = np.exp(log_bound)
-    bound[1 : size - half + 1] *= 2  # frequencies that stand for their conjugates
-    total = float(bound @ (slope + (_ETA * levels + (400 + 100 * len(parts)) * UNIT))) / size
+        slope += (count * one.error) / bound
+    bound = np.exp(log_bound) * multiplicity(size)
+    total = float(bound @ (slope + power_rounding(size, len(parts), rows))) / size
     kept = log_bound > -80  # the rest is set to 0: an error of at most its bound
     product = np.zeros(half, dtype=np.complex128)
     product[kept] = np.exp(log_size[kept] + 1j * angle[kept])
     total += float(bound[~kept].sum()) / size
     return np.roll(scipy.fft.irfft(product, size), -first % size), total * 1.001
+
+
+class Transform(NamedTuple):
+    """Transform F of a tilted law, its largest atom as the origin (item 2 of the module).
+
+    Args:
+        atom: index of the origin in the masses.
+        log_size: (N/2 + 1,) log |F|.
+        angle: (N/2 + 1,) arg F.
+        error: the bound e.
+    """
+
+    atom: int
+    log_size: FloatArray
+    angle: FloatArray
+    error: float
+
+
+def transform(part: TiltedLaw, size: int, laws: int, rows: float) -> Transform:
+    """Returns the transform of N = `size` points of one of S = `laws` laws that are folded into R = `rows` rows."""
+    atom = int(np.argmax(part.mass))
+    rest = part.mass.copy()
+    rest[atom] = 0.0
+    moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
+    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)
+    return Transform(atom, *_log_near_one(moved), error)
+
+
+def multiplicity(size: int) -> FloatArray:
+    """Returns how many of N frequencies each of the N/2 + 1 stands for: its conjugate too, but for the ends."""
+    times = np.ones(size // 2 + 1)
+    times[1 : size - size // 2] = 2.0
+    return times
+
+
+def power_rounding(size: int, laws: int, rows: float) -> float:
+    """Returns what exponentials and the way back add to the relative error of a product of powers."""
+    return _ETA * _levels(size, laws, rows) + (400 + 100 * laws) * UNIT
+
+
+def _levels(size: int, laws: int, rows: float) -> float:
+    return math.log2(2 * size) + 16 + (laws + rows) / 2
 
 
 def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
@@ -405,15 +441,17 @@ def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) 
 
 def log_beyond(laws: Counted, end: float, rise: float) -> float:
     """Returns log of the bound on what losses above `end` contribute."""
-    exponent = 1e-6 - rise * end
-    for law, count in laws:
-        _, logs = _exponents(law, rise)
-        top = float(logs.max())
-        exponent += count * (top + math.log(float(np.exp(logs - top).sum())) + 64 * UNIT * (8 + abs(top)))
-    return exponent
+    return 1e-6 - rise * end + sum(count * log_moment(law, rise) for law, count in laws)
 
 
-def _log_geometric(tilt: float, grid: float, size: int) -> float:
+def log_moment(law: GridLaw, rise: float) -> float:
+    """Returns log sum p e^(rise l), rounded up."""
+    _, logs = _exponents(law, rise)
+    top = float(logs.max())
+    return top + math.log(float(np.exp(logs - top).sum())) + 64 * UNIT * (8 + abs(top))
+
+
+def log_geometric(tilt: float, grid: float, size: int) -> float:
     """Returns log of sum_{m >= 1} e^(-tilt m h) (1 - e^(-m h)), at most N."""
     if tilt == 0:
         return math.log(size)

@@ -105,6 +105,10 @@ class Filter(ABC):
         # PRIVACY: all, not any (test_an_order_that_still_fits_does_not_save_one_that_does_not)
         return all(usage.fits for usage in self.usages(ledger, event, count))
 
+    def admits_next(self, ledger: Ledger, event: Event, count: int) -> bool:
+        """Returns what `admits` does, for a ledger that is known to be within the budget."""
+        return self.admits(ledger, event, count)
+
     def holds(self, ledger: Ledger) -> bool:
         """Returns whether the ledger is within the budget, so that the target is its guarantee."""
         return self.admits(ledger, None, 0)
@@ -226,6 +230,15 @@ class ScheduledFilter(Filter):
         found += [_steps(key, 0, limit) for key, limit in self._declared.items() if key not in asked]
         return tuple(found) or (Usage("steps of the schedule", 0.0, 0.0),)
 
+    def admits_next(self, ledger: Ledger, event: Event, count: int) -> bool:
+        """Returns whether what the event changes is declared, which is all that may have come to pass the schedule."""
+        changed = ledger.changed(event, count)
+        return all(
+            times <= self._declared.get((*place, simple), 0)
+            for place, counts in changed.items()
+            for simple, times in counts.items()
+        )
+
     def usage(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> Usage:
         """Returns the steps of the whole schedule."""
         usages = self.usages(ledger, event, count)
@@ -257,7 +270,7 @@ class AdaptiveFilter(Filter):
 
     def _cost(self, ledger: Ledger, event: Event | None, count: int) -> tuple[Cost, float]:
         """Returns the composed cost with a factor that exceeds the rounding of its sum."""
-        entries = sum(1 for _ in ledger.entries()) + (event is not None)
+        entries = ledger.size + (event is not None)
         cost = ledger.cost(self.budget.adjacency, self.level, event, count if event is not None else 1)
         return cost, 1.0 + 2.0 * ULP * max(0, entries - 1)
 
@@ -511,7 +524,7 @@ def adaptive_epsilon(ledger: Ledger, delta: float, adjacency: Adjacency, budget:
         return ledger.epsilon(delta, adjacency)
     reader = _OrderReader(ODOMETER_ORDERS)
     cost = ledger.cost(adjacency, reader.level)
-    entries = sum(1 for _ in ledger.entries())
+    entries = ledger.size
     kept = 0.0 if budget is None else budget.failure * (1.0 + 1e-12)
     kept = kept if kept < delta else 0.0  # then no failure at all is granted
     if cost.per_side or cost.failure + cost.transcript > kept:

@@ -49,6 +49,7 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.loss_laws import ComposedLaws, laws_of
+from torch_dpsco.accounting.noise_levels import MANY, Levels, spread_of
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 
@@ -81,11 +82,8 @@ def impurity(event: SimpleEvent) -> str:
 Counts = Mapping[SimpleEvent, int]
 
 
-class Sum:
-    """Sequential composition of counted events under one adjacency, on one order grid.
-
-    Changing a count, or adding an event, takes no new sum over the others. The result depends on the counts and on the
-    order in which events came, and on nothing else.
+class Rows:
+    """Sequential composition of counted events under one adjacency, on one order grid, each with its own cost.
 
     Args:
         adjacency: neighboring relation.
@@ -98,13 +96,16 @@ class Sum:
         self._rows = np.empty((1, len(Cost.zero(level).row)))
         self._times = np.empty(1)
 
-    def put(self, event: SimpleEvent, times: int) -> None:
-        """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
-        place = self._places.get(event)
-        if place is None:
-            place = self._write(len(self._places), event)
-            self._places[event] = place
-        self._times[place] = times
+    def put(self, event: SimpleEvent, times: int) -> bool:
+        """Sets how often an event happened, >= 1; returns whether it is new; raises AdjacencyError if not defined."""
+        known = self._places.get(event)
+        place = self._write(len(self._places), event) if known is None else known
+        self._places[event], self._times[place] = place, times
+        return known is None
+
+    def counts(self) -> dict[SimpleEvent, int]:
+        """Returns how often each event happened."""
+        return {event: int(self._times[place]) for event, place in self._places.items()}
 
     def _write(self, place: int, event: SimpleEvent) -> int:
         row = cost_of(event, self._adjacency, self._level).row
@@ -131,12 +132,57 @@ class Sum:
             return Cost.of_row(times @ self._rows[:last])
 
 
+class Sum:
+    """Sequential composition of counted events under one adjacency, on one order grid.
+
+    Changing a count, or adding an event, takes no new sum over the others. The result depends on the counts and on the
+    order in which events came, and on nothing else. More than 64 noises of sampled releases count by `noise_levels`.
+
+    Args:
+        adjacency: neighboring relation.
+        level: of the order grid (`curves.orders_at`).
+        counts: to begin with.
+
+    Raises:
+        AdjacencyError: an event has no guarantee.
+    """
+
+    def __init__(self, adjacency: Adjacency, level: int, counts: Counts) -> None:
+        self._adjacency, self._level = adjacency, level
+        self._rows = Rows(adjacency, level)
+        self._sampled: set[SimpleEvent] = set()  # while they count one by one
+        many = sum(map(self._is_sampled, counts)) > MANY
+        self._levels = Levels(adjacency, level) if many else None
+        for event, times in counts.items():
+            self.put(event, times)
+
+    def put(self, event: SimpleEvent, times: int) -> None:
+        """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
+        if self._levels is not None and self._is_sampled(event):
+            self._levels.put(event, times)
+        elif self._rows.put(event, times) and self._is_sampled(event):
+            self._sampled.add(event)
+            if len(self._sampled) > MANY:
+                self.__init__(self._adjacency, self._level, self._rows.counts())  # type: ignore[misc]
+
+    def _is_sampled(self, event: SimpleEvent) -> bool:
+        return spread_of(event, self._adjacency) is not None
+
+    def cost(self, changed: Counts | None = None) -> Cost:
+        """Returns the composed cost, as if some events had happened another number of times, >= 1."""
+        changed = changed or {}
+        sampled = {event: times for event, times in changed.items() if self._is_sampled(event)}
+        if self._levels is not None:
+            others = {event: times for event, times in changed.items() if event not in sampled}
+            return self._rows.cost(others) + Cost(self._levels.rdp(sampled))
+        if len(self._sampled | sampled.keys()) > MANY:
+            return Sum(self._adjacency, self._level, self._rows.counts() | dict(changed)).cost()
+        return self._rows.cost(changed)
+
+
 def total_of(counts: Counts, adjacency: Adjacency, level: int) -> Cost:
     """Returns the sequential composition of counted events."""
-    total = Sum(adjacency, level)
-    for event, times in counts.items():
-        total.put(event, times)
-    return total.cost()
+    return Sum(adjacency, level, counts).cost()
 
 
 class Totals:
@@ -145,10 +191,11 @@ class Totals:
     Args:
         adjacency: neighboring relation.
         level: of the order grid.
+        base: counts of the events that touch all records.
     """
 
-    def __init__(self, adjacency: Adjacency, level: int) -> None:
-        self.base = Sum(adjacency, level)
+    def __init__(self, adjacency: Adjacency, level: int, base: Counts) -> None:
+        self.base = Sum(adjacency, level, base)
         self._largest: dict[str, Cost] = {}  # per partition
 
     def grow(self, partition: str, part: Cost) -> None:
@@ -268,6 +315,11 @@ class Ledger:
         """Number of events, counting repetitions."""
         return self._length
 
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return sum(map(len, self._counts.values()))
+
     def entries(self) -> Iterator[tuple[str, str, SimpleEvent, int]]:
         """Yields (partition, part, event, count); both names are empty for events that touch all records."""
         with LOCK:  # a list: others may charge while the caller reads on
@@ -353,16 +405,14 @@ class Ledger:
 
     def _totals_at(self, adjacency: Adjacency, level: int) -> Totals:
         if (adjacency, level) not in self._totals:
-            totals = Totals(adjacency, level)
+            totals = Totals(adjacency, level, self._counts.get(_BASE, {}))
             for place, counts in self._counts.items():
                 if place != _BASE:
                     totals.grow(place[0], total_of(counts, adjacency, level))
-            for event, times in self._counts.get(_BASE, {}).items():
-                totals.base.put(event, times)
             self._totals[adjacency, level] = totals
         return self._totals[adjacency, level]
 
-    def _changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
+    def changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
         """Returns the counts that recording an event `count` times would change, as they would be."""
         changed: dict[_Place, _Counts] = {}
         for place, simple, times in _flatten(extra, count) if extra is not None else ():
@@ -376,7 +426,7 @@ class Ledger:
 
         The next batch of one pass, for instance. Compares with two parts of the partition only (a pilot may be one).
         """
-        changed = self._changed(event, count)
+        changed = self.changed(event, count)
         self._kinds_with(event)  # raises if the partition is cut in another way
         for place, counts in changed.items():
             others = [self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place]
@@ -393,7 +443,7 @@ class Ledger:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        totals, changed = self._totals_at(adjacency, level), self._changed(extra, count)
+        totals, changed = self._totals_at(adjacency, level), self.changed(extra, count)
         base = changed.pop(_BASE, None)
         after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
         parts = ((place[0], total_of(counts, adjacency, level)) for place, counts in after.items())
@@ -520,7 +570,7 @@ class Ledger:
     @locked
     def counts(self, extra: Event | None = None, count: int = 1) -> dict[_Place, _Counts]:
         """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
-        changed = self._changed(extra, count)
+        changed = self.changed(extra, count)
         places = dict.fromkeys((*self._counts, *changed))
         return {place: self._counts.get(place, {}) | changed.get(place, {}) for place in places}
 
