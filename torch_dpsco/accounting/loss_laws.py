@@ -9,9 +9,9 @@ Source: docs/proofs/accounting.md#dominating-laws, docs/proofs/accounting.md#los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.allocation import allocation_law
@@ -102,6 +102,9 @@ class ComposedLaws:
         known = [figure for figure in found if figure is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
 
+    def _sampled(self, counts: Iterable[SimpleEvent]) -> Iterator[SimpleEvent]:
+        return (event for event in counts if spread_of(event, self._adjacency) is not None)
+
     def _parts(self, most: float) -> list[set[_Counted]] | None:
         """Returns the different parts of each partition as laws with counts.
 
@@ -111,7 +114,7 @@ class ComposedLaws:
         for (partition, _), counts in self._counts().items():
             laws: dict[LossLaw, int] = {}
             sampled = 0
-            if sum(spread_of(event, self._adjacency) is not None for event in counts) > most:
+            if math.isfinite(most) and sum(1 for _ in islice(self._sampled(counts), int(most) + 1)) > most:
                 return None  # before any of them is asked what it costs
             for event, times in counts.items():
                 known = laws_of(event, self._adjacency)

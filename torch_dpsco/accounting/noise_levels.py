@@ -71,6 +71,7 @@ class Levels:
         self._known: dict[SimpleEvent, tuple[_Key, int, int]] = {}  # with share and times
         self._filled: dict[_Key, tuple[int, int]] = {}  # releases, and the sum of their shares
         self._rows: dict[_Key, FloatArray] = {}
+        self._total: FloatArray | None = None  # of the rows
         self._curves: dict[_Key, tuple[FloatArray, FloatArray]] = {}  # (a - 1) D_a at the upper level, and the rise
 
     def put(self, event: SimpleEvent, times: int) -> None:
@@ -89,10 +90,14 @@ class Levels:
             releases, shares = filled.get(key) or self._filled.get(key, (0, 0))
             filled[key] = releases + times - before, shares + (times - before) * share
         for key in self._filled.keys() - self._rows.keys():
-            self._rows[key] = self._row(key, *self._filled[key])
-        rows = self._rows | {key: self._row(key, *sums) for key, sums in filled.items()}
-        total: FloatArray = np.sum([rows[key] for key in sorted(rows)], axis=0)
-        return total
+            self._rows[key], self._total = self._row(key, *self._filled[key]), None
+        if filled or self._total is None:
+            rows = self._rows | {key: self._row(key, *sums) for key, sums in filled.items()}
+            total: FloatArray = np.sum([rows[key] for key in sorted(rows)], axis=0)
+            if filled:
+                return total
+            self._total = total
+        return self._total
 
     def _place(self, event: SimpleEvent) -> tuple[_Key, int, int]:
         """Returns where an event counts, with its share of the lower level, and how often it did."""
