@@ -333,3 +333,14 @@ def test_the_kernel_without_special_instructions_is_right(tmp_path: Path, monkey
     monkeypatch.setattr(native, "_found", lambda: library)
     for check in ALL:
         check()
+
+
+def test_rows_that_change_during_a_fit_change_nothing() -> None:
+    """A row that grows after it was measured would pass its bound."""
+    rows = rows_of(9, 4)[:1].clone()
+    for stored in (rows, rows.T.contiguous().T):
+        records = Records(stored, torch.ones(1), None, prepare=Preparation(0.5))
+        stored *= 1e6
+        [(_, block)] = records.blocks()
+        assert records.in_c
+        assert float(block.norm()) <= 0.5
