@@ -61,7 +61,11 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, NaN being equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return first.is_meta or torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
+    return (
+        first.is_meta
+        or torch.equal(first, second)
+        or bool(((first == second) | ((first != first) & (second != second))).all())
+    )
 
 
 def seed_torch(seed: int) -> None:
@@ -143,10 +147,8 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if id(t) in moved:
-                t.data.copy_(moved[id(t)])
-            elif not same_values(t.detach(), saved):
-                t.data.copy_(saved)
+            if t.requires_grad or not same_values(t.detach(), saved):  # what is frozen may be memory that others read
+                t.data.copy_(moved.get(id(t), saved))
 
     def clear(self, moved: Mapping[int, Tensor] = MappingProxyType({})) -> None:
         """Does as `restore`, and then forgets rows, gradients and forwards in progress, as at a fresh start."""

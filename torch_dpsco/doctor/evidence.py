@@ -170,13 +170,13 @@ def look(row: Callable[[list[int], list[int], bool], list[Row]], pool: int, rows
         return Isolation(rows)
     (base,) = seen(rows, [0])
     sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
-    places = seen(rows, sorted({1, rows // 2, rows - 1} - {0}))
-    (beside,) = seen(rows, [0], 1 + (pool - 1) // 2)
+    places, others = sorted({1, rows // 2, rows - 1} - {0}), 1 + (pool - 1) // 2
+    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]  # by place, or by company
     return Isolation(
         rows,
         size=any(_gap(base, made) != 0.0 for made in sizes),
-        place=any(_gap(base, made) != 0.0 for made in places),
-        company=_gap(base, beside),
+        place=bool(differ) and any(_gap(base, made) != 0.0 for made in seen(rows, places)),
+        company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
     )
 
 
@@ -265,7 +265,7 @@ class Evidence:
         base: the batch.
         moved: how far the rows of the others moved, relative, with another record 0; empty where that is not known.
         outliers: what record 0 was made, and how many rows of others that moved.
-        drift: how far rows moved, relative, after another batch instead of the same, and after the same instead of none.
+        drift: how far rows moved, relative, after another batch in place of the same one, and after that one.
         buffers: names of buffers and frozen parameters that a training forward changed.
         losses: loss of the batch, of its double and of its triple, in evaluation mode.
         random_loss: whether other random numbers give another loss in evaluation mode.

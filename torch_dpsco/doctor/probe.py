@@ -84,32 +84,41 @@ def _synthetic_records(script: Script, *, other_targets: bool = True) -> Synthet
 
 def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
     evidence.size = synthetic.size
+    generator = torch.Generator().manual_seed(_SEED)
+    # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
+    from_zero = script.row_free is not None
+    start = {id(p): _moved(p, generator, from_zero) for p in script.trainable.values()}
+    probe = _Probe(script, evidence, state, synthetic, start)
     if script.attached or script.hooks is not None:
-        _Probe(script, evidence, state, synthetic).look_at_rows()
+        probe.look_at_rows()
     else:
         attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
-            _Probe(script, evidence, Untouched(script.module), synthetic).look_at_rows()
+            _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
         if not evidence.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
-            _Probe(script, evidence, state, synthetic).look_at_sums()
+            probe.look_at_sums()
         if script.row_free is not None:
-            _Probe(script, evidence, state, synthetic).look_at_single_records()
+            probe.look_at_single_records()
     if script.loss is not None and evidence.weight is None:
         state.clear()
-        _Probe(script, evidence, state, synthetic).look_at_sizes()
+        probe.look_at_sizes()
 
 
 class _Probe:
     """Passes over one script, each from the same state."""
 
-    def __init__(self, script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
+    def __init__(
+        self,
+        script: Script,
+        evidence: Evidence,
+        state: Untouched,
+        synthetic: SyntheticRecords,
+        start: Mapping[int, Tensor],
+    ) -> None:
         self.script, self.evidence, self.state, self.synthetic = script, evidence, state, synthetic
-        generator = torch.Generator().manual_seed(_SEED)
-        # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
-        self.from_zero = script.row_free is not None
-        self.start = {id(p): _moved(p, generator, self.from_zero) for p in script.trainable.values()}
+        self.start = start
         self.records = list(range(synthetic.size))
         self.others = [i + synthetic.size for i in self.records]
 
@@ -130,10 +139,11 @@ class _Probe:
         if isinstance(changed, Refused):  # the loss may not take the other targets
             self.synthetic = evidence.keep(_synthetic_records(self.script, other_targets=False)) or self.synthetic
             changed = self._pass([self.others[0], *self.records[1:]])
-        base, size = evidence.base, self.synthetic.size
-        if base is not None and evidence.keep(changed) is not None:
-            evidence.moved = movement(base, changed, size)[1:]
-        after_other = evidence.keep(self._pass(self.records, start=False)) if evidence.keep(self._pass(self.others)) else None
+        base, size, kept = evidence.base, self.synthetic.size, evidence.keep(changed)
+        if base is not None and kept is not None:
+            evidence.moved = movement(base, kept, size)[1:]
+        other = evidence.keep(self._pass(self.others))
+        after_other = None if other is None else evidence.keep(self._pass(self.records, start=False))
         if base is not None and again is not None and after_other is not None:
             evidence.drift = float(movement(again, after_other, size).max()), float(movement(base, again, size).max())
         if self.synthetic.has_numbers:  # only now: a model that remembers a batch may not take one of another size
@@ -218,9 +228,10 @@ class _Probe:
         bound = optimizer.bounds[0] if optimizer is not None else None
         places = torch.tensor(_PLACES, dtype=torch.float64) * max(1.0, 1 / (bound or 1.0))
         for place in places.tolist():
-            for name, p in self.script.trainable.items():
-                along = direction[name]
-                self.start[id(p)] = torch.zeros_like(p.data) if along is None else place * along
+            self.start = {
+                id(p): torch.zeros_like(p.data) if direction[name] is None else place * direction[name]
+                for name, p in self.script.trainable.items()
+            }
             found.append(self._alone())
         grads = [made for made in found if made is not None]
         if len(grads) == len(found):
@@ -281,9 +292,7 @@ class _Probe:
         def run() -> Pass:
             if start:
                 self._start(seed)
-            else:
-                self._forget_rows()
-                seed_torch(seed)
+            seed_torch(seed)
             return self._gradients(records, scales)
 
         return attempt("a training pass over a made-up batch", run)
@@ -311,6 +320,7 @@ class _Probe:
                 factored.add(name)
             elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
                 rows[name] = Rows(made.detach() if only is None else made.detach()[only])
+        self._forget_rows()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 
     def _ghost_gradients(self, value: Any) -> Pass:
@@ -351,8 +361,9 @@ def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
     """Returns a parameter, or zeros, moved a little."""
     start = torch.zeros_like(p.data) if from_zero else p.detach()
     scale = float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
-    size = 0.1 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
-    return start + torch.randn(p.shape, generator=generator).mul_(size).to(p.device, p.dtype)
+    size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
+    moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
+    return start + moves.add_(moves.sign()).mul_(size).to(p.device, p.dtype)  # none of them near 0
 
 
 def _joined(totals: Any) -> Tensor:

@@ -23,18 +23,20 @@ class Rows:
     @classmethod
     def of(cls, block: Block) -> Rows:
         """Returns the rows of the first parameter of a block."""
-        if not isinstance(block, FactoredBlock) or not block.weight:
-            return cls(block.dense()[0].detach().clone())
+        if not isinstance(block, FactoredBlock):
+            return cls(block.dense()[0].detach())
         # PRIVACY: copies: the next batch may be written over them
         # (test_records_that_meet_in_memory_that_is_used_again_are_found)
-        return cls(block.backprops.detach() * block.scale, block.acts.detach().to(block.backprops.dtype, copy=True))
+        left = block.backprops.detach() * block.scale
+        return cls(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
 
     def __len__(self) -> int:
         return len(self.left)
 
     def at(self, place: int) -> Rows:
         """Returns one of them."""
-        return Rows(*(None if t is None else t[place : place + 1].clone() for t in (self.left, self.right)))
+        one = slice(place, place + 1)
+        return Rows(self.left[one].clone(), None if self.right is None else self.right[one].clone())
 
     def formed(self) -> Tensor:
         """Returns the rows themselves."""

@@ -26,6 +26,7 @@ def _has_sampler(module: nn.Module) -> bool:
 
 def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole."""
+
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             yield name, module
