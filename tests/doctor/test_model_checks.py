@@ -16,6 +16,8 @@ from tests.doctor.diagnoses import RECORD, find, ghost, names, ours, plain, thei
 from tests.doctor.scripts import BATCH, DIM, Centered, ColumnFree, N, class_data, mlp, regression_data
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
+from torch_dpsco.doctor.evidence import Pass, jumps, movement
+from torch_dpsco.doctor.rows import Rows
 from torch_dpsco.oracles import Exact
 from torch_dpsco.rules import SGD
 
@@ -367,3 +369,46 @@ def test_a_ghost_model_with_a_loss_of_its_own_is_found(reduction):
     found = find(diagnosis, "ghost-without-ghost-loss")
     assert found.severity == "critical"
     assert "grad_sample_mode='ghost'" in found.fix
+
+
+class Workspace(nn.Module):
+    """Centers its inputs by the batch, in memory that the next forward writes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(DIM, 1), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.held or self.held[0].shape != x.shape:
+            self.held[:] = [torch.empty_like(x)]
+        self.held[0].copy_(x - x.mean(0))
+        return self.layer(self.held[0])
+
+
+def test_records_that_meet_in_memory_that_is_used_again_are_found(monkeypatch):
+    memory: dict[int, Tensor] = {}
+    monkeypatch.setattr(torch, "empty_like", lambda x: memory.setdefault(len(x), torch.zeros(x.shape)))
+    found = find(ours(Workspace()), "coupled-records")
+    assert "with another record 0" in found.evidence
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [0.0, 1e-12, 1e-6, 1.0])
+def test_rows_as_factors_are_as_far_apart_as_the_rows_themselves(dtype, step):
+    first = [torch.randn(5, n, dtype=dtype) for n in (3, 4)]
+    second = [part + step * torch.randn_like(part) for part in first]
+    formed = [left.double()[:, :, None] * right.double()[:, None] for left, right in (first, second)]
+    expected = (formed[1] - formed[0]).flatten(1).norm(dim=1)
+    assert torch.allclose(Rows(*first).gaps(Rows(*second)), expected, rtol=1e-3, atol=0.0)
+    assert torch.allclose(Rows(*first).norms(), formed[0].flatten(1).norm(dim=1))
+    assert torch.allclose(Rows(formed[0]).gaps(Rows(*second)), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_rows_that_are_not_finite_any_more_have_moved():
+    left, right = torch.ones(5, 2), torch.ones(5, 3)
+    base = Pass(None, {}, {"weight": Rows(left, right), "bias": Rows(left)})
+    for bad in (float("nan"), float("inf")):
+        rows = {"weight": Rows(left, right.index_fill(0, torch.tensor(2), bad)), "bias": Rows(left)}
+        assert movement(base, Pass(None, {}, rows), 5).isfinite().tolist() == [True, True, False, True, True]
+        assert jumps(base, Pass(None, {}, rows), 5) == 1
+    assert movement(base, base, 5).tolist() == [0.0] * 5

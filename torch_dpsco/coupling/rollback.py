@@ -14,8 +14,9 @@ What a forward changes elsewhere (a file, a list inside of a list) cannot be und
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +61,11 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, NaN being equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return first.is_meta or bool(((first == second) | ((first != first) & (second != second))).all())
+    return (
+        first.is_meta
+        or torch.equal(first, second)
+        or bool(((first == second) | ((first != first) & (second != second))).all())
+    )
 
 
 def seed_torch(seed: int) -> None:
@@ -122,8 +127,12 @@ class Untouched:
             generator.set_state(saved)
         self.streams.restore()
 
-    def restore(self) -> None:
-        """Puts everything back."""
+    def restore(self, moved: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Puts everything back.
+
+        Args:
+            moved: other values, by the id of their tensor, instead of those that were saved.
+        """
         self.rewind()
         for p, grad, requires_grad in self._grads:
             p.grad = grad
@@ -138,12 +147,12 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if not same_values(t.detach(), saved):
-                t.data.copy_(saved)
+            if t.requires_grad or not same_values(t.detach(), saved):  # what is frozen may be memory that others read
+                t.data.copy_(moved.get(id(t), saved))
 
-    def clear(self) -> None:
-        """Puts everything back and then forgets rows, gradients and forwards in progress, as at a fresh start."""
-        self.restore()
+    def clear(self, moved: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Does as `restore`, and then forgets rows, gradients and forwards in progress, as at a fresh start."""
+        self.restore(moved)
         for p in self.params:
             reset = getattr(p, "dpsco_reset", None)
             if reset is not None:

@@ -6,6 +6,7 @@ Here that is looked at: synthetic records, the model's own weights, threads and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.coupling.rollback import Refused
+from torch_dpsco.doctor.rows import Rows
 from torch_dpsco.doctor.script import Finding, Script, critical, warning
 from torch_dpsco.rows.precision import switches
 from torch_dpsco.sampling import PrivateLoader
@@ -31,17 +33,13 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
         consequence, limit = "the gradients of many, which the noise does not cover", 1e-6  # in double precision
     if evidence.mixing is not None and evidence.mixing > limit:
         found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
-    base, changed = evidence.base, evidence.changed
-    if base is not None and changed is not None:
-        moved = movement(base, changed, evidence.size)[1:]
-        if moved.numel() and float(moved.max()) > tolerance(base.rows):
-            count = int((moved > tolerance(base.rows)).sum())
-            found = (
-                f"with another record 0, the gradients of {count} of the {evidence.size - 1} other records moved, by "
-                f"up to {float(moved.max()):.2g} of the largest row"
-            )
-    for what, size, reference, other in evidence.outliers:
-        count = jumps(reference, other, size)
+    moved, limit = evidence.moved, tolerance(evidence.rows)
+    if moved.numel() and float(moved.max()) > limit:
+        found = (
+            f"with another record 0, the gradients of {int((moved > limit).sum())} of the {evidence.size - 1} other "
+            f"records moved, by up to {float(moved.max()):.2g} of the largest row"
+        )
+    for what, count in evidence.outliers:
         if count and not found:
             found = f"with {what} as record 0, the gradients of {count} of the other records moved"
     if found:
@@ -55,26 +53,30 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def movement(first: Pass, second: Pass, size: int) -> Tensor:
     """Returns how far each record's rows moved, relative to the largest joint row; (size,) float64."""
-    squares, scale = torch.zeros(size, dtype=torch.float64), 0.0
-    for name, rows in first.rows.items():
-        others = second.rows.get(name)
-        if len(rows) != size or others is None or others.shape != rows.shape:
-            continue
-        gap = (others.double() - rows.double()).reshape(size, -1).norm(dim=1).cpu()
-        squares += torch.where(gap.isnan(), torch.zeros_like(gap), gap).square()
-    norms = joint_norms({name: rows for name, rows in first.rows.items() if len(rows) == size})
-    if norms.numel():
-        scale = float(norms.nan_to_num(0.0, 0.0, 0.0).max())
-    return squares.sqrt() / max(scale, 1e-30)
+    gaps, norms = _apart(first.rows, second.rows, size)
+    return gaps / max(float(norms.nan_to_num(0.0, 0.0, 0.0).max()), 1e-30)
 
 
-def joint_norms(rows: Mapping[str, Tensor]) -> Tensor:
+def _apart(first: Mapping[str, Rows], second: Mapping[str, Rows], size: int) -> tuple[Tensor, Tensor]:
+    """Returns how far the rows of each record are from those in a second pass, and their norms; (size,) float64."""
+    gaps, squares = torch.zeros(2, size, dtype=torch.float64)
+    for name, rows in first.items():
+        if len(rows) == size:
+            norms, others = rows.norms(), second.get(name)
+            squares += norms.square()
+            if others is not None and len(others) == size:
+                # PRIVACY: what was finite and is not any more has moved, however it compares
+                # (test_rows_that_are_not_finite_any_more_have_moved)
+                gaps += rows.gaps(others).nan_to_num(math.inf).where(norms.isfinite(), 0.0).square()
+    return gaps.sqrt(), squares.sqrt()
+
+
+def joint_norms(rows: Mapping[str, Rows]) -> Tensor:
     """Returns the norms of rows over all parameters, (size,) float64."""
-    squares = [made.double().reshape(len(made), -1).square().sum(1).cpu() for made in rows.values()]
-    return torch.stack(squares).sum(0).sqrt() if squares else torch.empty(0, dtype=torch.float64)
+    return torch.stack([made.norms().square() for made in rows.values()]).sum(0).sqrt()
 
 
-def tolerance(rows: Mapping[str, Tensor]) -> float:
+def tolerance(rows: Mapping[str, Rows]) -> float:
     """Returns the relative difference of rows that rounding explains."""
     dtypes = {made.dtype for made in rows.values()}
     if dtypes & set(HALF):
@@ -87,22 +89,19 @@ def jumps(first: Pass, second: Pass, size: int) -> int:
 
     Each is compared with its own length, or the usual one: the rows of outliers are longer than all others.
     """
-    names = [name for name, rows in first.rows.items() if len(rows) == size and name in second.rows]
-    if size < 2 or not names:
+    gaps, norms = (figures[1:] for figures in _apart(first.rows, second.rows, size))
+    known = norms.isfinite()
+    if not bool(known.any()):
         return 0
-    flat = [torch.cat([p.rows[n].double().reshape(size, -1).cpu() for n in names], dim=1)[1:] for p in (first, second)]
-    known = flat[0].isfinite().all(1)
-    norms = flat[0][known].norm(dim=1)
-    if not len(norms):
-        return 0
-    gaps = (flat[1][known] - flat[0][known]).norm(dim=1) / norms.clamp_min(float(norms.median()) + 1e-30)
-    return int((~(gaps <= 10 * tolerance(first.rows))).sum())
+    norms = norms[known]
+    return int((~(gaps[known] <= 10 * tolerance(first.rows) * norms.clamp_min(float(norms.median()) + 1e-30))).sum())
 
 
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
 _NO_ROUNDING = 1e-3
-_SIZES = (2, 15, 16)  # where libraries change kernels
+_SIZES = (15, 16)  # beside 2: where libraries change kernels
 
+Row = Mapping[str, Rows]  # of one record
 _Key = tuple[int, str, int, tuple[object, ...]]
 _known: WeakKeyDictionary[nn.Module, dict[_Key, Isolation]] = WeakKeyDictionary()
 
@@ -152,37 +151,38 @@ def remembered(model: nn.Module, device: torch.device, rows: int, probe: Callabl
     return findings[key]
 
 
-def look(row: Callable[[list[int], int, bool], Tensor], pool: int, rows: int) -> Isolation:
+def look(row: Callable[[list[int], list[int], bool], list[Row]], pool: int, rows: int) -> Isolation:
     """Compares bits of the row of one record.
 
     Args:
-        row: row(records, place, other_randomness) -> the row at that place of a batch of records of the pool.
+        row: row(records, places, other_randomness) -> the rows at these places of a batch of records of the pool.
         pool: records there are, >= 4; the first is the one that is looked at.
         rows: of the batches.
     """
 
-    def filled(size: int, place: int, first: int = 1) -> list[int]:
+    def seen(size: int, places: list[int], first: int = 1, other: bool = False) -> list[Row]:
         own = range(first, first + (pool - 1) // 2)
-        batch = [own[k % len(own)] for k in range(size)]
-        batch[place] = 0
-        return batch
+        batch = [0 if k in places else own[k % len(own)] for k in range(size)]
+        return row(batch, places, other)
 
-    base = row(filled(rows, 0), 0, False)
-    if not torch.equal(base, row(filled(rows, 0), 0, True)):
+    (pair,), (again,) = seen(2, [0]), seen(2, [0], other=True)
+    if _gap(pair, again) != 0.0:  # or NaN
         return Isolation(rows)
-    places = {place for place in (1, rows // 2, rows - 1) if 0 < place < rows}
+    (base,) = seen(rows, [0])
+    sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
+    places, others = sorted({1, rows // 2, rows - 1} - {0}), 1 + (pool - 1) // 2
+    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]  # by place, or by company
     return Isolation(
         rows,
-        size=any(not torch.equal(base, row(filled(size, 0), 0, False)) for size in _SIZES if size != rows),
-        place=any(not torch.equal(base, row(filled(rows, place), place, False)) for place in sorted(places)),
-        company=_gap(base, row(filled(rows, 0, 1 + (pool - 1) // 2), 0, False)),
+        size=any(_gap(base, made) != 0.0 for made in sizes),
+        place=bool(differ) and any(_gap(base, made) != 0.0 for made in seen(rows, places)),
+        company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
     )
 
 
-def _gap(first: Tensor, second: Tensor) -> float:
-    if torch.equal(first, second):
-        return 0.0
-    return float(torch.linalg.vector_norm(first - second) / torch.linalg.vector_norm(first).clamp(min=1e-30))
+def _gap(first: Row, second: Row) -> float:
+    (gap,), (norm,) = (figures.tolist() for figures in _apart(first, second, 1))
+    return float(gap) / max(float(norm), 1e-30) if math.isfinite(norm) else math.nan
 
 
 def note(script: Script, evidence: Evidence) -> None:
@@ -236,7 +236,7 @@ class Pass:
 
     value: Any
     totals: Mapping[str, Tensor | None]
-    rows: Mapping[str, Tensor]
+    rows: Mapping[str, Rows]
     factored: frozenset[str] = frozenset()
     norms: Tensor | None = None
 
@@ -263,10 +263,9 @@ class Evidence:
     Args:
         size: records of the synthetic batch.
         base: the batch.
-        changed: the same batch with another record 0.
-        outliers: what record 0 is in the second of two batches that differ in it, their size, and the two.
-        again: the batch directly after itself.
-        after_other: the batch directly after one of other records.
+        moved: how far the rows of the others moved, relative, with another record 0; empty where that is not known.
+        outliers: what record 0 was made, and how many rows of others that moved.
+        drift: how far rows moved, relative, after another batch in place of the same one, and after that one.
         buffers: names of buffers and frozen parameters that a training forward changed.
         losses: loss of the batch, of its double and of its triple, in evaluation mode.
         random_loss: whether other random numbers give another loss in evaluation mode.
@@ -281,10 +280,9 @@ class Evidence:
 
     size: int = 0
     base: Pass | None = None
-    changed: Pass | None = None
-    outliers: list[tuple[str, int, Pass, Pass]] = field(default_factory=list)
-    again: Pass | None = None
-    after_other: Pass | None = None
+    moved: Tensor = field(default_factory=lambda: torch.empty(0))
+    outliers: list[tuple[str, int]] = field(default_factory=list)
+    drift: tuple[float, float] | None = None
     buffers: list[str] = field(default_factory=list)
     losses: tuple[float, float, float] | None = None
     random_loss: bool = False
@@ -297,14 +295,14 @@ class Evidence:
     isolation: Isolation | None = None
 
     @property
-    def rows(self) -> Mapping[str, Tensor]:
+    def rows(self) -> Mapping[str, Rows]:
         """The per-sample gradients of the batch by parameter, if there are any."""
         return {} if self.base is None else self.base.rows
 
     @property
     def shows_rows(self) -> bool:
         """Whether rows were compared, with another record 0, that are not all zero."""
-        return self.changed is not None and any(bool(made.any()) for made in self.rows.values())
+        return bool(self.moved.numel()) and any(bool(made.norms().any()) for made in self.rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

@@ -17,7 +17,6 @@ from torch_dpsco.doctor.evidence import (
     NotScalarError,
     coupled_records,
     joint_norms,
-    movement,
     tolerance,
 )
 from torch_dpsco.doctor.probe import in_place
@@ -74,11 +73,9 @@ def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The same batch must give the same rows whatever was seen before."""
-    base, again, after_other = evidence.base, evidence.again, evidence.after_other
-    if base is None or again is None or after_other is None or evidence.buffers:
+    if evidence.drift is None or evidence.buffers:
         return
-    limit = tolerance(base.rows)
-    of_data, of_calls = (float(movement(*pair, evidence.size).max()) for pair in ((again, after_other), (base, again)))
+    limit, (of_data, of_calls) = tolerance(evidence.rows), evidence.drift
     if of_data > limit:
         yield critical(
             "stateful-model",
@@ -181,9 +178,9 @@ def excess(evidence: Evidence) -> list[str]:
     for name, rows in base.rows.items():
         total = base.totals[name]
         scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
-        expected = torch.zeros_like(rows[0]) if name in base.factored else rows.double().sum(0) * scale
+        expected = torch.zeros(()) if name in base.factored else rows.left.sum(0, dtype=torch.float64) * scale
         gaps[name] = float((expected if total is None else total.double() - expected).norm())
-        sizes[name] = float(rows.double().reshape(len(rows), -1).norm(dim=1).sum()) * scale
+        sizes[name] = float(rows.norms().sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding
     slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if tolerance(base.rows) <= rounding)
@@ -279,7 +276,7 @@ def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
         explained = in_place(refused.error) or isinstance(refused.error, NotScalarError)
         if not explained and not (ours and (evidence.buffers or half)):
             yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
-    if evidence.rows and not any(bool(rows.any()) for rows in evidence.rows.values()):
+    if evidence.rows and not any(bool(rows.norms().any()) for rows in evidence.rows.values()):
         yield warning("not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
 
 

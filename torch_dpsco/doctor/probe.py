@@ -18,7 +18,19 @@ from torch import Tensor
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
 from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import Evidence, Line, NotScalarError, Pass, look, remembered, rows_to_probe
+from torch_dpsco.doctor.evidence import (
+    Evidence,
+    Line,
+    NotScalarError,
+    Pass,
+    Row,
+    jumps,
+    look,
+    movement,
+    remembered,
+    rows_to_probe,
+)
+from torch_dpsco.doctor.rows import Rows
 from torch_dpsco.doctor.script import OfBatch, Script
 from torch_dpsco.doctor.synthetic import SyntheticRecords
 from torch_dpsco.rows import Tape
@@ -72,33 +84,41 @@ def _synthetic_records(script: Script, *, other_targets: bool = True) -> Synthet
 
 def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
     evidence.size = synthetic.size
+    generator = torch.Generator().manual_seed(_SEED)
+    # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
+    from_zero = script.row_free is not None
+    start = {id(p): _moved(p, generator, from_zero) for p in script.trainable.values()}
+    probe = _Probe(script, evidence, state, synthetic, start)
     if script.attached or script.hooks is not None:
-        _Probe(script, evidence, state, synthetic).look_at_rows()
+        probe.look_at_rows()
     else:
         attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
         if not isinstance(attached, Refused):
-            _Probe(script, evidence, Untouched(script.module), synthetic).look_at_rows()
+            _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
         if not evidence.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
             evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
-            _Probe(script, evidence, state, synthetic).look_at_sums()
+            probe.look_at_sums()
         if script.row_free is not None:
-            _Probe(script, evidence, state, synthetic).look_at_single_records()
+            probe.look_at_single_records()
     if script.loss is not None and evidence.weight is None:
         state.clear()
-        _Probe(script, evidence, state, synthetic).look_at_sizes()
+        probe.look_at_sizes()
 
 
 class _Probe:
     """Passes over one script, each from the same state."""
 
-    def __init__(self, script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
+    def __init__(
+        self,
+        script: Script,
+        evidence: Evidence,
+        state: Untouched,
+        synthetic: SyntheticRecords,
+        start: Mapping[int, Tensor],
+    ) -> None:
         self.script, self.evidence, self.state, self.synthetic = script, evidence, state, synthetic
-        generator = torch.Generator().manual_seed(_SEED)
-        # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
-        self.from_zero = script.row_free is not None
-        starts = {name: torch.zeros_like(p) if self.from_zero else p for name, p in script.trainable.items()}
-        self.moves = {name: _small_move(p, generator) for name, p in starts.items()}
+        self.start = start
         self.records = list(range(synthetic.size))
         self.others = [i + synthetic.size for i in self.records]
 
@@ -114,13 +134,18 @@ class _Probe:
         evidence.buffers = self.state.changed()
         if not evidence.rows:
             return
+        again = evidence.keep(self._pass(self.records, start=False))
         changed = self._pass([self.others[0], *self.records[1:]])
         if isinstance(changed, Refused):  # the loss may not take the other targets
             self.synthetic = evidence.keep(_synthetic_records(self.script, other_targets=False)) or self.synthetic
             changed = self._pass([self.others[0], *self.records[1:]])
-        evidence.changed = evidence.keep(changed)
-        evidence.again = evidence.keep(self._pass(self.records, before=self.records))
-        evidence.after_other = evidence.keep(self._pass(self.records, before=self.others))
+        base, size, kept = evidence.base, self.synthetic.size, evidence.keep(changed)
+        if base is not None and kept is not None:
+            evidence.moved = movement(base, kept, size)[1:]
+        other = evidence.keep(self._pass(self.others))
+        after_other = None if other is None else evidence.keep(self._pass(self.records, start=False))
+        if base is not None and again is not None and after_other is not None:
+            evidence.drift = float(movement(again, after_other, size).max()), float(movement(base, again, size).max())
         if self.synthetic.has_numbers:  # only now: a model that remembers a batch may not take one of another size
             self._look_at_outliers()
         self._look_at_bits()
@@ -131,10 +156,10 @@ class _Probe:
         if rows is None:
             return
 
-        def row(records: list[int], place: int, other: bool) -> Tensor:
+        def row(records: list[int], places: list[int], other: bool) -> list[Row]:
             self._start(_OTHER_SEED if other else _SEED)
-            found = self._gradients(records, only=place).rows
-            return torch.cat([part.flatten().cpu() for part in found.values()])
+            found = self._gradients(records, only=torch.tensor(places)).rows
+            return [{name: made.at(k) for name, made in found.items()} for k in range(len(places))]
 
         device = next(iter(script.trainable.values())).device
         known = partial(remembered, script.module, device, rows, lambda: look(row, len(self.records), rows))
@@ -163,7 +188,7 @@ class _Probe:
         first = self.evidence.base if scales is None else self._pass(records, scales=scales)
         second = self._pass(records, scales=others)
         if isinstance(first, Pass) and isinstance(second, Pass) and first.rows and second.rows:
-            self.evidence.outliers.append((kind, len(others), first, second))
+            self.evidence.outliers.append((kind, jumps(first, second, len(others))))
 
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
@@ -203,9 +228,10 @@ class _Probe:
         bound = optimizer.bounds[0] if optimizer is not None else None
         places = torch.tensor(_PLACES, dtype=torch.float64) * max(1.0, 1 / (bound or 1.0))
         for place in places.tolist():
-            for name, p in self.script.trainable.items():
-                along = direction[name]
-                self.moves[name] = torch.zeros_like(p) if along is None else place * along
+            self.start = {
+                id(p): torch.zeros_like(p.data) if direction[name] is None else place * direction[name]
+                for name, p in self.script.trainable.items()
+            }
             found.append(self._alone())
         grads = [made for made in found if made is not None]
         if len(grads) == len(found):
@@ -239,13 +265,10 @@ class _Probe:
     # -- one pass -----------------------------------------------------------------------------------------------------
 
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
-        self.state.clear()
+        self.state.clear(self.start)
         if self.script.attached:
             first_step_of(self.script.module).asked = False  # it would look at synthetic records of synthetic records
-        for name, p in self.script.trainable.items():
-            if self.from_zero:
-                p.data.zero_()
-            p.data.add_(self.moves[name])
+        for p in self.script.trainable.values():
             p.__dict__.pop("_norm_sample", None)
         # modules that the user keeps in evaluation mode stay there
         if self.script.module.training != training:
@@ -262,14 +285,14 @@ class _Probe:
         return script.loss(script.module, batch)
 
     def _pass(
-        self, records: Sequence[int], before: Sequence[int] | None = None, scales: _Scales = None, seed: int = _SEED
+        self, records: Sequence[int], scales: _Scales = None, seed: int = _SEED, *, start: bool = True
     ) -> Pass | Refused:
+        """Makes a pass from the start, or after the one before."""
+
         def run() -> Pass:
-            self._start(seed)
-            if before is not None:
-                self._gradients(before)
-                self._forget_rows()
-                seed_torch(_SEED)
+            if start:
+                self._start(seed)
+            seed_torch(seed)
             return self._gradients(records, scales)
 
         return attempt("a training pass over a made-up batch", run)
@@ -281,7 +304,7 @@ class _Probe:
             if isinstance(tape := getattr(p, "grad_factors", None), Tape):
                 tape.clear()
 
-    def _gradients(self, records: Sequence[int], scales: _Scales = None, only: int | None = None) -> Pass:
+    def _gradients(self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None) -> Pass:
         value = self._loss(records, scales)
         if opacus.is_ghost_loss_value(value):
             return self._ghost_gradients(value)
@@ -293,11 +316,11 @@ class _Probe:
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
                 block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
-                block = block if only is None else block.select(torch.tensor([only]))
-                rows[name] = block.dense()[0].detach()
+                rows[name] = Rows.of(block if only is None else block.select(only))
                 factored.add(name)
             elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = made.detach() if only is None else made[only].detach()
+                rows[name] = Rows(made.detach() if only is None else made.detach()[only])
+        self._forget_rows()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 
     def _ghost_gradients(self, value: Any) -> Pass:
@@ -318,7 +341,7 @@ class _Probe:
             name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
             for (name, p), column in zip(params.items(), zip(*grads, strict=True), strict=True)
         }
-        return Pass(value, found, {name: stacked[name] for name in normed}, norms=norms)
+        return Pass(value, found, {name: Rows(stacked[name]) for name in normed}, norms=norms)
 
 
 def _scalar(value: Any) -> Tensor:
@@ -334,9 +357,13 @@ def _of_outputs(outputs: Any) -> Tensor:
     return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in leaves]).sum()
 
 
-def _small_move(p: Tensor, generator: torch.Generator) -> Tensor:
-    size = 0.1 * max(float(p.detach().double().square().mean().sqrt()), p.shape[-1] ** -0.5 if p.dim() else 1.0)
-    return (size * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype)
+def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
+    """Returns a parameter, or zeros, moved a little."""
+    start = torch.zeros_like(p.data) if from_zero else p.detach()
+    scale = float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
+    size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
+    moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
+    return start + moves.add_(moves.sign()).mul_(size).to(p.device, p.dtype)  # none of them near 0
 
 
 def _joined(totals: Any) -> Tensor:

@@ -56,7 +56,7 @@ class _Attachment:
         factored: list[nn.Module],
         loss_reduction: str,
         batch_first: bool,
-        hooks: type[DenseHooks],
+        ghost: bool,
         check_first_step: bool,
     ) -> None:
         self.mean = loss_reduction == "mean"
@@ -67,6 +67,9 @@ class _Attachment:
         self.layers = list(model.modules())
         self.hooks: DenseHooks | None = None
         if self.dense:
+            from torch_dpsco.rows.hooks import DenseHooks, GhostHooks  # which import Opacus
+
+            hooks = GhostHooks if ghost else DenseHooks
             self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
@@ -77,7 +80,7 @@ class _Attachment:
         ]
         self.buffers: list[tuple[int, int]] = []
         self.values: list[tuple[str, str]] | None = None  # during the first forward
-        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=hooks.ghost)
+        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=ghost)
         self.compared = False
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
@@ -340,10 +343,7 @@ def attach(
                 f"rows='factored' needs layers that own their parameters, of the kinds "
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
-    from torch_dpsco.rows.hooks import DenseHooks, GhostHooks  # which import Opacus
-
-    hooks = GhostHooks if rows == "ghost" else DenseHooks
-    attachment = _Attachment(model, factored, loss_reduction, batch_first, hooks, check_first_step)
+    attachment = _Attachment(model, factored, loss_reduction, batch_first, rows == "ghost", check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]
     return model
 
