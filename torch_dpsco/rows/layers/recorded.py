@@ -229,8 +229,8 @@ class Vectors(_Factors):
     def formed(self) -> Formed:
         """Returns the rows."""
         self._require_unwritten()
-        sides = self.acts.unsqueeze(1), self.backprops.unsqueeze(1)
-        return _formed(*sides, self._shape(), **self.trained, scale=self.scale)
+        acts, backprops = self.acts.unsqueeze(1), self.backprops.unsqueeze(1)
+        return _formed(acts, backprops, self._shape(), scale=self.scale, **self.trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block."""
