@@ -31,6 +31,7 @@ ACCURACY = {
     "interval_coverage",
     "least_squares",
     "mapped_sgd",
+    "start_of_fit",
     "steps",
     "user_level_risk",
 }
