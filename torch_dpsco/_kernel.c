@@ -57,6 +57,7 @@ typedef struct {
     const void *rows;      /* float64 where wide, else float32 */
     const double *numbers; /* most before, most after, constant, whole, moved, then d centers and d factors */
     int64_t wide, stride, d, width;
+    const double *norms; /* of the images, as measured; NULL while they are */
 } table_t;
 
 static inline const float *row_at(const rows_t *x, int64_t i) {
@@ -147,14 +148,15 @@ API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, con
    has room for GROUP images. */
 API void dpsco_measure(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
                        int64_t n, double *scratch, double *shares, double *norms) {
-    table_t x = {rows, numbers, wide, stride, d, width};
+    table_t x = {rows, numbers, wide, stride, d, width, 0};
     CALL(measure, &x, n, scratch, shares, norms);
 }
 
 /* out = images of n rows from `start` on, `width` numbers each; shares as measured, of `records` rows. */
-API void dpsco_images(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                      int64_t start, int64_t n, int64_t records, const double *shares, double *out) {
-    table_t x = {rows, numbers, wide, stride, d, width};
+API void dpsco_images(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers,
+                      int64_t width, const double *norms, int64_t start, int64_t n, int64_t records,
+                      const double *shares, double *out) {
+    table_t x = {rows, numbers, wide, stride, d, width, norms};
     for (int64_t r = 0; r < n; r += GROUP)
         CALL(image, &x, start + r, n - r < GROUP ? n - r : GROUP, shares + start + r, shares + records + start + r, 1,
              out + r * width, width);
@@ -163,10 +165,11 @@ API void dpsco_images(const void *rows, int64_t wide, int64_t stride, int64_t d,
 /* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of the logistic
    loss of score times target, straight below its corner. The point is padded with zeros to a multiple of 4; scratch
    has room for BATCH such rows, and is 0. bends[i] = second derivative, weighted, unless they are not wanted. */
-API void dpsco_logistic(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                        int64_t n, const double *shares, const double *columns, const double *point, int64_t padded,
-                        int64_t block, double *scratch, double *sums, double *bends) {
-    table_t x = {rows, numbers, wide, stride, d, width};
+API void dpsco_logistic(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers,
+                        int64_t width, const double *norms, int64_t n, const double *shares, const double *columns,
+                        const double *point, int64_t padded, int64_t block, double *scratch, double *sums,
+                        double *bends) {
+    table_t x = {rows, numbers, wide, stride, d, width, norms};
     for (int64_t from = 0; from < n; from += block, sums += padded + 1)
         CALL(logistic, &x, from, n - from < block ? n : from + block, n, shares, columns, point, padded, scratch, sums,
              bends);
@@ -174,10 +177,10 @@ API void dpsco_logistic(const void *rows, int64_t wide, int64_t stride, int64_t 
 
 /* out = sum of weights[i] image_i image_i' over n rows from `start` on: (padded, padded), padded a multiple of 8. Scratch
    has room for 2 BATCH such rows, and is 0, as is out. */
-API void dpsco_gram(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                    int64_t start, int64_t n, int64_t records, const double *shares, const double *weights,
-                    int64_t padded, double *scratch, double *out) {
-    table_t x = {rows, numbers, wide, stride, d, width};
+API void dpsco_gram(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers,
+                    int64_t width, const double *norms, int64_t start, int64_t n, int64_t records,
+                    const double *shares, const double *weights, int64_t padded, double *scratch, double *out) {
+    table_t x = {rows, numbers, wide, stride, d, width, norms};
     for (int64_t i = start; i < start + n; i += BATCH)
         CALL(gram, &x, i, start + n - i < BATCH ? start + n - i : BATCH, shares + i, shares + records + i, weights,
              padded, scratch, out);
@@ -501,6 +504,10 @@ TARGET static ONE void NAME(image)(const table_t *x, int64_t i, int64_t count, c
         NAME(image_of)(x, p, 0, first, then, 0, q);
     for (int64_t r = 0; r < count; r++) {
         if (x->width > x->d) q[r][x->d] = x->numbers[3] != 0.0 ? constant * then[r] : constant;
+        if (x->norms) { /* a row that was written to since it was measured, and is longer now, counts for nothing */
+            double most = x->norms[i + r] * x->norms[i + r] * (1.0 + (x->width + 16) * 0x1p-50) + 1e-300;
+            if (!(NAME(squares)(q[r], x->width) <= most)) then[r] = 0.0;
+        }
         if (then[r] == 0.0) memset(q[r], 0, 8 * x->width);
     }
 }

@@ -43,6 +43,7 @@ _POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_d
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
 _INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
 _TABLE = [_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # first number, wide, stride, d, numbers, width
+_MEASURED = [*_TABLE, _POINTER]  # and norms
 _GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER]
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
@@ -51,9 +52,9 @@ _ARGUMENTS = {
     "outer_space": [_INTEGER, _INTEGER],
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
     "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
-    "images": [*_TABLE, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
-    "gram": [*_TABLE, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
-    "logistic": [*_TABLE, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "images": [*_MEASURED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
+    "gram": [*_MEASURED, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
+    "logistic": [*_MEASURED, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
 }
@@ -261,13 +262,14 @@ class Table:
         self._shares = self._numbers.new_empty(2, len(rows))
         self.norms, scratch = self._shares.new_empty(len(rows)), self._shares.new_empty(4, self.width)
         memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
-        _found()[0].dpsco_measure(*self._place, len(rows), *memory)
+        _found()[0].dpsco_measure(*self._place[:-1], len(rows), *memory)
 
     @property
     def _place(self) -> tuple[int, ...]:
         rows = self._rows  # not kept: a copy of this has its own memory
         wide = rows.dtype is torch.float64
-        return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], self._numbers.data_ptr(), self.width
+        numbers, norms = self._numbers.data_ptr(), self.norms.data_ptr()
+        return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], numbers, self.width, norms
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -275,7 +277,8 @@ class Table:
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
-        part._rows, part._shares, part.norms = self._rows[index], self._shares[:, index].contiguous(), self.norms[index]
+        part._rows, part.norms = self._rows[index], self.norms[index].contiguous()
+        part._shares = self._shares[:, index].contiguous()
         return part
 
     def images(self, start: int = 0, stop: int | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from torch_dpsco import native
 from torch_dpsco.linear import Preparation
 from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records, pairwise
+from torch_dpsco.linear.objectives.linear import _columns
 from torch_dpsco.linear.preparation import Chain
 from torch_dpsco.linear.solvers.certificates import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
@@ -171,7 +172,26 @@ def check_null_records() -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-ALL = (check_images, check_isolation, check_logistic, check_gram, check_null_records)
+def check_rows_that_change() -> None:
+    """A row that grows after it was measured would pass its bound, and the limit of its slope: it does not count."""
+    for dtype in (torch.float32, DOUBLE):
+        for times in (0.5, 1.001, 1e6, NAN):
+            rows = rows_of(40, 7, dtype)[20:30].clone()
+            records = Records(rows, torch.ones(10), None, prepare=Preparation(50.0, intercept=0.25))
+            before, norms = records.select(torch.arange(10)), records.norms.clone()
+            rows[3:] *= times
+            after = records.select(torch.arange(10))
+            assert records.in_c
+            assert torch.equal(after[:3], before[:3])
+            assert bool((after.norm(dim=1) <= norms * (1 + 1e-13)).all())
+            assert bool(after[3:].any()) is (times == 0.5)
+            columns = _columns(Logistic(), records)
+            assert columns is not None
+            _, gradient = records.logistic(torch.zeros(8, dtype=DOUBLE), columns)
+            assert float(gradient.norm()) <= 0.5 * float(norms.sum()) * (1 + 1e-12)
+
+
+ALL = (check_images, check_isolation, check_logistic, check_gram, check_null_records, check_rows_that_change)
 
 
 @pytest.mark.parametrize("check", ALL)
@@ -283,6 +303,7 @@ def test_stacked_terms_add_up_in_the_order_of_a_counter(count: int):
 
 
 MUTATIONS = {
+    "rows that grow": ("if (!(NAME(squares)(q[r], x->width) <= most)) then[r] = 0.0;", ""),
     "no cut": ("norm > most ? most / norm : 1.0;", "1.0;"),
     "huge rows are not cut": ("if (!(sqrt(sum) * scale > most)) return 1.0;", "return 1.0;"),
     "rows that are not finite": ("if (!(fabs(p[j]) < INFINITY)) return 0.0;", ""),
@@ -333,14 +354,3 @@ def test_the_kernel_without_special_instructions_is_right(tmp_path: Path, monkey
     monkeypatch.setattr(native, "_found", lambda: library)
     for check in ALL:
         check()
-
-
-def test_rows_that_change_during_a_fit_change_nothing() -> None:
-    """A row that grows after it was measured would pass its bound."""
-    rows = rows_of(9, 4)[:1].clone()
-    for stored in (rows, rows.T.contiguous().T):
-        records = Records(stored, torch.ones(1), None, prepare=Preparation(0.5))
-        stored *= 1e6
-        [(_, block)] = records.blocks()
-        assert records.in_c
-        assert float(block.norm()) <= 0.5

@@ -314,9 +314,8 @@ def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> nati
     dim, numbers = features.shape[1], getattr(prepare, "numbers", None)
     if (prepare is not None and numbers is None) or not native.suits_records(features[:, :1]):
         return None
-    # PRIVACY: what was measured is what is read, where another thread writes to the table: kept, as prepared rows are,
-    # where it is not large (test_rows_that_change_during_a_fit_change_nothing)
-    rows = features.clone(memory_format=torch.contiguous_format) if features.numel() <= _KEPT_ENTRIES else features
+    # columns of a table lie side by side: they are copied where prepared rows would be
+    rows = features.contiguous() if features.stride(1) != 1 and features.numel() <= _KEPT_ENTRIES else features
     given = [math.inf, math.inf, 0.0, 0.0, 0.0, *[0.0] * dim, *[1.0] * dim] if numbers is None else numbers(dim)
     return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
 
