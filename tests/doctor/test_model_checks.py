@@ -388,7 +388,8 @@ class Workspace(nn.Module):
 def test_records_that_meet_in_memory_that_is_used_again_are_found(monkeypatch):
     memory: dict[int, Tensor] = {}
     monkeypatch.setattr(torch, "empty_like", lambda x: memory.setdefault(len(x), torch.zeros(x.shape)))
-    found = find(ours(Workspace()), "coupled-records")
+    # of slopes that are the same wherever the outputs are: the inputs of the layer alone tell
+    found = find(ours(Workspace(), lambda out, target: (out + 0.0 * target).mean()), "coupled-records")
     assert "with another record 0" in found.evidence
 
 
