@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "Case", "cases", "more"]
+__all__ = ["Block", "Case", "cases", "mlp", "more"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def _softmax(dim: int, size: int) -> Case:
     return Case(f"softmax {dim}/{size}", lambda: nn.Linear(dim, 10), batch, nn.CrossEntropyLoss())
 
 
-def _mlp(widths: tuple[int, ...], size: int) -> Case:
+def mlp(widths: tuple[int, ...], size: int) -> Case:
+    """Returns an MLP of some widths, with a batch."""
+
     def build() -> nn.Module:
         layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers[:-1])
@@ -156,7 +158,7 @@ def more(*, smoke: bool = False) -> list[Case]:
         if smoke:
             return [_lora(8, 4, 16, 4, 2), _embedding(50, 4, 3, 4)]
         heads = [_softmax(1000, 4096), _softmax(10000, 256)]
-        large = replace(_mlp((784, 512, 256, 10), 2048), only=("plain", "loop", "ghost"))
+        large = replace(mlp((784, 512, 256, 10), 2048), only=("plain", "loop", "ghost"))
         return [*heads, large, _lora(128, 64, 512, 32, 8), _embedding(100_000, 32, 20, 256)]
 
 
@@ -165,8 +167,8 @@ def cases(*, smoke: bool = False) -> list[Case]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if smoke:
-            return [_logistic(20, 32), _softmax(20, 32), _mlp((20, 16, 10), 32), _cnn(4), _transformer(8, 4, 16, 4)]
+            return [_logistic(20, 32), _softmax(20, 32), mlp((20, 16, 10), 32), _cnn(4), _transformer(8, 4, 16, 4)]
         return [
             *(_logistic(dim, size) for dim in (100, 1000, 10000) for size in (256, 4096)),
-            *(_softmax(1000, 256), _mlp((784, 512, 256, 10), 256), _cnn(64), _transformer(128, 64, 512, 32)),
+            *(_softmax(1000, 256), mlp((784, 512, 256, 10), 256), _cnn(64), _transformer(128, 64, 512, 32)),
         ]

@@ -17,10 +17,9 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
-from cases import Case, cases
+from cases import Case, cases, mlp
 from timing import machine, table
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -30,18 +29,9 @@ import torch_dpsco as dp
 RECORDS = 2000
 
 
-def _mlp(widths: tuple[int, ...], size: int) -> Case:
-    def build() -> nn.Module:
-        layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-        return nn.Sequential(*layers[:-1])
-
-    batch = (torch.randn(size, widths[0]), torch.randint(widths[-1], (size,)))
-    return Case(f"MLP {'-'.join(map(str, widths))}", build, batch, nn.CrossEntropyLoss())
-
-
 def models(*, smoke: bool) -> list[Case]:
     """Returns small and large networks, and those of the other benchmarks."""
-    more = [_mlp((20, 32, 2), 64)] if smoke else [_mlp((20, 32, 2), 64), _mlp((100, 1024, 1024, 10), 256)]
+    more = [mlp((20, 32, 2), 64)] if smoke else [mlp((20, 32, 2), 64), mlp((100, 1024, 1024, 10), 256)]
     return [*more, *(case for case in cases(smoke=smoke) if not case.is_linear)]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_native import SOURCE, U, built, needed
+from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.linear import Preparation
 from torch_dpsco.linear.objectives import LinearObjective
@@ -328,29 +328,10 @@ MUTATIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
 def test_a_wrong_kernel_is_caught(name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = SOURCE.read_text()
-    if name is not None:
-        old, new = MUTATIONS[name]
-        assert text.count(old) >= 1
-        text = text.replace(old, new)
-    find = built(text, tmp_path)
-    monkeypatch.setattr(native, "_HERE", tmp_path)
-    library = find()
-    assert library[1] == "in use"
-    monkeypatch.setattr(native, "_found", lambda: library)
-    wrong = []
-    for check in ALL:
-        try:
-            check()
-        except (AssertionError, ValueError):  # exact arithmetic takes no NaN
-            wrong.append(check.__name__)
+    wrong = found_by(ALL, changed(name, MUTATIONS), tmp_path, monkeypatch)
     assert bool(wrong) == (name is not None), wrong
 
 
 def test_the_kernel_without_special_instructions_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    find = built(SOURCE.read_text().replace("#if defined(__x86_64__)", "#if 0"), tmp_path)
-    monkeypatch.setattr(native, "_HERE", tmp_path)
-    library = find()
-    monkeypatch.setattr(native, "_found", lambda: library)
-    for check in ALL:
-        check()
+    text = SOURCE.read_text().replace("#if defined(__x86_64__)", "#if 0")
+    assert not found_by(ALL, text, tmp_path, monkeypatch)
