@@ -37,6 +37,7 @@ from tests.processes import (
     union,
 )
 from torch_dpsco import distributed as agreement
+from torch_dpsco import native
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.oracles import AdaptiveClipped, AutoClip, Clipped
@@ -199,6 +200,13 @@ def other_call(rank: int) -> list[str]:
     return []
 
 
+def without_the_accelerator(rank: int) -> None:
+    """Makes an optimizer, on rank 1 with other arithmetic."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "arithmetic", lambda: "torch" if rank else "C")
+        full(layer())
+
+
 def refusals(rank: int) -> dict[str, str]:
     """Everything that is refused before a step, one word for each."""
     data, used = records(), dp.Accountant()
@@ -219,6 +227,7 @@ def refusals(rank: int) -> dict[str, str]:
         "clip": lambda: own(dp.Full(N), Clipped(1.0 + rank, 1.0, N))(),
         "weights": lambda: full(layer(seed=rank)),
         "ledger": lambda: full(layer(), accountant=used),
+        "arithmetic": lambda: without_the_accelerator(rank),
         "order": lambda: full(layer()).loader(shuffled),
         "subset": lambda: full(layer()).loader(Subset(data, order.tolist())),
         "steps": lambda: full(layer()).loader(data, steps=3 + rank),
@@ -416,6 +425,7 @@ def test_ranks_at_different_steps_are_refused(failed: list[dict[str, Any]]) -> N
         ("clip", "SequenceError: settings must be equal on all ranks"),
         ("weights", "SequenceError: parameters must be equal on all ranks"),
         ("ledger", "SequenceError: ledger must be equal on all ranks"),
+        ("arithmetic", "SequenceError: arithmetic must be equal on all ranks"),
         ("steps", "SequenceError: steps must be equal on all ranks"),
         ("fixed", "UnknownSamplerError: design must be Poisson or Full"),
         ("shuffled", "UnknownSamplerError: design must be Poisson or Full"),

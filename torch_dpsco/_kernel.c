@@ -106,16 +106,21 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
 #define ROOT(v) ((d4)_mm256_sqrt_pd((__m256d)(v)))
 #include "_kernel.c"
 #define CALL(name, ...) (has_avx2() ? name##_avx2(__VA_ARGS__) : name##_plain(__VA_ARGS__))
+#define KIND has_avx2()
 static int has_avx2(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 #else
 #define CALL(name, ...) name##_plain(__VA_ARGS__)
+#define KIND 0
 #endif
 
 /* By which `native` knows that it was compiled from this text. */
 API int64_t dpsco_version(void) { return DPSCO_VERSION; }
+
+/* Which of the two codes runs here. */
+API int64_t dpsco_kind(void) { return KIND; }
 
 /* out[i] = upper bound of the norm of row i; infinite from LARGEST on. */
 API void dpsco_norms(const float *rows, int64_t stride, int64_t n, int64_t d, double *out) {

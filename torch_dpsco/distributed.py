@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.parts import Assigned
@@ -71,6 +72,7 @@ _CALLS: dict[str, dict[str, str]] = {
         "settings": "make the optimizer with the same arguments on every rank",
         "parameters": "build the model after the same torch.manual_seed on every rank, or load the same weights",
         "ledger": "give every rank a new Accountant with the same arguments, rank 0 alone one with a ledger file",
+        "arithmetic": "install the same builds of torch and torch_dpsco, the accelerator included, on every rank",
     },
     "loader": {
         "steps": "give the same steps= on every rank",
@@ -383,7 +385,10 @@ class Ranks(World):
         """
         self._share(run)
         problem = self._take_ledger(run.accountant)
-        self._group.compare("construction", problem, **self._whole(run))
+        # PRIVACY: a record more moves others to other ranks, which must read them alike
+        # (test_what_ranks_cannot_share_is_refused_on_all)
+        here = digest(torch.__version__, native.arithmetic())
+        self._group.compare("construction", problem, arithmetic=here, **self._whole(run))
 
     def _share(self, run: Run) -> None:
         if not isinstance(run.design, Assigned) or not run.design.amplification:

@@ -37,7 +37,7 @@ WIDEST = 2**26  # columns for which the errors of norms are proved
 _BATCH = 32  # of _kernel.c
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
-_HERE = Path(__file__).parent
+_HERE, _NAME = Path(__file__).parent, "_kernel.bin"
 _SWITCH = "TORCH_DPSCO_NATIVE"
 _POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
@@ -66,12 +66,12 @@ def _found() -> tuple[Any, str]:
     """Returns the library, or None, and what is to be said about it."""
     if os.environ.get(_SWITCH, "on").lower() in ("off", "0", "false", "no"):
         return None, f"off ({_SWITCH}={os.environ[_SWITCH]})"
-    path = _HERE / "_kernel.bin"
+    path = _HERE / _NAME
     if not path.exists():
         return None, "not built: install torch_dpsco again where there is a C compiler"
     try:
         library = ctypes.CDLL(str(path))
-        library.dpsco_version.restype = _INTEGER
+        library.dpsco_version.restype = library.dpsco_kind.restype = _INTEGER
         version = library.dpsco_version()
     except (OSError, AttributeError) as error:
         return None, f"not usable: {error}"
@@ -92,6 +92,17 @@ def is_available() -> bool:
 def status() -> str:
     """Returns "in use", or why the accelerator is not."""
     return _found()[1]
+
+
+def arithmetic() -> str:
+    """Returns what tells whether two machines read a row alike, to the last bit: the library and its code, or none.
+
+    Example:
+        >>> arithmetic() == arithmetic()
+        True
+    """
+    library = _found()[0]
+    return "torch" if library is None else f"C {zlib.crc32((_HERE / _NAME).read_bytes()):08x}/{library.dpsco_kind()}"
 
 
 def suits(rows: Tensor) -> bool:

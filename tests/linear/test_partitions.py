@@ -201,6 +201,13 @@ def test_workers_of_several_kinds_are_refused(monkeypatch):
         records.sum(lambda part: (part.total(part.weights),))
 
 
+def test_workers_of_which_one_is_without_the_accelerator_are_refused(monkeypatch):
+    kinds = iter(["C", "C", "C", "torch"])
+    monkeypatch.setattr(module.native, "arithmetic", lambda: next(kinds))
+    with pytest.raises(dp.errors.ConditionError, match=r"accelerator on all or none"):
+        two().sum(lambda part: (part.total(part.weights),))
+
+
 @pytest.mark.parametrize("results", [[], [None], [3]])
 def test_an_engine_that_returns_something_else_is_refused(results):
     raw = RawPartitions(type("Odd", (), {"run": lambda self, function: results})(), iter)

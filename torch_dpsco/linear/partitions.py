@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from torch_dpsco import native
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records
@@ -128,7 +129,10 @@ class RawPartitions:
         # (test_workers_of_several_kinds_are_refused)
         kinds = {reading.arithmetic for reading in chain(readings, self._first or ())}
         if len(kinds) > 1:
-            raise ConditionError(f"workers must be of one kind, with one version of torch (got {sorted(kinds)})")
+            raise ConditionError(
+                f"workers must be of one kind, with one version of torch and the accelerator on all or none "
+                f"(got {sorted(kinds)})"
+            )
         return readings
 
 
@@ -186,8 +190,8 @@ def _read_partition(
     raw = RawBlocks(lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART)
     sums = of(raw)
     assert raw.noted is not None
-    arithmetic = torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()
-    return _Reading(raw.noted, like, sums, arithmetic)
+    here = torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine(), native.arithmetic()
+    return _Reading(raw.noted, like, sums, here)
 
 
 def _counted(raw: RawBlocks) -> tuple[Tensor, ...]:
