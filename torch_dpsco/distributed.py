@@ -385,8 +385,7 @@ class Ranks(World):
         """
         self._share(run)
         problem = self._take_ledger(run.accountant)
-        # PRIVACY: a record more moves others to other ranks, which must read them alike
-        # (test_what_ranks_cannot_share_is_refused_on_all)
+        # PRIVACY: another rank must read a record alike (test_what_ranks_cannot_share_is_refused_on_all)
         here = digest(torch.__version__, native.arithmetic())
         self._group.compare("construction", problem, arithmetic=here, **self._whole(run))
 
