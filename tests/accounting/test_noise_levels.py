@@ -201,6 +201,28 @@ def test_part_of_a_plan_that_fits_is_not_decided_again(monkeypatch):
         accountant.authorize(event)
 
 
+def test_what_is_charged_besides_is_decided_anew(monkeypatch):
+    """A charge inside of a pass of random allocation adds events of its own."""
+    events = plan()
+    accountant = Accountant(Budget(2.0, 1e-5, adjacency="add_remove"))
+    for event in events:
+        accountant.declare(event, 1)
+    accountant.authorize(events[0])
+    charge = accountant._charge
+
+    def more(*given: object) -> None:
+        charge(*given)
+        accountant._journal.charge(PoissonGaussian(0.5, 0.5), 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(accountant, "_charge", more)
+        assert accountant._within_fixed(events[1], 1)
+        accountant.authorize(events[1])
+    assert not accountant._within_fixed(events[2], 1)
+    with pytest.raises(BudgetExceeded):
+        accountant.authorize(events[2])
+
+
 def test_a_plan_that_does_not_fit_as_a_whole_admits_nothing():
     accountant = Accountant(Budget(0.05, 1e-5, adjacency="add_remove"))
     for event in plan():

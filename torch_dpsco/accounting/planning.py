@@ -37,7 +37,7 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import Ledger, locked
+from torch_dpsco.accounting.ledger.store import Ledger, locked, size_of
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]
@@ -354,13 +354,14 @@ class Planning:
             return
         assert self._rule is not None
         if len(self):
-            within = self._within_fixed(event, count)
+            # PRIVACY: a ledger that grows by more is no part of the plan (test_what_is_charged_besides_is_decided_anew)
+            after = len(self) + size_of(event, count) if self._within_fixed(event, count) else -1
             if refuse:
                 self._adapt(event, count)
             elif (plan := self._plan()).reserved(self.ledger, event, count) is None:
                 self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
             yield
-            self._covered = len(self) if within else -1
+            self._covered = after
             return
         try:
             plan = PlannedEvents.closing(self._declared, event, max(count, planned))

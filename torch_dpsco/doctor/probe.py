@@ -224,7 +224,7 @@ class _Probe:
         self._follow({name: None if g is None else g / length for name, g in batch.totals.items()})
 
     def _follow(self, direction: Mapping[str, Tensor | None]) -> None:
-        optimizer, found = self.script.row_free, []
+        optimizer, found, start = self.script.row_free, [], self.start
         bound = optimizer.bounds[0] if optimizer is not None else None
         places = torch.tensor(_PLACES, dtype=torch.float64) * max(1.0, 1 / (bound or 1.0))
         for place in places.tolist():
@@ -233,6 +233,7 @@ class _Probe:
                 for name, p in self.script.trainable.items()
             }
             found.append(self._alone())
+        self.start = start
         grads = [made for made in found if made is not None]
         if len(grads) == len(found):
             self.evidence.line = Line(places, _joined(direction), torch.stack(grads, dim=1))

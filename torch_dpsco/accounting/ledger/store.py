@@ -149,10 +149,13 @@ class Sum:
 
     def __init__(self, adjacency: Adjacency, level: int, counts: Counts) -> None:
         self._adjacency, self._level = adjacency, level
-        self._rows = Rows(adjacency, level)
+        self._begin(counts)
+
+    def _begin(self, counts: Counts) -> None:
+        self._rows = Rows(self._adjacency, self._level)
         self._sampled: set[SimpleEvent] = set()  # while they count one by one
         many = sum(map(self._is_sampled, counts)) > MANY
-        self._levels = Levels(adjacency, level) if many else None
+        self._levels = Levels(self._adjacency, self._level) if many else None
         for event, times in counts.items():
             self.put(event, times)
 
@@ -163,7 +166,7 @@ class Sum:
         elif self._rows.put(event, times) and self._is_sampled(event):
             self._sampled.add(event)
             if len(self._sampled) > MANY:
-                self.__init__(self._adjacency, self._level, self._rows.counts())  # type: ignore[misc]
+                self._begin(self._rows.counts())
 
     def _is_sampled(self, event: SimpleEvent) -> bool:
         return spread_of(event, self._adjacency) is not None
@@ -245,6 +248,11 @@ _MOST_CHOICES = 16  # of parts, that are composed one by one
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
 _Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
+
+
+def size_of(event: Event, count: int) -> int:
+    """Returns by how much a ledger grows longer when an event is recorded `count` times."""
+    return sum(times for _, _, times in _flatten(event, count))
 
 
 def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
