@@ -20,7 +20,8 @@ from torch_dpsco.accounting.events import (
     event_from_json,
 )
 from torch_dpsco.accounting.ledger import store as ledgers
-from torch_dpsco.accounting.ledger.store import Ledger, Sum
+from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger.sums import Sum
 from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 
 ONE = clipped_gaussian(1.0)

@@ -101,7 +101,7 @@ def test_many_noises_cost_half_a_percent_of_epsilon_at_most(monkeypatch):
     for number, count in ((80, 5), (200, 100)):
         ledger = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number))
         with monkeypatch.context() as patched:
-            patched.setattr("torch_dpsco.accounting.ledger.store.MANY", 10**6)
+            patched.setattr("torch_dpsco.accounting.ledger.sums.MANY", 10**6)
             exact = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number)).epsilon(
                 1e-5, "add_remove", "rdp"
             )
