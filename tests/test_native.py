@@ -6,6 +6,7 @@ and without it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -369,9 +370,9 @@ def test_several_processes_declare_the_error_of_float32(monkeypatch: pytest.Monk
 
 
 def check_noise() -> None:
-    for real, error in ((torch.float32, 2.0**-18), (torch.float64, 2.0**-41)):
-        for size in (1, 2, 7, 8, 1023, 70_003):
-            mean = torch.linspace(-1, 1, size, dtype=torch.float64)
+    errors = (torch.float32, 2.0**-18), (torch.float64, 2.0**-41)
+    for size, (real, error) in itertools.product((1, 2, 7, 8, 15, 16, 17, 1023, 70_003), errors):
+        for mean in (None, torch.linspace(-1, 1, size, dtype=torch.float64)):
             found = normal_(torch.empty(size, dtype=real), 1.5, seeded(size), mean)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(native, "_found", lambda: (None, "off"))
@@ -380,9 +381,31 @@ def check_noise() -> None:
             assert float((found - expected).abs().max()) <= room
 
 
+def check_edges_of_noise() -> None:
+    """Words whose V is beyond 2^-20 of 0 or 1 are counted, and radii are right up to there."""
+    half, places = 2**62, ((pairs, place) for pairs in (1, 8, 13) for place in range(pairs))
+    for (pairs, place), size, less in itertools.product(places, (4, 8), (0, 1)):
+        real = torch.float32 if size == 4 else torch.float64
+        out = torch.empty(2 * pairs - less, dtype=real)
+        for word, beyond in (
+            (0, 1),
+            (2**43 - 2**30, 1),
+            (2**43 + 2**30, 0),
+            (2**63 - 2**43 - 2**30, 0),
+            (2**63 - 2**43 + 2**30, 1),
+        ):
+            bits = np.full(pairs, half)
+            bits[place] = word
+            given = bits.tobytes() + bytes(pairs * size)  # angles 0, so that the first half are the radii
+            assert native.gaussians(given, out, 1.0, -20 * math.log(2), -(2.0**-20)) == beyond
+            log = math.log((word + 0.5) / 2**63) if word < half else math.log1p((word - 2**63 + 0.5) / 2**63)
+            assert out[place].item() == pytest.approx(math.sqrt(-2 * log), rel=2.0**-20)
+
+
 @needed
 def test_noise_in_c_is_that_of_torch_from_the_same_bits():
     check_noise()
+    check_edges_of_noise()
 
 
 @needed
@@ -426,6 +449,7 @@ def test_memory_of_another_kind_is_refused():
 # -- wrong kernels ----------------------------------------------------------------------------------------------------
 
 ALL = (check_sums, check_norms, check_outer, check_linear, check_clip, check_bad_rows, check_isolation, check_noise)
+ALL += (check_edges_of_noise,)
 MUTATIONS = {
     "no clip": ("length > most, most,", "length > most, length,"),
     "no clip below": ("length < -most, -most, length", "length < -most, length, length"),
@@ -452,7 +476,14 @@ MUTATIONS = {
     "sums in float32": ("memcpy(out + j, &low, sizeof low);", "low = WIDE(NARROW(low)); memcpy(out + j, &low, 32);"),
     "a wrong sign": ("(quarter + 1) & 2", "quarter & 2"),
     "a coarse logarithm": ("1.0 / 3.0;", "0.3333;"),
+    "a coarse logarithm in float32": ("1.0f / 3.0f;", "0.3f;"),
+    "no logarithm for V near 1": ("NAME(where8)(near, -rest, m - 1.0f)", "(m - 1.0f)"),
+    "refined too seldom": ("(value > low) & (value < high)", "(value > low)"),
+    "a missing pair of eight": ("outside += found[k];\n    return", "outside -= 1;\n    return"),
+    "a quarter of a turn more": ("(1u << 29)) >> 30", "(1u << 30)) >> 30"),
+    "a wrong sign in float32": ("(quarter & 2) << 30", "(quarter & 1) << 31"),
     "no scale": ("radius = ROOT(square) * scale", "radius = ROOT(square)"),
+    "no scale in float32": ("radius = ROOT8(square) * scale", "radius = ROOT8(square)"),
     "an angle of half a turn": ("6.283185307179586476925", "3.141592653589793"),
 }
 

@@ -44,6 +44,8 @@ typedef double d4 __attribute__((vector_size(32)));
 typedef int64_t i4 __attribute__((vector_size(32)));
 typedef uint64_t u4 __attribute__((vector_size(32)));
 typedef uint32_t v4 __attribute__((vector_size(16)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef uint32_t u8 __attribute__((vector_size(32)));
 
 enum { GIVEN, SIGN, LOGISTIC, SQUARE };
 
@@ -88,6 +90,10 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
 #define NARROW(v) __builtin_convertvector(v, f4)
 #define TURNS(v) (__builtin_convertvector(v, u4) << 32)
 #define ROOT(v) ((d4){sqrt((v)[0]), sqrt((v)[1]), sqrt((v)[2]), sqrt((v)[3])})
+#define JOIN(a, b) ((f8){(a)[0], (a)[1], (a)[2], (a)[3], (b)[0], (b)[1], (b)[2], (b)[3]})
+#define ROOT8(v)                                                                                                         \
+    ((f8){sqrtf((v)[0]), sqrtf((v)[1]), sqrtf((v)[2]), sqrtf((v)[3]), sqrtf((v)[4]), sqrtf((v)[5]), sqrtf((v)[6]),       \
+          sqrtf((v)[7])})
 #include "_kernel.c"
 #undef NAME
 #undef TARGET
@@ -95,6 +101,8 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
 #undef NARROW
 #undef TURNS
 #undef ROOT
+#undef ROOT8
+#undef JOIN
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -104,6 +112,8 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
 #define NARROW(v) ((f4)_mm256_cvtpd_ps((__m256d)(v)))
 #define TURNS(v) ((u4)_mm256_cvtepu32_epi64((__m128i)(v)) << 32)
 #define ROOT(v) ((d4)_mm256_sqrt_pd((__m256d)(v)))
+#define ROOT8(v) ((f8)_mm256_sqrt_ps((__m256)(v)))
+#define JOIN(a, b) ((f8)_mm256_set_m128((__m128)(b), (__m128)(a)))
 #include "_kernel.c"
 #define CALL(name, ...) (has_avx2() ? name##_avx2(__VA_ARGS__) : name##_plain(__VA_ARGS__))
 #define KIND has_avx2()
@@ -200,7 +210,8 @@ API int64_t dpsco_logs(const char *words, int64_t n, double low, double high, do
 
 /* out[0..n) = mean + scale times Gaussians of the bits: for (n + 1)/2 pairs a word of 64 bits each, then an angle each,
    of 64 bits (wide: numbers are float64) or 32 (float32). The cosines come first. Words are used by their logarithms,
-   which may be given; returns how many of those that are not are outside of (low, high). The mean may be missing. */
+   which may be given; returns how many of those that are not are outside of (low, high). The mean may be missing; without
+   it and logarithms, float32 numbers are computed in float32. */
 API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double scale, double low, double high,
                             const double *given, const double *mean, void *out) {
     int64_t half = (n + 1) / 2, outside = 0;
@@ -209,6 +220,11 @@ API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double sc
         int64_t first = half - i < SOME ? half - i : SOME, second = n - half - i < first ? n - half - i : first;
         double some[SOME];
         const double *plus = mean ? mean + i : 0, *also = mean ? mean + half + i : 0;
+        if (!wide && !given && !mean) {
+            outside += CALL(single, bits + 8 * i, angles + 4 * i, first, second, scale, low, high, (float *)out + i,
+                            (float *)out + half + i);
+            continue;
+        }
         if (given)
             memcpy(some, given + i, 8 * first);
         else
@@ -807,6 +823,78 @@ TARGET static void NAME(polar32)(const double *logs, const char *angles, int64_t
         first[i] = (float)(plus ? plus[i] + x[0] : x[0]);
         if (i < n_second) second[i] = (float)(plus ? also[i] + y[0] : y[0]);
     }
+}
+
+TARGET static inline f8 NAME(where8)(i8 mask, f8 a, f8 b) { return (f8)(((i8)a & mask) | ((i8)b & ~mask)); }
+
+/* log V, as `log4`; for V near 1, m - 1 is -(1 - V), rounded by itself. */
+TARGET static inline f8 NAME(log8)(f8 v, f8 rest) {
+    i8 up = ((i8)v - 0x3f3504f3) >> 23, near = up == 0;
+    f8 m = (f8)((i8)v - (up << 23)), s = NAME(where8)(near, -rest, m - 1.0f) / (m + 1.0f), z = s * s;
+    f8 sum = z * (1.0f / 9.0f) + 1.0f / 7.0f;
+    sum = sum * z + 1.0f / 5.0f;
+    sum = sum * z + 1.0f / 3.0f;
+    s += s;
+    return __builtin_convertvector(up, f8) * 0.693147181f + (s + s * (z * sum));
+}
+
+/* Sine and cosine of 2 pi j / 2^32, as `turn`. */
+TARGET static inline void NAME(turn8)(u8 j, f8 *cosine, f8 *sine) {
+    u8 quarter = (j + (1u << 29)) >> 30;
+    f8 t = __builtin_convertvector((i8)(j - (quarter << 30)), f8) * (6.28318531f * 0x1p-32f), z = t * t;
+    f8 s = z * (1.0f / 362880.0f) - 1.0f / 5040.0f;
+    s = s * z + 1.0f / 120.0f;
+    s = s * z - 1.0f / 6.0f;
+    s = t + t * (z * s);
+    f8 c = z * (-1.0f / 3628800.0f) + 1.0f / 40320.0f;
+    c = c * z - 1.0f / 720.0f;
+    c = c * z + 1.0f / 24.0f;
+    c = c * z - 0.5f;
+    c = 1.0f + z * c;
+    i8 odd = (i8)(quarter << 31) < 0;
+    *cosine = (f8)((u8)NAME(where8)(odd, s, c) ^ (((quarter + 1) & 2) << 30));
+    *sine = (f8)((u8)NAME(where8)(odd, c, s) ^ ((quarter & 2) << 30));
+}
+
+/* Eight pairs of float32, in float32; returns minus 1 for each logarithm in (low, high). */
+TARGET static inline i8 NAME(eight)(const char *words, const char *angles, float scale, float low, float high, float *x,
+                                    float *y) {
+    d4 both[2];
+    u8 angle;
+    f8 cosine, sine;
+    memcpy(&angle, angles, sizeof angle);
+    for (int k = 0; k < 2; k++) {
+        i4 w;
+        memcpy(&w, words + 32 * k, sizeof w);
+        both[k] = NAME(rounded)((u4)(w ^ (w < 0)), 0.0, 0.5) * 0x1p-63;
+    }
+    f8 value = NAME(log8)(JOIN(NARROW(both[0]), NARROW(both[1])), JOIN(NARROW(1.0 - both[0]), NARROW(1.0 - both[1])));
+    f8 square = value * -2.0f, radius = ROOT8(square) * scale;
+    NAME(turn8)(angle, &cosine, &sine);
+    cosine *= radius;
+    sine *= radius;
+    memcpy(x, &cosine, sizeof cosine);
+    memcpy(y, &sine, sizeof sine);
+    return (value > low) & (value < high);
+}
+
+TARGET static int64_t NAME(single)(const char *words, const char *angles, int64_t n, int64_t n_second, float scale,
+                                   float low, float high, float *first, float *second) {
+    int64_t i = 0, outside = n;
+    i8 found = {0};
+    for (; i + 8 <= n && i + 8 <= n_second; i += 8)
+        found += NAME(eight)(words + 8 * i, angles + 4 * i, scale, low, high, first + i, second + i);
+    for (int k = 0; k < 8; k++) outside += found[k];
+    if (i == n) return outside;
+    char word[64] = {0}, angle[32] = {0};
+    float x[8], y[8];
+    memcpy(word, words + 8 * i, 8 * (n - i));
+    memcpy(angle, angles + 4 * i, 4 * (n - i));
+    found = NAME(eight)(word, angle, scale, low, high, x, y);
+    memcpy(first + i, x, 4 * (n - i));
+    memcpy(second + i, y, 4 * (n_second - i));
+    for (int k = 0; k < n - i; k++) outside += found[k];
+    return outside;
 }
 
 /* sum += the products of packed backprops, (n, HIGH), with packed inputs, (n, BROAD). */
