@@ -148,6 +148,8 @@ def test_the_check_finds(mistake):
     found = schema.check(CLEAN | changes)
     assert column in found.columns, f"{mistake}: {found}"
     assert "NOT PRIVATE" in str(found)
+    lists = {name: np.asarray(values, object).tolist() for name, values in (CLEAN | changes).items()}
+    assert schema.check(lists) == found  # value by value
 
 
 def test_the_check_finds_nothing_in_a_clean_table():

@@ -78,13 +78,20 @@ def values(column: Any) -> list[Any]:
     return list(column)
 
 
+def array(column: Any) -> NDArray[Any] | None:
+    """Returns the values of a column of numbers by its dtype, missing ones as NaN; None for any other."""
+    dtype = getattr(column, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind in "biuf":
+        return np.asarray(column)
+    if kind_of(column).startswith(_ARROW) and hasattr(column, "to_numpy"):
+        return np.asarray(column.to_numpy(zero_copy_only=False))
+    return None
+
+
 def coded(kind: Number | Category | Ordered, column: Any, width: int) -> NDArray[np.float64]:
     """Returns the features (n, width) of a column, each value by itself."""
-    dtype = getattr(column, "dtype", None)
-    if isinstance(kind, Number) and isinstance(dtype, np.dtype) and dtype.kind in "biuf":
-        return kind.code_all(np.asarray(column))
-    if isinstance(kind, Number) and kind_of(column).startswith(_ARROW) and hasattr(column, "to_numpy"):
-        return kind.code_all(column.to_numpy(zero_copy_only=False))
+    if isinstance(kind, Number) and (numbers := array(column)) is not None:
+        return kind.code_all(numbers)
     known: dict[Any, list[float]] = {}
     rows = []
     for value in values(column):

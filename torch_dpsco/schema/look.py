@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_dpsco.schema import frames
 from torch_dpsco.schema.columns import Number, key, number, unit_id
 
 if TYPE_CHECKING:
@@ -49,56 +50,71 @@ class Check:
         return "\n".join([head, *(f"- {finding}" for finding in self.findings or ["nothing was found"])])
 
 
-def look(schema: Schema, table: Table, columns: Mapping[str, list[Any]]) -> Check:
+def look(schema: Schema, table: Table, columns: Mapping[str, Any]) -> Check:
     """Returns what looks wrong; see `Schema.check`.
 
     Args:
         schema: of the table.
         table: as it was read.
-        columns: raw values of each column of the schema.
+        columns: each column of the schema, as it is.
     """
     found = [*_labels(schema, columns[schema.target])]
     for name, kind in schema.columns.items():
         found += _numbers(name, kind, columns[name]) if isinstance(kind, Number) else _levels(name, kind, columns[name])
     if schema.ids is not None:
-        found += _ids(schema, columns[schema.ids])
+        found += _ids(schema, frames.values(columns[schema.ids]))
     found += _rows(table)
     return Check(tuple(found))
 
 
-def _labels(schema: Schema, values: list[Any]) -> Iterator[Finding]:
+def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
     name = schema.target
     if schema.labels is None:
-        yield from _numbers(name, Number(*schema.target_range), values)  # type: ignore[misc]
+        yield from _numbers(name, Number(*schema.target_range), column)  # type: ignore[misc]
         return
-    yield from _unknown(name, {key(label) for label in schema.labels}, values, "labels")
-    seen = Counter(map(key, values))
+    seen = _counted(column)
+    yield from _unknown(name, {key(label) for label in schema.labels}, seen, "labels")
     for label in schema.labels:
-        if values and seen[key(label)] == 0:
+        if seen and seen[key(label)] == 0:
             yield Finding(name, f"no row has the label {label!r}", "See whether labels are coded otherwise")
 
 
-def _levels(name: str, kind: Any, values: list[Any]) -> Iterator[Finding]:
-    yield from _unknown(name, {key(level) for level in kind.levels}, values, "levels")
-    if values and len({key(value) for value in values}) == 1:
+def _levels(name: str, kind: Any, column: Any) -> Iterator[Finding]:
+    seen = _counted(column)
+    yield from _unknown(name, {key(level) for level in kind.levels}, seen, "levels")
+    if len(seen) == 1:
         yield Finding(name, "all values are one", "Leave the column out")
 
 
-def _unknown(name: str, known: set[Any], values: list[Any], what: str) -> Iterator[Finding]:
-    others = Counter(key(value) for value in values if key(value) not in known)
+def _counted(column: Any) -> Counter[Any]:
+    """Returns how often each key occurs."""
+    values, seen = frames.values(column), Counter[Any]()
+    try:
+        different = Counter(values)
+    except TypeError:  # lists, which are missing values, too
+        return Counter(map(key, values))
+    for value, count in different.items():
+        seen[key(value)] += count
+    return seen
+
+
+def _unknown(name: str, known: set[Any], seen: Counter[Any], what: str) -> Iterator[Finding]:
+    others, rows = Counter({value: count for value, count in seen.items() if value not in known}), seen.total()
     missing = others.pop(None, 0) + others.pop("", 0)
     if others:
         shown = ", ".join(repr(value) for value, _ in others.most_common(_SHOWN))
         near = {str(level).strip().casefold() for level in known}
         hint = "; some differ in blanks or case only" if any(str(o).strip().casefold() in near for o in others) else ""
-        share = sum(others.values()) / len(values)
+        share = others.total() / rows
         yield Finding(name, f"{share:.1%} of values are none of the {what} ({shown}{hint})", f"Mend {what}, or values")
-    if missing > _SHARE * len(values):
-        yield Finding(name, f"{missing / len(values):.1%} of values are missing", f"Give them one of the {what}")
+    if missing > _SHARE * rows:
+        yield Finding(name, f"{missing / rows:.1%} of values are missing", f"Give them one of the {what}")
 
 
-def _numbers(name: str, kind: Number, values: list[Any]) -> Iterator[Finding]:
-    array = np.array([number(value) for value in values])
+def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
+    found = frames.array(column)
+    values = frames.values(column) if found is None else []  # numbers, or text of them
+    array = np.array([number(value) for value in values]) if found is None else found.astype(np.float64)
     known = array[np.isfinite(array)]
     lost, rows = len(array) - len(known), max(len(array), 1)
     if lost > (_SHARE if kind.missing else 0) * len(array):

@@ -168,7 +168,7 @@ class Schema:
         table = self.read(frame)
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, wanted)
-        return look(self, table, {name: frames.values(frames.column(frame, name)) for name in wanted})
+        return look(self, table, {name: frames.column(frame, name) for name in wanted})
 
     @classmethod
     @typed
