@@ -167,8 +167,7 @@ class ObjectivePerturbation(SolvedOptimizer):
                 those of another convex loss. 0.5 is a good choice for the logistic loss.
             n_max: public cap on the number of records; default 2 n.
             charge: "approx", or "curve" for a ledger that holds much else, see `linear.objective.plan_objective`. A
-                curve
-                alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
+                curve alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
             secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
             solver: see `linear.solvers.solve`; never trusted.
 
