@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from torch_dpsco import native
+
 __all__ = ["Clock", "Figure", "Slot", "cell", "figures", "in_process", "interleaved", "machine", "summary", "table"]
 
 SLOT_SECONDS, MOST_REPEATS = 0.02, 50
@@ -134,5 +136,6 @@ def machine(rounds: int) -> str:
     packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "opacus", "numpy"))
     return (
         f"{name}{f' ({cores} cores)' if cores else ''}, Python {platform.python_version()}, {packages}; "
-        f"threads: {torch.get_num_threads()}; {rounds} rounds; load {os.getloadavg()[0]:.1f} before; {date.today()}"
+        f"threads: {torch.get_num_threads()}; accelerator {native.status()}; "
+        f"{rounds} rounds; load {os.getloadavg()[0]:.1f} before; {date.today()}"
     )
