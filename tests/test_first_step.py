@@ -6,6 +6,7 @@ It is the default of `attach`: in a loop of one's own nothing else stands betwee
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import random
 from collections.abc import Callable
@@ -391,6 +392,7 @@ def test_healthy_models_pass(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"])
 def test_compiled_models_and_losses_are_looked_at(what: str) -> None:
+    gc.collect()  # row-free optimizers of other tests, whose hooks torch warns of
     torch._dynamo.reset()
     for features, sound in ((nn.ReLU(), True), (Largest(), False)):
         model: nn.Module = nn.Sequential(nn.Linear(3, 3), features, nn.Linear(3, 1))
