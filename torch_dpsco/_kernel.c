@@ -830,7 +830,7 @@ TARGET static inline f8 NAME(where8)(i8 mask, f8 a, f8 b) { return (f8)(((i8)a &
 /* log V, as `log4`; for V near 1, m - 1 is -(1 - V), rounded by itself. */
 TARGET static inline f8 NAME(log8)(f8 v, f8 rest) {
     i8 up = ((i8)v - 0x3f3504f3) >> 23, near = up == 0;
-    f8 m = (f8)((i8)v - (up << 23)), s = NAME(where8)(near, -rest, m - 1.0f) / (m + 1.0f), z = s * s;
+    f8 m = (f8)((u8)v - ((u8)up << 23)), s = NAME(where8)(near, -rest, m - 1.0f) / (m + 1.0f), z = s * s;
     f8 sum = z * (1.0f / 9.0f) + 1.0f / 7.0f;
     sum = sum * z + 1.0f / 5.0f;
     sum = sum * z + 1.0f / 3.0f;
