@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 
@@ -16,7 +16,7 @@ from torch_dpsco.accounting.report.figures import Run, trade_off
 from torch_dpsco.accounting.report.statement import make_statement
 
 pytest.importorskip("matplotlib")
-DELTA, DATE = 1e-5, datetime(2030, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+DELTA, DATE = 1e-5, datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 STEP = clipped_gaussian(9.0)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.integrate import quad
+from scipy.integrate import quad, trapezoid
 from scipy.stats import binom, norm
 
 from torch_dpsco.accounting import noise_levels
@@ -52,7 +52,7 @@ def profiles(event, adjacency, noise):
 
     def stick(t, first, second):
         x = np.linspace(-1 - 12 * noise, event.k + 1 + 12 * noise if hasattr(event, "k") else 2 + 12 * noise, 40001)
-        return np.trapezoid(np.maximum(density(x, first) - t * density(x, second), 0), x)
+        return trapezoid(np.maximum(density(x, first) - t * density(x, second), 0), x)
 
     return lambda t: (stick(t, *pair), stick(t, *pair[::-1]))
 

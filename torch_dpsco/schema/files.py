@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,6 @@ def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns what a file holds; raises ValueError if it is no TOML."""
-    try:
-        import tomllib
-    except ImportError as error:
-        raise ImportError("files of schemas must be read by Python 3.11 or later; use Schema.from_dict") from error
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)

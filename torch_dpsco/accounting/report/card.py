@@ -13,7 +13,7 @@ import platform
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +59,7 @@ def save(statement: Statement, path: str | os.PathLike[str], date: datetime | No
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise ValueError(f"path must end in {', '.join(SUFFIXES)} (got {os.fspath(path)!r})")
-    date = datetime.now(timezone.utc) if date is None else date
+    date = datetime.now(UTC) if date is None else date
     content = {".html": _html, ".pdf": _pdf, ".md": _markdown, ".json": _json}[suffix](statement, date)
     try:
         with open(path, "wb" if overwrite else "xb") as file:
