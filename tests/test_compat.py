@@ -100,7 +100,8 @@ import torch
 from torch_dpsco.rows import attach
 from torch_dpsco.rows.layers import recorded
 model = torch.compile(dp.attach(torch.nn.Linear(2, 1)), backend="eager")
-model(torch.ones(3, 2)).sum().backward()
+if not torch.__version__.startswith("2.6."):  # it compiles no attached model
+    model(torch.ones(3, 2)).sum().backward()
 # a compiled model leaves these out, whoever imported the compiler
 assert attach._LOOK.call is not attach._look and recorded._RECORD.call is not recorded._recorded
 """
