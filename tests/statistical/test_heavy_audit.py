@@ -95,12 +95,11 @@ def halve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClippedMean, "noise_std", property(lambda self: 0.5 * noise_std(self)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "adjacency"),
     [
         (accelerated, "replace_one"),
-        (localized, "replace_one"),
+        pytest.param(localized, "replace_one", marks=pytest.mark.slow),
         pytest.param(accelerated, "zero_out", marks=pytest.mark.slow),
         pytest.param(localized, "zero_out", marks=pytest.mark.slow),
     ],
