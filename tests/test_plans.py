@@ -266,17 +266,16 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
 
 
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
-    """The figure is that of the table for many parameters, whoever measures it."""
+    """The figures are those of the table for many parameters, whoever measures it."""
     page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d+0,000 \|[^|]+\|[^|]+\| ([\d.]+) ns \| ([\d.]+) ns \|", page, re.MULTILINE)
-    more = [float(exact) - float(floating) for floating, exact in rows]
-    assert len(more) == 2
+    more = re.findall(r"^\| [\d,]+0,000 \|(?:[^|]+ ns \|){4} ([\d.]+) \[", page, re.MULTILINE)
+    assert len(more) == 3
     for text, chosen in (
         (str(holder(budget=BUDGET, steps=3)()), "on request"),
         (str(MADE["HolderSGD, exact"][1]()), "chosen"),
     ):
-        (said,) = re.findall(rf"exact noise {chosen}, by secure='exact': about (\d+) ns more per step", text)
-        assert [round(value, -1) for value in more] == [int(said)] * len(more)
+        ((low, high),) = re.findall(rf"exact noise {chosen}, by secure='exact': (\d+) to (\d+) times the time", text)
+        assert all(int(low) <= float(value) <= int(high) for value in more)
     with pytest.warns(UtilityWarning, match="no sampling declared"):
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
     assert "exact noise" not in str(silent)  # nothing to draw

@@ -60,8 +60,8 @@ class PrivateOptimizer(Saved):
         accountant: ledger (and budget) to charge; default a new one without budget.
         adjacency: neighboring relation of the guarantee; default that of the accountant, or "replace_one".
         generator: noise generator of your own; repeatable, so for tests only (warns).
-        secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, and
-            about 10 ns a number; for oracles that are clipped means.
+        secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, in
+            5 to 9 times the time; for oracles that are clipped means.
 
     Raises:
         AdjacencyError: design and adjacency do not go together, or contradict the accountant's.
