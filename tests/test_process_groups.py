@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.processes import DIM, N, backward, full, launch, layer, message, numbers, records, train
-from torch_dpsco import distributed
+from torch_dpsco import compat, distributed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.clipped import ClippedMean
 
@@ -144,7 +144,8 @@ def wrapped(rank: int) -> dict[str, Any]:
     calls |= {f"{kind}: {way}": call for kind, cut in cuts.items() for way, call in model_of(cut).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: message((ValueError, SequenceError, AttributeError), call) for name, call in calls.items()}
+        found = {name: message((ValueError, SequenceError, AttributeError), call) for name, call in calls.items()}
+        return found | {"replicas": [compat.is_replicated(model) for model in (replicate(net()), net())]}
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -235,6 +236,10 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_wrapped_or_sharded_model_is_refused_by_name(name: str, words: str, refused: list[dict[str, Any]]) -> None:
     for rank in refused:
         assert words in rank[name]
+
+
+def test_a_replica_is_known_before_it_is_called(refused: list[dict[str, Any]]) -> None:
+    assert [rank["replicas"] for rank in refused] == [[True, False]] * 2
 
 
 NO_CPU = "AttributeError: 'Stream' object has no attribute 'record_event'"  # torch 2.6's, of fsdp2 on a CPU

@@ -84,7 +84,7 @@ def is_replicated(model: nn.Module) -> bool:
     """Returns whether `replicate` has taken a part of a model, or DistributedDataParallel runs a forward of it."""
     composed = sys.modules.get("torch.distributed._composable.contract")  # not there: nothing was replicated
     if composed is not None and any("replicate" in (composed._get_registry(part) or ()) for part in model.modules()):
-        return True  # up to torch 2.8 its forwards are not said to be active
+        return True  # torch 2.6 does not say that its forwards are active (test_a_replica_is_known_before_it_is_called)
     active = DistributedDataParallel._active_ddp_module
     return active is not None and not {*map(id, active.parameters())}.isdisjoint(map(id, model.parameters()))
 

@@ -254,7 +254,7 @@ class Plan(ABC):
 
 def exact_cost(secure: str | None) -> tuple[str, str]:
     """Returns (label, text) of what exact noise costs, where there is such."""
-    more = "5 to 9 times the time of a step's noise, and 0.03 % more of it (docs/performance.md)"
+    more = "up to 9 times the noise's time from 10,000 parameters on, and 0.03 % more of it (docs/performance.md)"
     return "exact noise", f"{'chosen' if secure else 'on request'}, by secure='exact': {more}"
 
 

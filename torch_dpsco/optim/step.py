@@ -61,7 +61,7 @@ class PrivateOptimizer(Saved):
         adjacency: neighboring relation of the guarantee; default that of the accountant, or "replace_one".
         generator: noise generator of your own; repeatable, so for tests only (warns).
         secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, in
-            5 to 9 times the time; for oracles that are clipped means.
+            up to 9 times its time from 10,000 numbers on; for oracles that are clipped means.
 
     Raises:
         AdjacencyError: design and adjacency do not go together, or contradict the accountant's.

@@ -70,7 +70,8 @@ def look(schema: Schema, table: Table, columns: Mapping[str, Any]) -> Check:
 def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
     name = schema.target
     if schema.labels is None:
-        yield from _numbers(name, Number(*schema.target_range), column)  # type: ignore[misc]
+        assert schema.target_range is not None
+        yield from _numbers(name, Number(*schema.target_range), column)
         return
     seen = _counted(column)
     yield from _unknown(name, {key(label) for label in schema.labels}, seen, "labels")
