@@ -159,7 +159,8 @@ def more(*, smoke: bool = False) -> list[Case]:
             return [_lora(8, 4, 16, 4, 2), _embedding(50, 4, 3, 4)]
         heads = [_softmax(1000, 4096), _softmax(10000, 256)]
         large = replace(mlp((784, 512, 256, 10), 2048), only=("plain", "loop", "ghost"))
-        return [*heads, large, _lora(128, 64, 512, 32, 8), _embedding(100_000, 32, 20, 256)]
+        table = mlp((40, 64, 64, 2), 256)
+        return [*heads, table, large, _lora(128, 64, 512, 32, 8), _embedding(100_000, 32, 20, 256)]
 
 
 def cases(*, smoke: bool = False) -> list[Case]:

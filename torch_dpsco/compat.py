@@ -23,8 +23,9 @@ _RUN_WITH = "torch 2.6 and 2.14 with opacus 1.6"  # what .ci/weekly has run; see
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "torch.nn.Module": (
         *("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        *("_modules", "_compiled_call_impl"),
     ),
-    "torch.nn.Parameter": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.nn.Parameter": ("_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
     "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "opacus.optimizers.DPOptimizer": ("_is_last_step_skipped",),
     "opacus.GradSampleModule": ("_module", "autograd_grad_sample_hooks"),
@@ -53,6 +54,7 @@ foreach_add_ = _need(torch, "_foreach_add_")
 foreach_lerp_ = _need(torch, "_foreach_lerp_")
 foreach_sub_ = _need(torch, "_foreach_sub_")
 foreach_zero_ = _need(torch, "_foreach_zero_")
+_unsafe_view = _need(torch.ops.aten, "_unsafe_view", "torch.ops.aten")
 will_run = _need(torch._C, "_will_engine_execute_node")
 _graph_task = _need(torch._C, "_current_graph_task_id")
 without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass")
@@ -102,6 +104,18 @@ def is_sharded(thing: Tensor | nn.Module) -> bool:
 def some_global_hook() -> bool:
     """Returns whether there is a hook on the forwards or backwards of all modules, except those that only observe."""
     return any(not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values())
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Returns whether calling a module calls the forward of its class and nothing else, hooks on all modules aside."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and module._compiled_call_impl is None and "forward" not in module.__dict__
+
+
+def whole(out: Tensor) -> Tensor:
+    """Returns a tensor of a node's own making that the node may give out: in-place operations refuse its views."""
+    found: Tensor = _unsafe_view(out, out.shape) if out._is_view() else out
+    return found
 
 
 def some_optimizer_hook() -> bool:

@@ -115,7 +115,7 @@ def suits_records(rows: Tensor) -> bool:
     return (
         type(rows) is Tensor  # subclasses may have no memory, or another meaning
         and rows.dtype in (torch.float32, torch.float64)
-        and rows.device.type == "cpu"
+        and rows.is_cpu
         and rows.dim() == 2
         and rows.layout is torch.strided
         and not rows.is_neg()  # a view whose sign is in its flag

@@ -26,6 +26,7 @@ from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
+from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import NO_FORWARD, PassCounter, batch_sizes, forget_uses
 from torch_dpsco.rows.precision import HALF, inexact_mean
@@ -74,6 +75,7 @@ class _Attachment:
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
+        start_stacking(self.layers)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -364,6 +366,7 @@ def detach(model: _Model) -> _Model:
     for module in model.modules():
         if is_recorded(module):
             stop_recording(module)
+    stop_stacking(model.modules())
     for p in model.parameters():
         for name in _OWN:
             p.__dict__.pop(name, None)

@@ -25,7 +25,7 @@ the last bits of all rows and the choice of the form. So both forms enlarge norm
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -295,16 +295,8 @@ class Tape:
                 "a layer was used twice outside of a forward of the attached model, so that its rows cannot be told "
                 "apart; call the attached model itself, or attach the module that you call"
             )
-        layer = use.layer
-        layer.passes.require_one(tag)
-        self.weight, self.bias = (_trained(layer, name) for name in ("weight", "bias"))
-        if self.scale_by_batch:
-            require_full_precision(use.grad)
-            # a backward through the model's output has been looked at; one from its parts has not
-            if not layer.passes.is_exact() and (problem := inexact_mean((layer,), [use.weight])):
-                # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
-                raise SequenceError(problem)
-        self.uses.append((tag, layer.kind.rows(use)))
+        self.weight, self.bias = (_trained(use.layer, name) for name in ("weight", "bias"))
+        self.uses.append((tag, use.layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
                 p.grad_factors = self  # type: ignore[attr-defined]
@@ -364,6 +356,18 @@ class Use(NamedTuple):
         return self.x.shape[0] if self.layer.tape.scale_by_batch else 1
 
 
+def require_recordable(tag: int | None, use: Use) -> None:
+    """Raises SequenceError for a use in the forward `tag` of which no rows may be kept, whatever its tape has."""
+    passes, tape = use.layer.passes, use.layer.tape
+    passes.require_one(tag)
+    if tape.scale_by_batch:
+        require_full_precision(use.grad)
+        # a backward through the model's output has been looked at; one from its parts has not
+        if not passes.is_exact() and (problem := inexact_mean((use.layer,), [use.weight])):
+            # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
+            raise SequenceError(problem)
+
+
 class Kind(ABC):
     """How layers of one kind are run, and what their backward needs. Stateless.
 
@@ -405,21 +409,31 @@ def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = Non
         raise SequenceError(f"input of {layer} must have a batch dimension (got {x.dim()} dimensions)")
 
 
+def records(layer: Any) -> bool:
+    """Returns whether a recorded layer keeps rows of what it is called with now."""
+    trained = any(p is not None and p.requires_grad for p in layer._parameters.values())
+    return bool(trained and layer.training and torch.is_grad_enabled())
+
+
 def run(layer: Any, x: Tensor) -> Tensor:
     """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
-    params = [p for p in layer._parameters.values() if p is not None]
-    if not (layer.training and torch.is_grad_enabled() and any(p.requires_grad for p in params)):
+    if not records(layer):
         return plain_forward(layer)(x)
     recorded: Tensor = _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
     return recorded
 
 
-def _recorded(layer: Any, x: Tensor) -> Tensor:
-    layer.passes.require_batch(layer, x.shape, 0)
+def make_ready(layer: Any) -> None:
+    """Drops the gradients of a recorded layer that is about to run; raises SequenceError if its weights are others."""
     params = [p for p in layer._parameters.values() if p is not None]
     require_known(layer, params)
     for p in params:
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
+
+
+def _recorded(layer: Any, x: Tensor) -> Tensor:
+    layer.passes.require_batch(layer, x.shape, 0)
+    make_ready(layer)
     if layer.tape.trial is not None:
         # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
         layer.tape.trial(layer, x)
@@ -442,23 +456,28 @@ class _Recorded(torch.autograd.Function):
         out, *saved = layer.kind.forward(layer, x, weight, bias)
         ctx.save_for_backward(x, weight, *saved)
         ctx.layer, ctx.tag = layer, layer.passes.tag
-        return out
+        return compat.whole(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
         layer, more = ctx.layer, tuple(saved)
-        if _reaches_weights(ctx):
+        if reaches(ctx.next_functions[1:3]):
+            use = Use(layer, x.detach(), weight.detach(), more, grad.detach())
+            require_recordable(ctx.tag, use)
             with torch.no_grad():
-                layer.tape.record(ctx.tag, Use(layer, x.detach(), weight.detach(), more, grad.detach()))
+                layer.tape.record(ctx.tag, use)
         wanted = ctx.needs_input_grad[0]
         return layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None, None, None, None
 
 
-def _reaches_weights(node: Any) -> bool:
-    """Returns whether the running backward wants gradients of weight or bias: attacks and saliency maps do not."""
+def reaches(weights: Iterable[tuple[Any, int]]) -> bool:
+    """Returns whether the running backward wants gradients of some weights: attacks and saliency maps do not.
+
+    Args:
+        weights: their places in the graph, of the `next_functions` of a node.
+    """
     try:
-        following = [after for after, _ in node.next_functions[1:3] if after is not None]
-        return any(compat.will_run(after) for after in following)
+        return any(compat.will_run(after) for after, _ in weights if after is not None)
     except RuntimeError:  # so torch says of torch.autograd.grad in the weights themselves
         return True

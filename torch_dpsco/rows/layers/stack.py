@@ -1,0 +1,172 @@
+"""Linear layers of a Sequential and the activations between them, recorded as one.
+
+Narrow layers spend most of a step in calls: each recorded layer is a node of the graph, with checks of its own. So
+`attach` gives an `nn.Sequential` a forward that runs each stack, Linear layers with nothing between them but
+activations of `_ACTIVATIONS`, as one node with one check. Outputs, rows and gradients have the same bits as those of
+the layers one by one (gradients of gradients are sums in another order). Layers run one by one where somebody could see
+the difference: hooks, layers in eval mode, autocast, compilers, tensors of other classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dpsco import compat
+from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records, require_recordable
+from torch_dpsco.rows.layers.table import RECORDED
+
+_ops: Any = torch.ops.aten
+_LINEAR = RECORDED[nn.Linear]
+
+
+class _Activation(NamedTuple):
+    """How an activation is run and differentiated, as autograd does it.
+
+    Args:
+        run: (module, input) -> output, never in place.
+        gradient: (module, gradient in its output, output or input) -> gradient in its input.
+        by_output: whether from the output.
+    """
+
+    run: Callable[[Any, Tensor], Tensor]
+    gradient: Callable[[Any, Tensor, Tensor], Tensor]
+    by_output: bool
+
+
+_ACTIVATIONS: dict[type[nn.Module], _Activation] = {
+    nn.ReLU: _Activation(lambda _, x: torch.relu(x), lambda _, g, y: _ops.threshold_backward(g, y, 0), True),
+    nn.Tanh: _Activation(lambda _, x: torch.tanh(x), lambda _, g, y: _ops.tanh_backward(g, y), True),
+    nn.Sigmoid: _Activation(lambda _, x: torch.sigmoid(x), lambda _, g, y: _ops.sigmoid_backward(g, y), True),
+    nn.SiLU: _Activation(lambda _, x: F.silu(x), lambda _, g, x: _ops.silu_backward(g, x), False),
+    nn.GELU: _Activation(
+        lambda m, x: F.gelu(x, approximate=m.approximate),
+        lambda m, g, x: _ops.gelu_backward(g, x, approximate=m.approximate),
+        False,
+    ),
+}
+
+
+class RecordedSequential(nn.Sequential):
+    """A Sequential with recorded Linear layers, of an attached model."""
+
+    def forward(self, input: Any) -> Any:
+        """Applies its modules one after another."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or compat.some_global_hook():
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        modules, start = list(self._modules.values()), 0
+        while start < len(modules):
+            stack = modules[start : _end(modules, start)]
+            whole = len(stack) > 1 and type(input) is Tensor and not torch.is_autocast_enabled(input.device.type)
+            input = _run(stack, input) if whole else stack[0](input)
+            start += len(stack) if whole else 1
+        return input
+
+
+def _end(modules: Sequence[Any], start: int) -> int:
+    """Returns where the stack that starts with a module ends, after its last Linear layer; at least start + 1."""
+    end = start + 1
+    for place in range(start, len(modules)):
+        module = modules[place]
+        linear = type(module) is _LINEAR
+        if not compat.is_plain(module) or not (linear or (place > start and type(module) in _ACTIVATIONS)):
+            break
+        if linear:
+            if not records(module) or module.passes is not modules[start].passes:
+                break
+            end = place + 1
+    return end
+
+
+class _Step(NamedTuple):
+    """A Linear layer with the number of its parameters, or an activation with none."""
+
+    module: Any
+    weights: int
+
+
+def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
+    first = modules[0]
+    first.passes.require_batch(first, x.shape, 0)
+    steps, params = [], []
+    for module in modules:
+        weights = []
+        if type(module) is _LINEAR:
+            make_ready(module)
+            weights = [p for p in map(module._parameters.get, ("weight", "bias")) if p is not None]
+        steps.append(_Step(module, len(weights)))
+        params += weights
+    out: Tensor = _Stack.apply(first.kind.prepare(first, x), steps, *params)
+    return out
+
+
+def _values(steps: Sequence[_Step], x: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the input, and the outputs of all steps."""
+    found, at = [x], 0
+    for module, weights in steps:
+        x = F.linear(x, *params[at : at + weights]) if weights else _ACTIVATIONS[type(module)].run(module, x)
+        at += weights
+        found.append(x)
+    return found
+
+
+class _Stack(torch.autograd.Function):
+    """A stack whose backward keeps the rows of its layers, and gives no gradient to their parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: Sequence[_Step], *params: Tensor) -> Tensor:
+        values = _values(steps, x, params)
+        kept = [
+            after if not weights and _ACTIVATIONS[type(module)].by_output else before
+            for (module, weights), (before, after) in zip(steps, pairwise(values), strict=True)
+        ]
+        ctx.save_for_backward(*kept, *params)
+        ctx.steps, ctx.tag = steps, steps[0].module.passes.tag
+        return compat.whole(values[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        steps, saved, wanted = ctx.steps, ctx.saved_tensors, ctx.needs_input_grad[0]
+        kept, params, places = saved[: len(steps)], saved[len(steps) :], ctx.next_functions[1:]
+        g, end, checked = grad.detach(), len(params), False
+        with torch.no_grad():
+            for (module, weights), value in zip(reversed(steps), reversed(kept), strict=True):
+                if not weights:
+                    g = _ACTIVATIONS[type(module)].gradient(module, g, value)
+                    continue
+                start = end - weights
+                use = Use(module, value.detach(), params[start].detach(), (), g)
+                if reaches(places[start:end]):
+                    if not checked:
+                        require_recordable(ctx.tag, use)
+                        checked = True
+                    module.tape.record(ctx.tag, use)
+                if start or wanted:
+                    g = module.kind.input_gradient(use)
+                end = start
+        if wanted and torch.is_grad_enabled():  # the gradient of a gradient is wanted too
+            (g,) = torch.autograd.grad(_values(steps, kept[0], params)[-1], kept[0], grad, create_graph=True)
+        return g if wanted else None, *[None] * (len(params) + 1)
+
+
+def _has_stack(module: nn.Module) -> bool:
+    kinds = [type(child) for child in module._modules.values() if type(child) not in _ACTIVATIONS]
+    return type(module) is nn.Sequential and (_LINEAR, _LINEAR) in pairwise(kinds)
+
+
+def start_stacking(modules: Iterable[nn.Module]) -> None:
+    """Makes the Sequentials among modules whose layers are recorded run their stacks as one, in place."""
+    for module in filter(_has_stack, modules):
+        module.__class__ = RecordedSequential
+
+
+def stop_stacking(modules: Iterable[nn.Module]) -> None:
+    """Turns them back."""
+    for module in modules:
+        if type(module) is RecordedSequential:
+            object.__setattr__(module, "__class__", nn.Sequential)
