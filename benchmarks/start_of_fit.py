@@ -1,11 +1,13 @@
-"""How long `fit` takes before its first step: CPU milliseconds of fits of one step, in fresh processes.
+"""How long `fit` takes beside its steps: CPU milliseconds of short fits, in fresh processes.
 
     python benchmarks/start_of_fit.py            # about a minute
     python benchmarks/start_of_fit.py --smoke
 
-"first": the first fit of a process, which has imported torch and torch_dpsco. "again": the least of five fits of new
-models in the same process. "plain, first": a first step of torch SGD in a process of its own, which pays for what torch
-sets up. All batches are taken from 2,000 made-up records.
+"first": the first fit of one step of a process, which has imported torch and torch_dpsco. "again": the least of five
+fits of one step of new models in the same process. "step": what each further step of a fit takes, by fits of five steps
+(of filled batches, larger than those of "plain step"). "start" is "again" without its step. "plain, first": a first
+step of torch SGD in a process of its own, which pays for what torch sets up. All batches are taken from 2,000 made-up
+records.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ def models(*, smoke: bool) -> list[Case]:
     return [*more, *(case for case in cases(smoke=smoke) if not case.is_linear)]
 
 
-def start(case: Case) -> float:
-    """Returns the milliseconds of a fit of one step."""
+def fit(case: Case, steps: int = 1) -> float:
+    """Returns the milliseconds of a fit of some steps."""
     inputs, targets = (part.repeat(RECORDS // len(part) + 1, *[1] * (part.dim() - 1))[:RECORDS] for part in case.batch)
     model, size = case.model(), len(case.batch[0])
     begin = time.process_time()
-    plan = dp.ClippedSGD.plan(n=RECORDS, batch_size=size, steps=1, noise_multiplier=1.0, clip=1.0, lr=0.1)
+    plan = dp.ClippedSGD.plan(n=RECORDS, batch_size=size, steps=steps, noise_multiplier=1.0, clip=1.0, lr=0.1)
     dp.attach(model, loss_reduction="sum")
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(model, optimizer, TensorDataset(inputs, targets), nn.CrossEntropyLoss(reduction="sum"), progress=False)
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         name, way = args.child
         [case] = [case for case in models(smoke=args.smoke) if case.name == name]
-        print(json.dumps(plain(case) if way == "plain" else [start(case) for _ in range(6)]))
+        fits = [fit, lambda case: fit(case, steps=5)]
+        print(json.dumps(plain(case) if way == "plain" else [[run(case) for _ in range(6)] for run in fits]))
         return
     rows = []
     for case in models(smoke=args.smoke):
@@ -79,11 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for way in ("fit", "plain"):
             command = [sys.executable, __file__, "--child", case.name, way, *["--smoke"] * args.smoke]
             found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        fits, steps = found["fit"], found["plain"]
-        figures = fits[0], min(fits[1:]), steps[0], min(steps[1:])
+        (first, *short), long = found["fit"]
+        step = (min(long) - min(short)) / 4
+        figures = first, min(short), step, min(short) - step, found["plain"][0], min(found["plain"][1:])
         rows.append([case.name, *(f"{value:.1f}" for value in figures)])
     print(machine(1))
-    print(table(["model", "first", "again", "plain, first", "plain step"], rows))
+    print(table(["model", "first", "again", "step", "start", "plain, first", "plain step"], rows))
 
 
 if __name__ == "__main__":
