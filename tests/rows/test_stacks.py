@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 import torch_dpsco as dp
 from torch_dpsco.errors import SequenceError
@@ -133,6 +134,36 @@ def test_a_penalty_on_input_gradients_is_refused():
     with pytest.raises(SequenceError, match="outside of the layer"):
         slope.square().sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, again: bool | None) -> None:
+        super().__init__()
+        self.stack, self.again = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x) if self.again is None else checkpoint(self.stack, x, use_reentrant=self.again)
+
+
+def test_a_checkpointed_stack_has_the_same_rows():
+    found = []
+    for again in (None, False, True):
+        torch.manual_seed(0)
+        model = dp.attach(_Checkpointed(again), check_first_step=False)
+        model(_input()).square().mean().backward()
+        found.append(GradBatch.consume(_trained(model)).dense())
+    for plain, *others in zip(*found, strict=True):
+        assert all(torch.equal(plain, other) for other in others)
+
+
+def test_micro_batches_of_a_stack_are_joined():
+    model, x = _model("two between", reduction="sum"), _input()
+    for part in (x, *x.split(2)):
+        model(part).square().sum().backward()
+    rows = GradBatch.consume(_trained(model))
+    assert rows.passes == 4
+    for part in rows.dense():
+        torch.testing.assert_close(part[:B], part[B:], rtol=1e-5, atol=1e-6)
 
 
 def test_only_layers_that_a_backward_reaches_have_rows():
