@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import brentq
 
 from tests.reference.allocation_literal import Drawn, bound, bracket, ratio, sampled, sum_law, two_steps
 from torch_dpsco.accounting.analysis import allocation, allocation_rdp, allocation_sums
@@ -49,6 +48,12 @@ TWO = [(0.25, 30.0), (0.3, 12.0), (0.5, 1.0), (0.5, 5.0), (0.5, 15.0), (0.8, 3.0
 def test_two_steps_agree_with_quadrature(noise, epsilon, way):
     exact = two_steps(noise, epsilon, way)
     assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015  # of the quadrature
+
+
+@pytest.mark.parametrize(("noise", "epsilon"), [(60.0, 0.03), (100.0, 0.07), (1e3, 4e-3), (1e4, 5e-4)])
+def test_two_steps_of_large_noise_agree_with_quadrature(noise, epsilon):
+    exact = two_steps(noise, epsilon, "replace")
+    assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, "replace") <= exact * 1.001
 
 
 CASES = [
@@ -351,6 +356,19 @@ def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
     assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
 
 
+def test_what_small_differences_exceed_their_grid_by_counts(monkeypatch):
+    """With large noise the top of a grid is below 1; here it is at half a standard deviation."""
+    question, exact = Pass(300.0, 2, "replace").sum(1e-3, -30.0), two_steps(300.0, 1e-3, "replace")
+    ends = question.ends
+    top = float(question.term.value(np.array([150.0]))[0])
+    assert 0 < top < ends[1] < 0.5
+    question.__dict__["ends"] = ends[0], top  # which is cached there
+    found = math.exp(question.answer(1e-4).log_at(question.level)) / 2
+    assert exact <= found <= 1.0
+    monkeypatch.setattr(Sum, "_beyond", lambda self, low, high: 0.0)
+    assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * exact
+
+
 @pytest.mark.parametrize(("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)])
 def test_one_large_term_is_a_bound_too(noise, epsilon):
     exact = two_steps(noise, epsilon, "replace")
@@ -394,8 +412,38 @@ def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency, monkeypatc
     noise = allocation_noise(epsilon, 1e-5, steps, adjacency)
     assert allocation_epsilon(noise, steps, 1e-5, adjacency) <= epsilon
     assert allocation_epsilon(noise * 0.995, steps, 1e-5, adjacency) > epsilon
-    monkeypatch.setattr("scipy.optimize.brentq", lambda *args, **more: brentq(*args, **more) - 1e-3)  # a poor search
-    assert allocation_epsilon(allocation_noise(epsilon, 1e-5, steps, adjacency), steps, 1e-5, adjacency) <= epsilon
+    for poor in ((1e-3, -1.0), (1e6, -1.0), (noise * 0.999, -1e-9), (noise * 1.001, -1e9)):  # guess and slope
+        allocation._least_noise.cache_clear()
+        monkeypatch.setattr(allocation, "_guess", lambda *args, poor=poor: poor)
+        found = allocation_noise(epsilon, 1e-5, steps, adjacency)
+        assert allocation_epsilon(found, steps, 1e-5, adjacency) <= epsilon
+        assert found <= noise * 1.001
+    allocation._least_noise.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mu", "steps", "way", "noise"),
+    [(1.0, 1, "remove", 1.0), (0.01, 100, "remove", 10.0), (0.01, 400, "replace", 10.0)],
+)
+def test_the_guess_at_a_noise_is_that_of_gaussians(mu, steps, way, noise):
+    found, slope = allocation._guess(mu, steps, way)
+    assert found == pytest.approx(noise, rel=0.01)
+    other = allocation._guess(mu * 1.01, steps, way)[0]
+    assert math.log(1.01) / math.log(other / found) == pytest.approx(slope, rel=0.02)
+
+
+@pytest.mark.parametrize("epsilon", [12.0, 30.0])
+def test_large_budgets_have_their_noise(epsilon):
+    """From some epsilon on passes count without amplification; the search used to end in an error of scipy."""
+    noise = allocation_noise(epsilon, 1e-5, 100, "add_remove")
+    assert allocation_epsilon(noise, 100, 1e-5, "add_remove") <= epsilon
+    assert allocation_epsilon(noise * 0.995, 100, 1e-5, "add_remove") > epsilon
+
+
+def test_budgets_below_what_noise_counts_for_are_refused():
+    """It used to return noise that does not keep the budget, after taking all memory."""
+    with pytest.raises(ValueError, match=r"epsilon must be >= 0.000566 .* \(got 1e-06\)"):
+        allocation_noise(1e-6, 1e-9, 2, "replace_one")
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ _MANY = 50  # terms from which the others come close to a level by themselves
 _RATIO, _RATIO_FEW = 0.04, 0.08  # logarithm of the ratio of neighboring cuts
 _HIGH = 1.44  # that of the last cut to the scale of the sum
 _SERVED, _SERVED_FEW = 12, 4  # intervals that one curve serves; with few terms, two are large together
+_FARTHEST = 400.0  # standard deviations of the last cut
 _STEPS = 1 << 12  # of the grid of what is below b
 
 
 def by_one_large(question: Sum, tolerance: float) -> float:
-    """Returns the logarithm of a bound on E (S - level)_+, for a sign of 1 and at least 2 terms.
+    """Returns the logarithm of a bound on E (S - level)_+, for a sign of 1 and at least 2 terms; inf for large noise.
 
     Args:
         question: the sum.
@@ -44,6 +45,8 @@ def by_one_large(question: Sum, tolerance: float) -> float:
     cuts = _cuts(question)
     x, _ = term.positions(cuts)
     reach = float(np.abs(x).max()) / noise
+    if reach > _FARTHEST:  # no term is ever large
+        return math.inf
     accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (max(term.log_weight, 0.0) + float(np.abs(np.log(cuts)).max()))
     width, sizes = np.diff(cuts), np.hypot(cuts, term.root)
     mass, rise = term.integrate(x, np.log(width), reach)

@@ -182,8 +182,9 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
     return epsilon, min((excess(least + width) - excess(least)) / width, -1e-9)
 
 
+@lru_cache(maxsize=64)
 def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
-    """Returns ascending epsilons from 0 on, and bounds on delta there, until it is below a floor.
+    """Returns ascending epsilons from 0 on, and bounds on delta there, until it is below a floor; not to be changed.
 
     Points are as close as chords between them need to cost little: in widths of the loss, and in nats of delta.
     """
@@ -201,4 +202,7 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
         for epsilon in np.linspace(start, end, number + 1)[1:].tolist():
             epsilons.append(epsilon)
             values.append(min(pair.log_delta(hinge, epsilon), values[-1]))
-    return np.array(epsilons), np.exp(values)
+    found = np.array(epsilons), np.exp(values)
+    for figures in found:
+        figures.setflags(write=False)
+    return found

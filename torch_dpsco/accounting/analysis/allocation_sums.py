@@ -47,6 +47,7 @@ _WIDEST = 1 << 18  # steps of a term
 _SPARE = 20.0  # nats below the smallest probability that matters, where terms are cut
 _LOW = 60.0  # nats of tilt below the mean, where terms are cut
 _REACH = 37.0  # standard deviations at most
+_NEAR = 0.5  # a difference of likelihood ratios
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,9 @@ class Sum:
             return min(low, -self.level), min(far, -self.level)
         if self.term.positive:  # from the level on, the excess is linear in the term
             return low, min(far, max(self.level, 2.0))
+        top = float(self.term.value(np.array([1 + reach * self.term.noise]))[0])
+        if top < _NEAR:  # where both likelihood ratios are near 1, the term is far smaller than the one
+            return low, top
         return low, min(far, -self.level or 2 * self.count * math.exp(self.term.log_weight))
 
     @cached_property
@@ -239,6 +243,10 @@ class Sum:
 
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
+        if self.sign > 0 and not self.term.positive and high < 1:  # (Y - high)_+ <= l(x), where Y > high
+            x, _ = self.term.positions(np.array([high]))
+            place = (1 - float(x[0])) / self.term.noise + self.term.rounding * self.term.noise
+            return float(ndtr(place)) * (1 + 1e-9)
         if self.sign > 0:  # at most that for t = 0, a Gaussian hockey stick
             return math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / self.term.noise)) * (1 + 1e-9) + max(
                 1 - high, 0.0

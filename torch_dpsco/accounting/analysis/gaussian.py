@@ -306,9 +306,12 @@ def _mills_drop(middle: FloatArray, mu: float) -> FloatArray:
     The drop is about R mu / (1 + m), so the difference loses (1 + m) / mu ulps. Below mu = 1e-3 (1 + m) the series
     mu T_1 + mu^3 T_3 / 24, T_k = -R^(k)(m), is used: what it leaves out is less than 1e-13 of it.
     """
-    difference = _mills(np.maximum(middle - mu / 2, -1.0)) - _mills(middle + mu / 2)
+    difference: FloatArray = _mills(np.maximum(middle - mu / 2, -1.0)) - _mills(middle + mu / 2)
+    cancels = mu < 1e-3 * (1 + middle)
+    if not cancels.any():
+        return difference
     first, third = _mills_derivatives(middle)
-    return np.where(mu < 1e-3 * (1 + middle), mu * (first + mu * (mu * third) / 24), difference)
+    return np.where(cancels, mu * (first + mu * (mu * third) / 24), difference)
 
 
 def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
