@@ -356,6 +356,17 @@ def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
     assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
 
 
+@pytest.mark.parametrize("noise", [0.7, 30.0, 300.0])
+@pytest.mark.parametrize("log_weight", [-math.inf, 0.0, 2.0])
+@pytest.mark.parametrize("deviations", [-0.5, 0.0, 3.0])
+def test_what_is_beyond_a_grid_is_not_below_its_integral(noise, log_weight, deviations):
+    term, x = Term(1.0, noise, log_weight=log_weight), np.linspace(-12 * noise, 12 * noise + 9, 400_001)
+    high = float(term.value(np.array([deviations * noise]))[0])
+    density = np.exp(-x * x / 2 / noise**2) / noise / math.sqrt(2 * math.pi) * (x[1] - x[0])
+    exact = float(density @ np.maximum(term.value(x) - high, 0.0))
+    assert Sum(term, 3, 1, 0.0, -30.0)._beyond(0.0, high) >= exact * (1 - 1e-6) > 0
+
+
 def test_what_small_differences_exceed_their_grid_by_counts(monkeypatch):
     """With large noise the top of a grid is below 1; here it is at half a standard deviation."""
     question, exact = Pass(300.0, 2, "replace").sum(1e-3, -30.0), two_steps(300.0, 1e-3, "replace")

@@ -243,14 +243,16 @@ class Sum:
 
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
-        if self.sign > 0 and not self.term.positive and high < 1:  # (Y - high)_+ <= l(x), where Y > high
+        if self.sign > 0:
             x, _ = self.term.positions(np.array([high]))
-            place = (1 - float(x[0])) / self.term.noise + self.term.rounding * self.term.noise
-            return float(ndtr(place)) * (1 + 1e-9)
-        if self.sign > 0:  # at most that for t = 0, a Gaussian hockey stick
-            return math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / self.term.noise)) * (1 + 1e-9) + max(
-                1 - high, 0.0
-            )
+            place, noise = float(x[0]), self.term.noise
+            # (Y - high)_+ <= l(x) + (-high)_+ where Y > high, which is where x is beyond the place, up to rounding
+            far = float(ndtr((1 - place) / noise + self.term.rounding * noise))
+            if high <= 0:
+                return (far - high * float(ndtr(-place / noise + self.term.rounding * noise))) * (1 + 1e-9)
+            # at most that for t = 0, a Gaussian hockey stick
+            near = math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / noise)) + max(1 - high, 0.0)
+            return min(near, far) * (1 + 1e-9)
         if low == 0:
             return 0.0
         x, _ = self.term.positions(np.array([low]))
