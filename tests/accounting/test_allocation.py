@@ -26,7 +26,7 @@ from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, lo
 from torch_dpsco.accounting.analysis.allocation_rdp import _integral, added, allocation_renyi, removed
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_compose import Window
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
@@ -449,6 +449,12 @@ def test_large_budgets_have_their_noise(epsilon):
     noise = allocation_noise(epsilon, 1e-5, 100, "add_remove")
     assert allocation_epsilon(noise, 100, 1e-5, "add_remove") <= epsilon
     assert allocation_epsilon(noise * 0.995, 100, 1e-5, "add_remove") > epsilon
+
+
+def test_a_bound_that_is_too_large_for_a_number_is_not_taken():
+    """It ended in an OverflowError, for deltas of 1e-130; what remains is the bound without amplification."""
+    pair = Pass(0.39, 47710, "replace")
+    assert log_delta(pair, 110.0) == pytest.approx(gaussian_log_delta(110.0, pair.mu), rel=1e-9)
 
 
 def test_budgets_below_what_noise_counts_for_are_refused():

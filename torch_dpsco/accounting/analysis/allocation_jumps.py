@@ -31,6 +31,7 @@ _RATIO, _RATIO_FEW = 0.04, 0.08  # logarithm of the ratio of neighboring cuts
 _HIGH = 1.44  # that of the last cut to the scale of the sum
 _SERVED, _SERVED_FEW = 12, 4  # intervals that one curve serves; with few terms, two are large together
 _FARTHEST = 400.0  # standard deviations of the last cut
+_LARGEST = 700.0  # nats: no excess is as large, since T t and the last cut are below e^170
 _STEPS = 1 << 12  # of the grid of what is below b
 
 
@@ -58,7 +59,8 @@ def by_one_large(question: Sum, tolerance: float) -> float:
     shares = (total - far) * left + far * right
     rest = Sum(term, count - 1, 1, question.level - float(cuts[-1]), question.log_floor).answer(tolerance)
     last = math.exp(gaussian_log_delta(math.log(cuts[-1]), 1 / noise)) * (1 + 1e-9)
-    last += float(ndtr(-x[-1] / noise)) * (1 + accuracy) * math.exp(rest.log_at(question.level - float(cuts[-1])))
+    other = min(_LARGEST, rest.log_at(question.level - float(cuts[-1])))
+    last += float(ndtr(-x[-1] / noise)) * (1 + accuracy) * math.exp(other)
     sums = (np.cumsum(shares[::-1])[::-1] + last) * (1 + 4 * UNIT * cuts.size)
     with np.errstate(divide="ignore"):
         large = np.log(sums) + math.log(count)
@@ -90,7 +92,7 @@ def _excesses(question: Sum, cuts: FloatArray, tolerance: float) -> tuple[FloatA
         rest = Sum(question.term, question.count - 1, 1, question.level - most, question.log_floor, most)
         hinges = [rest.answer(tolerance), *hinges[:2]]  # those of higher ceilings are bounds, too
         levels = (question.level - part).tolist()
-        values = np.exp([min(700.0, *(hinge.log_at(level) for hinge in hinges)) for level in levels])
+        values = np.exp([min(_LARGEST, *(hinge.log_at(level) for hinge in hinges)) for level in levels])
         left[start : start + served], right[start : start + served] = values[:-1], values[1:]
     return left, right
 
