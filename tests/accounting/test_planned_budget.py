@@ -352,28 +352,27 @@ def declared_pair(**settings: object) -> Accountant:
     return accountant
 
 
-def goes_on(accountant: Accountant) -> None:
+def charges_after_going_on(accountant: Accountant) -> int:
     with pytest.raises(PrivacyError):
         accountant.authorize(FIXED)
     with pytest.raises(BudgetExceeded):
         accountant.authorize(QUIET, 4)
     accountant.authorize(QUIET, 3)
     accountant.authorize(STEP, 2)
-    assert len(accountant) == 6
+    return len(accountant)
 
 
 def test_a_loaded_ledger_keeps_its_plan():
     saved = declared_pair()
     loaded = Accountant(BUDGET)
     loaded.load_state_dict(saved.state_dict())
-    goes_on(loaded)
-    goes_on(saved)
+    assert charges_after_going_on(loaded) == charges_after_going_on(saved) == 6
 
 
 def test_a_ledger_file_keeps_its_plan(tmp_path):
     declared_pair(ledger_path=tmp_path / "ledger").close()
     opened = Accountant(BUDGET, ledger_path=tmp_path / "ledger")
-    goes_on(opened)
+    assert charges_after_going_on(opened) == 6
     opened.close()
 
 

@@ -4,7 +4,10 @@ Narrow layers spend most of a step in calls: each recorded layer is a node of th
 `attach` gives an `nn.Sequential` a forward that runs each stack, Linear layers with nothing between them but
 activations of `_ACTIVATIONS`, as one node with one check. Outputs, rows and gradients have the same bits as those of
 the layers one by one (gradients of gradients are sums in another order). Layers run one by one where somebody could see
-the difference: hooks, layers in eval mode, autocast, compilers, tensors of other classes.
+the difference: hooks, layers in eval mode, autocast, compilers, tensors of other classes. What is proved of a layer's
+rows holds for these, since the bits are equal (test_a_stack_has_the_bits_of_its_layers_one_by_one).
+
+Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 """
 
 from __future__ import annotations
