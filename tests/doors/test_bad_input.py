@@ -75,7 +75,7 @@ EXEMPT = {
         f"dp.sampling.{name}"
         for name in ("BoundedLoader", "Chunk", "DrawLog", "Isolation", "Partition", "Slots", "Spilled")
     ),
-    *(f"dp.sampling.{name}" for name in ("UserLoader", "accept_empty_draws", "bounded", "fingerprint", "make_sampler")),
+    *(f"dp.sampling.{name}" for name in ("UserLoader", "adapt", "bounded", "fingerprint", "make_sampler")),
     *(f"dp.sampling.{name}" for name in ("partition_name", "poisson_positions", "records_of", "require_divisible")),
     "dp.sampling.user_ids",
 }

@@ -14,7 +14,7 @@ import torch
 import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
-from torch_dpsco.estimators import blocks
+from torch_dpsco.estimators import LogisticRegression, blocks
 from torch_dpsco.linear.objectives import base, parts
 
 SIZES = {"one block": [N], "single rows": [1], "odd": [7, 31], "empty ones": [0, 50, 0, 0, 9]}
@@ -151,6 +151,42 @@ def test_a_source_that_gives_other_records_at_a_later_reading_is_refused(mechani
     with pytest.raises(NotCertifiedError, match="same records in the same order"):
         model.fit(source)
     assert not hasattr(model, "coef_")
+
+
+def in_one_buffer(blocks: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Gives the same blocks in memory that is filled again for each."""
+    rooms: list[np.ndarray] = []
+    for block in blocks:
+        rooms = rooms or [np.empty((N, *column.shape[1:]), column.dtype) for column in block]
+        for room, column in zip(rooms, block, strict=True):
+            room[: len(column)] = column
+        yield tuple(room[: len(column)] for room, column in zip(rooms, block, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_source_that_fills_one_block_again_gives_each_record_once(sizes, same_noise):
+    source = in_blocks(sizes, *table("LogisticRegression"))
+    whole = make("LogisticRegression", reg=5.0).fit(source)
+    fitted = make("LogisticRegression", reg=5.0).fit(lambda: in_one_buffer(source()))
+    np.testing.assert_array_equal(fitted.coef_, whole.coef_)
+
+
+def test_one_record_of_a_block_that_is_filled_again_moves_the_answer_by_its_sensitivity_at_most(monkeypatch):
+    monkeypatch.setattr(parts, "_PART_ENTRIES", 2**22)
+    y = np.arange(N) % 2
+    X = np.random.default_rng(0).uniform(-1, 1, size=(N, 2)) / 1.5
+
+    def fitted(X: np.ndarray, y: np.ndarray) -> Any:
+        settings = {"mechanism": "output", "reg": 4.0, "adjacency": "replace_one", "epsilon": 1e5, "delta": 1e-5}
+        model = LogisticRegression(n=N, bound_x=1.0, classes=(0, 1), **settings)
+        return model.fit(lambda: in_one_buffer(in_blocks([10], X, y)()))
+
+    other, label = X.copy(), y.copy()
+    other[-1], label[-1] = [0.7, 0.7], 1 - y[-1]
+    one, two = fitted(X, y), fitted(other, label)
+    moved = np.linalg.norm(np.append(one.coef_, one.intercept_) - np.append(two.coef_, two.intercept_))
+    assert moved < dict(one.plan_.event().sens)["replace_one"]
 
 
 def test_other_blocks_of_the_same_records_are_no_change(same_noise):

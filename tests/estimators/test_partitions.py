@@ -17,7 +17,7 @@ import pytest
 
 import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
-from tests.estimators.test_blocks import CHANGES, PARTED, table
+from tests.estimators.test_blocks import CHANGES, PARTED, in_one_buffer, table
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
 from torch_dpsco.linear import Partitions
 
@@ -79,6 +79,20 @@ def test_partitions_of_any_sizes_release_what_the_same_records_in_memory_do(name
     assert fitted.privacy_ == whole.privacy_
     assert fitted.plan_ == whole.plan_  # no noise is less, and none is more
     assert fitted.n_features_in_ == 3
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_noise):
+    class Reusing(Listed):
+        pickled = False
+
+        def at(self) -> Any:
+            return map(in_one_buffer, self.parts)
+
+    plain = in_partitions(SIZES["odd"], *table("LogisticRegression"))
+    plain.pickled = False
+    fitted = [make("LogisticRegression", reg=5.0).fit(source) for source in (plain, Reusing(*plain.parts))]
+    np.testing.assert_array_equal(fitted[0].coef_, fitted[1].coef_)
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

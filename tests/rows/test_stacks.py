@@ -286,9 +286,10 @@ def test_a_term_on_the_weights_is_refused():
 
 
 def test_an_input_that_is_overwritten_before_the_step_is_refused():
-    model, x = _model("ReLU"), _input().detach()
-    model(x).mean().backward()
-    x.zero_()
+    model, seen = _model("ReLU"), []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(_input().detach()).mean().backward()
+    seen[0].zero_()
     with pytest.raises(SequenceError, match="overwritten"):
         GradBatch.consume(_trained(model))
 

@@ -20,7 +20,7 @@ from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
-from torch_dpsco.studies import scores
+from torch_dpsco.studies import held_out, scores
 from torch_dpsco.studies.scores import METRICS, PrivateScore, area
 
 UNIT = 2**20
@@ -208,6 +208,17 @@ def test_the_model_sees_blocks_of_one_size() -> None:
         model = Sigmoid()
         scored(X, y, "accuracy", model=model)
         assert model.sizes == {1024}
+
+
+def test_a_model_that_fills_one_array_again_is_read() -> None:
+    room = np.empty(1024)
+
+    def method(rows: Any) -> Any:
+        room[:] = rows[:, 0]
+        return room
+
+    rows = np.arange(3000.0)[:, None]
+    assert (held_out.asked(method, rows, lambda out: held_out.numbers(out, (1024,))) == rows[:, 0]).all()
 
 
 def test_noise_has_the_charged_law() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from torch_dpsco._owned import owned
 from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.linear.objectives.parts import RawPart
 
@@ -81,7 +82,9 @@ class RawBlocks:
 def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iterator[RawPart]:
     """Yields the rows of blocks in parts of so many rows; the last one has fewer."""
     held, size, none = [], 0, True
-    for block in blocks:
+    # PRIVACY: a source may fill one block again while others are held
+    # (test_a_source_that_fills_one_block_again_gives_each_record_once)
+    for block in map(owned, blocks):
         _require_like(block, empty)
         held.append(block)
         size += len(block[0])

@@ -38,11 +38,12 @@ from torch_dpsco.sampling import (
     Partition,
     PrivateLoader,
     RankAssignedSampler,
-    accept_empty_draws,
+    adapt,
     fingerprint,
     partition_name,
     records_of,
 )
+from torch_dpsco.sampling.one_by_one import source_of
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 
 _SEVERAL = (
@@ -92,14 +93,14 @@ class LogicalBatch:
                 "physical_batch_size=...), or num_workers=0"
             )
         if isinstance(loader, DataLoader):
-            accept_empty_draws(loader)
+            adapt(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
         if design.secret:
             self._require_secret(sampler)
         one_pass = isinstance(sampler, OnePassSampler)
         if one_pass:
             self._require_own_pass(sampler, loader)
-        sampler.log.dataset = getattr(loader, "dataset", None)
+        sampler.log.dataset = source_of(getattr(loader, "dataset", None))
         self._take(sampler.log)
         if one_pass:
             self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
@@ -121,7 +122,7 @@ class LogicalBatch:
 
     def _require_own_pass(self, sampler: OnePassSampler, loader: Any) -> None:
         if sampler is self._sampler:
-            if getattr(loader, "dataset", None) is not getattr(self._loader, "dataset", None):
+            if source_of(getattr(loader, "dataset", None)) is not source_of(getattr(self._loader, "dataset", None)):
                 # PRIVACY: a record at another place is used twice (test_one_sampler_of_passes_delivers_one_data_set)
                 raise SequenceError(
                     "dataset must be the one that it draws from already, the same object, for a sampler of passes: use "

@@ -45,6 +45,7 @@ from torch_dpsco.optim.state import (
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
+from torch_dpsco.sampling.one_by_one import source_of
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
@@ -149,7 +150,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         checks.require_universe(self.design, self.adjacency, checks.number_of_records(dataset))
         sampler = make_sampler(self.design, size=self.design.n, steps=self.planned_steps - self._steps)
         bounds = self.bounds
-        sampler.log.dataset = dataset
+        sampler.log.dataset = source_of(dataset)
         small = type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
             dataset, bounds = TensorDataset(*bounded(dataset.tensors, *bounds)), (None, None)  # once for all epochs

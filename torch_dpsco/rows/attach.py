@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.compat import LeftOut, tree_leaves
+from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
 from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
@@ -222,7 +222,16 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.values, attachment.compared = _values(attachment.layers), True
     attachment.buffers = _states(attachment.layers)
     traced = attachment.first.waits and any(isinstance(t, Traced) for t in tree_leaves((args, kwargs)))
-    return (plain(args), plain(kwargs)) if traced else None  # outputs of another attached model
+    if traced:  # outputs of another attached model
+        args, kwargs = plain(args), plain(kwargs)
+    # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
+    # (test_a_batch_is_used_as_it_was_at_the_forward)
+    return tree_map(_copied, (args, kwargs))
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
 
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

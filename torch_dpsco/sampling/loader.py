@@ -21,6 +21,7 @@ from torch_dpsco.compat import tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
+from torch_dpsco.sampling.one_by_one import one_by_one
 from torch_dpsco.sampling.row_file import Gathered
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import Isolation, Slots
@@ -45,8 +46,11 @@ class _EmptyLikeOne:
         return tree_map(_without_rows, self.collate([self.dataset[0]]))
 
 
-def accept_empty_draws(loader: DataLoader[Any]) -> None:
-    """Makes a DataLoader deliver an empty draw as a batch without rows, where its collate function would fail."""
+def adapt(loader: DataLoader[Any]) -> None:
+    """Makes a DataLoader fetch each record by itself, and deliver an empty draw as a batch without rows."""
+    # PRIVACY: a batch may else be one record many times (test_a_bound_loader_gives_each_record_once); a DataLoader
+    # refuses another data set since its sampler may be of the old one, which stays the source of this one
+    object.__setattr__(loader, "dataset", one_by_one(loader.dataset))
     if not isinstance(loader.collate_fn, _EmptyLikeOne):
         loader.collate_fn = _EmptyLikeOne(loader.collate_fn, loader.dataset)
 
@@ -60,7 +64,7 @@ class PrivateLoader:
     """Iterates over the draws of a sampler and notes each delivered batch in its log.
 
     Tensors in memory are gathered by one `index_select` a batch, and a `Gathered` data set gathers by itself; any other
-    goes through a DataLoader.
+    goes through a DataLoader, record by record, each of them copied as it is fetched (`OneByOne`).
 
     Args:
         dataset: map-style data set, or a TensorDataset.
@@ -89,7 +93,8 @@ class PrivateLoader:
         pin_memory: bool = False,
         slots: Slots | None = None,
     ) -> None:
-        self.dataset, self.batch_sampler, self.slots = dataset, sampler, slots
+        self.dataset: Any = one_by_one(dataset)
+        self.batch_sampler, self.slots = sampler, slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
         self.isolation = Isolation(block=None if slots is None else slots.block)
@@ -98,7 +103,7 @@ class PrivateLoader:
             check.positive_count(physical_batch_size=physical_batch_size)
         self.num_workers, self.pin_memory = num_workers, pin_memory
         plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
-        self.collate_fn = _EmptyLikeOne(plain, dataset)
+        self.collate_fn = _EmptyLikeOne(plain, self.dataset)
         # a subclass may override __getitem__
         at_once = type(dataset) is TensorDataset or isinstance(dataset, Gathered)
         self.gathers = at_once and plain is default_collate and not num_workers
@@ -205,7 +210,7 @@ class PrivateLoader:
 
         None for all records in their order.
         """
-        share, size = self._shares, len(self.dataset)  # type: ignore[arg-type]
+        share, size = self._shares, len(self.dataset)
         return self._delivered(
             lambda parts: (None if share and len(part) == size else torch.from_numpy(part) for part in parts), -1
         )

@@ -46,7 +46,7 @@ class RecordIds:
         if isinstance(ids, Tensor):
             ids = ids.tolist() if ids.is_floating_point() else ids.detach().cpu().numpy()
         whole = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
-        self._ids: Any = ids.copy() if whole else list(ids)
+        self._ids: Any = ids.copy() if whole else [_plain(thing) for thing in ids]
         if records is not None and len(self._ids) != records:
             raise UnitError("ids must hold one id per record (got more or fewer)")
         if not whole:
@@ -106,14 +106,18 @@ SEVERAL = (
 SPREAD = "users must be on one rank each, with all of their records (got one who is on several)"
 
 
+def _plain(thing: Any) -> Any:
+    """Returns the number or text of a scalar, whose memory may be filled again."""
+    return thing.item() if isinstance(thing, np.generic) or (isinstance(thing, Tensor) and not thing.ndim) else thing
+
+
 def id_bytes(thing: Any) -> bytes:
     """Returns bytes that no other id has, the same in every process.
 
     Raises:
         UnitError: no integer, string or bytes.
     """
-    if isinstance(thing, np.generic) or (isinstance(thing, Tensor) and not thing.ndim):
-        thing = thing.item()
+    thing = _plain(thing)
     if isinstance(thing, str):
         return b"s" + thing.encode("utf-8", "surrogatepass")
     if isinstance(thing, bytes):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpsco._doors import typed
+from torch_dpsco._owned import owned
 from torch_dpsco.errors import PrivacyError, UnitError
 
 _PLACE = 8  # bytes of a place in the file
@@ -48,7 +49,7 @@ class Spilled(Dataset[Any]):
         self._length, end = 0, 0
         for record in stream:
             self._places.write(end.to_bytes(_PLACE, "little"))
-            end += self._records.write(pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL))
+            end += self._records.write(pickle.dumps(owned(record), protocol=pickle.HIGHEST_PROTOCOL))
             self._length += 1
         self._places.write(end.to_bytes(_PLACE, "little"))
         self._records.flush()

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco._owned import owned
 from torch_dpsco.errors import PrivacyError, UnitError
 from torch_dpsco.sampling.draws import fingerprint
 from torch_dpsco.sampling.record_ids import SEVERAL, id_bytes, pick, start_of_pass
@@ -57,7 +58,7 @@ class Streamed(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """Returns a record by a reading up to it."""
         for record in islice(self._stream, index, None) if isinstance(index, int) and index >= 0 else ():
-            return record
+            return owned(record)
         raise IndexError("index must be that of a record")  # how many there are may be private
 
     def __repr__(self) -> str:
@@ -92,7 +93,9 @@ class Streamed(Dataset[Any]):
                     # PRIVACY: (test_a_stream_with_one_id_twice_is_refused)
                     raise UnitError(SEVERAL)
                 names.add(name)
-                found[batch - first].append(record)
+                # PRIVACY: the record that is read last would be all of them
+                # (test_a_stream_that_fills_one_tensor_gives_each_record_once)
+                found[batch - first].append(owned(record))
         for records in found:
             yield _array(records)
 

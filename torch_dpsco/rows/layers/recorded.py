@@ -157,8 +157,8 @@ def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
         # PRIVACY: a buffer that has the next batch by now would put its records into this step
         # (test_an_input_that_is_overwritten_before_the_step_is_refused)
         raise SequenceError(
-            "the input of a layer was overwritten between backward and step: fill a buffer with the next batch after "
-            "optimizer.step(), or give the model a copy of it"
+            "the input of a layer was overwritten between backward and step: write to what a forward has made after "
+            "optimizer.step(), or to a copy of it"
         )
 
 
