@@ -10,8 +10,12 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import fs
 
+from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.integrations import _files
+from torch_dpsco.integrations.parquet import ParquetRows
 from torch_dpsco.integrations.parquet_blocks import parquet_blocks
 
 N = 1000
@@ -40,6 +44,46 @@ def test_blocks_are_the_rows_of_the_table_in_order(path, rows):
     assert np.array_equal(X, np.stack([whole["b"].to_numpy(), whole["a"].to_numpy()], axis=1))
     assert y.tolist() == whole["label"].to_pylist()
     assert np.array_equal(w, whole["w"].to_numpy())
+
+
+def test_a_parquet_file_under_two_names_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "0.parquet").symlink_to(tmp_path / "0.parquet")
+    whole = ds.dataset(["0.parquet"], format="parquet")
+    twice = [
+        ["0.parquet", "0.parquet"],
+        ["0.parquet", "./0.parquet"],
+        ["0.parquet", "1.parquet", "links/0.parquet"],
+        path,  # a folder with a link
+        ds.dataset([whole, whole]),
+        ds.dataset([whole, ds.dataset(["links/0.parquet"], format="parquet")]),
+        ds.dataset(["0.parquet", "links/0.parquet"], format="parquet").filter(ds.field("w") > 0),
+        ds.dataset(["0.parquet", "links/0.parquet"], filesystem=fs.SubTreeFileSystem(path, fs.LocalFileSystem())),
+    ]
+    for source in twice:
+        with pytest.raises(UnitError, match="each file once"):
+            parquet_blocks(source, "label", ["a"])
+        with pytest.raises(UnitError, match="each file once"):
+            ParquetRows(source, ["a"], "b")
+
+
+def test_row_groups_of_one_file_are_no_two_files(path, tmp_path):
+    (file,) = ds.dataset(str(tmp_path / "0.parquet"), format="parquet").get_fragments()
+    groups = file.split_by_row_group()
+
+    def joined(parts):
+        return ds.FileSystemDataset(parts, table().schema, file.format, file.filesystem)
+
+    X = np.concatenate([block[0] for block in parquet_blocks(joined(groups[:2]), "label", ["a"])()])
+    assert np.array_equal(X[:, 0], table()["a"].to_numpy()[:600])
+    with pytest.raises(UnitError, match="each file once"):
+        parquet_blocks(joined([*groups, groups[0]]), "label", ["a"])
+
+
+def test_tables_elsewhere_are_told_by_their_paths():
+    place = _files._place(fs.SubTreeFileSystem("/mock", fs._MockFileSystem()), "a//b.parquet")
+    assert place == ("mock", "/mock/a/b.parquet")
 
 
 def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):

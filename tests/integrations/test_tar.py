@@ -22,6 +22,7 @@ import torch_dpsco as dp
 from tests.processes import full, layer, numbers
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations import tar
+from torch_dpsco.integrations._files import identity
 from torch_dpsco.integrations.tar import TarRows
 
 N, DIM = 12, 3
@@ -209,9 +210,38 @@ def test_a_name_that_comes_twice_is_refused_by_the_archive(members: list[Member]
     with pytest.raises(UnitError, match=r"names of records must be unique in an archive.*twice\.tar") as caught:
         rows([path])
     assert "0000" not in str(caught.value)
+
+
+def test_a_file_under_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = written(tmp_path / "good.tar", flat(MEMBERS))
-    with pytest.raises(UnitError, match="paths must hold each archive once"):
-        rows([good, good])
+    (tmp_path / "link.tar").symlink_to(good)
+    (tmp_path / "folder").symlink_to(tmp_path)
+    (tmp_path / "hard.tar").hardlink_to(good)
+    monkeypatch.chdir(tmp_path)
+    names = [good, "good.tar", "./good.tar", "link.tar", "hard.tar", "folder/good.tar", f"{tmp_path}/./good.tar"]
+    for name in names:
+        with pytest.raises(UnitError, match=r"paths must hold each file once .*good\.tar"):
+            rows([good, written(tmp_path / "other.tar", MEMBERS[0]), name])
+    with pytest.raises(ValueError, match=r"can be read to their end \(got FileNotFoundError of .*nowhere"):
+        rows([good, tmp_path / "nowhere.tar"])
+
+
+def test_an_archive_that_takes_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    first, second = (written(tmp_path / f"{k}.tar", MEMBERS[k]) for k in range(2))
+
+    def change(files: dict[str, bytes]) -> tuple[Any, Any]:
+        os.replace(first, second)  # while the first one is read
+        return decode(files)
+
+    with pytest.raises(ValueError, match=r"got ReadError of .*1\.tar"):
+        TarRows([first, second], change, shape=[DIM])
+
+
+def test_files_without_numbers_are_told_by_their_real_paths(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    nothing = os.stat_result([0] * 10)
+    names = [identity(nothing, str(tmp_path / name)) for name in ("file", "link", "other")]
+    assert names[0] == names[1] != names[2]
 
 
 def test_a_damaged_archive_is_refused_by_its_path(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ once, from start to end, into an unnamed private file of rows (`sampling.row_fil
 | another type of numbers than in the table before, or none (null) | numbers of `dtype`, null records |
 | text, categories, dates, lists; a column that is missing, in a later table too | ValueError, by the column's name |
 | an iterable without a table | no records |
+| a file that is there twice, under one name or two, or by a link | UnitError |
 
 A null record has inputs of NaN and the target 0. It is a record like any other, and is drawn; its row is not finite and
 contributes exactly 0 (`oracles.clipped`). A loss that raises for outputs of NaN would tell of it: `BCEWithLogitsLoss`
@@ -32,6 +33,7 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.integrations._files import require_different_files
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
@@ -50,6 +52,7 @@ class ParquetRows(RowFile):
         folder: in which the private file is; it needs room for all rows. Default that of `tempfile`.
 
     Raises:
+        UnitError: a file is there twice, under one name or two, or by a link.
         ValueError: a column is missing, or does not hold numbers; or the source cannot be read. No value is quoted.
 
     Example:
@@ -97,6 +100,7 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
                 f"source must be Parquet files, a pyarrow.dataset.Dataset, an Arrow table or an iterable of tables, as "
                 f"ray_dataset.iter_batches(batch_format='pyarrow') (got a {type(source).__name__})"
             ) from None
+    require_different_files(source)
     _require_numbers(source.schema, names)
     options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
     if isinstance(getattr(source, "format", None), pads.ParquetFileFormat):  # else whole files are buffered

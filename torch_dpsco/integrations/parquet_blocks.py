@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 
 from torch_dpsco import _validate as check
 from torch_dpsco.integrations._columns import Block, Columns
+from torch_dpsco.integrations._files import require_different_files
 
 
 def parquet_blocks(
@@ -36,6 +37,7 @@ def parquet_blocks(
 
     Raises:
         TypeError: a column of features is not of numbers.
+        UnitError: a file is there twice, under one name or two, or by a link.
         ValueError: a column is not there.
 
     Example:
@@ -46,6 +48,7 @@ def parquet_blocks(
         ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
     """
     table = source if isinstance(source, ds.Dataset) else ds.dataset(source, format="parquet")
+    require_different_files(table)
     chosen, size = Columns.of(table.schema, target, features, sample_weight), check.positive_count(rows=rows)
 
     def read() -> Iterator[Block]:

@@ -13,6 +13,7 @@ function of yours, into an unnamed private file of rows (`sampling.row_file`), f
 | a record whose files lie in two archives | a record in each of them |
 | a name that comes again in one archive, after other records or with the same ending | UnitError, by the path |
 | folders, links, files without a dot or with nothing before it | nothing |
+| an archive that is given twice, by another spelling or a link too | UnitError, by the paths |
 | an archive that cannot be read to its end | ValueError, by the path |
 
 Null records: see `integrations.parquet`. The names in one archive are in memory while it is read.
@@ -23,7 +24,7 @@ from __future__ import annotations
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from lzma import LZMAError
 from typing import Any
@@ -36,6 +37,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.coupling.rollback import attempt
 from torch_dpsco.errors import UnitError
+from torch_dpsco.integrations._files import identities, identity
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
 _BLOCK = 1 << 20  # bytes that are looked at behind the end of an archive
@@ -59,7 +61,8 @@ class TarRows(RowFile):
 
     Raises:
         ValueError: an archive cannot be read to its end, or `decode` makes no record of the example.
-        UnitError: an archive has a name of a record twice, or is given twice. No name is quoted.
+        UnitError: an archive has a name of a record twice, or is given twice, also
+            by another spelling or a link. No name of a record is quoted.
 
     Example:
         >>> import io, tempfile
@@ -95,20 +98,32 @@ class TarRows(RowFile):
             check.positive_count(target_shape=size)
         row = row_dtype(dtype, shape, target_dtype, target_shape)
         names = [os.fspath(path) for path in paths]
-        if len(set(names)) < len(names):
-            raise UnitError("paths must hold each archive once (got one twice)")
+        files = [*zip(names, _identities(names), strict=True)]
         if example is not None and not _filled(np.zeros(1, dtype=row), decode, dict(example)):
             raise ValueError(
                 f"decode must make finite inputs of shape {tuple(shape)} and a target of shape {tuple(target_shape)} "
                 f"of example"
             )
-        super().__init__(_rows(names, decode, row), row, folder)
+        super().__init__(_rows(files, decode, row), row, folder)
 
 
-def _rows(paths: Sequence[Any], decode: _Decode, row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+def _identities(paths: Sequence[str]) -> list[Hashable]:
+    try:
+        return identities(paths, "paths")
+    except OSError as error:
+        raise _unreadable(error, str(error.filename)) from None
+
+
+def _unreadable(error: Exception, path: str) -> ValueError:
+    return ValueError(
+        f"paths must be of tar archives that can be read to their end (got {type(error).__name__} of {path})"
+    )
+
+
+def _rows(archives: Sequence[tuple[str, Hashable]], decode: _Decode, row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields one row after the other."""
-    for path in paths:
-        for files in _records(path):
+    for path, known in archives:
+        for files in _records(path, known):
             block = np.zeros(1, dtype=row)
             # PRIVACY: an error would end the run because of one record, and quote it
             # (test_records_that_cannot_be_used_become_null_records)
@@ -133,12 +148,12 @@ def _filled(block: npt.NDArray[Any], decode: _Decode, files: dict[str, bytes]) -
     return True
 
 
-def _records(path: Any) -> Iterator[dict[str, bytes]]:
+def _records(path: str, known: Hashable) -> Iterator[dict[str, bytes]]:
     """Yields the files of each record of an archive, by what is after the first dot of their names."""
     seen: set[str] = set()
     key: str | None = None
     files: dict[str, bytes] = {}
-    for name, content in _files(path):
+    for name, content in _files(path, known):
         folder, _, base = name.rpartition("/")
         stem, dot, ending = base.partition(".")
         if not stem or not dot:
@@ -171,10 +186,12 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
 
 
-def _files(path: str) -> Iterator[tuple[str, bytes]]:
+def _files(path: str, known: Hashable) -> Iterator[tuple[str, bytes]]:
     """Yields the names and contents of the files of an archive; raises ValueError unless it is read to its end."""
     try:
-        with tarfile.open(path, tarinfo=_Header) as archive:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, tarinfo=_Header) as archive:
+            if identity(os.fstat(file.fileno()), path) != known:
+                raise tarfile.ReadError("another file than the one that was compared with the others")
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # else all headers stay in memory
                 content = archive.extractfile(member) if member.isreg() else None
@@ -184,6 +201,4 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("more after the end")
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, LZMAError) as error:
-        raise ValueError(
-            f"paths must be of tar archives that can be read to their end (got {type(error).__name__} of {path})"
-        ) from None
+        raise _unreadable(error, path) from None
