@@ -31,6 +31,7 @@ def write_tables(rows: int = 400) -> None:
     age, sex = draws.integers(17, 91, rows), draws.choice(["f", "m"], rows)
     lines = [f"{a},{s},{'yes' if a > 50 else 'no'}" for a, s in zip(age, sex, strict=True)]
     Path("table.csv").write_text("\n".join(["age,sex,died", *lines]))
+    Path("open.csv").write_text('sex,age,died,note\nf,20,no,"fell\nm,90,yes,\n')
     Path("new.csv").write_text("sex,age\nf,20\nm,90\nm,?\n")
     kinds = {"age": Number(17, 90), "sex": Category(["f", "m"])}
     dp.Schema(kinds, target="died", labels=["no", "yes"], unit="patient").save("schema.toml")
@@ -82,6 +83,7 @@ def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
     assert first == "prediction,probability of no,probability of yes"
     assert [row.partition(",")[0] for row in rows] == ["no", "yes", ""]
     assert run(capsys, "predict study/model.json new.csv --out study/model.json")[0] == 2
+    assert "quotes enclose whole cells" in run(capsys, "predict study/model.json open.csv")[2]
 
 
 def test_a_plan_is_that_of_the_class(folder, capsys):
@@ -201,6 +203,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("fit table.csv --schema nowhere --epsilon 1 --out o", "--schema must be a file that is there .*'nowhere'"),
         ("fit nowhere.csv --schema schema.toml --epsilon 1 --out o", "--table must be a file .*'nowhere.csv'"),
         ("fit new.csv --schema schema.toml --epsilon 1 --out o", "column 'died' must be in the frame"),
+        ("fit open.csv --schema schema.toml --epsilon 1 --out o", "quotes enclose whole cells"),
         ("fit table.csv --schema table.csv --epsilon 1 --out o", "TOML"),
         ("fit table.csv --schema schema.toml --epsilon 1 --out .", "--out must be a new or empty folder"),
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso", "--model must be one of .*'Lasso'"),

@@ -68,6 +68,16 @@ def test_a_parquet_file_under_two_names_is_refused(path, tmp_path, monkeypatch):
             ParquetRows(source, ["a"], "b")
 
 
+@pytest.mark.parametrize("text", ["csv", "json"])
+def test_tables_of_text_are_refused(tmp_path, text):
+    (tmp_path / "t").write_text("a,label\n1,2\n" if text == "csv" else '{"a": 1, "label": 2}\n')
+    source = ds.dataset([ds.dataset(str(tmp_path / "t"), format=text)])
+    with pytest.raises(ValueError, match=rf"as \.parquet \(got {text}\)"):
+        parquet_blocks(source, "label")
+    with pytest.raises(ValueError, match=rf"as \.parquet \(got {text}\)"):
+        ParquetRows(source, ["a"], "label")
+
+
 def test_row_groups_of_one_file_are_no_two_files(path, tmp_path):
     (file,) = ds.dataset(str(tmp_path / "0.parquet"), format="parquet").get_fragments()
     groups = file.split_by_row_group()

@@ -33,7 +33,7 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.integrations._files import require_different_files
+from torch_dpsco.integrations._files import require_sound
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
@@ -100,7 +100,7 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
                 f"source must be Parquet files, a pyarrow.dataset.Dataset, an Arrow table or an iterable of tables, as "
                 f"ray_dataset.iter_batches(batch_format='pyarrow') (got a {type(source).__name__})"
             ) from None
-    require_different_files(source)
+    require_sound(source)
     _require_numbers(source.schema, names)
     options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
     if isinstance(getattr(source, "format", None), pads.ParquetFileFormat):  # else whole files are buffered

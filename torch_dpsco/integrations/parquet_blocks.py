@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 
 from torch_dpsco import _validate as check
 from torch_dpsco.integrations._columns import Block, Columns
-from torch_dpsco.integrations._files import require_different_files
+from torch_dpsco.integrations._files import require_sound
 
 
 def parquet_blocks(
@@ -48,7 +48,7 @@ def parquet_blocks(
         ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
     """
     table = source if isinstance(source, ds.Dataset) else ds.dataset(source, format="parquet")
-    require_different_files(table)
+    require_sound(table)
     chosen, size = Columns.of(table.schema, target, features, sample_weight), check.positive_count(rows=rows)
 
     def read() -> Iterator[Block]:

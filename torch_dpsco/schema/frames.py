@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpsco.schema.cells import has_whole_cells
 from torch_dpsco.schema.columns import Category, Number, Ordered
 
 _ARROW = ("int", "uint", "float", "double", "halffloat")  # types of numbers, of which missing ones become NaN
@@ -27,23 +28,41 @@ def opened(frame: Any, wanted: list[str] | None) -> Any:
         raise FileNotFoundError(f"frame must be a file that is there (got {path!r})")
     try:
         import pyarrow
-        from pyarrow import csv, parquet
+        from pyarrow import parquet
     except ImportError as error:
         raise ImportError("files must be read by pyarrow: pip install 'torch_dpsco[parquet]'") from error
     try:
         if path.endswith(".parquet"):
             present = parquet.read_schema(path).names
             return parquet.read_table(path, columns=None if wanted is None else [n for n in wanted if n in present])
-        # PRIVACY: else one record could become many (test_a_record_of_many_lines_stays_one)
-        lines = csv.ParseOptions(newlines_in_values=True)
-        with open(path, "rb") as file:
-            head = csv.open_csv(file, parse_options=lines).schema.names
-        # PRIVACY: text, since types would be guessed from values (test_no_value_of_a_file_decides_how_others_are_read)
-        text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
-        return csv.read_csv(path, parse_options=lines, convert_options=text)
+        return _read_csv(path)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         # PRIVACY: pyarrow quotes the row (test_no_row_of_a_broken_file_is_quoted)
         raise ValueError(f"frame must be a valid {path.rpartition('.')[2]} file (got {path!r})") from None
+
+
+def _read_csv(path: str) -> Any:
+    """Returns all columns of a file, as text."""
+    import pyarrow
+    from pyarrow import csv
+
+    # PRIVACY: else one record could become many (test_a_record_of_many_lines_stays_one)
+    lines = csv.ParseOptions(newlines_in_values=True)
+    with open(path, "rb") as file:
+        if not has_whole_cells(file):
+            # PRIVACY: a note that begins with a quote would swallow the rows after it
+            # (test_no_quote_of_a_record_swallows_others)
+            raise ValueError(
+                f"frame must be a .csv file whose quotes enclose whole cells, and are doubled inside, as CSV writers do"
+                f" (got {path!r}): one that is left open swallows the rows after it; write the file anew from its "
+                f"source, or as .parquet"
+            )
+        file.seek(0)
+        head = csv.open_csv(file, parse_options=lines).schema.names
+        # PRIVACY: text, since types would be guessed from values (test_no_value_of_a_file_decides_how_others_are_read)
+        text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
+        file.seek(0)
+        return csv.read_csv(file, parse_options=lines, convert_options=text)
 
 
 def names(frame: Any) -> list[str]:
@@ -63,6 +82,17 @@ def column(frame: Any, name: str) -> Any:
     if getattr(found, "ndim", 1) != 1:
         raise ValueError(f"column {name!r} of the frame must have one value per row (got shape {tuple(found.shape)})")
     return found
+
+
+def with_line_breaks(frame: Any) -> dict[str, float]:
+    """Returns the share of cells that have line breaks, of columns of text of an Arrow table that have some, by name."""
+    if not hasattr(frame, "column_names"):
+        return {}
+    from pyarrow import compute, types
+
+    texts = {field.name: frame[i] for i, field in enumerate(frame.schema) if types.is_string(field.type)}
+    breaks = {name: compute.sum(compute.match_substring_regex(text, "[\r\n]")).as_py() for name, text in texts.items()}
+    return {name: count / len(frame) for name, count in breaks.items() if count}
 
 
 def kind_of(column: Any) -> str:

@@ -50,13 +50,14 @@ class Check:
         return "\n".join([head, *(f"- {finding}" for finding in self.findings or ["nothing was found"])])
 
 
-def look(schema: Schema, table: Table, columns: Mapping[str, Any]) -> Check:
+def look(schema: Schema, table: Table, columns: Mapping[str, Any], broken: Mapping[str, float]) -> Check:
     """Returns what looks wrong; see `Schema.check`.
 
     Args:
         schema: of the table.
         table: as it was read.
         columns: each column of the schema, as it is.
+        broken: share of cells with line breaks, of columns that have some, in the schema or not.
     """
     found = [*_labels(schema, columns[schema.target])]
     for name, kind in schema.columns.items():
@@ -64,6 +65,9 @@ def look(schema: Schema, table: Table, columns: Mapping[str, Any]) -> Check:
     if schema.ids is not None:
         found += _ids(schema, frames.values(columns[schema.ids]))
     found += _rows(table)
+    for name, share in broken.items():
+        seen = f"{share:.1%} of cells have line breaks"
+        found.append(Finding(name, seen, "See whether they are notes of several lines, or a quote swallows rows there"))
     return Check(tuple(found))
 
 

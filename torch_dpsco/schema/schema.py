@@ -168,7 +168,8 @@ class Schema:
         table = self.read(frame)
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, wanted)
-        return look(self, table, {name: frames.column(frame, name) for name in wanted})
+        columns = {name: frames.column(frame, name) for name in wanted}
+        return look(self, table, columns, frames.with_line_breaks(frame))
 
     @classmethod
     @typed
