@@ -5,9 +5,7 @@ Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#fil
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
@@ -19,17 +17,11 @@ from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import Event, Parallel, RandomAllocation, Sequential, clipped_gaussian
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
+from torch_dpsco.accounting.phases import Phase, Phases, Place
 from torch_dpsco.accounting.planning import Planning
-from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
 
 _MOST = 2**40
-
-
-class _Phase(threading.local):
-    """What a thread charges to: part, partition, kind, key_public; None is all records."""
-
-    # PRIVACY: the phase of a thread is not that of the others (test_a_phase_is_that_of_its_own_thread)
-    place: tuple[str, str, str, bool] | None = None
 
 
 class Note(NamedTuple):
@@ -61,7 +53,7 @@ class Spending(Planning):
 
     def __init__(self, journal: Journal, budget: Budget | None) -> None:
         super().__init__(journal, budget)
-        self._phase = _Phase()
+        self._phases = Phases()
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -135,12 +127,13 @@ class Spending(Planning):
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
         self._config["adjacency"] = self.adjacency
 
-    @contextmanager
     @typed
-    def phase(
-        self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
-    ) -> Iterator[None]:
-        """Charges the events inside, in this thread, to one part of a partition of the records.
+    def phase(self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False) -> Phase:
+        """Charges the events inside of a block to one part of a partition of the records.
+
+        It belongs to the thread and the task (of asyncio and the like) that enter it. What others charge meanwhile
+        touches all records, and so does what threads, tasks and callbacks charge that are started inside of it: let
+        them enter phases of their own.
 
         Args:
             part: name of the part.
@@ -148,29 +141,33 @@ class Spending(Planning):
             kind: "positional" or "keyed".
             key_public: whether a key is public and kept by a replacement.
 
-        Raises:
-            SequenceError: a phase is open already.
+        Raises (when entered):
+            SequenceError: a phase is open already, or a generator would keep it open while its caller runs.
+
+        Example:
+            >>> from torch_dpsco.accounting.accountant import Accountant
+            >>> from torch_dpsco.accounting.events import Pure
+            >>> accountant = Accountant()
+            >>> for part in "ab":
+            ...     with accountant.phase(part, partition="halves"):
+            ...         accountant.authorize(Pure(0.5))
+            >>> accountant.get_epsilon(0.0)  # no record is in both
+            0.5
         """
-        if self._phase.place is not None:
-            raise SequenceError(f"a phase on part {self._phase.place[0]!r} is open: phases must not be nested")
         Parallel({str(part): ()}, partition, kind, key_public)  # its checks, before anything runs
-        self._phase.place = str(part), partition, kind, key_public
-        try:
-            yield
-        finally:
-            self._phase.place = None
+        return self._phases.at(Place(str(part), partition, kind, key_public))
 
     @property
     def place(self) -> str:
-        """What this thread charges to, in words: a part of a partition; "" for all records."""
-        return "" if self._phase.place is None else " in part {} of {}".format(*self._phase.place)
+        """What is charged to here, in words: a part of a partition; "" for all records."""
+        place = self._phases.place
+        return "" if place is None else f" in part {place.part} of {place.partition}"
 
     def _placed(self, event: Event) -> Event:
-        place = self._phase.place
+        place = self._phases.place
         if place is None:
             return event
-        part, partition, kind, key_public = place
-        return Parallel({part: (event,)}, partition, kind, key_public)
+        return Parallel({place.part: (event,)}, place.partition, place.kind, place.key_public)
 
     # -- charging -----------------------------------------------------------------------------------------------------
 
@@ -226,8 +223,7 @@ class Spending(Planning):
         with LOCK:
             if adaptive:
                 self.require_adaptive()
-            event = event if self._phase.place is None else self._placed(event)
-            self._authorize(event, count, Note(("adaptive",) if adaptive else (), releases), planned)
+            self._authorize(self._placed(event), count, Note(("adaptive",) if adaptive else (), releases), planned)
 
     def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
