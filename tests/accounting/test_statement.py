@@ -129,7 +129,7 @@ def test_a_sound_run_needs_no_warning_but_a_missing_declaration(design, adjacenc
         "Gradients of single records, their norms, how many were clipped",
         "Preparing the data by looking at them",
         "Constants read off the data",
-        "Stopping early, or picking a model, by scores on private data.",
+        "Stopping early, or picking a model, by scores on private data that were not charged.",
         "Every run costs its own budget, those thrown away too: give all runs one Accountant",
         "Other releases about the same people",
         "running time, memory, error messages",
@@ -152,7 +152,7 @@ def test_the_statement_says_against_whom_and_what_delta_is_not():
 
 def test_a_failure_probability_inside_delta_is_said():
     statement = stated(Full(1000), event=Gaussian(5.0, {REPLACE_ONE: 1.0}, failure=1e-8))
-    assert "probability that the bound on what one record contributes does not hold" in section(
+    assert "probability that what the proof rests on fails, such as the bound on what one record" in section(
         statement, "What delta is"
     )
     assert "not the chance that a given person" not in section(statement, "What delta is")

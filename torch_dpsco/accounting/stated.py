@@ -52,6 +52,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "adjacencies": _stated,
 }
 _ALL = tuple(sorted(ADJACENCIES))
+_SHOWN_ORDERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class KNorm(Stated):
             raise ValueError(f"p must be 2 (got {self.p}); Laplace is the one for p = 1")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RDPCurve(Stated):
     """Any release with these bounds of its Renyi divergence (of both directions).
 
@@ -140,6 +141,13 @@ class RDPCurve(Stated):
             raise ValueError(f"orders and values must be equally many, >= 1 (got {orders} and {values})")
         if any(later <= earlier for earlier, later in pairwise(self.orders)):
             raise ValueError(f"orders must increase (got {self.orders})")
+
+    def __repr__(self) -> str:
+        if len(self.orders) <= _SHOWN_ORDERS:
+            curve = f"orders={self.orders}, values={self.values}"
+        else:  # a report is for readers, a ledger has all of them
+            curve = f"{len(self.orders)} orders from {self.orders[0]:g} to {self.orders[-1]:g}"
+        return f"RDPCurve({curve}, adjacencies={self.adjacencies})"
 
 
 @dataclasses.dataclass(frozen=True)

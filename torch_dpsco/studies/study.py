@@ -32,7 +32,8 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
-from torch_dpsco.accounting.report.figures import HELD, PrivacyReport, StudyRun
+from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
+from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel

@@ -21,21 +21,18 @@ from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (
-    AboveThreshold,
     Event,
     Gaussian,
-    Laplace,
     NonPrivate,
-    PoissonGaussian,
-    RandomAllocation,
+    Parallel,
     Repeat,
     SimpleEvent,
     WORGaussian,
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.report.grounds import ASSUMED, Charged
 from torch_dpsco.accounting.report.names import names_of, whose
-from torch_dpsco.accounting.stated import GDP, KNorm
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 _MEANING = {
@@ -43,7 +40,6 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
-HELD = "held/"  # how partitions of a study are named
 _CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
@@ -358,37 +354,11 @@ class PrivacyReport:
         return "\n".join(lines)
 
 
-def _assumptions(ledger: Ledger, unit: str) -> tuple[str, ...]:
-    events = {type(event) for _, _, event, _ in ledger.entries()}
-    gaussians = (Gaussian, PoissonGaussian, WORGaussian, RandomAllocation)
-    exact = {event.exact for _, _, event, _ in ledger.entries() if isinstance(event, gaussians)}
-    lines = [whose(unit, unit), "noise, rates and number of steps fixed before the run"]
-    if PoissonGaussian in events:
-        lines.append("batches drawn by the optimizer's own Poisson loader, kept secret")
-    if WORGaussian in events:
-        lines.append("batches drawn by the optimizer's own fixed-size loader, kept secret; public data set size")
-    if RandomAllocation in events:
-        lines.append(
-            "each record put into one of the batches of a pass by itself, by the optimizer's own loader; who is where, "
-            "and sizes of batches, kept secret"
-        )
-    partitions = {partition for partition, _, _, _ in ledger.entries() if partition}
-    if any(partition.startswith("assigned/") for partition in partitions):
-        lines.append(
-            "records assigned to batches by the optimizer's own loader, independently of the data, kept secret"
-        )
-    if any(partition.startswith(HELD) for partition in partitions):
-        lines.append("who is fitted and who is held out decided by a fresh draw that looked at no value")
-    if any(not partition.startswith(("assigned/", HELD)) for partition in partitions):
-        lines.append("parts cut by the optimizer's own loader, independently of the data; public data set size")
-    if True in exact:
-        lines.append("exact discrete Gaussian noise on a public grid, from uniform random bytes")
-    # PRIVACY: one release of floating-point noise is enough (test_mixed_ledgers_keep_the_sentence)
-    if False in exact or GDP in events:
-        lines.append("ideal Gaussian noise (floating-point attacks on the noise are out of scope)")
-    if events & {Laplace, KNorm, AboveThreshold}:
-        lines.append("ideal Laplace or K-norm noise (floating-point attacks on the noise are out of scope)")
-    return tuple(lines)
+def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, ...]:
+    events = (event for _, _, event, _ in ledger.entries())
+    parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
+    charged = Charged(events, adjacency, {(event.partition, event.partition_kind) for event in parallel})
+    return (whose(unit, unit), *(line.text for line in ASSUMED if line.when(charged)))
 
 
 def _charges(ledger: Ledger) -> tuple[Charge, ...]:
@@ -459,7 +429,7 @@ def make_report(
         unit=unit,
         method=method,
         charges=_charges(ledger),
-        assumptions=_assumptions(ledger, unit),
+        assumptions=_assumptions(ledger, unit, adjacency),
         budget=budget,
         advantage=min(
             attack_advantage(evaluation.epsilon, delta), Risk(lambda e: ledger.delta(e, adjacency)).advantage

@@ -22,7 +22,8 @@ from torch_dpsco.accounting.report.figures import (
     group_guarantee,
     rounded_up,
 )
-from torch_dpsco.accounting.stated import ApproxDP
+from torch_dpsco.accounting.report.grounds import DELTA, IDEAL, Charged
+from torch_dpsco.accounting.stated import ZCDP, ApproxDP, ApproxZCDP, Pure, RDPCurve
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
 WORLDS = {
@@ -72,7 +73,7 @@ _PART_ALLOCATED = (
     "a whole one."
 )
 _NOT_ALLOCATED = "Each {unit} is used once in a pass, and nothing is gained from the random assignment: {why}."
-_IDEAL = "floating-point attacks on the noise are out of scope"
+_UNTOLD = (Pure, ApproxDP, ZCDP, ApproxZCDP, RDPCurve)  # guarantees that do not say by what noise they hold
 _COUPLING = "What one record contributes does not depend on the others: no batch statistics, no loss across records."
 
 
@@ -117,7 +118,7 @@ def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ..
     assumptions = (f"{line[0].upper()}{line[1:]}." for line in report.assumptions)
     own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
     return (
-        Section("What it means", tuple(_meaning(report))),
+        Section("What it means", tuple(_meaning(report, run))),
         Section("What is protected", tuple(_protected(report, run))),
         *((Section("What delta is", tuple(_delta(report))),) if report.delta > 0 else ()),
         Section("What is covered", tuple(_covered(run))),
@@ -226,7 +227,7 @@ def _budget(report: PrivacyReport, run: Run) -> Iterator[str]:
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _meaning(report: PrivacyReport) -> Iterator[str]:
+def _meaning(report: PrivacyReport, run: Run) -> Iterator[str]:
     unit, units = report.unit_name, report.unit_names
     epsilon, pure = report.epsilon, report.delta == 0
     if math.isinf(epsilon):
@@ -237,9 +238,12 @@ def _meaning(report: PrivacyReport) -> Iterator[str]:
         f"Whatever somebody may conclude from the release, the probability of that in one world is at most e^epsilon "
         f"({_odds(epsilon)}) times its probability in the other{'' if pure else ', plus delta'}."
     )
+    # PRIVACY: random bits are those of a cipher (test_no_card_promises_unlimited_computing_power)
+    source = "generator" if run.repeatable else "cipher"
     yield (
         f"This holds against anybody who sees everything released, knows every other {unit}, the code and all "
-        f"settings, and has unlimited computing power. Only the noise and any random choice of batches are secret."
+        f"settings, and has any computing power that does not break the {source} from which noise and any batches "
+        f"are drawn. Only the noise and any random choice of batches are secret."
     )
     yield _rise_of_odds(report)
     yield _guess(report)
@@ -303,29 +307,18 @@ def _group(report: PrivacyReport, size: int) -> str:
 
 def _delta(report: PrivacyReport) -> Iterator[str]:
     record, records = report.named_unit or ("record", "records")
-    yield (
-        "delta is a slack on probabilities: for every event, the probability in one world may exceed e^epsilon times "
-        "that in the other by at most delta."
-    )
-    if any(isinstance(charge.event, Gaussian) and charge.event.failure for charge in report.charges):
-        yield f"A part of it is the probability that the bound on what one {record} contributes does not hold."
-    elif not any(isinstance(charge.event, ApproxDP) for charge in report.charges):  # whose delta may be such a chance
-        yield (
-            "It is not the chance that a given person is exposed. With the Gaussian noise used here the ratio of the "
-            "two probabilities passes e^epsilon gradually: rarely, and then by little."
-        )
-    yield (
-        f"The definition alone would allow to publish a person's data with probability delta, so that delta has to be "
-        f"far below 1/(number of {records})."
-    )
+    charged = Charged((charge.event for charge in report.charges), report.adjacency)
+    for line in DELTA:
+        if line.when(charged):
+            yield line.text.format(record=record, records=records)
 
 
 def _promised(report: PrivacyReport, run: Run) -> Iterator[str]:
     released = run.event.events if isinstance(run.event, Sequential) else (run.event,)
-    said = any(_IDEAL in line for line in report.assumptions)
+    said = any(IDEAL in line for line in report.assumptions) or any(map(is_exact, released))
     # PRIVACY: stated events do not tell their noise (test_releases_without_an_exact_form_name_the_assumption)
-    if isinstance(run, OneRelease) and not said and not any(map(is_exact, released)):
-        yield f"Ideal noise ({_IDEAL})."
+    if isinstance(run, OneRelease) and (not said or any(isinstance(event, _UNTOLD) for event in released)):
+        yield f"Ideal noise in this run ({IDEAL})."
     if isinstance(run, OneRelease) and isinstance(run.design, Full):
         yield "Bounds, n and n_max, classes, centers and scales are public numbers, chosen without looking at the data."
     elif isinstance(run, OneRelease):
@@ -359,7 +352,7 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
         yield f"The number of {report.unit_names}."
     yield "Preparing the data by looking at them: scaling, filling gaps, dropping outliers, choosing features or words."
     yield "Constants read off the data: bounds on norms, clip, radius, starting weights."
-    yield "Stopping early, or picking a model, by scores on private data."
+    yield "Stopping early, or picking a model, by scores on private data that were not charged."
     yield (
         "Choosing among several runs (learning rate, clip, seed). Every run costs its own budget, those thrown away "
         "too: give all runs one Accountant, which adds them up."
@@ -438,8 +431,8 @@ def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
         yield f"Budget: {_target(report)}."
     if not run.repeatable:
         yield (
-            "The noise, and batches for which no seed was given, were drawn from a cryptographic keystream that the "
-            "operating system seeds; no state of it is kept."
+            "The noise of this run, and its batches where no seed was given, were drawn from a cryptographic keystream "
+            "that the operating system seeds; no state of it is kept."
         )
     yield f"Method: {report.method}; figures rounded up. Computed by torch_dpsco {version}."
     for line in report.events or ("nothing",):
