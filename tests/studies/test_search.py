@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ON
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import BudgetExceeded, ConditionError, InfeasibleError, PrivacyError, UnitError
 from torch_dpsco.estimators import LogisticRegression, Ridge, SoftmaxRegression
+from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.studies import PrivateSearch
 from torch_dpsco.studies import search as module
@@ -113,6 +115,29 @@ def test_a_search_is_charged_once_and_beforehand(monkeypatch):
     assert found.best_estimator_.privacy_ == found.privacy_
     with pytest.raises((BudgetExceeded, PrivacyError)):
         found.best_estimator_.fit(X, Y)
+
+
+def test_a_winner_shows_what_its_search_promised_and_charged():
+    """And not the smaller epsilon of its trial, which is no guarantee of the best of several."""
+    logistic = LogisticRegression(bound_x=1.5, classes=(0, 1), prepare=None)
+    for found in (
+        search().fit(X, Y),
+        search({"one": logistic}, metric="accuracy", bound=None).fit(X, (Y > 0).astype(int)),
+    ):
+        trial, model = found.plan(2).trial.epsilon, found.best_estimator_
+        assert trial < 3.0 < model.plan_.epsilon() == found.privacy_.epsilon <= 4.0
+        assert (model.epsilon, model.plan_.budget, model.plan_.event()) == (
+            4.0,
+            found._settings()[0],
+            found.plan(2).event,
+        )
+        shown = [str(model.plan_), str(model.report()), repr(model), str(found.privacy_)]
+        assert not any(f"{trial:.3g}" in text for text in shown)
+        assert "(4, 1e-06)-differential privacy" in shown[0]
+        assert "the best of a secret number of trials" in shown[0]
+        assert f"n = {N} used here is a public reference" in " ".join(shown[1].split())
+        assert max(map(len, shown)) < 8000  # a curve of 500 orders is in the ledger, not in a text
+        assert Plan.from_dict(json.loads(json.dumps(model.plan_.to_dict()))) == model.plan_
 
 
 def test_the_parts_of_a_trial_are_disjoint(monkeypatch):

@@ -421,7 +421,8 @@ class LinearModel(BaseEstimator):
         promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
-        run = OneRelease(type(self).__name__, Full(task.n), self.plan_.event(), 0, 0, True, tuple(promises))
+        n = task.n if self.plan_.search is None else self.plan_.search.n
+        run = OneRelease(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
     def summary(self, level: float = 0.95) -> Summary:
@@ -447,7 +448,7 @@ class LinearModel(BaseEstimator):
                 f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y) spends 0.3 of the same "
                 f"budget on what they need (got a fit without)"
             )
-        task, dim = self.plan_.task, self.plan_.task.dim
+        task, dim, budget = self.plan_.task, self.plan_.task.dim, cast(Budget, self.plan_.budget)
         given = task.preparation
         center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
         # coefficients for raw features, as a linear map of prepared ones, and back
@@ -457,7 +458,7 @@ class LinearModel(BaseEstimator):
         found, assumed = self._debiased(np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"]))
         names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
         return Summary.of(
-            f"{name}, (epsilon={self.epsilon:g}, delta={self.delta:g}), {task.adjacency}",
+            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {task.adjacency}",
             (*map(str, names), "intercept")[: task.width],
             found,
             to_raw,

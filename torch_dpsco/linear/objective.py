@@ -97,9 +97,8 @@ class ObjectivePlan(LinearPlan):
         """Std of the noise on the answer, or scale of the K-norm's."""
         return _output_scale(self.task, self.distance)
 
-    def event(self) -> ApproxDP | Pure | RDPCurve:
-        """Returns what the release charges, with what is measured before it: both are in one law of the loss."""
-        return self.own_event()
+    def _event(self) -> ApproxDP | Pure | RDPCurve:
+        return self.own_event()  # with what is measured before it: both are in one law of the loss
 
     def own_event(self) -> ApproxDP | Pure | RDPCurve:
         """Returns what was asked for, or what the noise costs where that is more."""

@@ -32,6 +32,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
@@ -294,25 +295,43 @@ class LinearTask:
         )
 
 
+@dataclass(frozen=True)
+class Search:
+    """The search whose best trial a fit was: what was promised and charged is the search's.
+
+    Args:
+        budget: of the search.
+        event: that it charged.
+        n: public number of records, of all its parts.
+    """
+
+    budget: Budget
+    event: RDPCurve
+    n: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan(Plan):
     """Public numbers of one release; its charge is computed from the numbers that it is made with.
 
     Args:
         task: what was planned for: budget, adjacency and the regularizer that was chosen included.
+        search: that the fit was the best trial of, None for a fit by itself.
         reason: why this mechanism was chosen, in words; "" where it was asked for.
     """
 
     task: LinearTask
+    search: Search | None = None
     reason: str = field(default="", compare=False, repr=False)
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
-    values = (LinearTask, Preparation, PrivatePreparation)
+    values = (LinearTask, Preparation, PrivatePreparation, Search)
     mechanism: ClassVar[str]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", self.task.budget)
+        # PRIVACY: a trial by itself has a smaller epsilon (test_a_winner_shows_what_its_search_promised_and_charged)
+        object.__setattr__(self, "budget", self.task.budget if self.search is None else self.search.budget)
         object.__setattr__(self, "adjacency", self.task.adjacency)
         wanted = "adassp" if isinstance(self.task.loss, Squared) else "objective"
         if self.task.curvature and self.mechanism != wanted:  # what is paid for would not be released
@@ -325,7 +344,10 @@ class LinearPlan(Plan):
         return check.positive(reg=self.task.reg)
 
     def event(self) -> BaseEvent:
-        """Returns what the release charges, with what is measured before it."""
+        """Returns what the release charges, with what is measured before it; of a winner what its search charged."""
+        return self._event() if self.search is None else self.search.event
+
+    def _event(self) -> BaseEvent:
         prepare, own = self.task.prepare, self.own_event()
         # PRIVACY: units are released too (test_what_is_measured_is_charged_with_the_release)
         return own if prepare is None else Sequential((prepare.event(self.task.adjacency), own))
@@ -389,6 +411,11 @@ class LinearPlan(Plan):
             "noise",
             f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
         )
+        if self.search is not None:
+            yield (
+                "search",
+                "the best of a secret number of trials, charged as a whole; model and noise are the winner's",
+            )
         most = f"their number is n={task.n}"
         if task.adjacency == ADD_REMOVE:
             most = f"there are at most n_max={task.n_max} of them"

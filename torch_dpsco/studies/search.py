@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import scipy
@@ -37,6 +37,7 @@ from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_features
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError
 from torch_dpsco.linear.objective import ObjectivePlan
+from torch_dpsco.linear.task import Search
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import LOSSES, METRICS, score, score_event
@@ -91,7 +92,7 @@ class PrivateSearch(BaseEstimator):
         accountant: ledger that is charged; None for a new one with this budget.
 
     Attributes:
-        best_estimator_: the model with the best noisy score; its `privacy_` is that of the search.
+        best_estimator_: the model with the best noisy score; its `privacy_`, `plan_` and epsilon are the search's.
         best_score_: its noisy score; the best of several is optimistic.
         privacy_: `PrivacyReport` of the ledger after the search.
 
@@ -199,7 +200,8 @@ class PrivateSearch(BaseEstimator):
             raise PrivacyError("the search failed: nothing is released, and what was charged stays") from None
         self.best_score_, model = found
         self.privacy_ = model.privacy_ = ledger.report(delta)
-        model.accountant = ledger
+        model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
+        model.accountant, model.epsilon = ledger, self.epsilon
         self.best_estimator_ = model
         return self
 
