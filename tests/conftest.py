@@ -24,6 +24,8 @@ native = importlib.import_module("torch_dpsco.native")
 hypothesis.settings.register_profile("torch_dpsco", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("torch_dpsco")
 
+_VECTORS = "tests/test_vectors.py::test_the_package_agrees_with_the_vector"
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -48,8 +50,11 @@ def pytest_xdist_auto_num_workers(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks tests slow and weekly as tests/tiers.txt says, cases of a parametrized one in the order of a hash."""
+def pytest_collection_modifyitems(config, items):
+    """Marks tests slow and weekly as tests/tiers.txt says, cases of a parametrized one in the order of a hash.
+
+    Vectors from elsewhere are all run.
+    """
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of cases must be the same in all processes: give ids= (got {unlike[0]})")
     cases = defaultdict(list)
@@ -57,6 +62,8 @@ def pytest_collection_modifyitems(items):
         cases[item.nodeid.split("[")[0]].append(item)
     for line in (Path(__file__).parent / "tiers.txt").read_text(encoding="utf-8").splitlines()[1:]:
         name, by_default, more = line.split()
+        if name == _VECTORS and config.getoption("--vectors"):
+            continue
         # those marked by hand come last
         several = sorted(cases[name], key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode())))
         for place, item in enumerate(several):

@@ -86,6 +86,28 @@ def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
     assert "quotes enclose whole cells" in run(capsys, "predict study/model.json open.csv")[2]
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (f"{LOGISTIC} --save run.ledger", "--save"),
+        (f"{LOGISTIC} --save plan.json --plot run.ledger", "--plot"),
+        (f"{LOGISTIC} --save link", "--save"),
+        ("report run.ledger --delta 1e-6 --plot run.ledger", "--plot"),
+        ("predict study/model.json new.csv --out run.ledger", "--out"),
+    ],
+)
+def test_no_command_overwrites_a_file(words, option, folder, capsys):
+    """It may be a ledger: one that is written over forgets what was spent."""
+    Path("link").symlink_to("nowhere")
+    before = Path("run.ledger").read_bytes()
+    code, out, err = run(capsys, words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"dpsco: {option} must be a new file (got ")
+    assert Path("run.ledger").read_bytes() == before
+    assert not Path("plan.json").exists()
+    assert not Path("nowhere").exists()
+
+
 def test_a_plan_is_that_of_the_class(folder, capsys):
     problem = dp.losses.Logistic().problem(bound_x=1.0)
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +145,26 @@ def test_coins_are_opened_once() -> None:
     audit.result(np.arange(8.0), delta=0.0)
     with pytest.raises(SequenceError, match="once"):
         audit.result(np.arange(8.0), delta=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps, lambda audit: copy.deepcopy([audit])])
+def test_an_audit_is_opened_by_no_copy(again: Callable[[Any], Any]) -> None:
+    audit = OneRunAudit(range(8))
+    pickle.loads(pickle.dumps(audit.dataset([1.0])))  # the data go to workers
+    with pytest.raises(SequenceError, match="must not be copied or pickled"):
+        again(audit)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                audit.result(np.arange(8.0), delta=0.0)
+            except SequenceError:
+                code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    audit.result(np.arange(8.0), delta=0.0)
 
 
 def test_wrong_arguments_are_named() -> None:

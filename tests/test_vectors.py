@@ -10,8 +10,11 @@ built" and counted in the summary; for the functions in `BUILT` that is a failur
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +43,8 @@ def pytest_generate_tests(metafunc):
     if "vector" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--vectors")
         vectors = load(Path(chosen) if chosen else FOLDER)
-        marks = [[pytest.mark.slow] if each.number in SLOW.get(each.key, ()) else [] for each in vectors]
+        slow = {} if chosen else SLOW  # those from elsewhere are all run
+        marks = [[pytest.mark.slow] if each.number in slow.get(each.key, ()) else [] for each in vectors]
         cases = [pytest.param(each, marks=mark) for each, mark in zip(vectors, marks, strict=True)]
         metafunc.parametrize("vector", cases, ids=[str(each) for each in vectors])
 
@@ -307,6 +311,19 @@ def test_vector_files_of_no_family_or_without_vectors_are_refused(tmp_path):
     (tmp_path / "unheard_of.json").write_text("[]")
     with pytest.raises(pytest.UsageError, match="no such family"):
         load(tmp_path)
+
+
+@pytest.mark.slow
+def test_vectors_from_elsewhere_are_all_run(tmp_path):
+    """Also those that have the places of slow ones here; the tiers of tests/tiers.txt are for ours alone."""
+    content = json.loads((FOLDER / "allocation.json").read_text())
+    cases = content["cases"] if isinstance(content, dict) else content
+    quick = next(case for case in cases if case["function"] == "allocation_epsilon")
+    (tmp_path / "allocation.json").write_text(json.dumps([quick] * 40))
+    test = "test_the_package_agrees_with_the_vector"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"{__file__}::{test}"]
+    found = subprocess.run([*command, "--vectors", tmp_path], cwd=FOLDER.parents[1], capture_output=True, text=True)
+    assert re.search(r"^40 passed in", found.stdout, re.MULTILINE), found.stdout
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

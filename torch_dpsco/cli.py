@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import warnings
@@ -157,6 +158,7 @@ def _plan(args: argparse.Namespace) -> Result:
     parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
     given = vars(parser.parse_args(args.options))
     as_json, file, picture = given.pop("json", False), given.pop("save", None), given.pop("plot", None)
+    _require_new(save=file, plot=picture)
 
     if given.keys() & {"epsilon", "delta"}:
         given["budget"] = _made(budget, given)
@@ -172,7 +174,7 @@ def _plan(args: argparse.Namespace) -> Result:
         raise ValueError(f"{name} must be left out: nothing here takes it (got {value!r})")
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
-        Path(file).write_text(f"{text}\n", encoding="utf-8")
+        _write(file, f"{text}\n".encode())
     _draw(plan.plot, picture)
     return text if as_json else str(plan), 0
 
@@ -213,6 +215,7 @@ def _predict(args: argparse.Namespace) -> Result:
     from torch_dpsco.released import Released
     from torch_dpsco.schema import Schema
 
+    _require_new(out=args.out)
     model = Released.load(_there("model", args.model))
     if model.schema is None:
         raise ValueError(f"model must be one with a schema, as dpsco fit writes it (got {args.model!r})")
@@ -230,8 +233,7 @@ def _predict(args: argparse.Namespace) -> Result:
     if args.out is None:
         _say(sys.stderr, f"note: {note}")
         return text.getvalue().rstrip("\n"), 0
-    with open(args.out, "x", encoding="utf-8") as file:
-        file.write(text.getvalue())
+    _write(args.out, text.getvalue().encode())
     return f"{len(rows)} predictions written to {args.out}; {note}", 0
 
 
@@ -258,6 +260,7 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.report import card
     from torch_dpsco.accounting.report.statement import finite
 
+    _require_new(plot=args.plot)
     book = LedgerCopy(_file(args.ledger)).book
     if args.adjacency:
         book.config["adjacency"] = check_adjacency(args.adjacency)
@@ -334,7 +337,20 @@ def _draw(make: Callable[[], Any], path: str | None) -> None:
         return
     if (kind := Path(path).suffix.removeprefix(".")) not in ("svg", "png", "pdf"):
         raise ValueError(f"plot must end in .svg, .png or .pdf (got {path!r})")
-    Path(path).write_bytes(plots.encoded(make(), kind))
+    _write(path, plots.encoded(make(), kind))
+
+
+def _require_new(**paths: str | None) -> None:
+    """Raises ValueError, before anything else is done, for a file that is there: it may be a ledger."""
+    for option, path in paths.items():
+        if path is not None and os.path.lexists(path):
+            raise ValueError(f"{option} must be a new file (got {path!r}, which is there)")
+
+
+def _write(path: str, content: bytes) -> None:
+    # PRIVACY: a ledger that is overwritten forgets what was spent (test_no_command_overwrites_a_file)
+    with open(path, "xb") as file:
+        file.write(content)
 
 
 def _option(name: str) -> str:

@@ -10,10 +10,12 @@ Source: Steinke, Nasr, Jagielski 2023 (privacy auditing with one training run); 
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import scipy
@@ -203,7 +205,15 @@ class OneRunAudit:
             )
         self.canaries = list(canaries)
         self._coins = np.array([secrets.randbits(1) for _ in self.canaries], dtype=bool)
-        self._opened = False
+        self._look = threading.Lock()  # taken once, by one thread
+        self._process = os.getpid()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # PRIVACY: a copy would open the same coins again (test_an_audit_is_opened_by_no_copy)
+        raise SequenceError(
+            "an audit must not be copied or pickled: its coins are opened once; hand on dataset(base), or make a new "
+            "OneRunAudit and train again"
+        )
 
     def dataset(self, base: Dataset[Any]) -> Dataset[Any]:
         """Returns the base followed by the canaries whose coins say so; the same ones at every call."""
@@ -231,7 +241,7 @@ class OneRunAudit:
 
         Raises:
             ValueError: an argument is out of range, or there is not one score a canary.
-            SequenceError: the coins have been opened already.
+            SequenceError: the coins have been opened already, or this is a forked process.
         """
         total, guesses = len(self.canaries), self.guess_in + self.guess_out
         try:
@@ -252,10 +262,12 @@ class OneRunAudit:
             return gaussian_epsilon(mu, delta) * (1.0 - _ROUNDING), mu
 
         reach, _ = bounds(guesses)
+        # PRIVACY: a fork is a copy (test_an_audit_is_opened_by_no_copy)
+        if os.getpid() != self._process:
+            raise SequenceError("result() must be called in the process that made the audit: coins are opened once")
         # PRIVACY: one look at the coins (test_coins_are_opened_once)
-        if self._opened:
+        if not self._look.acquire(blocking=False):
             raise SequenceError("result() opens the coins once; make a new OneRunAudit and train again")
-        self._opened = True
         order = np.argsort(values, kind="stable")
         right_out = np.count_nonzero(~self._coins[order[: self.guess_out]])
         right_in = np.count_nonzero(self._coins[order[total - self.guess_in :]])
