@@ -132,3 +132,21 @@ def test_a_diagnosis_draws_each_finding_at_its_severity():
     assert len({line.get_marker() for line in axes.lines}) == 3
     (healthy,) = Diagnosis.of([]).plot().axes
     assert "healthy: nothing found" in [text.get_text() for text in healthy.texts]
+
+
+@pytest.mark.parametrize("name", ["income_$_per_$m", r"50 \% of $x^2$"])
+def test_names_are_drawn_as_they_are(name):
+    """Nothing of a name is read as mathematics, wherever it stands: two dollars would be, and may raise."""
+    drawn = plots.figure(
+        name,
+        plots.lines(name, name, name, [plots.Line(name, [0, 1], [0, 1])], limit=(name, 0.5), mark=(name, 0.5, 0.5)),
+        plots.dots(name, name, [name], {name: [1.0]}, (name, 2.0)),
+        plots.ranges(name, name, [name], [1.0], [(0.0, 2.0)], name),
+        plots.bars(name, name, [name], [1.0], (name, 2.0)),
+        plots.marks(name, [name], [name], [0]),
+        plots.words(name, name),
+    )
+    drawn.draw_without_rendering()
+    named = [text for text in drawn.findobj(matplotlib.text.Text) if text.get_text() == name]
+    assert len(named) >= 25
+    assert not any(text.get_parse_math() for text in named)

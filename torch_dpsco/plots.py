@@ -1,8 +1,8 @@
 """Small pictures of public numbers: panels of lines, dots and bars in one matplotlib Figure.
 
-Numbers in, a Figure out: nothing here knows a plan or a report. Lines differ in style and marker too, so that they can
-be told apart in print and without color; the background is white, also on a dark page. No setting of matplotlib is
-changed, and pyplot is not used.
+Numbers and names in, a Figure out: nothing here knows a plan or a report. Names are shown as they are: matplotlib does
+not read "$" as mathematics. Lines differ in style and marker, so that they can be told apart in print and without
+color; the background is white, also on a dark page. No setting of matplotlib is changed, and pyplot is not used.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def lines(
             axes.axhline(limit[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=limit[0])
         if mark is not None:
             axes.plot(*mark[1:], "*", color="black", markersize=11, label=mark[0])
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        _name_axes(axes, title, x_label, y_label)
         axes.set_xlim(left=min(min(line.x) for line in drawn))
         axes.set_ylim(bottom=0)
         if all(x == int(x) for line in drawn for x in line.x):
@@ -106,7 +106,7 @@ def dots(
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
-        axes.set(title=title, xlabel=x_label)
+        _name_axes(axes, title, x_label)
         axes.margins(x=0.15)
         _name_series(axes)
 
@@ -138,7 +138,7 @@ def ranges(
         axes.errorbar(values, range(len(rows)), xerr=arms, fmt="o", color=LOOKS[0][0], capsize=4, label=label)
         axes.axvline(0.0, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="0")
         _name_rows(axes, rows)
-        axes.set(title=title, xlabel=x_label)
+        _name_axes(axes, title, x_label)
         _name_series(axes)
 
     return panel
@@ -159,7 +159,7 @@ def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float],
         axes.barh(range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//")
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
-        axes.set(title=title, xlabel=x_label)
+        _name_axes(axes, title, x_label)
         axes.set_xlim(left=0)
         _name_series(axes)
 
@@ -181,9 +181,9 @@ def marks(title: str, rows: Sequence[str], columns: Sequence[str], places: Seque
             marked = [row for row, own in enumerate(places) if own == place]
             axes.plot([place] * len(marked), marked, marker, color=color, markersize=10)
         _name_rows(axes, rows)
-        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xticks(range(len(columns)), columns, parse_math=False)
         axes.set_xlim(-0.5, len(columns) - 0.5)
-        axes.set(title=title)
+        _name_axes(axes, title)
 
     return panel
 
@@ -192,7 +192,7 @@ def words(title: str, text: str) -> Panel:
     """Returns a panel that says why there is no picture."""
 
     def panel(axes: Axes) -> None:
-        axes.set_title(title)
+        _name_axes(axes, title)
         axes.set_axis_off()
         axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, parse_math=False)
 
@@ -215,7 +215,7 @@ def figure(title: str, *panels: Panel) -> Figure:
         columns, rows = min(2, len(panels)), (len(panels) + 1) // 2
         made: Figure = figures.Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
         if title:
-            made.suptitle(title, fontsize=11)
+            made.suptitle(title, fontsize=11, parse_math=False)
         for k, panel in enumerate(panels, 1):
             panel(made.add_subplot(rows, columns, k))
     shown: Any = made
@@ -252,13 +252,21 @@ def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
     return file.getvalue()
 
 
+def _name_axes(axes: Axes, title: str, x_label: str = "", y_label: str = "") -> None:
+    axes.set_title(title, parse_math=False)
+    axes.set_xlabel(x_label, parse_math=False)
+    axes.set_ylabel(y_label, parse_math=False)
+
+
 def _name_series(axes: Axes) -> None:
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2)
+    legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2)
+    for name in legend.get_texts():
+        name.set_parse_math(False)
 
 
 def _name_rows(axes: Axes, rows: Sequence[str]) -> None:
-    axes.set_yticks(range(len(rows)), rows)
+    axes.set_yticks(range(len(rows)), rows, parse_math=False)
     axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
