@@ -15,8 +15,8 @@ from scipy import stats
 import torch_dpsco as dp
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.errors import BudgetExceeded, ConditionError, InfeasibleError, PrivacyError, UnitError
-from torch_dpsco.estimators import LogisticRegression, Ridge, SoftmaxRegression
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, InfeasibleError, PrivacyError, UnitError
+from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
 from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.studies import PrivateSearch
@@ -28,6 +28,8 @@ RNG = np.random.default_rng(1)
 X = RNG.uniform(-1, 1, (N, 2))
 Y = np.clip(X @ [1.0, -0.5] + RNG.normal(size=N) / 10, -2, 2)
 BOUNDS: dict[str, Any] = {"bound_x": 2**0.5, "bound_y": 2.0}
+HINGE: dict[str, Any] = {"bound_x": 1.5, "prepare": None, "mechanism": "noisy_gd", "loss": "smoothed_hinge"}
+SVC, TEXT = LinearSVC(**HINGE, classes=(0, 1)), LinearSVC(**HINGE, classes=("no", "yes"))
 GOOD, BAD = Ridge(**BOUNDS, prepare=None), Ridge(**BOUNDS, prepare=None, reg=1e7)
 
 
@@ -249,6 +251,65 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, setti
     monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
     with pytest.raises(error, match=words):
         search(**settings).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "settings"),
+    [
+        (
+            ValueError,
+            "metric .* 'good' .Ridge. can be scored by .got 'accuracy'.",
+            {"metric": "accuracy", "bound": None},
+        ),
+        (
+            ValueError,
+            "metric .* 'svc' .LinearSVC. .* predict_proba",
+            {"candidates": {"svc": SVC}, "metric": "log_loss"},
+        ),
+        (ValueError, "metric .* 'text' .LinearSVC. .*absolute_error", {"candidates": {"text": TEXT}}),
+        (AdjacencyError, "accountant must have the adjacency 'add_remove'", {"accountant": dp.Accountant()}),
+        (UnitError, "n_max=1600 must be a public cap", {"n": 1000, "rows": 3 * N}),
+        (ValueError, "Complex", {"y": Y + 1j}),
+    ],
+)
+def test_no_setting_fails_after_the_charge(error, words, settings):
+    """What a trial would raise by settings, shapes and numbers of records is raised before the search is charged."""
+    given = {"accountant": dp.Accountant(dp.Budget(4.0, 1e-6, ADD_REMOVE))} | settings
+    rows, targets = given.pop("rows", N), given.pop("y", Y)
+    with pytest.raises(error, match=words) as caught:
+        search(**given).fit(np.resize(X, (rows, 2)), np.resize(targets, rows))
+    assert len(given["accountant"]) == 0
+    assert len(str(caught.value)) < 300  # an event has hundreds of numbers
+
+
+@pytest.mark.parametrize("least", [-10.0, -3.0, -2.0, -1.1])
+def test_what_is_too_small_for_a_setting_is_passed_by(least):
+    """Of trials with plans from exp(least) on, and too dear from exp(-1) on."""
+
+    def excess(log_epsilon):
+        if log_epsilon < least:
+            raise InfeasibleError("reg is too small")
+        return log_epsilon + 1.0
+
+    assert least <= search()._least(excess, 0.0) <= -1.0
+    with pytest.raises(InfeasibleError, match=r"epsilon must be larger.* reg is too small" if least > -4 else "larger"):
+        search()._least(lambda log_epsilon: max(1e-9, excess(log_epsilon)), 0.0)
+
+
+@pytest.mark.slow
+def test_a_setting_that_needs_a_larger_trial_is_no_bar():
+    """A reg of one's own has no plan at a small epsilon of each trial, and one at the epsilon that is chosen."""
+    own = LogisticRegression(bound_x=1.5, classes=(0, 1), reg=1.0)
+    plan = search({"own": own}, epsilon=3.0, metric="accuracy", bound=None).plan(2)
+    assert 0.98 * 3.0 < plan.epsilon <= 3.0
+    with pytest.raises(InfeasibleError, match="candidate 'own': reg must be >"):
+        search({"own": own}, epsilon=0.1, metric="accuracy", bound=None).plan(2)
+
+
+def test_the_curve_of_a_search_is_not_written_out():
+    charged = search().plan(2).event
+    assert len(str(charged)) < 100
+    assert "orders from" in str(charged)
 
 
 def test_a_search_past_the_budget_draws_nothing(monkeypatch):

@@ -140,7 +140,12 @@ class RDPCurve(Stated):
         if not orders or orders != values:
             raise ValueError(f"orders and values must be equally many, >= 1 (got {orders} and {values})")
         if any(later <= earlier for earlier, later in pairwise(self.orders)):
-            raise ValueError(f"orders must increase (got {self.orders})")
+            raise ValueError(f"orders must increase (got {check.shown(self.orders)})")
+
+    def __str__(self) -> str:
+        """Without the numbers, which may be hundreds."""
+        orders = f"{len(self.orders)} orders from {self.orders[0]:g} to {self.orders[-1]:g}"
+        return f"RDPCurve({orders}, {', '.join(self.adjacencies)})"
 
     def __repr__(self) -> str:
         if len(self.orders) <= _SHOWN_ORDERS:

@@ -54,6 +54,7 @@ from torch_dpsco.linear import (
     plan_linear,
 )
 from torch_dpsco.linear.objective import ObjectivePlan
+from torch_dpsco.linear.preparation import Units
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
@@ -68,6 +69,7 @@ from torch_dpsco.theory.linear.preparation import (
 
 _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
+_CLEAR = 1e30  # eigenvalue of a stand-in for a Hessian, above all noise
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
     "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "
@@ -208,7 +210,8 @@ class LinearModel(BaseEstimator):
         plan = self.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
-        self._report_of(ledger)  # raises if the ledger will have no answer at this delta
+        privacy = self._report_of(ledger)  # raises if the ledger will have no answer at this delta
+        stand_in(self, plan, privacy).report()  # raises if an answer could not be read
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
             weights = record_weights(sample_weight, factors, count, features.device)
@@ -491,6 +494,23 @@ class LinearModel(BaseEstimator):
         tags.target_tags.required, tags.input_tags.sparse = True, self._in_parts
         tags.non_deterministic = True
         return tags
+
+
+def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:
+    """Returns a copy as a fit leaves it, with coefficients of 0: what cannot be made of it cannot be made of a fit.
+
+    Args:
+        model: its settings.
+        plan: of the fit.
+        privacy: report that takes the place of that after the fit.
+    """
+    made, task = model._unspent(), plan.task
+    one = torch.eye(task.width, dtype=torch.float64)
+    weights, moments = torch.zeros(task.num_scores, task.width).double(), torch.zeros(task.width + 1).double()
+    beside = (_CLEAR * one, moments) if task.curvature else (None, None)
+    made.plan_, made.mechanism_, made.privacy_ = plan, plan.mechanism, privacy
+    made._install(LinearFit(weights, Units(task.preparation), *beside))
+    return made
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...] | None:

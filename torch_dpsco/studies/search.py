@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal
 from typing import Any, cast
 
 import numpy as np
 import scipy
+import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
@@ -30,16 +31,24 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.coupling.rollback import Refused, attempt
-from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UnitError
-from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.errors import (
+    AdjacencyError,
+    CalibrationError,
+    ConditionError,
+    InfeasibleError,
+    PrivacyError,
+    UnitError,
+)
+from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.data import as_features
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError
 from torch_dpsco.linear.objective import ObjectivePlan
-from torch_dpsco.linear.task import Search
+from torch_dpsco.linear.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.studies.held_out import split
+from torch_dpsco.studies.held_out import CPU, split
 from torch_dpsco.studies.scores import LOSSES, METRICS, score, score_event
 
 LAWS = {"geometric": 1.0, "logarithmic": 0.0}  # name to eta of the truncated negative binomial law
@@ -136,18 +145,12 @@ class PrivateSearch(BaseEstimator):
         def excess(log_epsilon: float) -> float:
             return math.log(_epsilon(event(math.exp(log_epsilon)), budget) / budget.epsilon)
 
-        high, low = math.log(budget.epsilon), math.log(budget.epsilon / 64)
+        root = math.log(budget.epsilon)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of budgets that are tried
-            if excess(low) > 0:
-                raise InfeasibleError(
-                    f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon {budget.epsilon:g})"
-                )
-            root = (
-                high
-                if excess(high) <= 0
-                else scipy.optimize.brentq(lambda x: excess(x) + _CLOSE, low, high, xtol=_CLOSE / 4)
-            )
+            if excess(root) > 0:
+                low = self._least(excess, root)
+                root = scipy.optimize.brentq(lambda x: excess(x) + _CLOSE, low, root, xtol=_CLOSE / 4)
             # PRIVACY: a root is found from either side (test_the_plan_keeps_the_budget)
             while excess(root) > 0:
                 root -= _CLOSE / 4
@@ -169,9 +172,10 @@ class PrivateSearch(BaseEstimator):
             y: their labels or targets (n,).
 
         Raises:
+            AdjacencyError: the accountant is of another adjacency.
             BudgetExceeded: nothing was drawn.
             PrivacyError: a trial failed, which is not said further; nothing is released, and the charge stays.
-            UnitError: X has not n rows, where n is public.
+            UnitError: X has not n rows, where n is public, or more than n_max of a candidate.
             ValueError: a setting, a shape or a dtype.
         """
         budget, _ = self._settings()
@@ -181,16 +185,21 @@ class PrivateSearch(BaseEstimator):
         plan = self.plan(features.shape[1])
         ledger = Accountant(budget) if self.accountant is None else self.accountant
         ledger.require_unit("example")
+        if ledger.adjacency != budget.adjacency:
+            raise AdjacencyError(f"accountant must have the adjacency {budget.adjacency!r} (got {ledger.adjacency!r})")
         delta = budget.delta if ledger.budget is None else None
-        ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
+        privacy = ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
         rows, targets = features.cpu().numpy(), np.asarray(y, dtype=object) if isinstance(y, list) else np.asarray(y)
         if targets.shape != (len(rows),):
             raise ValueError(f"y must have one target per row (got shape {targets.shape} for {len(rows)} rows)")
+        held = split(len(rows), self.holdout, budget.adjacency)
+        # PRIVACY: a trial that a setting fails tells of no record (test_no_setting_fails_after_the_charge)
+        for name in self.candidates:
+            self._try(name, plan.trial, privacy, rows[~held], targets[~held])
         for name in ("best_estimator_", "best_score_", "privacy_"):
             vars(self).pop(name, None)  # a search that is interrupted has no result
         # PRIVACY: the whole search before its first trial (test_a_search_is_charged_once_and_beforehand)
         ledger.authorize(plan.event)
-        held = split(len(rows), self.holdout, budget.adjacency)
         with warnings.catch_warnings():
             # PRIVACY: warnings would tell K (test_nothing_but_the_winner_leaves)
             warnings.simplefilter("ignore")
@@ -243,6 +252,48 @@ class PrivateSearch(BaseEstimator):
         )
         return Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency)), float(gamma)
 
+    def _least(self, excess: Callable[[float], float], high: float) -> float:
+        """Returns the logarithm of a trial's epsilon that keeps the budget; raises InfeasibleError if there is none.
+
+        What is too small for a setting of a candidate, as for a reg of its own, is passed by.
+        """
+        low, why = high - math.log(64), ""
+        tried = low
+        while high - low > _CLOSE:
+            try:
+                if excess(tried) <= -_CLOSE:
+                    return tried
+                high = tried
+            except CalibrationError as error:
+                low, why = tried, f". A smaller budget of each trial leaves nothing: {error}"
+            tried = (low + high) / 2
+        raise InfeasibleError(
+            f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon {self.epsilon:g}){why}"
+        )
+
+    def _try(self, name: str, trial: Budget, privacy: PrivacyReport, rows: NDArray[Any], targets: NDArray[Any]) -> None:
+        """Scores a stand-in for a candidate's fit on made-up rows; raises whatever a trial would by settings.
+
+        Args:
+            name: of the candidate.
+            trial: its budget.
+            privacy: report of the stand-in.
+            rows: that it would be fitted to: their number, shape and dtype matter.
+            targets: of these, likewise.
+        """
+        model = self._model(name, trial)
+        plan = self._plan_of(name, trial, rows.shape[1])
+        make_records(plan.task, torch.from_numpy(rows), *model._read(targets, len(rows), CPU))
+        made = stand_in(model, plan, privacy)
+        labels = getattr(made, "classes_", np.zeros(1))
+        try:
+            score(made, np.zeros((2, rows.shape[1])), [labels[0]] * 2, self.metric, budget=trial, bound=self.bound)
+        except ValueError as error:
+            raise ValueError(
+                f"metric must be one that candidate {name!r} ({type(model).__name__}) can be scored by (got "
+                f"{self.metric!r}): {error}"
+            ) from error
+
     def _trial(self, budget: Budget, epsilon: float) -> Budget:
         return Budget(epsilon, budget.delta, adjacency=budget.adjacency)
 
@@ -253,11 +304,17 @@ class PrivateSearch(BaseEstimator):
         model = self.candidates[name]
         return type(model)(**{**model.get_params(deep=False), **settings})
 
+    def _plan_of(self, name: str, trial: Budget, dim: int) -> LinearPlan:
+        try:
+            return self._model(name, trial).plan(dim)
+        except CalibrationError as error:
+            raise type(error)(f"candidate {name!r}: {error}") from error
+
     def _event(self, trial: Budget, dim: int, gamma: float) -> RDPCurve:
         """Returns the charge of a search with this budget of each fit and each score."""
         orders, values = orders_at(_LEVEL), _curve("score", score_event(trial, self.metric), trial)
         for name in self.candidates:
-            plan = self._model(name, trial).plan(dim)
+            plan = self._plan_of(name, trial, dim)
             try:
                 curved = replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
             except ConditionError as error:
