@@ -43,6 +43,7 @@ ADULT = dp.Schema(
     target="income",
     labels=["<=50K", ">50K"],
     unit="person",
+    one_row_per_unit=True,
 )
 FEW = dp.Schema(  # for intervals: features that no other one is a function of
     {
@@ -54,6 +55,7 @@ FEW = dp.Schema(  # for intervals: features that no other one is a function of
     target="income",
     labels=["<=50K", ">50K"],
     unit="person",
+    one_row_per_unit=True,
 )
 FLIGHTS = dp.Schema(
     {

@@ -29,12 +29,12 @@ def write_tables(rows: int = 400) -> None:
     """Writes a private table, a public one and their schema."""
     draws = np.random.default_rng(0)
     age, sex = draws.integers(17, 91, rows), draws.choice(["f", "m"], rows)
-    lines = [f"{a},{s},{'yes' if a > 50 else 'no'}" for a, s in zip(age, sex, strict=True)]
-    Path("table.csv").write_text("\n".join(["age,sex,died", *lines]))
+    lines = [f"{k},{a},{s},{'yes' if a > 50 else 'no'}" for k, (a, s) in enumerate(zip(age, sex, strict=True))]
+    Path("table.csv").write_text("\n".join(["id,age,sex,died", *lines]))
     Path("open.csv").write_text('sex,age,died,note\nf,20,no,"fell\nm,90,yes,\n')
     Path("new.csv").write_text("sex,age\nf,20\nm,90\nm,?\n")
     kinds = {"age": Number(17, 90), "sex": Category(["f", "m"])}
-    dp.Schema(kinds, target="died", labels=["no", "yes"], unit="patient").save("schema.toml")
+    dp.Schema(kinds, target="died", labels=["no", "yes"], ids="id", unit="patient").save("schema.toml")
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ DESIGNS: tuple[Design, ...] = (
     Undeclared(6),
 )
 UNIT = re.compile(r"\b(examples?|users?)\b")
+ONE_ROW = {"one_row_per_unit": True}
+WHY: dict[str, dict[str, bool]] = {"example": ONE_ROW, "user": {}}  # why one row is one unit
 
 
 def statement(unit: str, adjacency: Adjacency, design: Design, one: bool = False) -> Statement:
@@ -51,7 +53,7 @@ def statement(unit: str, adjacency: Adjacency, design: Design, one: bool = False
 def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: bool) -> None:
     for design in DESIGNS[:-1] if one else DESIGNS:  # one release has a declared design
         plain = statement(unit, adjacency, design, one)
-        named = plain.named("patient")
+        named = plain.named("patient", **WHY[unit])
         for text in (str(plain), plain.markdown(), str(plain.figures)):
             assert unit in text
             assert "patient" not in text
@@ -59,7 +61,10 @@ def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: boo
             assert "patient" in text
             assert not UNIT.search(text), UNIT.search(text)
         assert len(named.sections) == len(plain.sections)
-        assert named.headline == plain.headline.replace(f"one {unit}", "one patient")
+        proviso = ", if each patient has one row" if unit == "example" else ""
+        assert named.headline == plain.headline.replace(
+            f"one {unit} ({adjacency})", f"one patient ({adjacency}){proviso}"
+        )
 
 
 def test_pictures_have_the_name_too() -> None:
@@ -79,13 +84,32 @@ def test_figures_and_unit_are_the_same() -> None:
 
 
 def test_a_row_is_not_said_to_be_a_person() -> None:
-    text = str(statement("example", "add_remove", DESIGNS[0]).named("patient"))
-    flat = " ".join(text.split())
+    flat = " ".join(str(statement("example", "add_remove", DESIGNS[0]).named("patient", **ONE_ROW)).split())
+    assert "for one patient (add_remove), if each patient has one row." in flat
     assert "One patient is one row of the training data. With several rows, a patient is not protected" in flat
     assert "One record per patient." in flat
     assert "One patient is all rows with its id" in " ".join(
         str(statement("user", "add_remove", DESIGNS[0]).named("patient")).split()
     )
+
+
+def test_a_row_gets_a_name_by_ids_or_by_a_promise(tmp_path: Path) -> None:
+    """One row is one patient because somebody says so, which every page says first, or because ids were looked at."""
+    rows, users = statement("example", "replace_one", DESIGNS[1]), statement("user", "replace_one", DESIGNS[1])
+    for why in ({}, {"one_row_per_unit": True, "by_ids": True}):
+        with pytest.raises(ValueError, match="one_row_per_unit must be True if each unit has one row"):
+            rows.named("patient", **why)
+    for why in ({"one_row_per_unit": True}, {"by_ids": True}):
+        with pytest.raises(ValueError, match="one_row_per_unit and by_ids must be left out"):
+            users.named("patient", **why)
+    promised, kept = rows.named("patient", **ONE_ROW), rows.named("patient", by_ids=True)
+    for said in (promised.headline, str(promised.figures), promised.markdown(), promised.json()):
+        assert "if each patient has one row" in said
+    for said in (str(kept), str(kept.figures)):
+        assert "if each patient" not in said
+        assert "ll rows of a patient carry its id, and no other does" in " ".join(said.split())
+    assert "of several rows with its id, the others were left out" in " ".join(str(kept).split())
+    assert kept.named("ward", **ONE_ROW) == rows.named("ward", **ONE_ROW) != kept.named("ward", by_ids=True)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +119,9 @@ def test_a_row_is_not_said_to_be_a_person() -> None:
 def test_several_units_have_a_name(name: str, several: str) -> None:
     report = dp.Accountant().report(1e-5)
     assert (report.unit_name, report.unit_names) == ("example", "examples")
-    assert (report.named(name).unit_name, report.named(name).unit_names) == (name, several)
-    assert report.named("person", "people").unit_names == "people"
+    named = report.named(name, **ONE_ROW)
+    assert (named.unit_name, named.unit_names) == (name, several)
+    assert report.named("person", "people", **ONE_ROW).unit_names == "people"
 
 
 def test_copies_and_files_keep_the_name(tmp_path: Path) -> None:
@@ -134,7 +159,7 @@ def test_promises_are_on_the_card_once() -> None:
     assert "Ids are right." in held
     assert f"  assumes: {promise}" in str(said.figures)
     assert set(plain.figures.assumptions) < set(said.figures.assumptions)
-    assert said.named("patient") == plain.named("patient").promising(promise, "ids are right")
+    assert said.named("patient", **ONE_ROW) == plain.named("patient", **ONE_ROW).promising(promise, "ids are right")
 
 
 @pytest.mark.parametrize("bad", ["", " . ", "a\nb", 3, None])

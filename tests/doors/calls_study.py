@@ -145,4 +145,7 @@ def _transform() -> Good:
 CALLS["prepare.PrivateStandardScaler.event"] = lambda: (scaler().event, {"dim": 3})
 CALLS["prepare.PrivateStandardScaler.bound_x"] = lambda: (scaler().bound_x, {"dim": 3})
 CALLS["prepare.PrivateQuantiles.bound_x"] = lambda: (prepare.PrivateQuantiles().bound_x, {"dim": 3})
-CALLS["PrivacyReport.named"] = lambda: (dp.Accountant().report(1e-5).named, {"unit": "company", "plural": "companies"})
+CALLS["PrivacyReport.named"] = lambda: (
+    dp.Accountant().report(1e-5).named,
+    {"unit": "company", "plural": "companies", "one_row_per_unit": True, "by_ids": False},
+)

@@ -27,6 +27,7 @@ BINARY = Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
 # -- schemas ----------------------------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=8)
 ENDS = st.tuples(st.floats(-1e9, 0), st.floats(1, 1e9))
 LEVELS = st.lists(TEXT, min_size=2, max_size=4, unique_by=key)
 KINDS = st.one_of(
@@ -36,7 +37,7 @@ KINDS = st.one_of(
 )
 
 
-@given(st.dictionaries(TEXT, KINDS, min_size=1, max_size=3), TEXT, LEVELS, st.sampled_from([1, 3, None]))
+@given(st.dictionaries(NAMES, KINDS, min_size=1, max_size=3), NAMES, LEVELS, st.sampled_from([1, 3, None]))
 def test_a_file_holds_the_whole_schema(tmp_path_factory, columns, target, labels, rows):
     columns.pop(target, None)
     if not columns or "the id" in (*columns, target):
@@ -61,6 +62,8 @@ def test_other_fields_are_kept():
     real = Schema({"v": Number(np.float64(0), np.int64(2))}, "y", target_range=(0, 1.5))
     assert Schema.from_dict(real.to_dict()) == real
     assert "rows_per_unit" in real.to_dict()
+    promised = Schema({"v": Number(0, 1)}, "y", [0, 1], unit="patient", one_row_per_unit=True)
+    assert Schema.from_dict(promised.to_dict()) == promised
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,8 @@ def test_other_fields_are_kept():
         ({"columns": {"age": {"kind": "number", "low": 1, "high": 0}}}, "column 'age': low must be below high"),
         ({"labels": "no"}, "labels must be"),
         ({"rows_per_unit": "many"}, "rows_per_unit"),
-        ({"unit": ""}, "unit must be a name"),
+        ({"unit": ""}, "unit must be of letters"),
+        ({"unit": "stay", "ids": None}, "unit must have ids"),
     ],
 )
 def test_what_is_no_schema_is_refused(change, words):

@@ -135,6 +135,9 @@ def test_regressors_take_the_settings(kind):
         (lambda: Schema(COLUMNS, target="age", labels=[0, 1]), "among the features"),
         (lambda: Schema(COLUMNS, target="y"), "labels or target_range"),
         (lambda: Schema(COLUMNS, target="y", labels=[0, 1], rows_per_unit=3), "without ids"),
+        (lambda: Schema({1: Number(0, 1)}, target="y", labels=[0, 1]), "columns must have names of printable text"),
+        (lambda: Schema({"a\nb": Number(0, 1)}, target="y", labels=[0, 1]), "columns must have names of printable"),
+        (lambda: Schema(COLUMNS, target=" ", labels=[0, 1]), "target must have names of printable text"),
         (lambda: Schema(COLUMNS, target="y", labels=[0, 1]).read({"y": [1]}), "'age'"),
         (lambda: Schema({"a": Number(0, 1)}, "y", [0, 1]).read({"a": [1, 2], "y": [1]}), "one length"),
     ],
@@ -144,8 +147,26 @@ def test_mistakes_are_named(wrong, words):
         wrong()
 
 
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("a patient with several rows would not be protected", {"unit": "patient"}),
+        ("one_row_per_unit must be left out", {"unit": "patient", "ids": "id", "one_row_per_unit": True}),
+        ("one_row_per_unit must be left out", {"one_row_per_unit": True}),
+        ("unit must be of letters", {"unit": "Patient_1", "ids": "id"}),
+        ("unit must be of letters", {"unit": "patient (adult)", "one_row_per_unit": True}),
+    ],
+)
+def test_a_name_of_units_needs_ids_or_a_promise(words, fields):
+    """A name is one that reports take, and says more than "row" only where it is said why a row is that."""
+    with pytest.raises(ValueError, match=words):
+        Schema(COLUMNS, target="y", labels=[0, 1], **fields)
+    for fine in ({"ids": "id"}, {"ids": "id", "rows_per_unit": None}, {"one_row_per_unit": True}):
+        assert Schema(COLUMNS, target="y", labels=[0, 1], unit=" patient ", **fine).unit == "patient"
+
+
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec(compile("\n".join(blocks), "docs/schema.md", "exec"), {})

@@ -253,7 +253,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more,
 
 # -- what is released -------------------------------------------------------------------------------------------------
 
-BASE = Schema(COLUMNS | {"sex": Category(["f", "m"], baseline=True)}, **LABELS, unit="patient")
+BASE = Schema(COLUMNS | {"sex": Category(["f", "m"], baseline=True)}, **LABELS, unit="patient", one_row_per_unit=True)
 
 
 def test_intervals_have_the_names_of_the_schema():
@@ -263,13 +263,23 @@ def test_intervals_have_the_names_of_the_schema():
     low, high = found.coefficients(level=1 - 1e-7).intervals[0]
     assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
     assert "sex=m" in found.summary()
-    assert "patient" in found.report().headline
+    assert found.report().headline.endswith("for one patient (replace_one), if each patient has one row.")
+    assert "No patient has a second row: one_row_per_unit=True" in found.summary()
     text = " ".join(str(found.report()).split())
     assert "Ranges, levels and labels of the schema are public" in text
     assert f"The model, with what its intervals need; the score ({found.score.metric});" in text
     assert f"study: {2 + (found.sets is not None)} releases" in text
     assert f"measured on {found.plan.held} others" in text
     assert "finalize()" not in text
+
+
+@pytest.mark.parametrize("rows", [1, None])
+def test_units_with_ids_have_their_name_without_a_proviso(rows):
+    """With ids the code keeps one row of each, or protects all of them."""
+    schema = Schema(COLUMNS, **LABELS, ids="id", rows_per_unit=rows, unit="patient")
+    report = made(schema, dp.Budget(2.0, 1e-6, unit="example" if rows else "user")).report()
+    assert report.headline.endswith("for one patient (replace_one).")
+    assert "All rows of a patient carry its id, and no other does." in " ".join(str(report).split())
 
 
 def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():

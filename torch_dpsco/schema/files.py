@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_dpsco.schema.schema import Schema
 
 _KINDS: dict[str, type[Number | Category | Ordered]] = {"number": Number, "category": Category, "ordered": Ordered}
-_FIELDS = ("target", "labels", "target_range", "ids", "rows_per_unit", "unit")
+_FIELDS = ("target", "labels", "target_range", "ids", "rows_per_unit", "unit", "one_row_per_unit")
 _ALL = "all"  # rows of a unit: TOML has no null
 
 

@@ -85,7 +85,7 @@ def column(frame: Any, name: str) -> Any:
 
 
 def with_line_breaks(frame: Any) -> dict[str, float]:
-    """Returns the share of cells that have line breaks, of columns of text of an Arrow table that have some, by name."""
+    """Returns the share of cells that have line breaks, of text columns of an Arrow table that have some, by name."""
     if not hasattr(frame, "column_names"):
         return {}
     from pyarrow import compute, types

@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
+from torch_dpsco.accounting.report.names import names_of
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 from torch_dpsco.schema import files, frames
 from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number, unit_id
 from torch_dpsco.schema.look import Check, look
 from torch_dpsco.schema.table import Table
+
+ROW = "row"  # a unit without a name
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,13 @@ class Schema:
         target: name of the column of targets.
         labels: all labels that can occur, text or numbers, of which the second of two is the positive one.
         target_range: (low, high) of a real target, which is clipped to it; give this or labels.
-        ids: name of the column of ids of units, integers or text. None: each row is a unit, which is your promise.
+        ids: name of the column of ids of units, integers or text. None: each row is a unit.
         rows_per_unit: with ids, how many rows of a unit are kept, the first ones: 1 makes rows units; None keeps all.
             Unless it is 1, `fit` must be given the groups too, and then protects units: `Table.arguments`.
-        unit: what one unit is called in reports, as "patient".
+        unit: what one unit is called in reports, as "patient", of letters, digits, spaces, hyphens and apostrophes. A
+            name needs ids, or:
+        one_row_per_unit: True promises that no unit has a second row, as a patient with a second stay would; the
+            headline of reports says so.
     """
 
     columns: Mapping[str, Number | Category | Ordered]
@@ -43,15 +49,18 @@ class Schema:
     target_range: tuple[float, float] | None = None
     ids: str | None = None
     rows_per_unit: int | None = 1
-    unit: str = "row"
+    unit: str = ROW
+    one_row_per_unit: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.columns:
             raise ValueError("columns must name at least one column (got none)")
         for name, kind in self.columns.items():
+            _require_name(columns=name)
             if not isinstance(kind, (Number, Category, Ordered)):
                 raise ValueError(f"column {name!r} must be a Number, Category or Ordered (got {check.shown(kind)})")
+        _require_name(target=self.target)
         for field, other in (("target", self.target), ("ids", self.ids)):
             if other in self.columns:
                 raise ValueError(f"{field} must not be among the features (got {other!r}): remove it from columns")
@@ -69,10 +78,26 @@ class Schema:
             object.__setattr__(self, "target_range", tuple(self.target_range))
         if self.rows_per_unit is not None:
             check.fields(self, rows_per_unit=check.positive_count)
-        if not (self.unit.strip() and self.unit.isprintable()):
-            raise ValueError(f"unit must be a name in the singular, as 'patient' (got {self.unit!r})")
+        self._check_unit()
         if self.ids is None and self.rows_per_unit != 1:
             raise ValueError(f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column of ids")
+
+    def _check_unit(self) -> None:
+        """Raises ValueError unless the name of a unit is one that reports take, and it is said why it is protected."""
+        object.__setattr__(self, "unit", names_of(self.unit, None)[0])
+        by_rows = self.ids is None and self.unit != ROW
+        # PRIVACY: else a name is promised to people with several rows (test_a_name_of_units_needs_ids_or_a_promise)
+        if by_rows and not self.one_row_per_unit:
+            raise ValueError(
+                f"unit must have ids, the column that says whose rows are whose (got {self.unit!r} without): a "
+                f"{self.unit} with several rows would not be protected as a whole. If each {self.unit} has one row, "
+                f"promise one_row_per_unit=True"
+            )
+        if self.one_row_per_unit and not by_rows:
+            raise ValueError(
+                f"one_row_per_unit must be left out with ids, which say it, and for a unit without a name (got unit "
+                f"{self.unit!r}, ids {self.ids!r})"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -244,6 +269,13 @@ class Schema:
         unknown = "" if isinstance(self.labels[0], str) else math.nan
         known = np.array([*self.labels, unknown])
         return known[[places.get(key(value), len(places)) for value in values]] if values else known[:0]
+
+
+def _require_name(**field: Any) -> None:
+    """Raises ValueError unless the name of a column can stand in plans, pictures and files."""
+    ((name, value),) = field.items()
+    if not (isinstance(value, str) and value.strip() and value.isprintable()):
+        raise ValueError(f"{name} must have names of printable text (got {check.shown(value)}): rename the column")
 
 
 def _one_length(columns: Mapping[str, Any]) -> int:

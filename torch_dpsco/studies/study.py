@@ -43,6 +43,7 @@ from torch_dpsco.inference import Summary
 from torch_dpsco.preview import Preview
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Schema, Table
+from torch_dpsco.schema.schema import ROW
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
@@ -93,7 +94,10 @@ class StudyPlan:
         ]
         if self.level is not None:
             lines.append(f"    predictions that cover {100 * self.level:g} %: epsilon {self._shared.epsilon:g}")
-        return "\n".join([*lines, f"  Each {unit} is in one of the two parts, by a draw that looks at no value."])
+        lines.append(f"  Each {unit} is in one of the two parts, by a draw that looks at no value.")
+        if self.schema.one_row_per_unit:
+            lines.append(f"  No {unit} has a second row: one_row_per_unit=True of the schema promises it.")
+        return "\n".join(lines)
 
     @property
     def pays_for_intervals(self) -> bool:
@@ -104,7 +108,7 @@ class StudyPlan:
     @property
     def _unit(self) -> str:
         plain = "user" if self.budget.unit == "user" else "row"
-        return plain if self.schema.unit == "row" else self.schema.unit
+        return plain if self.schema.unit == ROW else self.schema.unit
 
     @property
     def _shared(self) -> Budget:
@@ -205,8 +209,10 @@ class Study:
         """Returns what all of it guarantees, in plain words."""
         promise = "ranges, levels and labels of the schema are public, and were not read off the table"
         privacy = self.privacy.promising(promise)
-        unit = self.plan.schema.unit
-        named = privacy if unit == "row" else privacy.named(unit)
+        schema, named = self.plan.schema, privacy
+        if schema.unit != ROW:
+            by_ids = schema.ids is not None and privacy.unit == "example"
+            named = privacy.named(schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids)
         model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
         released = (model, f"score ({self.score.metric})", "threshold of its predictions")[: 3 - (self.sets is None)]
         run = StudyRun(**vars(self.model.report().run) | {"name": "study"}, held=self.plan.held, released=released)

@@ -147,7 +147,13 @@ class Risk:
         return min(1.0, (1.0 + 8.0 * _ABSOLUTE) / (1.0 + odds))
 
     def words(self, unit: str = "example", prior: float = 0.1) -> str:
-        """Returns the figures as sentences about one unit; figures are rounded against the promise."""
+        """Returns the figures as sentences about one unit; figures are rounded against the promise.
+
+        Args:
+            unit: what one unit is called. It changes words only: what was charged for a row is true of a patient whose
+                row it is if no patient has several (`PrivacyReport.named` asks why).
+            prior: in (0, 1), how likely somebody thinks that the unit was used.
+        """
         lines = [
             f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was used:",
             f"- guesses right at most {percent(0.5 + 0.5 * self.advantage)} of the time where a coin flip is right "

@@ -51,7 +51,7 @@ def draw(report: PrivacyReport) -> Figure:
     title = (
         f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit_name}"
     )
-    return plots.figure(f"{title} ({report.adjacency})", *panels(report))
+    return plots.figure(f"{title} ({report.adjacency}){report.proviso}", *panels(report))
 
 
 def save(statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool) -> None:

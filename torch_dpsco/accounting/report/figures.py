@@ -32,7 +32,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.grounds import ASSUMED, Charged
-from torch_dpsco.accounting.report.names import names_of, whose
+from torch_dpsco.accounting.report.names import PROMISED, names_of, rows_of, whose
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 _MEANING = {
@@ -246,6 +246,7 @@ class PrivacyReport:
         spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
             the way.
         named_unit: what sentences call one unit, and several; empty for `unit` itself. See `named`.
+        rows_of_unit: why one row is one unit of that name, "promised" or "kept"; empty for users, and without a name.
     """
 
     epsilons: dict[Adjacency, float]
@@ -262,6 +263,7 @@ class PrivacyReport:
     ledger_id: str = field(default="", compare=False)
     spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
     named_unit: tuple[str, ...] = ()
+    rows_of_unit: str = ""
 
     @property
     def unit_name(self) -> str:
@@ -273,30 +275,40 @@ class PrivacyReport:
         """What sentences call several units."""
         return self.named_unit[1] if self.named_unit else f"{self.unit}s"
 
+    @property
+    def proviso(self) -> str:
+        """What a headline adds where somebody promises that one row is one unit; "" elsewhere."""
+        return f", if each {self.unit_name} has one row" if self.rows_of_unit == PROMISED else ""
+
     @typed
-    def named(self, unit: str, plural: str | None = None) -> PrivacyReport:
+    def named(
+        self, unit: str, plural: str | None = None, *, one_row_per_unit: bool = False, by_ids: bool = False
+    ) -> PrivacyReport:
         """Returns the same report, whose sentences say what one unit is: `report.named("patient")`.
 
-        It changes words only. Of a report whose unit is "example", a patient with several rows is not protected as a
-        whole, which the report says; one row per patient is assumed there.
+        It changes words only. A report whose unit is "example" protects one row, so that a patient with several rows
+        is not protected as a whole: for such a report say why one row is one patient.
 
         Args:
             unit: what one unit is called, of letters, digits, spaces, hyphens and apostrophes.
             plural: of it; None for the regular one.
+            one_row_per_unit: True promises that each unit has one row, which headline and card say then.
+            by_ids: True says that one row of each unit was kept, by its id, as `Schema.read` does with `ids`.
 
         Raises:
-            ValueError: a name is of something else.
+            ValueError: a name is of something else; a report that protects rows has neither reason, or both; one that
+                protects users has one.
 
         Example:
             >>> from torch_dpsco.accounting.accountant import Accountant
-            >>> report = Accountant().report(1e-5).named("patient")
+            >>> report = Accountant().report(1e-5).named("patient", one_row_per_unit=True)
             >>> report.unit_name, report.unit_names, report.assumptions[0]
             ('patient', 'patients', 'one record per patient')
         """
-        names = names_of(unit, plural)
-        old, new = whose(self.unit, self.unit_name), whose(self.unit, names[0])
+        names, rows = names_of(unit, plural), rows_of(self.unit, one_row_per_unit, by_ids)
+        old, new = whose(self.unit, self.unit_name, self.rows_of_unit), whose(self.unit, names[0], rows)
         lines = tuple(new if line == old else line for line in self.assumptions)
-        return replace(self, named_unit=names, assumptions=lines)
+        return replace(self, named_unit=names, rows_of_unit=rows, assumptions=lines)
 
     def promising(self, *sentences: str) -> PrivacyReport:
         """Returns the same report with further conditions, which the card lists under "What must hold".
@@ -342,7 +354,7 @@ class PrivacyReport:
     def __str__(self) -> str:
         lines = [
             f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy, {self.adjacency}: "
-            f"{_MEANING[self.adjacency].format(unit=self.unit_name)} ({self.method})"
+            f"{_MEANING[self.adjacency].format(unit=self.unit_name)}{self.proviso} ({self.method})"
         ]
         if self.budget is not None:
             lines.append(f"  budget: {self.budget.target}")

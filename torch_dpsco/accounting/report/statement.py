@@ -104,9 +104,12 @@ class Statement:
             check.between(0, 100, indent=indent)
         return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
 
-    def named(self, unit: str, plural: str | None = None) -> Statement:
+    def named(
+        self, unit: str, plural: str | None = None, *, one_row_per_unit: bool = False, by_ids: bool = False
+    ) -> Statement:
         """Returns the same statement, whose sentences say what one unit is; see `PrivacyReport.named`."""
-        return make_statement(self.figures.named(unit, plural), self.run)
+        named = self.figures.named(unit, plural, one_row_per_unit=one_row_per_unit, by_ids=by_ids)
+        return make_statement(named, self.run)
 
     def promising(self, *sentences: str) -> Statement:
         """Returns the same statement with further conditions under "What must hold"; see `PrivacyReport.promising`."""
@@ -186,7 +189,8 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "guarantee": {
             "holds": math.isfinite(report.epsilon),
             **{
-                name: getattr(report, name) for name in ("epsilon", "delta", "adjacency", "unit", "unit_name", "method")
+                name: getattr(report, name)
+                for name in ("epsilon", "delta", "adjacency", "unit", "unit_name", "rows_of_unit", "method")
             },
         },
         "epsilons": dict(report.epsilons),

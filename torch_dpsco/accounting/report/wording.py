@@ -23,6 +23,7 @@ from torch_dpsco.accounting.report.figures import (
     rounded_up,
 )
 from torch_dpsco.accounting.report.grounds import DELTA, IDEAL, Charged
+from torch_dpsco.accounting.report.names import KEPT, PROMISED
 from torch_dpsco.accounting.stated import ZCDP, ApproxDP, ApproxZCDP, Pure, RDPCurve
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
@@ -38,8 +39,9 @@ _UNITS = {
     "user": "One user is everything that one person contributed, however many rows that is.",
 }
 _NAMED = {
-    "example": "One {unit} is one row of the training data. With several rows, a {unit} is not protected as a whole.",
-    "user": "One {unit} is all rows with its id, however many these are.",
+    PROMISED: "One {unit} is one row of the training data. With several rows, a {unit} is not protected as a whole.",
+    KEPT: "One {unit} is one row of the training data: of several rows with its id, the others were left out.",
+    "": "One {unit} is all rows with its id, however many these are.",
 }
 _SAMPLING: dict[type[Design], str] = {
     Poisson: "Poisson sampling: each batch takes each {unit} with probability {rate} ({b}/{n}), independently of all "
@@ -94,7 +96,7 @@ def headline(report: PrivacyReport) -> str:
     if report.delta == 0:
         kind = f"{epsilon}-differential privacy, pure (delta = 0),"
     so_far = "" if report.charges else ", because nothing was released yet"
-    return f"{strength}{kind} for one {report.unit_name} ({report.adjacency}){so_far}."
+    return f"{strength}{kind} for one {report.unit_name} ({report.adjacency}){report.proviso}{so_far}."
 
 
 def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
@@ -277,8 +279,8 @@ def _guess(report: PrivacyReport) -> str:
 
 def _protected(report: PrivacyReport, run: Run) -> Iterator[str]:
     unit, units = report.unit_name, report.unit_names
-    words = _UNITS if unit == report.unit else _NAMED
-    yield words.get(report.unit, "The protected unit is one {unit}.").format(unit=unit)
+    words = _NAMED.get(report.rows_of_unit) if report.named_unit else _UNITS.get(report.unit)
+    yield (words or "The protected unit is one {unit}.").format(unit=unit)
     if report.adjacency == ADD_REMOVE:
         yield f"Its presence is protected, and so is the number of {units}."
         if not isinstance(run.design, Undeclared):
