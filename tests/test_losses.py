@@ -339,7 +339,7 @@ def test_records_are_vectorized_and_traced_to_the_slopes_of_the_table(loss: Loss
     """At kinks too, where autograd would choose another subgradient."""
     score, target = batch(loss, size=8)
     if loss.num_scores == 1:
-        score[:4], target[:4] = f64(1.0, -1.0, 0.0, 1.0), f64(1.0, -1.0, 0.0, 0.0)
+        score[:4], target[:4] = f64(1.0, -1.0, 0.0, 1.0), f64(1.0, -1.0, 1.0, -1.0)
     expected = loss.derivative(score, target)
     slopes = torch.func.vmap(torch.func.grad(lambda s, y: loss(s[None], y[None])))(score, target)
     assert torch.equal(slopes, expected)
@@ -362,7 +362,6 @@ def test_label_values_are_private_and_never_raise() -> None:
         # y = 0 is a null record; |y| <= 1 keeps the constants.
         assert loss.derivative(score, f64(0.0, 0.0, 0.0)).tolist() == [0.0, 0.0, 0.0]
         assert loss(score, torch.tensor([1, -1, 7])).isfinite()
-        assert loss(score, f64(math.nan, 1, 1)).isnan()
     loss = SoftmaxCrossEntropy(3)
     output = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
     losses = loss(output, torch.tensor([0, 3, -1, -(2**40)]), reduction="none")

@@ -95,7 +95,7 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     assert lines[0] == f"{type(plan).__name__}: privacy for one example ({plan.adjacency})"
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
-    assert labels[:5] == ["promise", "epsilon", "batches", "steps", "noise"]
+    assert labels[:6] == ["promise", "epsilon", "batches", "steps", "labels", "noise"]
     assert "assumed" in labels
     assert ("expected" in labels) == (plan.risk_bound is not None)
     gaussian = isinstance(plan.event(), dp.accounting.events.Gaussian)

@@ -17,6 +17,7 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
+from torch_dpsco.losses.labels import read_for
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.holder import HolderSGD
@@ -181,7 +182,7 @@ def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
 def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
     """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
     try:
-        loss = loss_fn(model(inputs), targets)
+        loss = loss_fn(*read_for(loss_fn, model(inputs), targets))
     except (DpscoError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

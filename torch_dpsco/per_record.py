@@ -21,6 +21,7 @@ from torch.func import vmap
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.coupling.loss_trace import apply_as_one
+from torch_dpsco.losses.labels import as_module, read_for
 
 _AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)  # by weights of classes, and over targets that are not ignored
 
@@ -63,6 +64,7 @@ class PerRecord:
         )
 
     def _reduced(self, output: Any, target: Any, reduction: str) -> Tensor:
+        output, target = read_for(self.loss, output, target)
         try:
             losses: Tensor = vmap(self._one, randomness="different")(output, target)
         except RuntimeError as error:
@@ -102,6 +104,8 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
     Guarantee:
         The loss of a record is a function of its own output and target. Class weights and ignored targets of
         CrossEntropyLoss and NLLLoss stay within the record: an ignored target counts 0, and a mean is over all records.
+        Labels of torch's losses are read by `losses.labels`: 0/1, -1/1 and booleans say the same, and a record with a
+        label that is not finite, or no class, has no gradient.
 
     Example:
         >>> loss = per_record(nn.BCEWithLogitsLoss)
@@ -117,6 +121,7 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
             loss = loss()
         except TypeError as error:
             raise ValueError(f"loss must be an instance where its class needs arguments (got {loss!r})") from error
+    loss = as_module(loss)
     if not callable(loss):
         raise ValueError(f"loss must be a function of (output, target), or a class of such (got {loss!r})")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):

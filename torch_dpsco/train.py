@@ -25,6 +25,7 @@ from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.loggers import Logger
+from torch_dpsco.losses.labels import as_module
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.compiled import CompiledRows, try_compile
@@ -77,7 +78,8 @@ def fit(
         model: attached, or it is attached here; for `HolderOutputSGD` plain.
         optimizer: private optimizer on the model's parameters.
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
-        loss_fn: loss_fn(model(input), target) -> scalar tensor.
+        loss_fn: loss_fn(model(input), target) -> scalar tensor. Labels of ours and of torch's are read by
+            `losses.labels`: 0/1, -1/1 and booleans say the same.
         users: for optimizers that protect users: the id of the user of each record.
         ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
@@ -118,6 +120,7 @@ def fit(
         (False, 10)
     """
     check.made(loss_fn=loss_fn)
+    loss_fn = as_module(loss_fn)
     if delta is not None:
         check.open_interval(0.0, 1.0, delta=delta)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)

@@ -14,6 +14,7 @@ from torch_dpsco._validate import between, choice, positive
 from torch_dpsco.accounting.analysis.exact import upper as upper  # for losses of your own too
 from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up
 
 _RENAMED = {f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")}  # hooks, by their old names
@@ -67,8 +68,9 @@ class Loss(ABC):
 
         Args:
             output: scores, shape (B,) or (B, 1), or (B, K) if K = num_scores > 1; floating point, any device.
-            target: labels, shape (B,) or (B, 1), on the same device; cast to the dtype of `output` (classes: to int64).
-                Label VALUES are never refused, since a label is private.
+            target: labels, shape (B,) or (B, 1), on the same device, in any coding that `losses.labels` reads: signs
+                are y > 0, so that 0/1, -1/1 and booleans say the same. Label VALUES are never refused, since a label is
+                private: one that is not finite, or a class that does not exist, makes a null record, of gradient 0.
             reduction: "mean", "sum", or "none" for the (B,) losses. The mean over an empty batch is 0.
 
         Returns:
@@ -81,13 +83,15 @@ class Loss(ABC):
         if isinstance(output, Traced):
             return apply_as_one(self, (output, target, reduction), reduction)
         apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
-        losses: Tensor = apply(*self._align(output, target), self)
+        score, label, known = self._align(output, target)
+        losses: Tensor = torch.where(known, apply(score, label, self), 0.0)
         if reduction == "none":
             return losses
         # The mean of no losses would be NaN, and an empty Poisson batch is an ordinary event.
         return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
 
-    def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns scores, labels as they are read, and which are labels."""
         for name, value in (("output", output), ("target", target)):
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} must be a tensor (got {type(value).__name__})")
@@ -103,10 +107,11 @@ class Loss(ABC):
         if len(score) != len(label):
             raise ValueError(f"output and target must have one length (got {len(score)} and {len(label)})")
         if self.target_kind != "class":
-            return score, label.to(score.dtype)
+            return score, *read(self.target_kind, label, score.dtype)
         if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
             raise ValueError(f"target must hold class numbers of an integer dtype (got {label.dtype})")
-        return score, label.long()
+        known = (label >= 0) & (label < self.num_scores)
+        return score, torch.where(known, label, 0).long(), known
 
 
 class _PerSample(torch.autograd.Function):

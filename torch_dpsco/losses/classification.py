@@ -2,9 +2,9 @@
 
 Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
 
-Labels need not be checked. For |y| <= 1 every constant of the table still holds (the loss phi(y w.x) is then that of
-the record (y x, 1), and ||y x|| <= B); y = 0 gives a null record with gradient 0. Only |y| > 1 breaks them:
-`enforce_bounds` with bound_y=1 clips such labels. A NaN label gives a NaN row, which clipping oracles zero.
+Labels need not be checked: a criterion reads y > 0 as 1 and others as -1 (`losses.labels`), so that every constant of
+the table holds. `value` and `derivative` take y as it is: for |y| <= 1 the constants hold too (the loss phi(y w.x) is
+that of the record (y x, 1), and ||y x|| <= B), and y = 0 is a null record of gradient 0.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
 from torch_dpsco.coupling.rollback import Refused, attempt
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
+from torch_dpsco.losses.labels import as_module, read_for
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
@@ -172,7 +173,7 @@ class CompiledRows:
             check.positive_count(micro_batch_size=micro_batch_size)
         self.micro_batch_size = micro_batch_size
         self.backend = backend
-        self._model, self._loss, self._layers = model, _RecordLoss(model, loss_fn), list(model.modules())
+        self._model, self._loss, self._layers = model, _RecordLoss(model, as_module(loss_fn)), list(model.modules())
         self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
@@ -390,7 +391,7 @@ class _RecordLoss(nn.Module):
         self.model, self.loss_fn = model, loss_fn
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        return self.loss_fn(self.model(inputs), targets)
+        return self.loss_fn(*read_for(self.loss_fn, self.model(inputs), targets))
 
 
 def _filled(records: Tensor, size: int) -> Tensor:

@@ -31,6 +31,7 @@ from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.optim.minibatches import Minibatches, minibatches
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
 from torch_dpsco.optim.planned import (
+    LABELS,
     PlannedOptimizer,
     StepPlan,
     agreed_adjacency,
@@ -128,6 +129,7 @@ class LocalizedPlan(StepPlan):
                 f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s, lambda {phase.reg:.3g}, "
                 f"noise of std {phase.noise_multiplier / phase.batch_size:.2g} of {clip}",
             )
+        yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
         yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"
         if self.risk_bound is not None:

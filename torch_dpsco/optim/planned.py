@@ -155,9 +155,15 @@ class StepPlan(BatchPlan):
             often = f"{self.steps} steps{over}"
         pace = f"step size {self.lr:g}" + (f", momentum {self.momentum:.3g}" if self.momentum else "")
         yield "steps", f"{often}, {pace}, answer: {ANSWERS[self.average]}"
+        yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
 
 
+LABELS = (
+    "labels",
+    "0/1, -1/1 and booleans say the same to dp.losses, dp.per_record and dp.fit; torch's own losses in a loop of yours "
+    "take what torch says",
+)
 ANSWERS = {
     "last": "the last iterate",
     "uniform": "the average of all iterates",

@@ -18,7 +18,7 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.optim.checks import listed
-from torch_dpsco.optim.planned import ANSWERS, BatchPlan, drawing
+from torch_dpsco.optim.planned import ANSWERS, LABELS, BatchPlan, drawing
 from torch_dpsco.plan import exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
@@ -207,6 +207,7 @@ class RowFreePlan(BatchPlan):
         over, lr = passes(self.steps / -(-self.n // self.batch_size)), self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
         yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}"
+        yield LABELS
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
         moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
         norm = self.noise_std * math.sqrt(self.dim)

@@ -11,7 +11,8 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 | a TensorDataset of (features (n, d), targets) in memory, of the model's dtype and device | other data |
 | the optimizer's `step` is the library's | a subclass with a `step` of its own |
 
-A record's row is a function of that record alone: products are with its own features only. The input's factor of the
+A record's row is a function of that record alone: products are with its own features only. Labels are read as by
+`losses.labels`; a null record has the slope 0, or NaN in C, which leaves such a row out. The input's factor of the
 norms, sqrt(|x|^2 + 1), is computed once per data set.
 
 Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
@@ -20,6 +21,8 @@ Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import compat, native
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.classification import Logistic
+from torch_dpsco.losses.labels import CHANCE, CLASS, REAL, SIGN, read
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
 from torch_dpsco.rows.layers.table import RECORDED
 from torch_dpsco.sampling import PrivateLoader
@@ -219,23 +223,48 @@ def _slope_of(
         if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
             return None
         fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
-        if not fits or (loss_fn.target_kind == "class") == targets.is_floating_point():
+        if not fits or targets.is_complex():
             return None
-        column = targets.reshape(-1).long() if loss_fn.target_kind == "class" else targets.reshape(-1).to(dtype)
-        # the same numbers in fewer calls
-        return (_sign_slope, -column) if type(loss_fn) is Logistic else (loss_fn.derivative, column)
+        if type(loss_fn) is Logistic:  # the same numbers in fewer calls
+            return _sign_slope, -_labels(SIGN, targets, dtype).nan_to_num(nan=0.0)
+        slope = functools.partial(_derivative, loss_fn)
+        if loss_fn.target_kind != CLASS:
+            return slope, _labels(loss_fn.target_kind, targets, dtype)
+        whole = not targets.is_floating_point() and targets.dtype != torch.bool
+        return (slope, _classes(targets.reshape(-1), outputs)) if whole else None
     if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
         return None
     if type(loss_fn) is nn.CrossEntropyLoss:
-        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0 and loss_fn.ignore_index < 0
-        fits = targets.dtype == torch.int64 and targets.dim() == 1 and outputs > 1
-        return (_softmax_slope, targets) if plain and fits and bool((targets >= 0).all()) else None
-    if outputs != 1 or targets.shape != (len(targets), 1) or not targets.is_floating_point():
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        if not plain or targets.dtype != torch.int64 or targets.dim() != 1 or outputs == 1:
+            return None
+        ignored = targets == loss_fn.ignore_index
+        # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
+        return None if mean and bool(ignored.any()) else (_softmax_slope, _classes(targets, outputs, ignored))
+    if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
         return None
-    column = targets.squeeze(1).to(dtype)
     if type(loss_fn) is nn.BCEWithLogitsLoss and loss_fn.weight is None and loss_fn.pos_weight is None:
-        return _logistic_slope, column
-    return (_square_slope, column) if type(loss_fn) is nn.MSELoss else None
+        return _logistic_slope, _labels(CHANCE, targets, dtype)
+    square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
+    return (_square_slope, _labels(REAL, targets, dtype)) if square else None
+
+
+def _labels(kind: str, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns labels (n,) as they are read, NaN for null records."""
+    label, known = read(kind, targets.reshape(-1), dtype)
+    return torch.where(known, label, math.nan)
+
+
+def _classes(targets: Tensor, count: int, ignored: Tensor | None = None) -> Tensor:
+    """Returns class numbers (n,), -1 for null records."""
+    known = (targets >= 0) & (targets < count)
+    return torch.where(known if ignored is None else known & ~ignored, targets.long(), -1)
+
+
+def _derivative(loss: Loss, scores: Tensor, targets: Tensor) -> Tensor:
+    null = targets < 0 if loss.target_kind == CLASS else targets.isnan()
+    slopes = loss.derivative(scores, targets.masked_fill(null, 0))
+    return slopes.masked_fill(null.reshape(-1, *[1] * (slopes.dim() - 1)), 0.0)
 
 
 def _sign_slope(scores: Tensor, opposite: Tensor) -> Tensor:
@@ -244,20 +273,18 @@ def _sign_slope(scores: Tensor, opposite: Tensor) -> Tensor:
 
 
 def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
-    return scores.sigmoid_().sub_(targets)
+    return scores.sigmoid_().sub_(targets).masked_fill_(targets.isnan(), 0.0)
 
 
 def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
-    return scores.sub_(targets).mul_(2.0)
+    return scores.sub_(targets).mul_(2.0).masked_fill_(targets.isnan(), 0.0)
 
 
 def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
     slopes = torch.softmax(scores, dim=1)
-    index = targets[:, None]
-    try:
-        return slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
-    except RuntimeError as error:
-        raise ValueError(f"targets must be classes 0 to {slopes.shape[1] - 1}, one for each score") from error
+    index = targets.clamp(min=0)[:, None]
+    slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
+    return slopes.masked_fill_((targets < 0)[:, None], 0.0)
 
 
 _IN_C: dict[_Slope, str] = {_sign_slope: "sign", _logistic_slope: "logistic", _square_slope: "square"}
