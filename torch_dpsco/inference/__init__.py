@@ -6,7 +6,7 @@
 * `debiased`: estimate and covariance, of what was released; * `summary`: the table. All of it is post-processing.
 """
 
-from torch_dpsco.inference.debiased import Debiased, debias, least_squares
+from torch_dpsco.inference.debiased import Debiased, debias, least_squares, needed_eigenvalue
 from torch_dpsco.inference.summary import Summary
 
-__all__ = ["Debiased", "Summary", "debias", "least_squares"]
+__all__ = ["Debiased", "Summary", "debias", "least_squares", "needed_eigenvalue"]

@@ -108,10 +108,27 @@ def least_squares(
     return Debiased(theta, sampling, inverse @ error @ inverse)
 
 
+def needed_eigenvalue(size: int, std: float) -> float:
+    """Returns what the least eigenvalue of a noisy Hessian must exceed for intervals: a number that a plan knows.
+
+    Args:
+        size: number of coefficients, the intercept among them.
+        std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
+
+    Source:
+        docs/proofs/inference.md#the-estimate
+
+    Example:
+        >>> needed_eigenvalue(4, 7.0)
+        42.0
+    """
+    return _CLEAR * check.nonnegative(std=std) * math.sqrt(check.positive_count(size=size))
+
+
 def _inverse(hessian: Tensor, std: float) -> Tensor:
     """Returns the inverse of a noisy matrix; raises ConditionError if it does not stand out of its noise."""
     values, vectors = torch.linalg.eigh(hessian)
-    least, needed = float(values[0]), _CLEAR * check.nonnegative(hessian_std=std) * math.sqrt(len(hessian))
+    least, needed = float(values[0]), needed_eigenvalue(len(hessian), std)
     if not least > needed:
         raise ConditionError(
             f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g}, and "
