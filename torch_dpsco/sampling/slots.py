@@ -10,7 +10,9 @@ does not depend on the other records:
   one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-60;
 * the rows of a user stand side by side in one block, in as many columns as the next power of 2, the first of them a
   multiple of it that the place fixes; users of more rows than a block has fill whole blocks first. Which of the blocks
-  a row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes.
+  a row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes;
+* where no number of records is declared (scores of held-out records), each record draws a slot by itself, and records
+  of one slot stand in blocks one after another.
 
 Proof and limits: docs/proofs/record_isolation.md.
 """
@@ -27,7 +29,7 @@ import numpy.typing as npt
 
 from torch_dpsco.accounting.designs import Design, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
-from torch_dpsco.rng import sampling_generator
+from torch_dpsco.rng import Stream, sampling_generator
 
 _Indices = npt.NDArray[np.int64]
 _RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
@@ -183,6 +185,20 @@ class Slots:
         block = _stacked(column, width, self.block)
         nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)  # of its piece's rows
         return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
+
+
+def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (records, slots) of each block, one empty block for no records: each record has a slot of its own draw.
+
+    Args:
+        records: their number, which may be private.
+        block: rows of a block, public.
+        source: of the draws, which stay secret.
+    """
+    # PRIVACY: a slot in the order of the records would move with each record before it
+    # (test_a_record_that_leaves_moves_no_other)
+    slots = source.integers(block, records)
+    return _grouped(_before(slots), slots)
 
 
 def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:

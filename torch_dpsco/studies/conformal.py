@@ -40,7 +40,19 @@ from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.mechanisms.exponential import draw, score_law, score_slack
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.studies.held_out import BLOCK, HeldOut, asked, held_out, ledger_of, method_of, numbers, public_labels
+from torch_dpsco.studies.held_out import (
+    BLOCK,
+    HeldOut,
+    Method,
+    Read,
+    asked,
+    held_out,
+    ledger_of,
+    method_of,
+    numbers,
+    public_labels,
+    require_apart,
+)
 
 _UNIT = 2**20  # of a share, in integers
 _MOST = 2**51  # of the error in ranks, in units: sums with it are exact
@@ -75,7 +87,7 @@ class ConformalSets:
         """
         if not self.classes:
             raise ValueError("sets(X) are of a classifier: call intervals(X) (calibrated with bound=, a regressor)")
-        scores = 1.0 - _chances(self.model, _rows(X), len(self.classes))
+        scores = 1.0 - asked(*_question(self.model, len(self.classes)), _rows(X))
         passed = (scores <= self.threshold) | math.isinf(self.threshold)
         return [tuple(label for label, is_in in zip(self.classes, row, strict=True) if is_in) for row in passed]
 
@@ -90,7 +102,7 @@ class ConformalSets:
         """
         if self.classes:
             raise ValueError("intervals(X) are of a regressor: call sets(X) (calibrated with classes, a classifier)")
-        predicted = _predicted(self.model, _rows(X))
+        predicted = asked(*_question(self.model, 0), _rows(X))
         if math.isinf(self.threshold):
             return np.tile([-math.inf, math.inf], (len(predicted), 1))
         wide = math.nextafter(self.threshold, math.inf)  # |y - p| was rounded before it was compared
@@ -117,7 +129,7 @@ def conformal(
 
     Args:
         model: public, or released already, without these records; with `predict_proba`, or `predict` of numbers if
-            there is a bound. What it says of a row must depend on that row alone.
+            there is a bound. What it says of a row must depend on that row alone, which is tried on made-up rows.
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
         level: in (0, 1): probability of covering the truth.
@@ -137,6 +149,7 @@ def conformal(
     Raises:
         AdjacencyError: the accountant is of another adjacency.
         BudgetExceeded: the release would pass the accountant's budget; nothing was drawn.
+        NotCertifiedError: what the model says of a row depends on other rows; nothing was charged.
         UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
         ValueError: a setting, a shape or a dtype; or epsilon is too small for any use.
 
@@ -220,12 +233,13 @@ def _scores(records: HeldOut, cells: NDArray[np.int64], rank: int, error: int, s
 
 def _cells(model: Any, records: HeldOut, classes: int, edges: NDArray[np.float64]) -> NDArray[np.int64]:
     """Returns the first edge that covers each record; that of NaN is the infinite one."""
+    require_apart(*_question(model, classes), records.rows.shape[1], records.rows.dtype)
+    said = asked(*_question(model, classes), records.rows)
     with np.errstate(over="ignore", invalid="ignore"):
         if classes:
-            chances = _chances(model, records.rows, classes)
-            scores = 1.0 - chances[np.arange(len(chances)), records.truth.astype(np.int64)]
+            scores = 1.0 - said[np.arange(len(said)), records.truth.astype(np.int64)]
         else:
-            scores = np.abs(records.truth - _predicted(model, records.rows))
+            scores = np.abs(records.truth - said)
     return np.searchsorted(edges, scores, side="left")
 
 
@@ -235,10 +249,8 @@ def _rows(X: Any) -> NDArray[Any]:
     return rows.numpy()
 
 
-def _chances(model: Any, rows: NDArray[Any], classes: int) -> NDArray[np.float64]:
-    said = asked(method_of(model, "predict_proba"), rows, lambda out: numbers(out, (BLOCK, classes)))
-    return said.reshape(len(rows), classes)
-
-
-def _predicted(model: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
-    return asked(method_of(model, "predict"), rows, lambda out: numbers(out, (BLOCK,)))
+def _question(model: Any, classes: int) -> tuple[Method, Read]:
+    """Returns what the model is asked, and what is read off its answer on a block: probabilities, or numbers."""
+    if classes:
+        return method_of(model, "predict_proba"), lambda out: numbers(out, (BLOCK, classes))
+    return method_of(model, "predict"), lambda out: numbers(out, (BLOCK,))

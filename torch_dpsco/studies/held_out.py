@@ -1,5 +1,8 @@
 """A released model on private records that were held out: what scores and conformal sets read and ask alike.
 
+A model of the user's sees several records at once. Each stands in a slot of its own draw, in blocks of one public size,
+so that no record moves what is said of another (docs/proofs/record_isolation.md#held-out-records).
+
 The settings of both are public; shapes and dtypes may raise, values of records must not.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +22,19 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.errors import AdjacencyError, UnitError
+from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt
+from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.data import as_codes, as_column, as_features
-from torch_dpsco.rng import Keystream, Stream
+from torch_dpsco.rng import Keystream, Stream, sampling_generator
+from torch_dpsco.sampling.slots import free_slots
 from torch_dpsco.sampling.users import user_ids
 
 BLOCK = 1024  # rows that a model sees at a time, filled up with zeros
 CPU = torch.device("cpu")
+_KEPT = np.arange(BLOCK) % 2 == 0  # made-up rows that stay where others change
+
+Method = Callable[[Any], Any]  # of a model, which takes a block of rows
+Read = Callable[[Any], NDArray[Any]]  # makes numbers of what it says
 
 
 @dataclass(frozen=True)
@@ -107,16 +117,83 @@ def numbers(values: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     return array
 
 
-def asked(method: Callable[[Any], Any], rows: NDArray[Any], read: Callable[[Any], NDArray[Any]]) -> NDArray[Any]:
-    """Returns what a method says of rows, in blocks of one public size, so that products round alike in all of them."""
-    found = []
-    # PRIVACY: a product of another size rounds all rows in another way (test_the_model_sees_blocks_of_one_size)
-    for start in range(0, max(len(rows), 1), BLOCK):
-        block = rows[start : start + BLOCK]
-        padded = np.zeros((BLOCK, rows.shape[1]), dtype=rows.dtype)
-        padded[: len(block)] = block
-        found.append(read(method(padded))[: len(block)])
-    return np.concatenate(found)
+def asked(method: Method, read: Read, rows: NDArray[Any]) -> NDArray[Any]:
+    """Returns what a method says of rows, each of which stands where no other row moves it, among rows of zeros.
+
+    Args:
+        method: of a model.
+        read: returns numbers (BLOCK, ...) of what the method says of a block.
+        rows: (n, d).
+    """
+    found: NDArray[Any] | None = None
+    # PRIVACY: a row at another place, or among more rows, is rounded in another way
+    # (test_a_record_that_leaves_moves_no_other, test_the_model_sees_blocks_of_one_size)
+    for mine, slots in free_slots(len(rows), BLOCK, sampling_generator()):
+        block = np.zeros((BLOCK, rows.shape[1]), dtype=rows.dtype)
+        block[slots] = rows[mine]
+        said = read(method(block))
+        if found is None:
+            found = np.empty((len(rows), *said.shape[1:]), dtype=said.dtype)
+        found[mine] = said[slots]  # a copy: a model may fill what it returned once more
+    assert found is not None  # there is always a block
+    return found
+
+
+def require_apart(method: Method, read: Read, width: int, dtype: Any) -> None:
+    """Asks about made-up rows: what is said of a row must not depend on others in its block, nor on blocks before.
+
+    Args:
+        method: of a model; global random numbers are the same in each call, and then what they were.
+        read: as of `asked`.
+        width: d, numbers in a row.
+        dtype: of the rows.
+
+    Raises:
+        NotCertifiedError: it does, by a bit or more.
+    """
+    found = _of_made_up_rows(method, read, width, dtype)
+    if isinstance(found, Refused):
+        warn(f"it could not be tried that the model says of a row what depends on that row alone: {found}")
+        return
+    alone, beside, after, again = found
+    repeats = np.array_equal(after, again, equal_nan=True)
+    agree = partial(np.array_equal if repeats else np.allclose, equal_nan=True)
+    # PRIVACY: one record would move what is said of all others (test_a_model_that_couples_rows_is_refused)
+    if not (agree(alone[_KEPT], beside[_KEPT]) and agree(alone, after) and agree(after, again)):
+        raise NotCertifiedError(
+            "model must say of a row what depends on that row alone (made-up rows got other answers beside or after "
+            "other rows): call model.eval(), and normalize by public constants, not by the batch"
+        )
+    if not repeats:
+        warn("what the model says of a row differs from call to call in its last bits, which may depend on other rows")
+
+
+def _of_made_up_rows(method: Method, read: Read, width: int, dtype: Any) -> list[NDArray[Any]] | Refused:
+    """Returns what is said of a block, of one with half of its rows, and of the first one twice, or how that failed."""
+    made_up, size = np.random.default_rng(0), (BLOCK, width)
+    kinds = [
+        (made_up.normal(size=size), 30.0 * made_up.normal(size=size)),
+        (made_up.integers(2, size=size), np.ones(size)),  # for models that take no other numbers
+    ]
+    found: list[NDArray[Any]] | Refused = []
+    for first, others in kinds:
+        blocks = (first, np.where(_KEPT[:, None], first, others), first, first)
+        found = _answers(method, read, [block.astype(dtype) for block in blocks])
+        if not isinstance(found, Refused):
+            break
+    return found
+
+
+def _answers(method: Method, read: Read, blocks: list[NDArray[Any]]) -> list[NDArray[Any]] | Refused:
+    """Returns what a method says of each block, with the same random numbers, or how it failed."""
+    streams, said = RandomStreams(), []
+    for block in blocks:
+        answer = attempt("on made-up rows it", partial(method, block))
+        streams.restore()
+        if isinstance(answer, Refused):
+            return answer
+        said.append(np.array(read(answer)))
+    return said
 
 
 def split(units: int, share: float, adjacency: Adjacency, source: Stream | None = None) -> NDArray[np.bool_]:

@@ -37,7 +37,19 @@ from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import Source, noise_generator
-from torch_dpsco.studies.held_out import BLOCK, CPU, asked, held_out, ledger_of, method_of, numbers, public_labels
+from torch_dpsco.studies.held_out import (
+    BLOCK,
+    CPU,
+    Method,
+    Read,
+    asked,
+    held_out,
+    ledger_of,
+    method_of,
+    numbers,
+    public_labels,
+    require_apart,
+)
 from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 LOSSES = ("log_loss", "absolute_error", "squared_error")
@@ -87,7 +99,8 @@ def score(
 
     Args:
         model: public, or released already; with `predict`, or `predict_proba` for log_loss and auc (or
-            `decision_function` for auc). What it says of a row must depend on that row alone.
+            `decision_function` for auc). What it says of a row must depend on that row alone, which is tried on
+            made-up rows.
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
         metric: one of "accuracy", "auc" (two classes; ties within a bin count a half), "log_loss", "absolute_error",
@@ -108,6 +121,7 @@ def score(
         AdjacencyError: the accountant is of another adjacency.
         BudgetExceeded: the release would pass the accountant's budget; nothing was drawn.
         ConditionError: the budget's noise cannot be drawn in integers; nothing was charged.
+        NotCertifiedError: what the model says of a row depends on other rows; nothing was charged.
         UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
         ValueError: a setting, a shape or a dtype.
 
@@ -228,32 +242,49 @@ def _contributions(
     truth: NDArray[np.float64],
 ) -> NDArray[np.int64]:
     """Returns the vectors of records (n, cells) of finite rows and places of labels, or targets, in integers."""
+    method, read = _question(model, metric, labels)
+    require_apart(method, read, rows.shape[1], rows.dtype)
+    said = asked(method, read, rows)
+    every, places = np.arange(len(rows)), truth.astype(np.int64)
     if metric == "auc":
-        places = np.minimum(np.nan_to_num(_probability(model, rows), nan=0.0) * bins, bins - 1).astype(np.int64)
         vectors = np.zeros((len(rows), 2 * bins), dtype=np.int64)
-        vectors[np.arange(len(rows)), truth.astype(np.int64) * bins + np.maximum(places, 0)] = _UNIT
+        vectors[every, places * bins + np.minimum(said * bins, bins - 1).astype(np.int64)] = _UNIT
         return vectors
-    if metric == "accuracy":
-        parts = asked(method_of(model, "predict"), rows, lambda out: as_codes(out, labels, BLOCK, CPU).numpy())
-        share = (parts == truth).astype(np.float64)
-    elif metric == "log_loss":
-        chances = asked(method_of(model, "predict_proba"), rows, lambda out: numbers(out, (BLOCK, len(labels))))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = -np.log(chances.reshape(len(rows), len(labels))[np.arange(len(rows)), truth.astype(int)]) / limit
-    else:
-        predicted = asked(method_of(model, "predict"), rows, lambda out: numbers(out, (BLOCK,)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            error = np.abs(predicted - truth)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if metric == "accuracy":
+            share = (said == truth).astype(np.float64)
+        elif metric == "log_loss":
+            share = said[every, places] / limit
+        else:
+            error = np.abs(said - truth)
             share = (error if metric == "absolute_error" else error**2) / limit
     # PRIVACY: no record counts for more than 1, NaN as the worst (test_a_record_moves_the_counts_by_at_most_one)
     first = np.rint(np.clip(np.nan_to_num(share, nan=1.0), 0.0, 1.0) * _UNIT).astype(np.int64)
     return np.stack([first, _UNIT - first], axis=1)
 
 
-def _probability(model: Any, rows: NDArray[Any]) -> NDArray[np.float64]:
-    """Returns a number in [0, 1] per row that grows with the score of the second class."""
+def _question(model: Any, metric: str, labels: list[Any]) -> tuple[Method, Read]:
+    """Returns what the model is asked for a metric, and what is read off its answer on a block.
+
+    Functions that libraries compute are called on blocks only, since they may round by place.
+    """
+
+    def losses(out: Any) -> NDArray[np.float64]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(-np.log(numbers(out, (BLOCK, len(labels)))))
+
+    if metric == "accuracy":
+        return method_of(model, "predict"), lambda out: as_codes(out, labels, BLOCK, CPU).double().numpy()
+    if metric == "log_loss":
+        return method_of(model, "predict_proba"), losses
+    if metric != "auc":
+        return method_of(model, "predict"), lambda out: numbers(out, (BLOCK,))
     if hasattr(model, "predict_proba"):
-        chances = asked(model.predict_proba, rows, lambda out: numbers(out, (BLOCK, 2))[:, 1])
-        return np.asarray(np.clip(chances, 0.0, 1.0))
-    scores = asked(method_of(model, "decision_function"), rows, lambda out: numbers(out, (BLOCK,)))
-    return np.asarray(0.5 + 0.5 * np.tanh(scores / 2.0))
+        return method_of(model, "predict_proba"), lambda out: _place(numbers(out, (BLOCK, 2))[:, 1])
+    ask = method_of(model, "decision_function")
+    return ask, lambda out: _place(0.5 + 0.5 * np.tanh(numbers(out, (BLOCK,)) / 2.0))
+
+
+def _place(chances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns numbers in [0, 1] that grow with probabilities; 0 for NaN."""
+    return np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0)
