@@ -9,7 +9,7 @@ and `after`, which docs/from_opacus.md goes through:
 
          model = nn.Linear(dim, 1)
          optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-         loader = DataLoader(dataset, batch_size=BATCH_SIZE)
+         loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     -    engine = PrivacyEngine()
     -    model, optimizer, loader = engine.make_private_with_epsilon(
     -        module=model,
@@ -78,7 +78,7 @@ def before(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, fl
     """Returns a model trained with Opacus, and its epsilon."""
     model = nn.Linear(dim, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
@@ -97,7 +97,7 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, Pri
     """Returns a model trained with torch_dpsco, and the report of what was spent."""
     model = nn.Linear(dim, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
     model, optimizer, loader = dp.make_private(
         model=model,
         optimizer=optimizer,

@@ -227,7 +227,7 @@ def test_a_release_follows_no_coupled_loss() -> None:
 def test_make_private_looks_at_the_loss_of_the_loop() -> None:
     data = TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
     model = nn.Linear(3, 1)
-    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
     problem, budget = dp.losses.Logistic().problem(bound_x=2.0), dp.Budget(1.0, 1e-3)
     model, opt, loader = dp.make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loader, problem=problem, budget=budget, n=64, epochs=1

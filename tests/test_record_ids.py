@@ -467,7 +467,7 @@ def private(**options: Any) -> tuple[nn.Module, dp.PrivateOptimizer, Any]:
     return dp.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(DATA, batch_size=6),
+        DataLoader(DATA, batch_size=6, shuffle=True),
         problem=dp.losses.Logistic().problem(bound_x=2.0),
         budget=dp.Budget(2.0, 1e-3),
         n=N,

@@ -91,7 +91,9 @@ def test_a_net_under_adam_with_a_schedule_is_trained_without_a_warning() -> None
         inner = torch.optim.Adam(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
         kind = {"problem": LOSS.problem(bound_x=2.0), "budget": BUDGET, "n": N, "epochs": 1}
-        model, private, loader = dp.make_private(model, inner, DataLoader(records(), batch_size=BATCH), **kind)
+        model, private, loader = dp.make_private(
+            model, inner, DataLoader(records(), batch_size=BATCH, shuffle=True), **kind
+        )
         for inputs, targets in loader:
             private.zero_grad()
             LOSS(model(inputs), targets).backward()

@@ -89,7 +89,8 @@ def check_fields(value: Any, largest: float = math.inf) -> None:
 
 def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
     if kind is not None and not kind.admits(value):
-        raise ValueError(f"{name} must be {kind.words} (got {shown(value)})")
+        way_out = _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
+        raise ValueError(f"{name} must be {kind.words} (got {shown(value)}){way_out}")
     if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
         raise ValueError(f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})")
 
@@ -187,6 +188,10 @@ def _is_integer(value: Any) -> bool:
 
 _MANY = 3
 _DATASET = "a map-style data set, as torch.utils.data.TensorDataset(X, y)"
+_OF_LOADER = (
+    ": give the loader's data set; batches are drawn anew, so that a sampler would be lost: Subset(dataset, indices) "
+    "is a part of the data, and weights of classes belong into the loss"
+)
 _NO_DATASETS = (str, bytes, type, Mapping, np.generic)
 _NONE = _Kind(lambda value: value is None, "None")
 _NUMBERS = (_Kind(_is_number, "a number"), _Kind(_is_integer, "an integer"))

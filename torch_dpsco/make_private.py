@@ -29,6 +29,7 @@ from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.ghost import is_ghost
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
+from torch_dpsco.sampling.replaced import require_replaceable
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -57,13 +58,14 @@ def make_private(
 
     The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
     the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
-    collate function are kept; its sampler is replaced by one whose batches are secret, because nothing else amplifies
-    (the batch size becomes an expected one): Poisson sampling, or passes in which each record is in one batch.
+    collate function are kept; batches are drawn secretly, because nothing else amplifies (the batch size becomes an
+    expected one, so that drop_last has no meaning): Poisson sampling, or passes in which each record is in one batch. A
+    sampler of the loader's would be lost, and is refused.
 
     Args:
         model: see `attach`.
         optimizer: any torch optimizer but LBFGS, on the model's parameters.
-        data_loader: with a map-style data set and a fixed batch_size.
+        data_loader: with a map-style data set, a fixed batch_size and shuffle=True; see `sampling.replaced`.
         problem: promised constants of the loss.
         budget: what the whole run may spend.
         n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
@@ -87,14 +89,15 @@ def make_private(
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
         SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
-        ValueError: the loader has no fixed batch size, or its data set is a stream.
+        UnknownSamplerError: the loader has a sampler of its own, or no fixed batch size; names the way out.
+        ValueError: its data set is a stream.
 
     Example:
         >>> import torch, torch_dpsco as dp
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
         >>> model = torch.nn.Linear(3, 1)
         >>> model, optimizer, loader = dp.make_private(
-        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=16),
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 16, shuffle=True),
         ...     problem=dp.losses.Logistic().problem(bound_x=2.0), budget=dp.Budget(1.0, 1e-3), n=64, epochs=1)
         >>> type(optimizer).__name__, len(loader)
         ('HolderSGD', 4)
@@ -105,14 +108,10 @@ def make_private(
             "dp.fit(model, optimizer, dataset, loss)"
         )
     require_same_parameters(model, optimizer)
-    batch_size = getattr(data_loader, "batch_size", None)  # a PrivateLoader has none
-    if batch_size is None:
-        raise ValueError(
-            "data_loader must be a torch DataLoader with a fixed batch_size (got None); use HolderSGD and "
-            "optimizer.loader(dataset) instead"
-        )
     if isinstance(data_loader.dataset, IterableDataset):
         raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
+    require_replaceable(data_loader)
+    batch_size = data_loader.batch_size
     check.choice(("poisson", "assigned", "allocated"), sampling=sampling)
     lr, drawn = optimizer.param_groups[0]["lr"], "poisson" if sampling == "poisson" else "allocated"
     plan = HolderSGD.plan(

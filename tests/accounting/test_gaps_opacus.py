@@ -27,7 +27,7 @@ def engine_of(accountant: Accountant) -> tuple[PrivacyEngine, nn.Module, torch.o
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=16),
+        data_loader=DataLoader(DATA, batch_size=16, shuffle=True),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
@@ -50,7 +50,7 @@ def test_the_arguments_of_opacus_accountants_pass_through_its_calibration():
     _, optimizer, _ = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=16),
+        data_loader=DataLoader(DATA, batch_size=16, shuffle=True),
         target_epsilon=2.0,
         target_delta=DELTA,
         epochs=2,
@@ -68,7 +68,7 @@ def test_calibration_leaves_the_accountant_of_the_engine_alone():
     engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=16),
+        data_loader=DataLoader(DATA, batch_size=16, shuffle=True),
         target_epsilon=2.0,
         target_delta=DELTA,
         epochs=1,

@@ -51,7 +51,7 @@ def test_make_private_with_epsilon_reaches_its_target():
     _, optimizer, _ = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(DATA, batch_size=16),
+        data_loader=DataLoader(DATA, batch_size=16, shuffle=True),
         target_epsilon=2.0,
         target_delta=DELTA,
         epochs=3,

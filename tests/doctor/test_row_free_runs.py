@@ -132,5 +132,5 @@ def test_make_private_says_that_the_optimizer_has_a_loader_of_its_own():
     optimizer = output(model)
     kind = {"problem": HINGE.problem(bound_x=1.5, radius=2.0), "budget": dp.Budget(1.0, 1e-3), "n": N}
     with pytest.raises(SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("):
-        dp.make_private(model, optimizer, DataLoader(data(), batch_size=10), **kind)
+        dp.make_private(model, optimizer, DataLoader(data(), batch_size=10, shuffle=True), **kind)
     assert not hasattr(model, "_dpsco")

@@ -103,7 +103,7 @@ def _make_private() -> Good:
     return dp.make_private, {
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "data_loader": DataLoader(records(24), batch_size=6),
+        "data_loader": DataLoader(records(24), batch_size=6, shuffle=True),
         "problem": problem(),
         "budget": budget(),
         "n": 24,
@@ -130,7 +130,7 @@ def _engine() -> Good:
 
 def parts_of_opacus() -> dict[str, Any]:
     net = model()
-    sgd, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(records(24), batch_size=6)
+    sgd, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(records(24), batch_size=6, shuffle=True)
     return {"module": net, "optimizer": sgd, "data_loader": loader, "max_grad_norm": 1.0, "n": 24}
 
 

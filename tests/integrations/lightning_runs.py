@@ -95,7 +95,7 @@ def trainer(steps: int, *callbacks: Any, **options: Any) -> Trainer:
 
 
 def train_loader(plan: Any, data: Any = None) -> DataLoader:
-    return DataLoader(data or records(), batch_size=plan.design.batch_size)
+    return DataLoader(data or records(), batch_size=plan.design.batch_size, shuffle=True)
 
 
 def trained(plan: Any, module: Net | None = None, *callbacks: Any, val: bool = False, **options: Any) -> Net:

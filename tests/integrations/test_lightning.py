@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught
-from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError
+from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError, UnknownSamplerError
 
 pytest.importorskip("lightning")
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -132,7 +132,7 @@ def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
         n_users=20, budget=dp.Budget(4.0, DELTA, unit="user"), batch_size=10, steps=4, clip=1.0, lr=0.1
     )
     module = private(plan, cls=dp.UserClippedSGD)
-    loader = DataLoader(records(), batch_size=10)
+    loader = DataLoader(records(), batch_size=10, shuffle=True)
     trainer(4, PrivateTraining(users=users)).fit(module, loader)
     assert module.optimizer.steps == 4
     assert module.optimizer.accountant.unit == "user"
@@ -326,9 +326,12 @@ def test_data_modules_give_their_loaders() -> None:
 def test_loaders_whose_batches_would_be_exchanged_in_silence_are_refused() -> None:
     plan = planned()
     weighted = DataLoader(records(), BATCH, sampler=WeightedRandomSampler([1.0] * N, N))
+    module = private(plan)
+    assert_refused(
+        "no sampler of its own", lambda: trainer(10, PrivateTraining()).fit(module, weighted), UnknownSamplerError
+    )
     for match, loader in {
-        "batch_size of the training loader must be 12": DataLoader(records(), batch_size=5),
-        "no sampler of its own": weighted,
+        "batch_size of the training loader must be 12": DataLoader(records(), batch_size=5, shuffle=True),
         "must be a torch DataLoader": records(),
         "one training loader": [train_loader(plan), train_loader(plan)],
     }.items():

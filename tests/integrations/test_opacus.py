@@ -106,7 +106,7 @@ WORKS = {
     "batch_first": True,
     "clipping": "flat",
     "criterion": LOSS,
-    "data_loader": DataLoader(DATA, batch_size=9, drop_last=True),
+    "data_loader": DataLoader(DATA, batch_size=9, drop_last=True, shuffle=True),
     "grad_sample_mode": "functorch",
     "loss_reduction": "sum",
     "max_grad_norm": 0.5,
@@ -149,7 +149,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "noise": ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be"),
     "clip": ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be"),
     "n": ({"n": 0}, ValueError, "n must be"),
-    "no batch": ({"data_loader": DataLoader(DATA, batch_size=65, drop_last=True)}, ValueError, "batch_size must be"),
+    "no batch": (
+        {"data_loader": DataLoader(DATA, batch_size=65, drop_last=True, shuffle=True)},
+        ValueError,
+        "batch_size must be",
+    ),
     "an adaptive keyword": ({"target_unclipped_quantile": 0.5}, TypeError, "target_unclipped_quantile"),
 }
 
@@ -206,7 +210,7 @@ def test_made_up_records_are_refused() -> None:
 )
 def test_a_sampler_of_ones_own_is_refused(loader: DataLoader) -> None:
     """Opacus draws from all records, also from those that the sampler leaves out."""
-    with pytest.raises(PrivacyError, match="data_loader must have a batch_size, and no sampler of yours"):
+    with pytest.raises(PrivacyError, match="data_loader must have a fixed batch_size and no sampler of its own"):
         PrivacyEngine().make_private(**parts(data_loader=loader, n=N))
 
 
@@ -244,7 +248,7 @@ def test_batches_are_those_of_opacus(records: int, batch_size: int, drop_last: b
     found = []
     for engine, more in ((opacus.PrivacyEngine(), {}), (PrivacyEngine(), {"n": records})):
         data = TensorDataset(*(t[:records] for t in DATA.tensors))
-        loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last)
+        loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last, shuffle=True)
         _, optimizer, loader = engine.make_private(**parts(data_loader=loader, **more))
         found.append((len(loader), optimizer.expected_batch_size, optimizer.noise_multiplier, optimizer.max_grad_norm))
     assert found[0] == found[1]
@@ -258,7 +262,9 @@ def test_noise_is_that_of_opacus(reduction: str) -> None:
     """Gradients of 0: what is left is noise, of std z C on the sum. Fails by chance with probability below 1e-6."""
     model = nn.Linear(200, 50, bias=False)
     data = TensorDataset(torch.zeros(N, 200), torch.zeros(N).long())
-    given = parts(data_loader=DataLoader(data, batch_size=16), noise_multiplier=1.5, max_grad_norm=0.4, n=N)
+    given = parts(
+        data_loader=DataLoader(data, batch_size=16, shuffle=True), noise_multiplier=1.5, max_grad_norm=0.4, n=N
+    )
     given |= {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_reduction": reduction}
     _, optimizer, loader = PrivacyEngine().make_private(**given)
     before = model.weight.detach().clone()
@@ -324,7 +330,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-train_loader = torch.utils.data.DataLoader(dataset, batch_size=16)
+train_loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 privacy_engine = PrivacyEngine()
 model, optimizer, train_loader = privacy_engine.make_private(
     module=model, optimizer=optimizer, data_loader=train_loader, noise_multiplier=1.1, max_grad_norm=1.0,
@@ -373,7 +379,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-train_loader = torch.utils.data.DataLoader(dataset, batch_size=16)
+train_loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 privacy_engine = PrivacyEngine()
 model_gc, optimizer_gc, criterion_gc, train_loader = privacy_engine.make_private(
     module=model, optimizer=optimizer, data_loader=train_loader, noise_multiplier=1.0, max_grad_norm=1.0,
@@ -393,7 +399,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-train_loader = torch.utils.data.DataLoader(dataset, batch_size=16)
+train_loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 privacy_engine = PrivacyEngine()
 hooks, dp_optimizer, train_loader = privacy_engine.make_private(
     module=model, optimizer=optimizer, data_loader=train_loader, noise_multiplier=1.0, max_grad_norm=1.0,
@@ -471,7 +477,7 @@ def test_without_n_the_size_counts_as_public_with_a_warning() -> None:
 def test_with_n_nothing_follows_the_size_of_the_data_set() -> None:
     plans = []
     for size in (N, N - 1):
-        loader = DataLoader(TensorDataset(*(t[:size] for t in DATA.tensors)), batch_size=16)
+        loader = DataLoader(TensorDataset(*(t[:size] for t in DATA.tensors)), batch_size=16, shuffle=True)
         engine = PrivacyEngine()
         _, optimizer, loader = engine.make_private_with_epsilon(**target(data_loader=loader))
         plans.append((engine.plan, len(loader), optimizer.settings(), loader.slots.block))

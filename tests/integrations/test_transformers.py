@@ -34,7 +34,7 @@ from transformers import (
 
 import torch_dpsco as dp
 from tests.processes import launch
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.integrations.transformers import PrivateTrainer
 
 pytestmark = [
@@ -355,6 +355,7 @@ def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
         {"neftune_noise_alpha": 0.1},
         {"torch_compile": True},
         {"include_num_input_tokens_seen": "all"},
+        {"train_sampling_strategy": "group_by_length"},
         {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "no"},
         {"hub_strategy": "checkpoint", "push_to_hub": True},
         {"max_steps": 4},
@@ -367,6 +368,15 @@ def test_arguments_without_a_private_counterpart_are_refused(wrong: dict[str, An
     name = "learning_rate" if "learning_rate" in wrong else next(iter(wrong))
     with pytest.raises(ValueError, match=f"{name}.* must be"):
         private_run(tmp_path, bert(), **wrong)
+
+
+def test_a_trainer_with_a_sampler_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Weighted(PrivateTrainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0] * N, N)
+
+    with pytest.raises(UnknownSamplerError, match=r"_get_train_sampler must not be overridden.*Subset.*pos_weight"):
+        Weighted(bert(), arguments(tmp_path), train_dataset=records(), plan=full_plan())
 
 
 def test_a_plan_is_made_of_the_arguments_or_given(tmp_path: Path) -> None:

@@ -732,7 +732,9 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
 )
 def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, word: str) -> None:
     numbered = TensorDataset(torch.ones(N, 2), torch.arange(1, N + 1)[:, None].double())
-    model, optimizer, loader = private(epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6), sampling=word)
+    model, optimizer, loader = private(
+        epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6, shuffle=True), sampling=word
+    )
     passes = []
     for _ in range(epochs):
         seen = []

@@ -317,7 +317,11 @@ def test_rows_of_weight_zero_are_left_out() -> None:
 
 def test_loops_that_call_backward_themselves_refuse_ghost_rows() -> None:
     data, problem = TensorDataset(torch.randn(8, 3), torch.ones(8, 1)), dp.losses.Logistic().problem(bound_x=2.0)
-    loss, sgd, loader = nn.BCEWithLogitsLoss(), torch.optim.SGD, torch.utils.data.DataLoader(data, batch_size=4)
+    loss, sgd, loader = (
+        nn.BCEWithLogitsLoss(),
+        torch.optim.SGD,
+        torch.utils.data.DataLoader(data, batch_size=4, shuffle=True),
+    )
     model = nn.Linear(3, 1)
     with pytest.raises(SequenceError, match=r"rows must not be 'ghost' .*dp\.ghost_backward"):
         dp.make_private(

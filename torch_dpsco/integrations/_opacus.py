@@ -10,7 +10,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Poisson
@@ -18,6 +18,7 @@ from torch_dpsco.doctor.opacus_objects import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.optim.checks import number_of_records, require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
+from torch_dpsco.sampling.replaced import require_replaceable
 
 # ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
 ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}
@@ -78,12 +79,7 @@ def require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[An
             "optimizer.original_optimizer"
         )
     require_same_parameters(module, optimizer)
-    if loader.batch_size is None or type(loader.sampler) not in (SequentialSampler, RandomSampler):
-        # PRIVACY: what it leaves out would be drawn (test_a_sampler_of_ones_own_is_refused)
-        raise UnknownSamplerError(
-            f"data_loader must have a batch_size, and no sampler of yours (got {type(loader.sampler).__name__}), which "
-            f"Poisson sampling would replace: torch.utils.data.Subset(dataset, indices) is a part of the data"
-        )
+    require_replaceable(loader)
 
 
 def design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
@@ -23,6 +24,7 @@ from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
+from torch_dpsco.sampling.replaced import require_replaceable
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=CommonOptimizer)
@@ -70,6 +72,8 @@ def prepare(
         5
     """
     _require_plain(accelerator, model, optimizer)
+    if isinstance(loader, DataLoader):
+        require_replaceable(loader, "loader")
     if not isinstance(loader, PrivateLoader):
         # PRIVACY: a loader of accelerate delivers other batches than were drawn
         # (test_objects_that_the_accelerator_has_prepared_are_refused)

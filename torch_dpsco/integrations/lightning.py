@@ -6,7 +6,7 @@
 
     private = PrivateTraining()                                      # 2
     trainer = Trainer(max_steps=plan.steps, callbacks=[private])     # 3
-    trainer.fit(Classifier(), DataLoader(dataset, batch_size=plan.batch_size), public_validation)
+    trainer.fit(Classifier(), DataLoader(dataset, plan.batch_size, shuffle=True), public_validation)
 
 The Trainer iterates over draws of `optimizer.loader`, one batch of Lightning's for each draw, so that its counters
 tell nothing of their sizes; all parts of a draw but the last are used up before Lightning sees that one. What training

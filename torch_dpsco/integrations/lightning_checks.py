@@ -20,12 +20,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.sampling.replaced import require_replaceable
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
@@ -123,20 +124,19 @@ def last_step(trainer: Any, optimizer: PrivateOptimizer) -> int:
 
 def require_train_loader(loader: Any, optimizer: PrivateOptimizer) -> None:
     """Raises SequenceError unless the training loader is one whose batches may be replaced by private ones."""
-    way_out = f"DataLoader(dataset, batch_size={optimizer.design.batch_size}), whose batches are drawn anew"
+    way_out = (
+        f"DataLoader(dataset, batch_size={optimizer.design.batch_size}, shuffle=True), whose batches are drawn anew"
+    )
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise SequenceError(
             f"the training loader must be a torch DataLoader of a map-style data set (got {check.shown(loader)}): "
             f"give {way_out}"
         )
+    require_replaceable(loader, "the training loader")
     if loader.batch_size != optimizer.design.batch_size:
         raise SequenceError(
             f"batch_size of the training loader must be {optimizer.design.batch_size}, the plan's (got "
             f"{loader.batch_size}): give {way_out}"
-        )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise SequenceError(
-            f"the training loader must have no sampler of its own (got {type(loader.sampler).__name__}): give {way_out}"
         )
 
 

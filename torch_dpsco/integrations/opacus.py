@@ -96,7 +96,7 @@ class PrivacyEngine:
         >>> model, engine = torch.nn.Linear(3, 1), PrivacyEngine()
         >>> model, optimizer, loader = engine.make_private(
         ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), n=64, noise_multiplier=1.0,
-        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=16), max_grad_norm=1.0)
+        ...     data_loader=torch.utils.data.DataLoader(data, 16, shuffle=True), max_grad_norm=1.0)
         >>> for x, y in loader:
         ...     optimizer.zero_grad()
         ...     torch.nn.functional.mse_loss(model(x), y).backward()

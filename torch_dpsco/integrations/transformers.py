@@ -38,7 +38,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.distributed import world_size
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.loggers import public_numbers
 from torch_dpsco.make_private import attach_sound, note_probed
 from torch_dpsco.optim.common import CommonOptimizer
@@ -47,6 +47,7 @@ from torch_dpsco.optim.heavy_tailed import ClippedSGD
 from torch_dpsco.per_record import per_record
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
+from torch_dpsco.sampling.replaced import PART, WEIGHTS
 
 _STATE, _SCHEDULER = "private.pt", "scheduler.pt"  # files of a checkpoint
 _IGNORED = -100  # a label that does not count
@@ -55,6 +56,7 @@ _TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_sec
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|wpe)$")
 # all others are off where they are false
 _OFF: dict[str, Any] = {"max_grad_norm": 0, "gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}
+_OFF |= {"train_sampling_strategy": "random"}
 _NOT_TAKEN = {
     "max_grad_norm": "rows are clipped one by one, at the clip of the plan",
     "gradient_accumulation_steps": "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
@@ -72,6 +74,7 @@ _NOT_TAKEN = {
     "use_liger_kernel": "its layers are not known to record rows",
     "load_best_model_at_end": "finalize() installs the answer of the plan",
     "include_num_input_tokens_seen": "the number of tokens of a draw is private",
+    "train_sampling_strategy": "private batches are drawn at random, from records of one length",
 }
 
 
@@ -132,6 +135,12 @@ class PrivateTrainer(Trainer):
         if given is None:
             raise ValueError("args must be given: TrainingArguments(..., max_grad_norm=0)")
         _require_private(given)  # before anything is made by them
+        if type(self)._get_train_sampler is not Trainer._get_train_sampler:
+            # PRIVACY: (test_a_trainer_with_a_sampler_of_its_own_is_refused)
+            raise UnknownSamplerError(
+                f"_get_train_sampler must not be overridden, since private draws from all records replace it: {PART}; "
+                f"{WEIGHTS}"
+            )
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, CommonOptimizer):
             raise ValueError("plan must be given, in place of a private optimizer, which is made of it")

@@ -516,6 +516,7 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
+            ids.require_unique()  # the first thing to know, where records were copied
             raise UnknownSamplerError(
                 f"design must be Assigned for draws by ids, or of a stream: give sampling='allocated' (got {design})"
             )
