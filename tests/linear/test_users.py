@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,14 @@ def test_no_user_moves_a_sum_further_than_the_clip(odd: list, clip: float, point
     )
     before = total(plan, features, labels, ids, w)
     assert float((after - before).norm()) <= clip + 1e-10
+
+
+@examples(st.lists(st.floats(-9.0, 9.0), min_size=2, max_size=2), st.floats(0.01, 1.0))
+def test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip(row: list, clip: float) -> None:
+    features, w = torch.tensor([row], dtype=torch.float64), torch.tensor([3.0, -2.0], dtype=torch.float64)
+    for label in (-1.0, 1.0):
+        moved = total(plan_users(task(), clip=clip), features, torch.tensor([label]), torch.tensor([0]), w)
+        assert sum(Fraction(x) ** 2 for x in moved.tolist()) <= Fraction(clip) ** 2
 
 
 def test_users_who_disagree_attain_the_clip() -> None:

@@ -20,12 +20,17 @@ scales = st.floats(-6.0, 6.0).map(lambda x: 10**x)
 @example(1, 0.9, 1.0, 2.0)
 @example(10**9, math.nextafter(1.0, 0.0), 1.0, 1.0)
 @example(7, 5e-324, 1.0, 1.0)
+@example(1, 1.0, 5 * 5e-324, 2.0)  # the quotient is 2.5 of the least number
 def test_mu_is_the_exact_formula_rounded_up(steps, contraction, sensitivity, noise_std):
     with mp.workdps(60):
         c = mp.mpf(contraction)
         square = mp.mpf(steps) if c == 1 else (1 - c**steps) / (1 + c**steps) * (1 + c) / (1 - c)
         exact = sensitivity / mp.mpf(noise_std) * mp.sqrt(square)
-        assert exact <= noisy_gd_mu(steps, contraction, sensitivity, noise_std) <= exact * (1 + mp.mpf("2e-14"))
+        assert (
+            exact
+            <= noisy_gd_mu(steps, contraction, sensitivity, noise_std)
+            <= exact * (1 + mp.mpf("2e-14")) + mp.mpf(5e-324)
+        )
 
 
 @given(st.integers(1, 60), st.floats(0.0, 1.0), st.floats(0.1, 3.0), st.floats(0.1, 3.0), st.floats(0.01, 2.0))

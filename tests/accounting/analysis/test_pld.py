@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,12 @@ def test_gaussians_merge_into_one():
         error=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).error, rel=1e-3),
         rounding=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).rounding, rel=1e-1),
     )
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 30.0), st.integers(1, 10**6)), min_size=1, max_size=6))
+def test_merged_gaussians_are_not_below_their_exact_sum(parts):
+    ((merged, _),) = pld._canonical([(GaussianLoss(mu), count) for mu, count in parts])
+    assert Fraction(merged.mu) ** 2 >= sum(Fraction(mu) ** 2 * count for mu, count in parts)
 
 
 @pytest.mark.parametrize(

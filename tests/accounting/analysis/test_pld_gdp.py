@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -48,6 +49,18 @@ def test_no_point_of_a_fine_curve_is_above_the_summary(name):
     assert needed <= mu <= 1.01 * needed
     for delta in (1e-8, 1e-5, 1e-2):
         assert gaussian_epsilon(mu, delta) >= pld_epsilon(losses, delta).epsilon
+
+
+@given(st.lists(st.floats(0.0, 9.0), min_size=2, max_size=4, unique=True), st.lists(st.floats(1e-9, 1.0), min_size=4))
+@settings(max_examples=20)
+def test_chords_are_never_below_their_exact_value(knots, deltas):
+    points = dict(zip(sorted(knots), sorted(deltas, reverse=True), strict=False))
+    epsilons, found = pld_gdp._chords(points)
+    (low, first), (high, second) = list(points.items())[:2]
+    with mp.workdps(50):
+        for epsilon, chord in list(zip(epsilons, found, strict=True))[1:128]:
+            share = (mp.exp(high) - mp.exp(epsilon)) / (mp.exp(high) - mp.exp(low))
+            assert chord >= min(1, second + (mp.mpf(first) - second) * share)
 
 
 @pytest.mark.slow

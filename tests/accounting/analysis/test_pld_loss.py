@@ -14,11 +14,13 @@ from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    Dots,
     FixedSizeLoss,
     GaussianLoss,
     GridLaw,
     PoissonLoss,
     ReplaceOneLoss,
+    connected,
 )
 from torch_dpsco.accounting.analysis.pld_pairs import LossPair, MixturePair, OppositePair
 from torch_dpsco.accounting.analysis.pure import pure_delta
@@ -161,6 +163,16 @@ def test_the_masses_of_both_hypotheses_are_kept(law, grid):
     assert -1e-15 <= math.fsum(put.mass * np.exp(-put.losses())) + lost - 1 < 1e-11
     assert put.mass.min() >= 0
     assert put.infinite - lost < 1e-18
+
+
+def test_what_integrals_may_be_short_of_is_added():
+    put = Dots(0, np.array([0.25, 0.5, 0.0]), (0.125, 0.0), (0.125, 0.0), 0.5, 0.0, accuracy=0.5).law()
+    assert put.mass.tolist() == [0.25, 0.5 + 0.125 * 1.5, 0.0]
+    assert put.infinite >= 0.125 * 1.5
+    # a bucket at (0, 1/2] with all of its mass at the upper end: p = 1, e = 1 - e^-1/2; and with none there
+    full, none = (connected(np.array([1.0]), np.array([-math.expm1(-0.5) * share]), 0.5, 0.25) for share in (1.0, 0.0))
+    assert full.tolist() == pytest.approx([2 * 0.25, 1.25])
+    assert none.tolist() == [1.25 + 2 * 0.25, 0.0]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)

@@ -236,7 +236,7 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
             squares.append(law.mu * law.mu * number)
     total = math.fsum(squares)
     if total > 0:
-        # PRIVACY: rounded up, exact composition of Gaussians (test_gaussians_merge_into_one)
+        # PRIVACY: rounded up, exact composition of Gaussians (test_merged_gaussians_are_not_below_their_exact_sum)
         counts[GaussianLoss(math.sqrt(total) * (1 + 1e-15))] = 1
     return tuple(sorted(((law, count) for law, count in counts.items() if count), key=repr))
 
@@ -486,7 +486,7 @@ def _chords(points: dict[float, float]) -> tuple[FloatArray, FloatArray]:
     values = np.minimum.accumulate([points[knot] for knot in knots.tolist()])  # delta does not increase
     low, high = knots[:-1, None], knots[1:, None]
     epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
-    # PRIVACY: 1e-10 exceeds the rounding of the differences (test_no_point_of_a_fine_curve_is_above_the_summary)
+    # PRIVACY: 1e-10 exceeds the rounding of the differences (test_chords_are_never_below_their_exact_value)
     share = np.expm1(epsilons - high) / np.expm1(low - high) * (1 + 1e-10)
     chords = values[1:, None] + (values[:-1, None] - values[1:, None]) * share
     deltas = np.append(np.minimum(chords, 1.0), values[-1])

@@ -88,7 +88,7 @@ class Dots:
         return self._closed(1 - self.first - self.mass.size, mass[::-1].copy(), self.above[1], self.below[1])
 
     def _closed(self, first: int, mass: FloatArray, below: float, above: float) -> GridLaw:
-        # PRIVACY: tails move up, never away (test_the_masses_of_both_hypotheses_are_kept)
+        # PRIVACY: tails move up, never away (test_what_integrals_may_be_short_of_is_added)
         mass[1] += below * (1 + self.accuracy)
         infinite = above * (1 + self.accuracy) + mass.size * _TINY
         mass.setflags(write=False)
@@ -138,7 +138,7 @@ def connected(mass: FloatArray, excess: FloatArray, grid: float, accuracy: float
     """Returns the dots of buckets with p and e = p - m e^(k h), none of them with less mass than it should have."""
     upper = np.minimum(excess / -math.expm1(-grid), mass)
     points = np.zeros(mass.size + 1)
-    # PRIVACY: rounded up, dot by dot (test_grid_laws_are_never_below_the_exact_hockey_stick)
+    # PRIVACY: rounded up, dot by dot (test_what_integrals_may_be_short_of_is_added)
     points[:-1] = (mass - upper) * (1 + accuracy) + 2 * accuracy * mass
     points[1:] += upper * (1 + accuracy)
     return points
