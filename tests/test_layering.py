@@ -23,7 +23,7 @@ PACKAGE = "torch_dpsco"
 MAX_LINES = 600
 # Files import from their own row or from rows above it (the package's own file gathers the public names).
 ORDER = (
-    "errors _validate _words _doors _owned compat native plots",
+    "errors _validate _words _doors _margin _owned compat native plots",
     "accounting.analysis",
     "theory",
     "problem schedule",

@@ -233,6 +233,19 @@ def test_every_privacy_comment_names_its_test():
     assert not [(where, block) for where, block in PRIVACY if not re.search(r"\btest_\w+", block)]
 
 
+def test_every_margin_names_its_lemma():
+    """A comment that says "margin" names a section of the proofs, and the section is there."""
+    margins = [(where, block) for where, block in COMMENTS if re.search(r"^margin:|; margin of", block)]
+    assert len(margins) >= 30
+    for where, block in margins:
+        cited = re.findall(r"docs/proofs/(\w+\.md)#([\w-]+)", block)
+        assert cited, (where, block)
+        for page, anchor in cited:
+            text = (ROOT / "docs" / "proofs" / page).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, where
+
+
 def test_comments_are_joined_over_lines(tmp_path):
     path = tmp_path / "module.py"
     path.write_text("x = 1\n# PRIVACY: one\n# two (test_a)\n# PRIVACY: three\ny = 2  # PRIVACY: (test_b)\n# four\n")

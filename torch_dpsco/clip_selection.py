@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import Gaussian, Sequential
@@ -313,9 +314,10 @@ def private_moment(
 def _moment_event(rho: float, adjacencies: tuple[Adjacency, ...], exact: bool) -> Gaussian:
     """Returns the event, (rho/2)-zCDP, of a noisy sum of numbers in [0, 1]."""
     # of fewer than 2^32 summands: 2^-20 for their powers, whose last bit may depend on their place, 2^-20 for the sums
-    # PRIVACY: rounding to the grid moves the sum too (test_the_grid_is_in_the_sensitivity_of_exact_moments)
+    # PRIVACY: rounding to the grid moves the sum too (test_the_grid_is_in_the_sensitivity_of_exact_moments); margin
+    # of the noise (docs/proofs/rounding.md#model-of-arithmetic)
     moved = with_grid(1.0 + 2.0**-18, exact)
-    event = Gaussian(moved / math.sqrt(rho) * (1.0 + 2.0**-50), dict.fromkeys(adjacencies, moved), exact=exact)
+    event = Gaussian(up(moved / math.sqrt(rho), 2.0**-50), dict.fromkeys(adjacencies, moved), exact=exact)
     if exact:
         exact_grid(event.sigma, moved, 1, largest=2.0**32)  # raises before anything is charged
     return event

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -201,6 +202,12 @@ def test_rounding_is_in_the_noise_of_a_preparation(monkeypatch: pytest.MonkeyPat
     prepared = torch.cat([block for _, block in records.blocks()])
     sums = [abs(float(records.combine(scaled)[k]) - math.fsum((prepared[:, k] / BOUND).tolist())) for k in range(2)]
     assert 2 * math.hypot(*sums) <= spare
+
+
+@examples(st.floats(1e-3, 1e3), st.floats(1e-6, 1.0, exclude_max=True))
+def test_what_is_left_and_what_is_spent_are_within_the_level(mu: float, share: float) -> None:
+    spent = share * mu
+    assert Fraction(level_left(mu, spent)) ** 2 + Fraction(spent) ** 2 <= Fraction(mu) ** 2
 
 
 def test_preparation_and_release_together_have_the_level_of_the_budget() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -25,6 +27,7 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.losses import Hinge, Logistic, PowerLoss
+from torch_dpsco.optim.row_free_plan import record_bounds
 from torch_dpsco.prox import Ball
 
 # -- records and models -----------------------------------------------------------------------------------------------
@@ -89,6 +92,12 @@ def test_the_ones_of_a_bias_are_part_of_the_bound(bound: float) -> None:
     assert float(min(norms) - 1) > 0.999 * (bound**2 - 1)
     x, _ = delivered(HINGE.problem(bound_x=bound, radius=1.0), data, bias=False)
     assert float(x.norm(dim=1).min()) == pytest.approx(bound)
+
+
+@given(st.floats(1.0, 1e3, exclude_min=True))
+def test_features_and_the_one_of_a_bias_are_within_the_bound(bound: float) -> None:
+    features, _ = record_bounds(HINGE.problem(bound_x=bound, radius=1.0), bias=True)
+    assert Fraction(features) ** 2 + 1 <= Fraction(bound) ** 2
 
 
 def test_a_bound_that_leaves_no_room_for_the_ones_of_a_bias_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.rows.test_rows import MODELS, built, loop, losses, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import FLOAT64, GradBatch, has_rows
+from torch_dpsco.rows import ghost as ghost_block
 
 CLIP = 0.25
 
@@ -131,6 +133,12 @@ def test_rows_that_grow_between_the_passes_do_not_pass_the_clip(name: str, facto
     total = torch.cat([part.flatten().double() for part in rows.weighted_sum(weights)])
     assert torch.linalg.vector_norm(total) <= promised[1]
     assert torch.linalg.vector_norm(total) > 0 or not math.isfinite(factor)
+
+
+def test_what_is_shortened_is_not_longer_than_was_promised() -> None:
+    promised, again = torch.rand(2, 200, dtype=torch.float64).sort(0).values
+    for old, new, factor in zip(promised, again, ghost_block._shortening(promised, again), strict=True):
+        assert Fraction(float(new)) * Fraction(float(factor)) <= Fraction(float(old))
 
 
 @pytest.mark.parametrize("name", ["mlp", "layer used twice", "sequences", "convolution", "embedding"])

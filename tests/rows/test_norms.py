@@ -189,6 +189,15 @@ def test_factored_norms_are_close(dtype):
         assert exact <= bound <= exact * (1 + 2 * ABOVE[dtype])
 
 
+@pytest.mark.parametrize("width", [40, 1500])
+def test_single_factors_have_room_for_fourteen_roundings(width):
+    acts = torch.randn(20, width, generator=torch.Generator().manual_seed(4))
+    factors = linear_factors(acts)
+    room = 1 + 14 * Fraction(2) ** -24
+    for a, factor in zip(acts.tolist(), factors.tolist(), strict=True):
+        assert factors.dtype == torch.float64 or Fraction(factor) ** 2 >= (squares(a) + 1) * room**2
+
+
 @given(rows(), rows(), st.integers(2, 5000))
 def test_norms_of_scaled_factors_are_never_below_the_exact_norm(acts, backprops, scale):
     bound = float(FactoredBlock(acts[None], backprops[None], scale=scale).norms())

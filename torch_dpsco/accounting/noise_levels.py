@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.curves import cost_of, orders_at
@@ -123,9 +124,10 @@ class Levels:
     def _row(self, key: _Key, releases: int, shares: int) -> FloatArray:
         upper, rise = self._curves[key]
         mean = shares / _WHOLE / releases
-        # PRIVACY: the mean of E, not of curves (test_many_noises_cost_no_less_than_each_by_itself)
+        # PRIVACY: the mean of E, not of curves (test_many_noises_cost_no_less_than_each_by_itself); margin of the sum
+        # (docs/proofs/accounting.md#between-two-noises)
         more = np.where(rise < _STEEP, np.log1p(mean * np.expm1(np.minimum(rise, _STEEP))), rise)
-        sums: FloatArray = releases * (upper + more) / (orders_at(self._level) - 1.0) * (1 + 1e-13)
+        sums: FloatArray = up(releases * (upper + more) / (orders_at(self._level) - 1.0), 1e-13)
         return np.where(np.isnan(sums), math.inf, sums)
 
 

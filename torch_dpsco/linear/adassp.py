@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import GDP
@@ -79,16 +80,18 @@ class AdaSSPPlan(LinearPlan):
         Source: docs/proofs/inference.md#least-squares
         """
         _, bound_y, _ = _bounds(self.task)
-        # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more)
+        # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more); margin of the
+        # quotient (docs/proofs/rounding.md#model-of-arithmetic)
         moved = bound_y**2 * _rounding(self.task, False)
-        return moved / self.task.curvature * (1 + 1e-15) if self.task.curvature else 0.0
+        return up(moved / self.task.curvature, 1e-15) if self.task.curvature else 0.0
 
     def own_event(self) -> GDP | Gaussian:
         """Returns what the release alone costs."""
         adjacency = self.task.adjacency
         if self.task.curvature:
-            # PRIVACY: of all four (test_the_sum_of_squares_is_charged_with_the_statistics)
-            return GDP(math.hypot(self.mu, self.task.curvature) * (1 + 2.0**-50), (adjacency,))
+            # PRIVACY: of all four (test_the_sum_of_squares_is_charged_with_the_statistics); margin of the
+            # root (docs/proofs/rounding.md#model-of-arithmetic)
+            return GDP(up(math.hypot(self.mu, self.task.curvature), 2.0**-50), (adjacency,))
         return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
 
     @property

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.stated import GDP
@@ -98,7 +99,7 @@ class NoisyGDPlan(LinearPlan):
             # PRIVACY: every sum is released (test_all_steps_of_a_run_with_momentum_are_charged)
             return GDP(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std), (task.adjacency,))
         beta = self._smoothness
-        contraction = min(1.0, (beta - self.reg) / (beta + self.reg) * (1 + 1e-15))  # at both ends of [reg, beta]
+        contraction = min(1.0, up((beta - self.reg) / (beta + self.reg), 1e-15))  # at both ends of [reg, beta]
         # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
         # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
         moved += 2 * 8 * DOUBLE * radius / self.lr

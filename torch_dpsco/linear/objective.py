@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
@@ -106,9 +107,11 @@ class ObjectivePlan(LinearPlan):
         if task.pure:
             determinant, moved, _ = _general(task, self.reg)
             parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
-            # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+            # margin: quotients and sum are rounded up, by the next number (docs/proofs/rounding.md#model-of-arithmetic)
             spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
-            return Pure(max(task.target.epsilon, math.nextafter(spent, math.inf)), (task.adjacency,))
+            spent = math.nextafter(spent, math.inf)
+            # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+            return Pure(max(task.target.epsilon, spent), (task.adjacency,))
         if self.curve:
             numbers = (self.noise_scale, self.reg, *_constants(task))
             return _curve(*numbers, monotone=task.monotone, mu_out=_mu_out(task), adjacency=task.adjacency)
@@ -170,7 +173,8 @@ class ObjectivePlan(LinearPlan):
             reach = (reach + (task.bound_y or 0.0)) / self._threshold
         # PRIVACY: sums and scores are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_hessian)
         rounding = 1 + 4 * most * (sum_terms(most) + 64 * task.width + 80 + 8 * reach) * DOUBLE
-        return moved * rounding / (task.curvature * math.sqrt(share)) * (1 + 1e-15)
+        # margin: of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+        return up(moved * rounding / (task.curvature * math.sqrt(share)), 1e-15)
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Draws b, solves, adds noise: returns the private vector, then what intervals need, if it is paid for.
@@ -293,8 +297,9 @@ def _output_scale(task: LinearTask, distance: float) -> float:
     """Returns the scale of the noise on an answer within this distance of the minimizer."""
     if not task.pure:
         return amp_noise_std(distance, 1.0)
-    # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers)
-    return 2 * distance / (AMP_PURE_SHARE * task.target.epsilon) * (1 + 1e-15)
+    # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers); margin of
+    # the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+    return up(2 * distance / (AMP_PURE_SHARE * task.target.epsilon), 1e-15)
 
 
 def _spent(delta: float) -> float:
@@ -325,8 +330,8 @@ def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float
 def _mu_out(task: LinearTask) -> float:
     """Returns the level of the Gaussian releases beside b: what is measured, and the noise on the answer."""
     # PRIVACY: units and Hessians are released too (test_what_is_measured_is_charged_with_the_release,
-    # test_the_hessian_is_charged_with_the_answer)
-    return math.hypot(AMP_MU_OUT, task.measured) * (1 + 2.0**-50) if task.measured else AMP_MU_OUT
+    # test_the_hessian_is_charged_with_the_answer); margin of the root (docs/proofs/rounding.md#model-of-arithmetic)
+    return up(math.hypot(AMP_MU_OUT, task.measured), 2.0**-50) if task.measured else AMP_MU_OUT
 
 
 def _delta(task: LinearTask, reg: float, noise: float) -> float:

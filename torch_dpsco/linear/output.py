@@ -184,8 +184,10 @@ class OutputPlan(LinearPlan):
         """Returns what the release alone costs: a pure epsilon is what was asked for, where the noise costs no more."""
         scale, moved, adjacency = check.positive(noise_scale=self.noise_scale), self.moved, self.task.adjacency
         if self.failure is None and self.task.pure:
+            # margin: a quotient rounded up (docs/proofs/rounding.md#model-of-arithmetic)
+            spent = math.nextafter(moved / scale, math.inf)
             # PRIVACY: the epsilon of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-            epsilon = max(self.task.target.epsilon, math.nextafter(moved / scale, math.inf))
+            epsilon = max(self.task.target.epsilon, spent)
             return KNorm(epsilon, self.task.parameters, adjacencies=(adjacency,))
         gaussian = Gaussian(scale, {adjacency: moved}, exact=asks_exact(self.secure))
         return gaussian if self.failure is None else Sequential((gaussian, Failure(self.failure, "per_side")))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco._margin import down
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
@@ -256,8 +257,9 @@ class LinearTask:
         Raises:
             MissingConstantError: nothing bounds it.
         """
-        # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records)
-        return self._minimizer_radius(reg / self.most_records * (1 - 1e-15))
+        # PRIVACY: of up to so many records: for fewer it is smaller (test_the_radius_holds_for_n_max_records);
+        # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+        return self._minimizer_radius(down(reg / self.most_records, 1e-15))
 
     def lipschitz_at_minimizers(self, reg: float) -> float:
         """L at every possible minimizer of the objective with this regularizer."""

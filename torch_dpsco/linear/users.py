@@ -207,7 +207,7 @@ class UserGDPlan(LinearPlan):
         for rows, block in objective.records.blocks():
             means.index_add_(0, users[rows], objective.slopes(block @ w, rows).unsqueeze(1) * block)
         norms = torch.linalg.vector_norm(means, dim=1)
-        # PRIVACY: less by the rounding of norm and product (test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip)
+        # PRIVACY: less by the roundings (test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip)
         most = clip * (1 - gamma(len(w) + 8))
         return (means * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)).sum(0)
 

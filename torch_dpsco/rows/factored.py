@@ -71,6 +71,7 @@ def linear_factors(acts: Tensor) -> Tensor:
         # PRIVACY: (test_rows_of_one_huge_feature_are_clipped)
         return input_factors(acts, bias=True)
     if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
+        # PRIVACY: for the roundings of a norm and a clip weight (test_single_factors_have_room_for_fourteen_roundings)
         return (input_factors(acts, bias=True) * (1.0 + 2.0**-19)).float().square_().sqrt_()
     # a norm n of float32 errs by e = 513 u < 3.1e-5 of it, and hides h < 2^-58: (n (1 + e) + h)^2 + 1 is at most
     # (n^2 + 1)(1 + e)^2 (1 + 2^-50). NORM_ERROR is 2e, so that e is left: more than enough
@@ -122,7 +123,7 @@ class FactoredBlock(Block):
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
         norms = row_norms(self.backprops)
         if self.scale != 1:
-            # PRIVACY: rounded up (test_norms_of_scaled_factors_are_never_below_the_exact_norm)
+            # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
             norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
         return norms.mul_(self._factors()) if self.weight else norms
 

@@ -235,7 +235,10 @@ def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epoch
         found = allocation_epsilon(noise, steps, delta, adjacency, epochs=epochs)
         excess = known[noise] = math.log(max(found, 1e-9 * epsilon) / epsilon)
         # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target)
-        low, high = (noise, high) if excess > 0 else (low, noise)
+        if excess > 0:
+            low = noise
+        else:
+            high = noise
         if high <= low * (1 + _SEARCH) or 0 <= -excess <= -slope * _SEARCH:
             break
         if len(known) > 1:

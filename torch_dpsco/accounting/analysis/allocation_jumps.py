@@ -51,7 +51,7 @@ def by_one_large(question: Sum, tolerance: float) -> float:
     accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (max(term.log_weight, 0.0) + float(np.abs(np.log(cuts)).max()))
     width, sizes = np.diff(cuts), np.hypot(cuts, term.root)
     mass, rise = term.integrate(x, np.log(width), reach)
-    # PRIVACY: rounded up (test_one_large_term_is_a_bound_too)
+    # margin: rounded up, as masses and means are (docs/proofs/allocation.md#one-large-term)
     slack = accuracy + 2 * term.rounding + 1.1 * term.rounding * (sizes[1:] + sizes[:-1]) / width
     total = mass * (1 + 2 * accuracy)
     far = np.minimum(rise * (1 + slack), total)

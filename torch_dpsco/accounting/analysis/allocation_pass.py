@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy
 
+from torch_dpsco._margin import down
 from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_log_delta
@@ -109,9 +110,10 @@ def curve(pair: Pass, epsilon: float) -> Hinge:
 @lru_cache(maxsize=8192)
 def log_delta(pair: Pass, epsilon: float, much: float = _MUCH) -> float:
     """Returns a bound on log delta(epsilon), epsilon >= 0; a slower one if more than `much` of it is a margin."""
-    # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more)
+    # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more); margin of
+    # the kernel (docs/proofs/accounting.md#renyi-integrals)
     if pair.plain or epsilon > LARGEST:
-        return min(gaussian_log_delta(epsilon, pair.mu) * (1 - 1e-12), 0.0)
+        return min(down(gaussian_log_delta(epsilon, pair.mu), 1e-12), 0.0)
     hinge = curve(pair, epsilon)
     value = pair.log_delta(hinge, epsilon)
     if pair.way == "add" or hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much:

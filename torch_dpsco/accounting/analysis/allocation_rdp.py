@@ -28,6 +28,7 @@ import numpy as np
 from scipy.special import gammaln
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.allocation_pass import ADJACENCIES, LEAST_NOISE, MOST_NOISE, MOST_STEPS
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
@@ -80,7 +81,7 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
             # PRIVACY: both directions (test_renyi_divergences_cover_both_directions)
             return np.minimum(plain, np.maximum(removed(noise, steps, orders), added(noise, steps, orders)))
         first = removed(noise, steps, 2 * orders - 1) * (2 * orders / (2 * orders - 1))
-        return np.minimum(plain, (first + added(noise, steps, 2 * orders)) * (1 + 1e-15))
+        return np.minimum(plain, up(first + added(noise, steps, 2 * orders), 1e-15))
 
     return by_order(curve, order)
 
@@ -88,7 +89,7 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
 def removed(noise: float, steps: int, orders: FloatArray) -> FloatArray:
     """Returns a bound on D_a of "with" against "without" a record, inf above order 256."""
     known = np.arange(1.0, _ORDERS + 1)
-    # PRIVACY: rounded up (test_renyi_divergences_are_not_below_exact_moments)
+    # margin: rounded up (docs/proofs/allocation.md#renyi-divergences)
     slack = 8 * UNIT * steps.bit_length() * (20 + 2 * math.log(steps))
     heights = _log_moments(noise, steps)[1:] * (1 + 1e-12) + slack * known
     heights[0] = 0.0
@@ -147,7 +148,7 @@ def _integral(noise: float, steps: int, powers: FloatArray) -> FloatArray:
     b, c = b[:, :, None], 2.0 ** np.arange(-2, 11)
     most = (b + c) * ((b + c) / steps + 1) / (2 * noise * noise) + (b + 1) * _STEP
     beyond = (most - c * log_u[ends, None] + gammaln(b + c) - gammaln(b)).min(axis=2)
-    # PRIVACY: the margins of the page (test_the_integral_for_adding_is_not_below_moments)
+    # margin: of sums, integral and logarithm (docs/proofs/allocation.md#renyi-divergences)
     found = np.logaddexp(0.0, np.logaddexp(inside + 1e-11, beyond).min(axis=1))
     return np.asarray(found * (1 + 4 * UNIT) + 1e-20, dtype=np.float64)
 
@@ -163,8 +164,9 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
     v = u / steps
     few = int(np.searchsorted(v, _SMALL))
     rest, phi = _expected(v[:few], ratios, weights, _beyond_linear), _expected(v[few:], ratios, weights, _decay)
-    # PRIVACY: rounded up (test_the_integral_for_adding_is_not_below_moments)
-    rest, phi = rest * (1 + 1e-13) + 1e-20 * v[:few] ** 2 * math.exp(1 / (noise * noise)), phi * (1 + 1e-13) + 1e-20
+    # margin: rounded up, with what is beyond the nodes (docs/proofs/allocation.md#renyi-divergences)
+    rest = rest * (1 + 1e-13) + 1e-20 * v[:few] ** 2 * math.exp(1 / (noise * noise))
+    phi = phi * (1 + 1e-13) + 1e-20
     log_all = np.concatenate([np.log1p(rest - v[:few]), np.log(phi)]) * steps
     log_all += 2e-15 * (steps * np.minimum(v, _SMALL) + np.abs(log_all))
     log_rise: FloatArray = log_all + np.log(-np.expm1(-(u + log_all + 2e-15 * u)))

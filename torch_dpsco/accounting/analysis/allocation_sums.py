@@ -347,8 +347,7 @@ def spread(
     if from_zero:
         mass, excess = np.append(below, mass), np.append(float(ndtr((x[0] - 1) / term.noise)) / step, excess)
         slack, width, below = np.append(4 * accuracy + 4 * shift, slack), np.append(inner[0], width), 0.0
-    # PRIVACY: what goes up is rounded up, for -Y what goes down
-    # (test_a_term_on_its_grid_is_not_less_spread_than_itself)
+    # margin: what goes up is rounded up, for -Y what goes down (docs/proofs/allocation.md#sums-on-a-grid)
     total = mass * (1 + 2 * accuracy)
     up = np.clip(excess / width * (1 + sign * slack), 0.0, total)
     points = np.zeros(high - low + 1)

@@ -49,6 +49,7 @@ import scipy
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
@@ -111,8 +112,9 @@ def delta_before_failure(delta: float, failure: float, epsilon: float, kind: Fai
     delta, failure, weight = _checked(delta, failure, epsilon, kind)
     if failure == 0:
         return delta
-    # PRIVACY: what is taken away is rounded up (test_the_inverse_never_exceeds_the_delta_of_the_statement)
-    left = delta * (1 - _ROUNDING) - failure * weight * (1 + 4 * _ROUNDING)
+    # PRIVACY: rounded down (test_the_inverse_never_exceeds_the_delta_of_the_statement); margin of what is
+    # taken away (docs/proofs/accounting.md#failure-probabilities)
+    left = delta * (1 - _ROUNDING) - up(failure * weight, 4 * _ROUNDING)
     if left <= 0:
         return 0.0
     return left / (1 - failure) * (1 - _ROUNDING) if kind == "coupling" else left
@@ -165,9 +167,9 @@ def epsilon_with_failures(
 
     epsilon = 0.0
     for round_number in range(400):
-        # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
         padded = epsilon * (1 + 1e-9 * 2 ** (round_number // 20)) + 1e-12
         found = bound(padded)
+        # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
         if found <= padded:
             return found  # smaller, and valid too, since less is taken away there
         epsilon = bound(epsilon)
@@ -225,7 +227,7 @@ def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
     """Returns the least mu whose Gaussian curve is at least these values, rounded up."""
 
     def covers(mu: float) -> bool:
-        # PRIVACY: the kernel is accurate to 1e-12 of the log (test_mu_upper_is_above_every_point_of_the_curve)
+        # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
         return bool(np.all(log_delta_curve(epsilon, mu) * (1 + 1e-12) >= log_delta))
 
     low, high = 0.0, 1.0
@@ -358,7 +360,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
     # PRIVACY: rounded up, by less than what rdp_epsilon adds (test_delta_at_the_converted_epsilon_is_at_most_delta)
     log_delta = log_delta + _ROUNDING / 8 * (excess * (value + epsilon) + np.abs(shape))
     log_delta[order <= _LEAST_ORDER] = math.inf
-    total_variation = math.sqrt(-math.expm1(-value.min())) * (1 + _ROUNDING / 8)
+    total_variation = up(math.sqrt(-math.expm1(-value.min())), _ROUNDING / 8)
     return min(1.0, total_variation, math.exp(min(0.0, log_delta.min())))
 
 

@@ -73,9 +73,14 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float, weights:
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        # PRIVACY: a middle that rounding could have helped stays below the root (test_the_odometer_is_rounded_up)
         value, _ = _log_sum(log_weight + excess * (middle - cost), excess, np.maximum(cost, middle))
-        low, high = (low, middle) if value >= target * (1 + _ROUNDING) else (middle, high)
+        # margin: a middle that rounding could have helped stays below the root
+        # (docs/proofs/accounting.md#odometer-and-mixture-filter)
+        if value >= target * (1 + _ROUNDING):
+            high = middle
+        else:
+            low = middle
+    # PRIVACY: rounded up (test_the_odometer_is_rounded_up)
     return high * (1 + _ROUNDING)
 
 
@@ -189,7 +194,7 @@ def zcdp_filter_budget(epsilon: float, delta: float, failure_budget: float = 0.0
     failure = check.nonnegative(failure_budget=failure_budget)
     if failure >= delta:
         raise ValueError(f"failure_budget must be < delta = {delta:g} (got {failure:g})")
-    # PRIVACY: the difference rounds to nearest (test_the_zcdp_budget_and_its_failures_stay_within_delta)
+    # margin: the difference rounds to nearest (docs/proofs/rounding.md#model-of-arithmetic)
     return zcdp_rho(epsilon, (delta - failure) * (1 - 3e-16))
 
 

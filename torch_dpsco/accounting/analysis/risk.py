@@ -86,7 +86,7 @@ class Risk:
             return 0.0
         if epsilon not in self._known:
             delta = self.delta(epsilon)
-            # PRIVACY: above the rounding of closed forms (test_a_gaussian_curve_is_matched_from_below)
+            # margin: above the rounding of closed forms (docs/proofs/accounting.md#risk-of-one-record)
             self._known[epsilon] = min(1.0, delta * (1.0 + _RELATIVE) + _ABSOLUTE) if delta else 0.0
         return self._known[epsilon]
 
@@ -118,7 +118,7 @@ class Risk:
         else:
             found = max(found, silence(0.0))
             found = max(found, _maximum(silence, min(top, math.log((1.0 - f) / found)) if found > 0 else top))
-        # PRIVACY: rounded down (test_a_gaussian_curve_is_matched_from_below)
+        # margin: rounded down (docs/proofs/accounting.md#risk-of-one-record)
         return max(0.0, found * (1.0 - _ABSOLUTE) - _ABSOLUTE)
 
     def true_positive(self, false_positive: float) -> float:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
@@ -201,8 +202,9 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
     top = query * math.log(steps)  # about the maximum of the noises
     integral = _mean_over_laplace(threshold, query, [0.0, -margin, top - margin], some_pass)
     union = steps * laplace_difference_tail(margin, threshold, query)
-    # PRIVACY: 1e-9 exceeds the quadrature error (test_bad_pass_probability_is_not_below_its_integral)
-    return min(1.0, integral * (1 + 1e-9), union * (1 + 1e-9))
+    # PRIVACY: 1e-9 exceeds the quadrature error (test_bad_pass_probability_is_not_below_its_integral); margin of the
+    # tail (docs/proofs/accounting.md#renyi-integrals)
+    return min(1.0, integral * (1 + 1e-9), up(union, 1e-9))
 
 
 def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_scale: float) -> float:
@@ -311,7 +313,7 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
 def _gaussian_hockey_stick(epsilon: float, mu: float) -> float:
     """Returns H_t(N(mu, 1) || N(0, 1)) at t = e^epsilon for any real epsilon; H_t = 1 - t + t H_(1/t) by symmetry."""
     log_delta = gaussian_log_delta(abs(epsilon), mu)
-    # PRIVACY: the kernel is accurate to 1e-12 of the log (test_pair_delta_is_not_below_its_high_precision_value)
+    # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
     delta = math.exp(log_delta * (1 - 1e-12)) if math.isfinite(log_delta) else 0.0
     return delta if epsilon >= 0 else -math.expm1(epsilon) + math.exp(epsilon) * delta
 

@@ -39,6 +39,7 @@ from typing import NoReturn, TypeAlias, cast
 
 import numpy as np
 
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.odometer import (
@@ -291,7 +292,7 @@ class AdaptiveFilter(Filter):
         # PRIVACY: what fails is taken from delta in advance (test_failures_are_paid_from_the_part_set_aside)
         sides = 1.0 + math.exp(min(self.budget.epsilon, 700.0))
         spent = cost.failure + cost.transcript + sides * cost.per_side
-        return Usage("failure probability", spent, self.budget.failure * (1.0 + 1e-12))
+        return Usage("failure probability", spent, up(self.budget.failure, 1e-12))  # for the rounding of the sums
 
     def _name_culprit(self, ledger: Ledger, event: Event | None) -> NoReturn:
         asked = Ledger([event]) if event is not None else Ledger()

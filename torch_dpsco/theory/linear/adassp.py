@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.clipping import sensitivity_factor
@@ -128,8 +129,9 @@ def adassp_constants_paper(
     log_term = math.log(6) - math.log(check.open_interval(0.0, 1.0, delta=delta))
     square, product = check.positive(bound_x=bound_x) ** 2, bound_x * check.positive(bound_y=bound_y)
     d, failure = check.positive_count(dim=dim), check.open_interval(0.0, 1.0, failure=failure)
-    # PRIVACY: three equal levels; the published proof treats each alone (test_the_published_noise_is_checked)
-    mu = math.sqrt(3) * third / math.sqrt(log_term) * (1 + 1e-14)
+    # PRIVACY: three equal levels; the published proof treats each alone (test_the_published_noise_is_checked);
+    # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+    mu = up(math.sqrt(3) * third / math.sqrt(log_term), 1e-14)
     if gaussian_log_delta(epsilon, mu) > math.log(delta):
         raise ConditionError(
             f"the published noise is not ({epsilon:g}, {delta:g})-DP: its three releases are {mu:g}-GDP; "

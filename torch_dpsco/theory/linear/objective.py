@@ -324,7 +324,7 @@ def objpert_pure_rate(
         0.776856449
     """
     jump = sensitivity_factor(adjacency) * check.positive(lipschitz=lipschitz)
-    # PRIVACY: rounded down (test_the_pure_mechanism_spends_epsilon_and_no_more)
+    # margin: rounded down (docs/proofs/rounding.md#model-of-arithmetic)
     return spare_epsilon(epsilon, reg, smoothness) / jump * (1 - 1e-15)
 
 

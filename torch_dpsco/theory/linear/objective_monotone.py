@@ -37,6 +37,7 @@ import math
 import scipy
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import down
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf, profile, shifted_profile
@@ -114,7 +115,7 @@ def objpert_rdp_dominating(
         log_moment = _replaced_log_moment(k, level, determinant)
     else:
         log_moment = _dominating_log_moment(k, level, determinant)
-    # PRIVACY: rounded up (test_the_dominating_curve_is_not_below_its_high_precision_value)
+    # margin: rounded up (docs/proofs/objective.md#integrals)
     return (log_moment * (1 + _ROUNDING) + 1e-13) / k
 
 
@@ -253,8 +254,9 @@ def _sum(left: float, mu_out: float, level: float, adjacency: str) -> float:
     """Returns E[delta(left - max(0, G), mu_out)], or its sum over the corners."""
     if sensitivity_factor(adjacency) == 1:
         return _one_corner(left, mu_out, level)
-    # PRIVACY: t and t' are 0 or L each (test_no_records_of_a_plane_pass_the_bounds)
-    shared = profile(left, mu_out) * (1 - 1e-9) if mu_out else 0.0
+    # PRIVACY: t and t' are 0 or L each (test_no_records_of_a_plane_pass_the_bounds); margin of what
+    # is taken off (docs/proofs/objective.md#integrals)
+    shared = down(profile(left, mu_out), 1e-9) if mu_out else 0.0
     return _one_corner(left, mu_out, 2 * level) + 2 * (_one_corner(left, mu_out, level) - shared)
 
 

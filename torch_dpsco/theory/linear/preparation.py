@@ -131,5 +131,5 @@ def level_left(mu: float, spent: float) -> float:
     """Returns the level that a budget of level mu leaves beside Gaussian releases of level `spent`, rounded down."""
     if not 0 <= check.nonnegative(spent=spent) < check.positive(mu=mu):
         raise ValueError(f"spent must be below mu={mu:g} (got {spent:g})")
-    # PRIVACY: squares of levels add up (test_preparation_and_release_together_have_the_level_of_the_budget)
+    # PRIVACY: squares of levels add up (test_what_is_left_and_what_is_spent_are_within_the_level)
     return math.sqrt((mu - spent) * (mu + spent)) * (1 - 1e-15) if spent else mu

@@ -47,7 +47,7 @@ def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
     """
     exponent = abs(check.finite(tilt=tilt)) * check.nonnegative(loss_range=loss_range)
     others = (check.positive_count(n=n) - 1) * math.exp(-scaled_up(exponent, 1))
-    # PRIVACY: rounded up, subnormal exponentials included (test_no_weight_exceeds_the_bound)
+    # margin: rounded up, subnormal exponentials included (docs/proofs/rounding.md#model-of-arithmetic)
     return min(1.0, scaled_up(1 / (1 + others * (1 - 1e-15)), 4))
 
 

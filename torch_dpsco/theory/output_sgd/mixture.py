@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder.stability import RunPath
 from torch_dpsco.theory.rounding import scaled_up
@@ -101,7 +102,7 @@ def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     # (test_a_hit_of_size_zero_still_pays_for_the_drift)
     many = steps * rate + 14 * math.sqrt(steps * rate) + 40  # more hits than there will be
     levels = int(min(_UNITS, max(_LEAST_UNITS, _ATOMS / many)))
-    unit = max(float(largest) / levels * (1 + 4 * _U), math.ulp(0.0))
+    unit = max(up(float(largest) / levels, 4 * _U), math.ulp(0.0))
     units = np.maximum(1, np.ceil(np.maximum.reduceat(path.hits, edges[:-1]) / unit)).astype(np.int64)
     start, masses, lost = 0, np.ones(1), 0.0
     for length, size in zip(lengths.tolist(), units.tolist(), strict=True):
