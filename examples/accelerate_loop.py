@@ -62,7 +62,6 @@ def after(
         optimizer.zero_grad()
         accelerator.backward(nn.functional.binary_cross_entropy_with_logits(model(x), y))
         optimizer.step()
-    optimizer.finalize()
     return dp.detach(model), optimizer
 
 

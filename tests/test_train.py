@@ -264,7 +264,7 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     for inputs, targets in optimizer.loader(records(), steps=1):
         LOSS(model(inputs), targets).backward()
         optimizer.step()
-    refused(SequenceError, r"all 1 planned steps are made: call optimizer.finalize\(\)", model, optimizer)
+    refused(SequenceError, "the optimizer is finalized: make a new one to train again", model, optimizer)
 
 
 @pytest.mark.parametrize("design", [dp.Poisson, dp.Fixed, dp.Shuffled], ids=lambda d: d.__name__)

@@ -67,6 +67,7 @@ class Checkpoint(Unsaved):
                 "accountant must have a ledger file for a run with checkpoints, which knows what was released after "
                 "the last one: accountant=dp.Accountant(budget, ledger_path=...)"
             )
+        self._finished = False  # whether the file is of a run that was over
         if os.path.exists(self.path):
             self._take_up()
 
@@ -79,6 +80,7 @@ class Checkpoint(Unsaved):
                 f"checkpoint must be a file that fit has written (got {self.path!r}, {type(error).__name__}): name "
                 f"another file"
             ) from error
+        self._finished = bool(state["optimizer"]["dpsco"]["finalized"])
         if not self._optimizer.steps and not self._optimizer.finalized:
             self._model.load_state_dict(model)
             self._optimizer.resume(optimizer)
@@ -101,7 +103,7 @@ class Checkpoint(Unsaved):
             return False
         if optimizer.accountant.unit == "example":
             checks.require_universe(optimizer.design, optimizer.adjacency, checks.number_of_records(dataset))
-        if optimizer.finalized:
+        if self._finished:
             warnings.warn(
                 f"nothing was trained: checkpoint={self.path!r} is of a finished run, whose model is returned, "
                 f"whatever dataset holds; to train another one, name another file",

@@ -112,10 +112,12 @@ class Session:
 
     def verdict(self, partial: bool) -> str:
         """Returns what a step (or accumulate) must do: release, collect, spent, refused, closed."""
-        if self.net.wrapped or self.finalized or self.net.shown:
+        if self.net.wrapped or self.net.shown:
             return "closed"
         if self.setup.steps is not None and self.steps >= self.setup.steps:
             return "over"
+        if self.finalized:
+            return "closed"
         rows = sum(len(forward.records) for forward in self.net.pending)
         if self.net.unknown:
             return "unknown"
@@ -371,13 +373,18 @@ class Calls(RuleBasedStateMachine):
         for p, m in zip(trained, mean, strict=True):
             assert p.grad is not None, "a release left no p.grad"
             assert torch.equal(p.grad, m), "p.grad is not the released mean"
-        if self.setup.rule in ("last", "uniform"):
+        s.steps += 1
+        s.finalized = s.steps == self.setup.steps
+        if s.finalized:
+            assert all(torch.equal(p, s.opt.rule.answer(p, s.opt.state)) for p in trained), (
+                "the answer is not installed"
+            )
+        if self.setup.rule == "last" or (self.setup.rule == "uniform" and not s.finalized):
             lr = s.opt.param_groups[0]["lr"]
             old = [b for b, p in zip(before, s.net.model.parameters(), strict=True) if p.requires_grad]
             for p, b, m in zip(trained, old, mean, strict=True):
                 torch.testing.assert_close(p.detach(), b - lr * m)
         s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
-        s.steps += 1
         if s.chunk is not None:
             s.old.append(s.chunk.x)
             s.source.chunk = None
@@ -419,7 +426,7 @@ class Calls(RuleBasedStateMachine):
         except (RuntimeError, ValueError, MemoryError):
             if len(self.truth.releases) == released and not self.truth.crashes:
                 self.unchanged(before)
-        s.steps = s.opt.steps
+        s.steps, s.finalized = s.opt.steps, s.opt.finalized
         s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
             self.truth.charges[-1] = drawn.charge, drawn.records

@@ -283,7 +283,7 @@ class CallOrders(Calls):
     def finalize(self, who: int) -> None:
         s = self.pick(who)
         if s.finalized:
-            self.refused(s.opt.finalize)
+            self.harmless(s.opt.finalize)
             return
         events = len(self.accountant)
         s.opt.finalize()

@@ -101,11 +101,25 @@ def test_the_planned_steps_can_be_made_and_no_more(row: Row) -> None:
     run = row.make().train()
     before = snapshot(run)
     with pytest.raises(
-        SequenceError, match=r"all 4 planned steps are made: call finalize|a one-pass loader is exhausted"
+        SequenceError, match=r"all 4 planned steps are made: the answer is inst|a one-pass loader is exhausted"
     ):
         run.train(1, seed=2)
     assert_unchanged(run, before, trained=False)
+
+
+def test_the_last_planned_step_installs_the_answer(row: Row) -> None:
+    run = row.make().train(STEPS - 1)
+    assert not run.opt.finalized
+    run.train(1, seed=2)
+    assert run.opt.finalized
+    for p in run.model.parameters():
+        assert torch.equal(p, run.opt.rule.answer(p, run.opt.state))
+    before = snapshot(run)
     run.opt.finalize()
+    with run.opt, run.opt.released():
+        assert same(run.parameters(), before[0])
+    assert_unchanged(run, before, trained=False)
+    assert "Not finalized" not in str(run.opt.report(DELTA))
 
 
 @having("clip")
@@ -303,9 +317,10 @@ def test_a_finalized_optimizer_refuses_steps(row: Row) -> None:
     before = snapshot(run)
     for batch in run.loader(steps=1):
         run.backward(batch)
-        for call in (run.opt.step, run.opt.accumulate, run.opt.finalize):
+        for call in (run.opt.step, run.opt.accumulate):
             with pytest.raises(SequenceError, match="finalize"):
                 call()
+    run.opt.finalize()
     assert_unchanged(run, before, trained=False)
 
 

@@ -84,6 +84,18 @@ def refused(run: Run, error: type[Exception], match: str) -> Iterator[None]:
     assert run.snapshot() == before
 
 
+def hold(run: Any) -> Any:
+    """Returns a run whose last step keeps the answer back, until `release`."""
+    run.opt.finalize = lambda: None
+    return run
+
+
+def release(run: Any) -> None:
+    """Releases an answer that was kept back."""
+    vars(run.opt).pop("finalize", None)
+    run.opt.finalize()
+
+
 class InOrder:
     """A source of permutations that are fixed in advance, one after another."""
 

@@ -13,7 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import torch_dpsco as dp
-from tests.optim.row_free_runs import BATCH, BUDGET, DIM, EPOCH, LOSS, PROBLEM, N, Run, make, records, refused
+from tests.optim.row_free_runs import (
+    BATCH,
+    BUDGET,
+    DIM,
+    EPOCH,
+    LOSS,
+    PROBLEM,
+    N,
+    Run,
+    hold,
+    make,
+    records,
+    refused,
+    release,
+)
 from torch_dpsco.errors import PrivacyError, SequenceError
 
 LOGISTIC = dp.losses.Logistic()
@@ -134,7 +148,7 @@ EDITS: dict[str, Callable[[Run], Any]] = {
 def test_iterates_and_averages_that_were_edited_are_refused(
     edit: str, at_the_end: bool, kind: Callable[[], Run]
 ) -> None:
-    run = kind()
+    run = hold(kind())
     before = run.opt.accountant.ledger.digest()
     for batch in run.opt.loader(records()):
         if run.opt.steps == 2 and not at_the_end:
@@ -148,9 +162,9 @@ def test_iterates_and_averages_that_were_edited_are_refused(
     if at_the_end:
         EDITS[edit](run)
         with pytest.raises(SequenceError, match="got edited ones, which were put back"):
-            run.opt.finalize()
+            release(run)
     assert run.opt.accountant.ledger.digest() == before
-    run.opt.finalize()
+    release(run)
     assert len(run.opt.accountant) == 1
 
 

@@ -26,6 +26,7 @@ from tests.optim.row_free_runs import (
     PROBLEM,
     InOrder,
     N,
+    hold,
     make,
     ordered,
     records,
@@ -260,7 +261,7 @@ def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> Non
         return torch.tensor(x), torch.tensor(y)
 
     order = np.random.default_rng(1).permutation(N)
-    plain, own = make(), make()
+    plain, own = hold(make()), hold(make())
     plain.train(ordered(plain, [order]))
     loader = own.opt.loader(listed, collate_fn=collate)
     loader._loader.batch_sampler.rng = InOrder([order])
@@ -326,7 +327,7 @@ def test_a_gradient_changed_after_its_backward_is_refused(change: Callable[[nn.P
 
 
 def test_gradients_from_before_the_batch_do_not_count() -> None:
-    run, clean = make(), make()
+    run, clean = hold(make()), hold(make())
     order = np.arange(N)
     run.backward([t.double() for t in records().tensors])  # a look at the data before training
     run.train(ordered(run, [order]))
@@ -382,7 +383,7 @@ def test_a_schedule_fixed_in_advance_is_followed() -> None:
 
 def test_closures_are_called_once_with_gradients_on_and_their_loss_is_returned() -> None:
     order = np.arange(N)
-    plain, closed, calls = make(), make(), []
+    plain, closed, calls = hold(make()), hold(make()), []
     plain.train(ordered(plain, [order]))
     for batch in ordered(closed, [order]):
 

@@ -17,10 +17,12 @@ from tests.optim.row_free_runs import (
     LOSS,
     N,
     Run,
+    hold,
     make,
     ordered,
     records,
     refused,
+    release,
 )
 from tests.streams import count_noise
 from torch_dpsco.accounting.events import Gaussian
@@ -48,8 +50,7 @@ def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
             batches = iter(run.opt.loader(records()))
         run.backward(next(batches))
         run.opt.step()
-    with refused(run, SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
-        raise AssertionError("released() showed secret iterates")
+    assert run.opt.finalized
     with pytest.raises(SequenceError, match="planned steps are missing"), make().opt:
         pass
     assert run.opt.metrics == {"step": EPOCH, "noise_std": run.opt.noise_std}
@@ -57,10 +58,9 @@ def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
 
 def test_more_steps_than_planned_are_refused() -> None:
     run = make().train()
-    with refused(run, SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
-        run.opt.step()
-    with refused(run, SequenceError, r"all 3 planned steps are made: call finalize\(\)"):
-        run.opt.loader(records())
+    for call in (run.opt.step, lambda: run.opt.loader(records())):
+        with refused(run, SequenceError, r"all 3 planned steps are made: the answer is released"):
+            call()
     run = make()
     loader = run.opt.loader(records())
     run.train(loader)
@@ -70,14 +70,13 @@ def test_more_steps_than_planned_are_refused() -> None:
 
 def test_nothing_follows_the_release() -> None:
     run = make().train()
-    run.opt.finalize()
     answer = run.model.weight.detach().clone()
-    with refused(run, SequenceError, r"finalize\(\) must be called once"):
-        run.opt.finalize()
-    with refused(run, SequenceError, "the optimizer is finalized"):
-        run.opt.step()
-    with refused(run, SequenceError, "the optimizer is finalized"):
-        run.opt.loader(records())
+    before = run.snapshot()
+    run.opt.finalize()
+    assert run.snapshot() == before
+    for call in (run.opt.step, lambda: run.opt.loader(records())):
+        with refused(run, SequenceError, "the answer is released; make a new optimizer"):
+            call()
     with run.opt.released():
         assert torch.equal(run.model.weight, answer)
     assert not run.opt.state
@@ -90,21 +89,22 @@ def test_nothing_follows_the_release() -> None:
 def test_leaving_the_block_releases_the_answer_unless_it_is_left_by_an_exception() -> None:
     run = make()
     with run.opt as opt:
-        run.train()
+        hold(run).train()
         assert not opt.finalized
+        del opt.finalize
     assert opt.finalized
     assert len(opt.accountant) == 1
     run = make()
     with refused(run, KeyError, "mine"), run.opt:
         raise KeyError("mine")
-    run.train()
+    run.train(steps=2)
     with refused(run, KeyError, "mine"), run.opt:
         raise KeyError("mine")
     assert not run.opt.finalized
 
 
 def test_the_release_is_charged_before_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make().train()
+    run = hold(make()).train()
     noise, secret = count_noise(run.opt), run.model.weight.detach().clone()
     authorize, seen = run.opt.accountant.authorize, []
 
@@ -115,26 +115,26 @@ def test_the_release_is_charged_before_its_noise(monkeypatch: pytest.MonkeyPatch
         authorize(event, **details)
 
     monkeypatch.setattr(run.opt.accountant, "authorize", watched)
-    run.opt.finalize()
+    release(run)
     assert noise.drawn
     assert seen == [run.opt.event] == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
-    crashed = make().train()
+    crashed = hold(make()).train()
     monkeypatch.setattr(type(crashed.opt.prox), "apply_", lambda *_: math.log(-1.0))
     secret = crashed.model.weight.detach().clone()
     with pytest.raises(ValueError, match=r"math domain error|expected a"):
-        crashed.opt.finalize()
+        release(crashed)
     assert len(crashed.opt.accountant) == 1  # a crash over-counts
     assert torch.equal(crashed.model.weight, secret)
 
 
 def test_a_release_that_the_budget_does_not_admit_any_more_is_refused() -> None:
     accountant = dp.Accountant(BUDGET)
-    first, second = (make(accountant=accountant).train() for _ in range(2))
-    first.opt.finalize()
+    first, second = (hold(make(accountant=accountant)).train() for _ in range(2))
+    release(first)
     noise = count_noise(second.opt)
     for _ in range(2):
         with refused(second, BudgetExceeded, "epsilon"):
-            second.opt.finalize()
+            release(second)
     assert not noise.drawn
     with pytest.raises(BudgetExceeded, match="epsilon"), second.opt:
         pass
@@ -146,10 +146,10 @@ def test_a_release_that_the_budget_does_not_admit_any_more_is_refused() -> None:
 
 def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
     accountant = dp.Accountant(dp.Budget(3.0, 1e-3))
-    runs = [make(accountant=accountant, epochs=epochs).train() for epochs in (1, 2)]
+    runs = [hold(make(accountant=accountant, epochs=epochs)).train() for epochs in (1, 2)]
     assert len(accountant) == 0  # nothing is charged before a release
     for run in runs:
-        run.opt.finalize()
+        release(run)
     assert len(accountant) == 2
     for run in runs:
         assert isinstance(run.opt.event, Gaussian)
@@ -230,48 +230,48 @@ def resumed(run: Run, **changes: Any) -> Run:
 @pytest.mark.parametrize("lrs", [0.1, [0.2 / (1 + k) for k in range(3 * EPOCH)]])
 def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(lrs: Any) -> None:
     orders = [np.random.default_rng(k).permutation(N) for k in range(3)]
-    whole = make(epochs=3, lr=lrs)
+    whole = hold(make(epochs=3, lr=lrs))
     whole.train(ordered(whole, orders))
     parted = make(epochs=3, lr=lrs)
     parted.train(ordered(parted, orders), steps=EPOCH)
     for done in (1, 2):
-        parted = resumed(parted, lr=lrs)
+        parted = hold(resumed(parted, lr=lrs))
         parted.train(ordered(parted, orders[done:]), steps=EPOCH)
     assert parted.opt.steps == whole.opt.steps == 3 * EPOCH
     assert torch.equal(parted.model.weight, whole.model.weight)
     assert torch.equal(parted.averages()[0], whole.averages()[0])
-    parted.opt.finalize()
+    release(parted)
     assert len(parted.opt.accountant) == 1
 
 
 def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
     started = make(epochs=3).train(steps=EPOCH)
-    first, second = resumed(started).train(), resumed(started).train()
-    first.opt.finalize()
+    first, second = resumed(started).train(), resumed(started)
+    with pytest.raises(SequenceError, match="released by another optimizer from the same checkpoint"):
+        second.train()
     with refused(second, SequenceError, "released by another optimizer from the same checkpoint"):
         second.opt.finalize()
     assert (len(first.opt.accountant), len(second.opt.accountant)) == (1, 0)
-    with refused(started.train(), SequenceError, "released by another optimizer"):
-        started.opt.finalize()
+    with pytest.raises(SequenceError, match="released by another optimizer"):
+        started.train()
     accountant = dp.Accountant(dp.Budget(4.0, 1e-3))  # of all that have to do with one run: each answer is charged
     started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
     for again in [resumed(started, accountant=accountant) for _ in range(2)]:
-        again.train().opt.finalize()
+        again.train()
     assert len(accountant) == 2
     new = make(epochs=3)
     for again in (resumed(new), resumed(new)):  # nothing was drawn that they could share
-        again.train().opt.finalize()
+        again.train()
 
 
 def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
     for steps in (1, EPOCH, 3 * EPOCH):
-        state, _ = saved(make(epochs=3, sampling="fixed").train(steps=steps))
+        state, _ = saved(hold(make(epochs=3, sampling="fixed")).train(steps=steps))
         again = make(epochs=3, sampling="fixed")
         with refused(again, SequenceError, "independent batches must be made in one go.*use sampling='shuffled'"):
             again.opt.load_state_dict(state)
     resumed(make(epochs=3, sampling="fixed"), sampling="fixed").train()  # nothing was drawn yet
     run = make(epochs=3, sampling="fixed").train()
-    run.opt.finalize()
     assert resumed(run, sampling="fixed").opt.finalized
 
 
@@ -284,9 +284,9 @@ def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
 def test_a_checkpoint_is_marked_confidential_until_the_release() -> None:
     run = make()
     assert run.opt.state_dict()["dpsco"]["confidential"] is True
-    run.train()
+    hold(run).train()
     assert run.opt.state_dict()["dpsco"]["confidential"] is True
-    run.opt.finalize()
+    release(run)
     state = run.opt.state_dict()
     assert state["dpsco"]["confidential"] is False
     assert not state["state"]  # no average without noise
@@ -328,12 +328,11 @@ def test_a_foreign_state_is_refused() -> None:
 
 def test_a_finalized_checkpoint_stays_finalized() -> None:
     run = make(epochs=3).train()
-    run.opt.finalize()
     again = resumed(run)
     assert torch.equal(again.model.weight, run.model.weight)
     assert (again.opt.finalized, len(again.opt.accountant)) == (True, 1)
-    with refused(again, SequenceError, "must be called once"):
-        again.opt.finalize()
+    again.opt.finalize()
+    assert torch.equal(again.model.weight, run.model.weight)
 
 
 def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:

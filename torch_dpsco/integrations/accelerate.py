@@ -67,9 +67,8 @@ def prepare(
         ...     optimizer.zero_grad()
         ...     accelerator.backward(dp.losses.Logistic()(model(x), y))
         ...     optimizer.step()
-        >>> optimizer.finalize()
-        >>> optimizer.steps
-        5
+        >>> optimizer.steps, optimizer.finalized
+        (5, True)
     """
     _require_plain(accelerator, model, optimizer)
     if isinstance(loader, DataLoader):

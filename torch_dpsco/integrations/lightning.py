@@ -145,6 +145,9 @@ class PrivateTraining(Callback):
         """Takes the optimizer up where the checkpoint is, and compares the Trainer's limits with the plan."""
         self.optimizer = optimizer = checks.private_optimizer(trainer)
         require_same_parameters(pl_module, optimizer)
+        lost = (
+            self._saved is not None and not self._saved["dpsco"]["finalized"]
+        )  # steps that a crash may have ended with
         if self._saved is not None:
             named = dict(pl_module.named_parameters())
             with torch.no_grad():
@@ -157,17 +160,14 @@ class PrivateTraining(Callback):
             self._saved = None
         self._goal = checks.last_step(trainer, optimizer)
         self._logger = Logger(self._write, every=self._every, delta=self._delta)
-        if not self._is_over(trainer, optimizer) and (plan := getattr(optimizer, "_plan", None)) is not None:
+        if not self._is_over(trainer, optimizer, lost) and (plan := getattr(optimizer, "_plan", None)) is not None:
             rank_zero_info(str(plan))
 
-    def _is_over(self, trainer: Trainer, optimizer: PrivateOptimizer) -> bool:
-        planned = optimizer.schedule.steps
-        if optimizer.finalized:
-            warn("nothing was trained: the checkpoint is of a finished run; to train anew, give none", stacklevel=4)
-        elif planned is None or optimizer.steps < planned:
+    def _is_over(self, trainer: Trainer, optimizer: PrivateOptimizer, lost: bool) -> bool:
+        if not optimizer.finalized:
             return False
-        else:
-            optimizer.finalize()
+        if not lost:
+            warn("nothing was trained: the checkpoint is of a finished run; to train anew, give none", stacklevel=4)
         trainer.should_stop = True
         return True
 

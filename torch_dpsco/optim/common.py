@@ -116,7 +116,7 @@ class CommonOptimizer(Optimizer):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Installs the private answer into the parameters; later steps raise."""
+        """Installs the private answer into the parameters, unless that was done; later steps raise."""
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -124,7 +124,7 @@ class CommonOptimizer(Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._finalized:
+        if kind is None:
             self.finalize()
 
     @property

@@ -104,7 +104,7 @@ class AcceleratedSGD(HeavyTailed):
 
         inner <- Proj( inner - t lr mean_t ),   mean_t of gradients at the query, on batch t;   outer averages the inner
 
-    Between steps the parameters hold the query, where gradients are taken; `finalize()` installs `outer`.
+    Between steps the parameters hold the query, where gradients are taken; the last planned step installs `outer`.
 
     Args:
         params: parameters or groups; all of them count as one vector.
@@ -137,7 +137,6 @@ class AcceleratedSGD(HeavyTailed):
         ...     optimizer.zero_grad()
         ...     dp.losses.Squared()(model(x), y).backward()
         ...     optimizer.step()
-        >>> optimizer.finalize()
         >>> optimizer.steps, optimizer.report().epsilon <= 1.0
         (4, True)
     """

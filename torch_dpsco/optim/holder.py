@@ -140,7 +140,6 @@ class HolderSGD(PlannedOptimizer):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step()
-        >>> optimizer.finalize()
         >>> optimizer.report().figures.epsilon == plan.epsilon() <= 1.0
         True
     """

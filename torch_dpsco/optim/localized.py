@@ -281,7 +281,6 @@ class LocalizedSGD(PlannedOptimizer):
         ...     optimizer.zero_grad()
         ...     dp.losses.Absolute()(model(x), y).backward()
         ...     optimizer.step()
-        >>> optimizer.finalize()
         >>> [phase.n for phase in plan.localized.phases], optimizer.steps
         ([200, 100, 97], 30)
     """

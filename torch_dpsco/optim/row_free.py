@@ -54,7 +54,8 @@ _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (
 class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
-    Until `finalize()` parameters, losses, averages and checkpoints are secret, and so is everything computed from them.
+    Until the last planned step, which releases the answer, parameters, losses, averages and checkpoints are secret, and
+    so is everything computed from them.
 
     Args:
         params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`. They are set to
@@ -214,7 +215,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._steps += 1
         self._kept.note()
         self.zero_grad()
-        if len(self.lrs) > 1 and self._steps < self.planned_steps:
+        if self._steps == self.planned_steps:
+            self.finalize()
+        elif len(self.lrs) > 1:
             self.param_groups[0]["lr"] = self._lr()
         return loss
 
@@ -231,9 +234,12 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         if self._given_up:
             raise SequenceError(_GIVEN_UP)
         if self._finalized:
-            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
+            raise SequenceError(
+                f"all {self.planned_steps} planned steps are made: the answer is released; make a new optimizer to "
+                f"continue"
+            )
         if self._steps == self.planned_steps:
-            raise SequenceError(f"all {self.planned_steps} planned steps are made: call finalize()")
+            raise SequenceError(f"all {self.planned_steps} planned steps are made: call finalize(), for the answer")
 
     def _next_batch(self) -> Chunk:
         if self._log is None or not self._log.waiting:
@@ -288,15 +294,15 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     @in_turn
     @torch.no_grad()
     def finalize(self) -> None:
-        """Charges the release, and installs the noised answer into the parameters.
+        """Charges the release, and installs the noised answer, unless the last planned step has done so.
 
         Raises:
-            SequenceError: planned steps are missing, or the answer was released already: here, or from the same
-                checkpoint under another accountant of this process.
+            SequenceError: planned steps are missing, or the answer was released from the same checkpoint under another
+                accountant of this process.
             BudgetExceeded: the release does not fit the budget any more; nothing is released.
         """
         if self._finalized:
-            raise SequenceError("finalize() must be called once: the answer is released")
+            return
         if self._given_up:
             raise SequenceError(_GIVEN_UP)
         if missing := self.planned_steps - self._steps:

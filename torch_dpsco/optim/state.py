@@ -266,6 +266,8 @@ class Saved(Assembly):
                 self._note_paid()
                 self._apply(self._trained(), Release([], halted=halted, still=True))
         tell_of_lost(lost, made)
+        if self._steps == self._planned:
+            self.finalize()
         return lost
 
     def _note_paid(self) -> None:

@@ -4,11 +4,11 @@ One step, in the order that the guarantee needs:
 
     1 take the rows from the parameters      4 the oracle releases a noisy mean   <- trust boundary
     2 the oracle clips and adds them         5 p.grad = mean; reg; rule; prox
-    3 the accountant charges the event       6 at the end of a phase, restart from its answer
+    3 the accountant charges the event       6 at the end of a phase, restart from its answer; of the plan, install it
 
 Whatever raises in 1-4 discards the logical batch and leaves parameters and ledger at the last authorized state. Between
-steps the parameters hold the point where the next gradient is taken (the query); `released()` shows the private answer
-and `finalize()` installs it.
+steps the parameters hold the point where the next gradient is taken (the query), and `released()` shows the private
+answer. The last planned step installs it; `finalize()` does so where a run ends earlier.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ class PrivateOptimizer(Saved):
             raise
         self._batch.finish(used=True)
         self._apply(params, release)
+        if self._steps == self._planned:
+            self._end()
 
     def _charge(self, draw: Draw) -> None:
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
@@ -195,14 +197,16 @@ class PrivateOptimizer(Saved):
 
     def _require_open(self) -> None:
         require_unwrapped(self._all_params())
-        if self._finalized:
-            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
         if self._shown:
             raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
-        planned = self._planned
-        if planned is not None and self._steps >= planned:
+        if self._planned is not None and self._steps >= self._planned:
             self.discard()
-            raise SequenceError(f"all {planned} planned steps are made: call finalize(), or plan more steps")
+            answer = "the answer is installed" if self._finalized else "call finalize(), which installs the answer"
+            raise SequenceError(
+                f"all {self._planned} planned steps are made: {answer}; make a new optimizer to continue"
+            )
+        if self._finalized:
+            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
 
     def _observe(
         self,
@@ -337,11 +341,19 @@ class PrivateOptimizer(Saved):
 
     @in_turn
     def finalize(self) -> None:
-        """Installs the private answer into the parameters; later steps raise."""
-        if self._finalized or self._shown:
-            raise SequenceError("finalize() must be called once, and not inside of released()")
+        """Installs the private answer where a run ends before its last planned step, which does so by itself.
+
+        Later steps raise. After the last planned step there is nothing left to do.
+        """
+        if self._shown:
+            raise SequenceError("finalize() must not be called inside of released()")
+        if not self._finalized:
+            self.discard()
+            self._end()
+
+    def _end(self) -> None:
+        """Installs the answer, and closes the run."""
         self._world.end(self)
-        self.discard()
         with torch.no_grad():
             self._install_answer()
         if self._in_passes and self._steps:  # no step of its passes follows

@@ -172,7 +172,6 @@ class UserClippedSGD(UserOptimizer):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y).backward()
         ...     optimizer.step(users=users)
-        >>> optimizer.finalize()
         >>> optimizer.report().epsilon == plan.epsilon() <= 2.0
         True
     """

@@ -165,7 +165,6 @@ class UserFilteredSGD(UserOptimizer):
         ...     optimizer.zero_grad()
         ...     dp.losses.Logistic()(model(x), y, reduction="sum").backward()
         ...     optimizer.step(users=users)
-        >>> optimizer.finalize()
         >>> optimizer.report().epsilon == plan.epsilon() <= 4.0
         True
     """
