@@ -41,7 +41,7 @@ ORDER = (
     "cli __main__ integrations",
 )
 
-LEAVES = {f"{PACKAGE}._validate", f"{PACKAGE}.errors"}
+LEAVES = {f"{PACKAGE}.{name}" for name in ("_margin", "_validate", "errors")}
 ANALYSIS = f"{PACKAGE}.accounting.analysis"
 THEORY = f"{PACKAGE}.theory"
 ACCOUNTING = f"{PACKAGE}.accounting"
