@@ -1,16 +1,17 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
 It runs on synthetic records of the first batch's shape (`mixing`). The model is called without gradients, after its
-first training forward, and restored (`rollback`); outputs of the other records must stay. What the loop computes
+first training forward, as it was before it, and restored (`rollback`); outputs of the other records must stay, and
+those of a batch whatever the records of the batch before it were. What the loop computes
 from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
-outside of itself are called and written ten times more.
+outside of itself are called and written some sixteen times more.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.coupling.loss_trace import plain, trace_outputs
-from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, changed_rows, compare, rows_first
-from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
+from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, SyntheticBatches, changed_rows, compare, rows_first
+from torch_dpsco.coupling.rollback import Memory, Refused, Untouched, attempt, seed_torch
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.passes import batch_sizes
 
@@ -43,6 +44,11 @@ _FOUND = (
     "batch (x.mean(0), x.abs().max(), medians) by constants or by functions of one record (docs/pitfalls.md, coupled "
     "records)"
 )
+_REMEMBERS = (
+    "model must not remember earlier batches (after a batch of other made-up records its outputs for the same records "
+    "changed; look at {kept}): records of one batch would be in the rows of later ones, which no charge covers; "
+    "begin each forward with a fresh state, and take whole sequences in one forward (docs/pitfalls.md, stateful model)"
+)
 
 
 class FirstStep:
@@ -61,6 +67,7 @@ class FirstStep:
         self.asked, self.probed = asked, False  # the doctor says whether it has compared rows
         self.hooked = False  # whether hooks on the model may change the gradients of its outputs
         self._open = dict.fromkeys(_UNSEEN, True)
+        self._before: Memory | None = None  # what the model kept before the forward that is looked at
         self._dim = dim
         self._dims: list[int | None] | None = None  # of the model's outputs, as far as that was seen
 
@@ -83,6 +90,11 @@ class FirstStep:
         self.verdicts.update(other.verdicts)
         self._open.update(other._open)
 
+    def begin(self, layers: Sequence[nn.Module]) -> None:
+        """Notes what a model keeps before a training forward, after which it may be looked at."""
+        if self.asked and self._open["model"]:
+            self._before = Memory(layers)
+
     def look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Looks at a model, after a training forward; returns its output, traced for a look at the loss.
 
@@ -91,8 +103,9 @@ class FirstStep:
         """
         self.forwards += 1
         self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
-        if self._open["model"]:
-            self._look_at(model, args, kwargs, output)
+        before, self._before = self._before, None
+        if self._open["model"] and before is not None:
+            self._look_at(model, args, kwargs, output, before)
         if not self._open["loss"]:
             return None
         dims = self._dims
@@ -102,7 +115,9 @@ class FirstStep:
             dims = [0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves]
         return trace_outputs(self, output, dims)
 
-    def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _look_at(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Memory
+    ) -> None:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, PackedSequence))]
         sizes = dict.fromkeys(t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim)
         unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists((args, kwargs))
@@ -111,7 +126,7 @@ class FirstStep:
             return
         verdict = ""
         for batch in (size for size in sizes if size):  # the batch is the size that the outputs follow
-            calls = _Calls(model, args, kwargs, output, batch, self._dim)
+            calls = _Calls(model, args, kwargs, output, batch, self._dim, before)
             verdict = calls.problem or self._compared(calls)  # PrivacyError leaves the part open: it comes again
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
@@ -126,8 +141,9 @@ class FirstStep:
         if isinstance(found, str):
             return found
         self.verdicts["model"] = "records REACH each other"
-        # PRIVACY: one would be in many rows (test_a_model_that_couples_records_is_found_at_the_first_step)
-        raise PrivacyError(_FOUND.format(where=found[1], what=found[0].what))
+        # PRIVACY: one would be in many rows (test_a_model_that_couples_records_is_found_at_the_first_step,
+        # test_a_model_that_remembers_batches_is_found_at_the_first_step)
+        raise found
 
 
 class _Calls:
@@ -140,16 +156,24 @@ class _Calls:
         output: of it.
         batch: the guess.
         dim: where the batch is in the inputs.
+        before: what the model kept before that forward.
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, batch: int, dim: int
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        batch: int,
+        dim: int,
+        before: Memory,
     ) -> None:
-        self._model, self._batch, self._dim = model, batch, dim
+        self._model, self._batch, self._dim, self._before = model, batch, dim, before
         self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
-        self._outputs = tree_leaves(output)
-        self.dims: list[int | None] = [None] * len(self._outputs)  # where outputs have the batch
-        sizes = {n for t in (*self._inputs, *self._outputs) if isinstance(t, Tensor) for n in t.shape}
+        self._real = tree_leaves(output)
+        self.dims: list[int | None] = [None] * len(self._real)  # where outputs have the batch
+        sizes = {n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape}
         self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
         self._places = [
             k for k, t in enumerate(self._inputs) if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
@@ -161,20 +185,52 @@ class _Calls:
         if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
             self.problem = "not checked, integers are made up on the CPU, where the model is too large to be copied"
         self.leaves = [
-            Leaf((*t.shape[:dim], self.rows, *t.shape[dim + 1 :]), t.dtype, _CPU if self._on_cpu else t.device, dim)
-            for t in made
+            Leaf(self._shape(t.shape, self.rows), t.dtype, _CPU if self._on_cpu else t.device, dim) for t in made
         ]
         self._watched: list[_Watched] | None = None
 
-    def compared(self) -> str | tuple[Mixed, str]:
-        """Returns what was checked, or how records reach each other, and where; puts everything back."""
+    def compared(self) -> str | PrivacyError:
+        """Returns what was checked, or how and where records reach each other; puts everything back."""
         with self._open():
             found = compare(self.leaves, self.rows, self)
-            return found if isinstance(found, str) else (found, self._culprit(found))
+            if isinstance(found, Mixed):
+                return PrivacyError(_FOUND.format(where=self._culprit(found), what=found.what))
+            if not self._remembers():
+                return found
+            kept = ", ".join(self._before.attributes.new_tensors()) or "what a forward writes to"
+            return PrivacyError(_REMEMBERS.format(kept=kept))
+
+    def _shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
+        return (*shape[: self._dim], rows, *shape[self._dim + 1 :])
+
+    def _remembers(self) -> bool:
+        """Returns whether outputs depend on the records of the batch before."""
+        for rows in (self.rows, self._batch):  # what a module keeps may have the size of the batch
+            leaves = [
+                leaf._replace(shape=(*leaf.shape[: self._dim], rows, *leaf.shape[self._dim + 1 :]))
+                for leaf in self.leaves
+            ]
+            for fill in (1, 0):
+                pool = SyntheticBatches(leaves, rows, fill)
+                runs = [attempt("two batches", partial(self._second, pool, scale)) for scale in (1.0, 1.0, 0.0)]
+                first, again, other = ([] if isinstance(run, Refused) else run for run in runs)
+                if first and again and other:  # else it takes no such batches
+                    return not changed_rows(first, again) and bool(changed_rows(first, other))
+        return False
+
+    def _second(self, pool: SyntheticBatches, scale: float) -> list[Tensor]:
+        """Returns the outputs for a batch after another one, whose records are times a number."""
+        self._rewind()
+        self._outputs(pool.batch({k: [scale] * pool.rows for k in range(len(pool.leaves))}))
+        return [rows_first(t, 0) for t in self._outputs(pool.batch({})) if isinstance(t, Tensor) and t.dim()]
+
+    def _rewind(self) -> None:
+        self._state.rewind()
+        self._before.rewind()
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        self._state = Untouched(self._model)
+        self._state, after = Untouched(self._model), Memory(list(self._model.modules()))
         self._copy: dict[str, Tensor] = {}
         if self._on_cpu:
             tensors = (*self._model.named_parameters(), *self._model.named_buffers())
@@ -185,20 +241,24 @@ class _Calls:
                 yield
         finally:
             self._state.restore()
+            after.rewind()
 
     def __call__(self, made: list[Tensor]) -> list[Tensor]:
         """Returns the outputs for synthetic records, records first."""
+        self._rewind()
+        if self._watched is not None:
+            self._watch(self._watched)
+        found = self._outputs(made)
+        self.dims = [self._dim_of(*pair) for pair in zip(found, self._real, strict=True)]
+        return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
+
+    def _outputs(self, made: list[Tensor]) -> list[Any]:
         leaves = [t.cpu() if self._on_cpu and isinstance(t, Tensor) else t for t in self._inputs]
         for k, t in zip(self._places, made, strict=True):
             leaves[k] = t
         args, kwargs = tree_unflatten(leaves, self._structure)
-        self._state.rewind()
         seed_torch(SEED)
-        if self._watched is not None:
-            self._watch(self._watched)
-        found = tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
-        self.dims = [self._dim_of(*pair) for pair in zip(found, self._outputs, strict=True)]
-        return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
+        return list(tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs)))
 
     def _dim_of(self, made: Any, real: Any) -> int | None:
         """Returns where an output has the batch: there alone it has changed its size."""

@@ -14,7 +14,7 @@ What a forward changes elsewhere (a file, a list inside of a list) cannot be und
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -93,6 +93,57 @@ class RandomStreams:
         random.setstate(self._python)
 
 
+class Attributes:
+    """The attributes of objects, with the contents of lists and dictionaries among them."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._objects = [(thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in things]
+
+    def rewind(self) -> None:
+        """Puts them back, but no values of tensors."""
+        for thing, kind, attributes, contents in self._objects:
+            if type(thing) is not kind:
+                object.__setattr__(thing, "__class__", kind)
+            vars(thing).clear()
+            vars(thing).update(attributes)
+            for container, items in contents:
+                container.clear()
+                container.update(items) if isinstance(container, dict) else container.extend(items)
+
+    def new_tensors(self) -> list[str]:
+        """Returns the names of the attributes that are other tensors now."""
+        return sorted(
+            f"{kind.__name__}.{name}"
+            for thing, kind, attributes, _ in self._objects
+            for name, value in vars(thing).items()
+            if isinstance(value, Tensor) and value is not attributes.get(name)
+        )
+
+
+class Memory:
+    """What modules, and plain objects among their attributes, keep from forward to forward.
+
+    Args:
+        modules: whose parameters and buffers are left out.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        keepers = [*modules, *(value for m in modules for value in vars(m).values() if _is_keeper(value))]
+        self.attributes = Attributes(keepers)
+        released = {id(t) for m in modules for holder in (m._parameters, m._buffers) for t in holder.values()}
+        held = [value for keeper in keepers for value in vars(keeper).values()]
+        held += [item for value in held if isinstance(value, (list, dict)) for item in _items(value)]
+        kept = [value for value in held if isinstance(value, Tensor) and id(value) not in released]
+        self._values = [(t, t.detach().clone()) for t in kept]
+
+    def rewind(self) -> None:
+        """Puts it back."""
+        self.attributes.rewind()
+        for t, saved in self._values:
+            if not same_values(t.detach(), saved):
+                t.data.copy_(saved)
+
+
 class Untouched:
     """The state of a model and of what trains it, at the time of construction.
 
@@ -106,7 +157,7 @@ class Untouched:
         self.modules = list(model.modules())
         self.params = list(model.parameters())
         objects = {id(thing): thing for thing in _with_helpers([*self.modules, *self.params, *others])}
-        self._objects = [(thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in objects.values()]
+        self._attributes = Attributes(objects.values())
         attributes = [value for thing in objects.values() for value in vars(thing).values()]
         self._generators = [(g, g.get_state()) for g in attributes if isinstance(g, torch.Generator)]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
@@ -115,14 +166,7 @@ class Untouched:
 
     def rewind(self) -> None:
         """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
-        for thing, kind, attributes, contents in self._objects:
-            if type(thing) is not kind:
-                object.__setattr__(thing, "__class__", kind)
-            vars(thing).clear()
-            vars(thing).update(attributes)
-            for container, items in contents:
-                container.clear()
-                container.update(items) if isinstance(container, dict) else container.extend(items)
+        self._attributes.rewind()
         for generator, saved in self._generators:
             generator.set_state(saved)
         self.streams.restore()
@@ -173,6 +217,15 @@ class Untouched:
 def _contents(thing: Any) -> list[tuple[Any, Any]]:
     """Returns the lists and dictionaries among the attributes, with copies of what they hold."""
     return [(value, value.copy()) for value in vars(thing).values() if isinstance(value, (dict, list))]
+
+
+def _is_keeper(thing: Any) -> bool:
+    ours = type(thing).__module__.startswith(_HELPERS)
+    return hasattr(thing, "__dict__") and not ours and not callable(thing) and not isinstance(thing, Tensor)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _with_helpers(things: list[Any]) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from torch_dpsco.doctor.probe import in_place
 from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
+from torch_dpsco.rows.carried import CarriedStateError
 from torch_dpsco.rows.precision import coarse_setting
 
 _NAMED = 4  # names listed in an evidence
@@ -73,6 +74,14 @@ def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The same batch must give the same rows whatever was seen before."""
+    carried = next((refused for refused in evidence.refused if isinstance(refused.error, CarriedStateError)), None)
+    if carried is not None:
+        yield critical(
+            "stateful-model",
+            "the loss gave outputs of one batch to the forward of the next one: records of one step are in the rows "
+            "of later ones, which nothing accounts for",
+            "begin each batch with a fresh state, or give whole sequences to one forward",
+        )
     if evidence.drift is None or evidence.buffers:
         return
     limit, (of_data, of_calls) = tolerance(evidence.rows), evidence.drift
@@ -273,7 +282,7 @@ def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
     half = any(half_precision_rows(script, evidence))
     for refused in evidence.refused:
         ours = isinstance(refused.error, PrivacyError)  # training would be refused too
-        explained = in_place(refused.error) or isinstance(refused.error, NotScalarError)
+        explained = in_place(refused.error) or isinstance(refused.error, (NotScalarError, CarriedStateError))
         if not explained and not (ours and (evidence.buffers or half)):
             yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
     if evidence.rows and not any(bool(rows.norms().any()) for rows in evidence.rows.values()):

@@ -29,7 +29,7 @@ from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows import clear_rows, forget_wrappers
+from torch_dpsco.rows import clear_rows, forget_wrappers, retire_forwards
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import (
     DesignSampler,
@@ -304,7 +304,7 @@ class Assembly(CommonOptimizer):
                 f"use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard)
+        self._batch.bind(loader, self.discard, self._retire)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -360,6 +360,9 @@ class Assembly(CommonOptimizer):
                 reset()
         self.oracle.discard()
         self._batch.drop()
+
+    def _retire(self) -> None:
+        retire_forwards(self._all_params())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients and per-sample gradients that no step has taken yet."""

@@ -73,8 +73,13 @@ class LogicalBatch:
         self._seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
-    def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
+    def bind(self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[], None]) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
+
+        Args:
+            loader: it.
+            on_restart: called when an iteration over it begins.
+            on_delivery: called for each batch.
 
         Raises:
             UnknownSamplerError: a foreign sampler.
@@ -104,7 +109,7 @@ class LogicalBatch:
         self._take(sampler.log)
         if one_pass:
             self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
-        self._log.on_restart = on_restart
+        self._log.on_restart, self._log.on_delivery = on_restart, on_delivery
         self._draw_rows, self.opened = 0, False
 
     def _require_secret(self, sampler: Any) -> None:

@@ -7,7 +7,8 @@ state dict. After attach no non-private gradient survives a backward:
 * `p.grad` is dropped as soon as it is accumulated;
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
   outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
-* a training forward that changes a buffer (batch normalization and similar layers couple the rows) raises.
+* a training forward that changes a buffer (batch normalization and similar layers couple the rows) raises;
+* so does one whose inputs are outputs of an earlier batch, a state that the loop carries (see `rows.carried`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
+from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import NO_FORWARD, PassCounter, batch_sizes, forget_uses
@@ -62,6 +64,7 @@ class _Attachment:
     ) -> None:
         self.mean = loss_reduction == "mean"
         self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
+        self.carried = CarriedState(model)
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
@@ -109,11 +112,14 @@ class _Attachment:
         return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
 
     def retire(self) -> None:
-        """Refuses backwards of all forwards so far: their batch was used, or given up."""
+        """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up."""
         self.passes.used = self.passes.number
+        self.carried.end_batch()
 
-    def require_fresh(self, number: int | None) -> None:
+    def require_fresh(self, number: int | None, forward: Forward | None) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        if forward is not None:
+            forward.has_left_rows = True
         if self.mean:
             if problem := inexact_mean(self.layers, self.factored + self.dense):
                 self.refuse(problem)
@@ -205,6 +211,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
+    if model.training:
+        _BEGIN.call(attachment, (args, kwargs), leaves_rows=torch.is_grad_enabled())
     if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
@@ -236,10 +244,10 @@ def _copied(leaf: Any) -> Any:
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    number = attachment.passes.tag
+    number, forward = attachment.passes.tag, _END.call(attachment, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(lambda _: attachment.require_fresh(number))
+            out.register_hook(lambda _: attachment.require_fresh(number, forward))
     if number is None:
         return None
     attachment.passes.close()
@@ -269,7 +277,17 @@ def _look(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str
         raise
 
 
-_LOOK = LeftOut(_look)
+def _begin(attachment: _Attachment, inputs: Any, *, leaves_rows: bool) -> None:
+    attachment.carried.begin(inputs, leaves_rows=leaves_rows)
+    if leaves_rows:
+        attachment.first.begin(attachment.layers)
+
+
+def _end(attachment: _Attachment, output: Any, inputs: Any) -> Forward | None:
+    return attachment.carried.end(output, inputs)
+
+
+_LOOK, _BEGIN, _END = LeftOut(_look), LeftOut(_begin), LeftOut(_end)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -315,14 +333,15 @@ def attach(
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
         batch_first: whether the batch is the first dimension of the inputs.
         check_first_step: whether to look in the first training step, on synthetic records, for records that reach each
-            other in the model, or in what the loop computes from its outputs until `backward()` (see `first_step`).
-            The model is called ten times more then, its hooks included. What could not be looked at, is said by
-            `optimizer.report()`, and does not stop a run. `fit` has probes of its own.
+            other in the model, also from batch to batch, or in what the loop computes from its outputs until
+            `backward()` (see `first_step`). The model is called sixteen times more then, its hooks included. What
+            could not be looked at, is said by `optimizer.report()`, and does not stop a run. `fit` has probes of its
+            own.
 
     Raises:
         ValueError: unknown option, no trainable parameter, layers that couple rows.
         SequenceError: the model is attached already.
-        PrivacyError: in the first step, records reach each other.
+        PrivacyError: in the first step, records reach each other; in any step, inputs are outputs of an earlier batch.
 
     Example:
         >>> model = attach(nn.Linear(3, 1))

@@ -153,6 +153,7 @@ class DrawLog:
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
+        self.on_delivery: Callable[[], None] = lambda: None
         self._given_up = False
         self._replaced = False  # by the log of another loader
         self._split: Chunk | None = None  # delivered in parts, the last one is still to come
@@ -216,6 +217,7 @@ class DrawLog:
             )
         self.waiting.append(chunk)
         self.held, self._given_up = chunk, False
+        self.on_delivery()
 
     def split(self, *, more: bool) -> None:
         """Notes that the batch that comes next is a part of the newest draw (Opacus' BatchMemoryManager says so).
