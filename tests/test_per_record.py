@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.errors import PrivacyError
 
 B, K = 7, 3
 DRAW = torch.Generator().manual_seed(0)
@@ -168,3 +169,68 @@ def test_the_rows_of_a_loop_are_those_of_the_plain_loss() -> None:
         loss(model(OUT), BITS[:, :2]).backward()
         rows.append(model.weight.grad_factors.blocks(weight=True, bias=False)[0].dense()[0])
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
+
+
+class Centered(torch.autograd.Function):
+    """The identity, but for a vmap rule of its own (as fused operations have) that sees the whole batch."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        x = x.movedim(in_dims[0], 0)
+        return x - x.mean(0, keepdim=True), 0
+
+
+def centered(output: Tensor, target: Tensor) -> Tensor:
+    return 50.0 * (Centered.apply(output) - target).square().sum()
+
+
+def sum_of_a_step(first: float, **attached: Any) -> Tensor:
+    """Returns the clipped sum of a step, clip 1, with record 0 made of one number."""
+    torch.manual_seed(0)
+    model = dp.attach(nn.Linear(2, 1, bias=False), **attached)
+    nn.init.constant_(model.weight, 1.0)
+    plan = dp.ClippedSGD.plan(clip=1.0, noise_multiplier=1e-9, n=8, sampling="full", steps=1, lr=1.0)
+    opt, x = dp.ClippedSGD(model.parameters(), plan), torch.ones(8, 2)
+    x[0] = first
+    for a, b in opt.loader(TensorDataset(x, torch.zeros(8, 1))):
+        dp.per_record(centered)(model(a), b).backward()
+        opt.step()
+    return 8 * (1.0 - model.weight.detach())
+
+
+def test_a_loss_whose_vmap_rule_couples_records_is_found_at_the_first_step() -> None:
+    with pytest.raises(PrivacyError, match="must not reach each other in the loss"):
+        sum_of_a_step(0.0)
+    # PRIVACY: where nothing looks, one record is in the rows of all: the bound is 2
+    moved = sum_of_a_step(0.0, check_first_step=False) - sum_of_a_step(1e4, check_first_step=False)
+    assert float(moved.norm()) > 10.0
+
+
+@pytest.mark.parametrize("where", ["loss", "model"])
+def test_compiled_rows_that_are_coupled_are_refused(where: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Centered.apply(self.layer(x)) if where == "model" else self.layer(x)
+
+    loss = centered if where == "loss" else nn.MSELoss()
+    rows = dp.CompiledRows(Model(), loss, backend=None)
+    with pytest.raises(PrivacyError, match="vmap rule"):
+        rows.prepare(torch.ones(8, 2), torch.zeros(8, 1))

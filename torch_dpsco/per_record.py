@@ -1,11 +1,13 @@
-"""Losses evaluated record by record: whatever the function does, no record enters the loss of another.
+"""Losses evaluated record by record: a function of tensor operations cannot let a record enter the loss of another.
 
     loss = per_record(nn.BCEWithLogitsLoss)
     loss(model(x), y).backward()
 
 The function sees one record at a time, as a batch of one (`torch.func.vmap`), and the reduction over records is ours.
 So a softmax over the batch, a (B, 1) output against (B,) targets or outliers dropped by a median of the batch cannot
-happen in the loss. It says nothing about the model, or about what is done to a batch before it.
+happen in the loss. What can is a `torch.autograd.Function` with a `vmap` rule of its own, as fused operations have: it
+is shown the whole batch. The first step and `fit` look for it, as in any loss. It says nothing about the model, or
+about what is done to a batch before it.
 """
 
 from __future__ import annotations
@@ -59,9 +61,7 @@ class PerRecord:
         """
         reduction = self.reduction if reduction is None else check.choice(("mean", "sum", "none"), reduction=reduction)
         _require_batch(output, target)
-        return apply_as_one(
-            self._reduced, (output, target, reduction), reduction, "evaluated record by record, by dp.per_record"
-        )
+        return apply_as_one(self._reduced, (output, target, reduction), reduction)
 
     def _reduced(self, output: Any, target: Any, reduction: str) -> Tensor:
         output, target = read_for(self.loss, output, target)
@@ -102,7 +102,9 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
         ValueError: it cannot be called, or has parameters that would be trained.
 
     Guarantee:
-        The loss of a record is a function of its own output and target. Class weights and ignored targets of
+        The loss of a record is a function of its own output and target, if operations with a `vmap` rule of their own
+        (`torch.autograd.Function`, `torch.library`) keep records apart; the first step looks for those that do not.
+        Class weights and ignored targets of
         CrossEntropyLoss and NLLLoss stay within the record: an ignored target counts 0, and a mean is over all records.
         Labels of torch's losses are read by `losses.labels`: 0/1, -1/1 and booleans say the same, and a record with a
         label that is not finite, or no class, has no gradient.

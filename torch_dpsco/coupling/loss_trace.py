@@ -74,14 +74,13 @@ def plain(tree: Any) -> Any:
     return tree_map(untraced, tree)
 
 
-def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reduction: str, verdict: str = "") -> Tensor:
+def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reduction: str) -> Tensor:
     """Returns function(*args), which is one operation of a traced loss, so that its backward is repeated too.
 
     Args:
         function: of plain tensors.
         args: its arguments.
         reduction: how it reduces over the records: "mean", "sum" or "none".
-        verdict: what is known of it without a look, if anything is.
     """
     trace = _open_trace(args)
     spec = None if trace is None else trace.spec(args, {})
@@ -91,7 +90,7 @@ def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reducti
     inputs = [t for t in tree_leaves(args) if isinstance(t, Traced)]
     result = result.as_subclass(Traced)
     trace.note(function, spec, result)
-    trace.as_one[result._place] = reduction, verdict
+    trace.reductions[result._place] = reduction
     with without_subclasses():
         trace.through[result.grad_fn] = [t.grad_fn for t in inputs]
     return result
@@ -116,7 +115,7 @@ class _Trace:
         self.last = torch.autograd.grad if step.ghost else Tensor.backward
         self._outputs = [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
         self._rows, self._device = outputs[0].shape[dims[0]], outputs[0].device.type
-        self.as_one: dict[int, tuple[str, str]] = {}  # places of what `apply_as_one` made: reduction and verdict
+        self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
         self.through: dict[Any, list[Any]] = {}  # their nodes in the graph of gradients, and those of what they took
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
         self._calls: list[Call] = []
@@ -184,7 +183,7 @@ class _Trace:
                     self._lost.add("autograd.Function")
             if weighted:
                 self._lost.add("a gradient given to backward()")
-            verdict, left = self._known(loss._place) or self._repeated(loss._place), sorted(self._lost)
+            verdict, left = self._repeated(loss._place), sorted(self._lost)
             self._step.settle("loss", f"{verdict}, but not what was done out of sight ({left})" if left else verdict)
         self._ended = True
         self._calls, self._elsewhere, self.ends, self.through = [], {}, set(), {}
@@ -201,12 +200,6 @@ class _Trace:
             raise
         finally:
             streams.restore()
-
-    def _known(self, root: int) -> str:
-        """Returns what is known of a loss that was made as one of outputs as they came."""
-        taken = next((call.taken for call in self._calls if root in call.places), [])
-        bare = all(place < len(self._outputs) for place in taken)
-        return self.as_one[root][1] if bare and root in self.as_one else ""
 
     def _has_own_backward(self, root: Any) -> bool:
         """Whether a backward that torch does not know, and that is not repeated, lies between loss and outputs."""
@@ -226,7 +219,7 @@ class _Trace:
         return False
 
     def _require_reduction(self, loss: Traced) -> None:
-        (reduction, _), attached = self.as_one.get(loss._place, ("none", "")), self._step.reduction
+        reduction, attached = self.reductions.get(loss._place, "none"), self._step.reduction
         if reduction not in ("none", attached) and not self._step.ghost:
             # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
             # (test_a_loss_by_record_must_reduce_as_the_model_was_attached)

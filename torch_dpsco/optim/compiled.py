@@ -47,8 +47,9 @@ from torch.overrides import TorchFunctionMode
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map
-from torch_dpsco.coupling.rollback import Refused, attempt
+from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, compare
+from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, seed_torch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.labels import as_module, read_for
 from torch_dpsco.optim.checks import require_same_parameters
@@ -114,7 +115,12 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
-_BY_RECORD = dict.fromkeys(("model", "loss"), "evaluated record by record, by dp.CompiledRows")
+_MADE_UP, _APART = 7, 0.1  # records that are made up, and how far from the model's parameters their rows are taken
+_COUPLED = (
+    "records must not reach each other in model and loss (with {what} as one of several made-up records, rows of "
+    "others changed): an operation with a vmap rule of its own (torch.autograd.Function, torch.library) sees the whole "
+    "batch there; give it generate_vmap_rule = True, or leave it out"
+)
 _CHANGED = (
     "a forward must not change buffers or weights, they would carry private data out of the model; use layers without "
     "running statistics, e.g. GroupNorm"
@@ -177,6 +183,7 @@ class CompiledRows:
         self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
+        self._verdicts: dict[str, str] = {}  # whether records reach each other in the rows
 
     def step(self, optimizer: PrivateOptimizer, inputs: Any, targets: Any, *, users: Tensor | None = None) -> None:
         """Makes one private step from a batch, or adds a physical batch that is not the last of its draw.
@@ -202,7 +209,7 @@ class CompiledRows:
             optimizer.step(users=users)
             return
         params = self._trained()
-        optimizer.note_checks(_BY_RECORD)
+        optimizer.note_checks(self._verdicts)
         self._size(optimizer.design if optimizer.oracle.unit == "example" else None)  # a user has any number of records
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
@@ -223,7 +230,7 @@ class CompiledRows:
             Why rows are not compiled, but only vectorized; None if they are compiled.
 
         Raises:
-            PrivacyError: see `step`.
+            PrivacyError: see `step`; rows of made-up records move with other records.
             ValueError: see `step`.
         """
         _batch_size(inputs, targets)
@@ -237,6 +244,7 @@ class CompiledRows:
             if not torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True).all():
                 raise PrivacyError(_CHANGED)
         self._require_no_capture(*zeros)
+        self._verdicts.update(dict.fromkeys(("model", "loss"), self._compared(inputs, targets)))
         self._shapes, self._fast = _shapes(inputs, targets), self._eager
         if self.backend is None:
             return "backend is None"
@@ -314,8 +322,36 @@ class CompiledRows:
         # PRIVACY: rows of the filling are no records (test_rows_of_the_filling_never_count)
         return rows if n == size else tuple(row[:n] for row in rows)
 
-    def _call(self, function: Callable[..., _Rows], inputs: Any, targets: Any) -> _Rows:
-        params, before = tuple(p.detach() for p in self._trained()), _versions(self._state())
+    def _compared(self, inputs: Any, targets: Any) -> str:
+        """Returns what made-up records show of records in the rows of others; raises PrivacyError where they are."""
+        leaves, structure = tree_flatten((inputs, targets))
+        if any(t.device.type != "cpu" and not t.is_floating_point() for t in leaves):
+            return "not checked, a wrong index ends the process on this device"
+        made = [
+            Leaf((_MADE_UP, *t.shape[1:]), t.dtype, t.device, 0, target=k >= len(tree_leaves(inputs)))
+            for k, t in enumerate(leaves)
+        ]
+
+        def rows(batch: list[Tensor]) -> list[Tensor]:
+            seed_torch(SEED)
+            params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())  # at zeros few rows would move
+            found = self._call(self._eager, *tree_unflatten(batch, structure), params)
+            return [row.flatten(1) for row in found]
+
+        streams = RandomStreams()
+        try:
+            with torch.no_grad():
+                found = compare(made, _MADE_UP, rows)
+        finally:
+            streams.restore()
+        if isinstance(found, Mixed):
+            # PRIVACY: one record would be in many rows (test_compiled_rows_that_are_coupled_are_refused)
+            raise PrivacyError(_COUPLED.format(what=found.what))
+        return found
+
+    def _call(self, function: Callable[..., _Rows], inputs: Any, targets: Any, params: _Rows | None = None) -> _Rows:
+        before = _versions(self._state())
+        params = tuple(p.detach() for p in self._trained()) if params is None else params
         # other kernels of attention have no vectorized backward
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             rows = function(params, inputs, targets)
