@@ -107,7 +107,7 @@ def one_pass(kind: Any, problem: dp.Problem, rule: str, batches: int) -> Fit:
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
         clip = dp.Pilot(rule=rule, c_max=LARGEST_CLIP)
-        plan = kind.plan(problem=problem, n=n, budget=BUDGET, dim=DIM, steps=batches, clip=clip)
+        plan = kind.plan(problem=problem, n=n, budget=BUDGET, dim=DIM, steps=batches, clip=clip, sampling="shuffled")
         return kind(model.parameters(), plan)
 
     return lambda data: trained(build, data)
@@ -405,7 +405,9 @@ def print_memory(steps: int, batch_size: int = 4) -> None:
     """Prints what the process holds in the course of one pass of many steps, and what the optimizer keeps."""
     data = TensorDataset(torch.randn(steps * batch_size, DIM), torch.randn(steps * batch_size, 1))
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
-    plan = dp.AcceleratedSGD.plan(n=len(data), lr=1e-6, clip=1.0, noise_multiplier=8.0, batch_size=batch_size)
+    plan = dp.AcceleratedSGD.plan(
+        n=len(data), lr=1e-6, clip=1.0, noise_multiplier=8.0, batch_size=batch_size, sampling="shuffled"
+    )
     optimizer = dp.AcceleratedSGD(model.parameters(), plan)
     print(f"{'AcceleratedSGD, steps':<22}{'resident, MB':>15}{'Python objects':>16}{'floats in the state':>21}")
     for k, (x, y) in enumerate(optimizer.loader(data), start=1):

@@ -82,14 +82,16 @@ def theorem(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
 def accelerated(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One accelerated pass, the clip by the theory's quantile."""
     clip = dp.Pilot(rule="theory", c_max=LARGEST_CLIP)
-    plan = dp.AcceleratedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, **setting)
+    plan = dp.AcceleratedSGD.plan(
+        problem=PROBLEM, steps=planned_steps(setting), clip=clip, sampling="shuffled", **setting
+    )
     return dp.AcceleratedSGD(model.parameters(), plan)
 
 
 def plain(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One pass of plain SGD."""
     clip = dp.Pilot(c_max=LARGEST_CLIP)
-    plan = dp.ClippedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, **setting)
+    plan = dp.ClippedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, sampling="shuffled", **setting)
     return dp.ClippedSGD(model.parameters(), plan)
 
 

@@ -71,7 +71,8 @@ def make_optimizer(name: str, model: nn.Module, n: int, epsilon: float, strength
     }
     prox = dp.prox.L1(strength) if name.startswith("proximal") else None
     if name.endswith("one pass"):
-        return dp.ProximalSGD(model.parameters(), dp.ProximalSGD.plan(steps=STEPS, **setting), prox=prox)
+        plan = dp.ProximalSGD.plan(steps=STEPS, sampling="shuffled", **setting)
+        return dp.ProximalSGD(model.parameters(), plan, prox=prox)
     plan = dp.ClippedSGD.plan(sampling="full", steps=FULL_STEPS, lr=0.5 / PROBLEM.smoothness, **setting)
     return dp.ClippedSGD(model.parameters(), plan, prox=prox)
 
@@ -79,7 +80,9 @@ def make_optimizer(name: str, model: nn.Module, n: int, epsilon: float, strength
 def strength_for(n: int, epsilon: float) -> float:
     """Returns two standard deviations of the noise on the mean of one batch of the pass, at the guessed clip."""
     budget = dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)
-    plan = dp.ProximalSGD.plan(problem=PROBLEM, n=n, budget=budget, dim=DIM, steps=STEPS, clip=GUESSED_CLIP)
+    plan = dp.ProximalSGD.plan(
+        problem=PROBLEM, n=n, budget=budget, dim=DIM, steps=STEPS, clip=GUESSED_CLIP, sampling="shuffled"
+    )
     return 2.0 * plan.noise_std
 
 

@@ -67,10 +67,10 @@ def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
 
 
 def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of a plan whose draws may be seeded: of assigned batches that hide nobody."""
+    """Returns arguments of a plan whose draws may be seeded: known batches, or assigned ones that hide nobody."""
     adjacency = kind.get("adjacency") or (kind["budget"].adjacency if kind.get("budget") else "replace_one")
-    usual = "assigned" if adjacency == "add_remove" else None
-    if kind.get("sampling", usual) != "assigned" or isinstance(kind.get("clip"), dp.Pilot) or kind.get("mode"):
+    kind = {"sampling": "assigned" if adjacency == "add_remove" else "shuffled"} | kind
+    if kind["sampling"] != "assigned" or isinstance(kind.get("clip"), dp.Pilot) or kind.get("mode"):
         return kind
     n, size, steps = kind.get("n"), kind.get("batch_size"), kind.get("steps")
     if not n or (size is None) == (steps is None):

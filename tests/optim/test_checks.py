@@ -102,7 +102,7 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     "ClippedSGD add_remove": (planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4), 259),
     "ClippedSGD passes": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"), 517),
     "AcceleratedSGD": (planner(dp.AcceleratedSGD, problem=SMOOTH, clip=0.1, steps=1), 517),
-    "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4), 1033),
+    "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4, sampling="shuffled"), 1033),
     "LocalizedSGD": (planner(dp.LocalizedSGD, problem=dp.Problem(), clip=3.0, reg=0.1), 1033),
     "HolderOutputSGD": (planner(dp.HolderOutputSGD, problem=BALL, batch_size=5), 511),
     "BoltOnPSGD": (planner(dp.BoltOnPSGD, problem=UNIT, batch_size=5, reg=0.1), 144),

@@ -129,7 +129,7 @@ def test_adam_moves_by_private_means() -> None:
     layer, twin = model(torch.float64), torch.nn.Linear(3, 1, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     inner, plain = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (layer, twin))
-    plan = dp.ClippedSGD.plan(n=N, lr=0.1, clip=1.5, noise_multiplier=0.0, batch_size=6)
+    plan = dp.ClippedSGD.plan(n=N, lr=0.1, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled")
     run = Run(layer, dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner)))
     for batch in run.seeded():
         w = joint(layer)

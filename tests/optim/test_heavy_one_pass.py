@@ -459,7 +459,7 @@ def test_frozen_parameters_stay_and_are_no_part_of_the_constraint(cls: Any) -> N
     layer.bias.requires_grad_(False)
     with torch.no_grad():
         layer.bias.fill_(5.0)
-    plan = cls.plan(n=N, lr=0.05, clip=1.5, noise_multiplier=0.0, batch_size=6)
+    plan = cls.plan(n=N, lr=0.05, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled")
     opt = cls(layer.parameters(), plan, prox=dp.prox.Ball(0.3))
     run = Run(layer, opt).train()
     assert layer.bias.item() == 5.0
@@ -485,7 +485,11 @@ def test_the_regularizer_is_added_after_the_clip(cls: Any) -> None:
     nn.init.constant_(layer.weight, 100.0)
     nn.init.constant_(layer.bias, 0.0)
     dp.attach(layer)
-    opt = cls(layer.parameters(), cls.plan(n=4, lr=0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2), reg=5.0)
+    opt = cls(
+        layer.parameters(),
+        cls.plan(n=4, lr=0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2, sampling="shuffled"),
+        reg=5.0,
+    )
     for (x,) in opt.loader(TensorDataset(torch.zeros(4, 3, dtype=torch.float64))):
         (0 * layer(x)).mean().backward()
         opt.step()

@@ -65,7 +65,7 @@ def calibrated(cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: 
     layer = model(reduction="sum" if changes.get("sampling") == "poisson" else "mean")
     localized = cls is dp.LocalizedSGD
     arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM, "dim": layer}
-    arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4}
+    arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4, "sampling": "shuffled"}
     plan = cls.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **{**arguments, **changes})
     return Run(layer, cls(layer.parameters(), plan))
 
@@ -96,7 +96,7 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
         design = parts_of(plan.localized, pilots, N, dp.Poisson)
         return replace(plan, pilots=pilots, design=design, steps=design.steps_per_epoch)
     kind = {"batch_size": 30, "steps": 4, "average": None if cls is dp.AcceleratedSGD else "last", **changes}
-    plan = cls.plan(n=N - SIZE, lr=0.05, clip=1.0, noise_multiplier=0.0, **kind)
+    plan = cls.plan(n=N - SIZE, lr=0.05, clip=1.0, noise_multiplier=0.0, **{"sampling": "shuffled"} | kind)
     parts = dp.Parts(((dp.Full(SIZE), 1), (plan.design, 4)), N)
     return replace(plan, clip=None, pilot=pilot(SIZE), design=parts, steps=5)
 

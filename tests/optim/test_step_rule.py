@@ -279,7 +279,7 @@ def test_clipped_sgd_needs_a_smoothness_or_a_step_size() -> None:
 
 
 def test_one_pass_makes_more_steps_where_there_is_less_noise() -> None:
-    kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "clip": 1.0}
+    kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "clip": 1.0, "sampling": "shuffled"}
     made = [dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.1, 1.0, 8.0)]
     assert made[0].steps < made[1].steps < made[2].steps
     assert all(p.design.one_pass and p.momentum > 0 for p in made)

@@ -23,9 +23,10 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
-    in_passes,
+    drawn,
     noise_for,
     noise_on_mean,
+    otherwise,
     release_noise,
     sampled,
     steps_of,
@@ -118,6 +119,11 @@ class ClippedPlan(StepPlan):
         if self.pilot is None or self.steps is None:
             raise ValueError(f"steps must be given beside a pilot (got {self.steps} and {self.pilot})")
         return self.pilot, self.steps - 1
+
+    def otherwise(self) -> str:
+        """Returns what other batches would cost; see `planned.otherwise`."""
+        steps = self.steps if self.pilot is None else self._piloted()[1]
+        return otherwise(self.budget, self.training, steps, self.noise_multiplier)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -269,10 +275,12 @@ class HeavyTailed(PlannedOptimizer):
             batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
                 512 (at most n) in many passes.
             lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
-            sampling: one pass, "shuffled" (default) or "assigned" (default under add_remove; each record draws its
-                batch secretly, with several times less noise: `Assigned`). `ClippedSGD` makes many passes too:
-                "poisson", "allocated" (passes of the latter kind, at the price of Poisson), "fixed", "full", or
-                "shuffled" with epochs > 1. Or a design, as dp.Poisson(batch_size, n).
+            sampling: one pass, "assigned" (default; each record draws its batch secretly: `Assigned`) or "shuffled",
+                with several times the noise (default under replace_one and zero_out where the theorem chooses the clip,
+                since its bound is for these batches, and in mode "paper"). `ClippedSGD` makes many passes too:
+                "poisson" (their default; all records where a batch holds them), "allocated" (passes like "assigned", at
+                the price of Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
+                dp.Poisson(batch_size, n).
             average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
                 with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
@@ -295,15 +303,15 @@ class HeavyTailed(PlannedOptimizer):
         if distance is not None:
             check.positive(distance=distance)
         goal, noise = _goal(budget, noise_multiplier)
-        sampling = sampling or ("assigned" if adjacency == ADD_REMOVE else "shuffled")
         if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
             n = sampling.n if n is None else n
-        once = cls._is_one_pass(sampling, n, steps, epochs, adjacency)
         left = n if n is None else check.positive_count(n=n)
         if isinstance(clip, Pilot) and left is not None:
             if isinstance(sampling, Design):
                 raise ValueError(f"sampling must be a word, for the records that a pilot leaves (got {sampling})")
             left = check.positive_count(n=left - clip.records(left))
+        sampling = sampling or cls._usual(clip, n, adjacency, mode, batch_size, steps, epochs)
+        once = cls._is_one_pass(sampling, n, steps, epochs, adjacency)
         theory: OnePassPlan | None = None
         made: AveragingSchedule | None = None
         scale: Scale | None = None
@@ -351,13 +359,11 @@ class HeavyTailed(PlannedOptimizer):
                 run = run_of(scale, left, goal, sampling, adjacency, batch_size, steps, epochs)
                 design, steps, noise, pace = run.design, run.steps, run.noise, run.pace
             else:
-                if batch_size is None and left is not None and sampling in SAMPLING:
+                if batch_size is None and left is not None and sampling in (None, *SAMPLING):
                     batch_size = min(_DEFAULT_BATCH, left)
-                design = sampled(sampling, batch_size, left, adjacency)
-                default = _FULL_STEPS if isinstance(design, Full) else _DEFAULT_EPOCHS
+                default = _FULL_STEPS if sampling == "full" or isinstance(sampling, Full) else _DEFAULT_EPOCHS
                 free = goal is None and not isinstance(clip, Pilot)
-                design = in_passes(design, sampling, steps, epochs, None if free else default)
-                steps = steps_of(design, steps, epochs, None if free else default)
+                design, steps = drawn(sampling, batch_size, left, adjacency, steps, epochs, None if free else default)
                 noise = noise if goal is None else noise_for(goal, design, steps)
         covered = lr is None and average is None
         if pace is not None:
@@ -400,8 +406,25 @@ class HeavyTailed(PlannedOptimizer):
         )
 
     @classmethod
+    def _usual(
+        cls,
+        clip: float | Pilot | None,
+        n: int | None,
+        adjacency: Adjacency,
+        mode: str,
+        batch_size: int | None,
+        steps: int | None,
+        epochs: float | None,
+    ) -> str | None:
+        """Returns the word of one pass that is taken where none is given; None for batches of any number."""
+        if adjacency != ADD_REMOVE and (clip is None or mode == "paper"):
+            return "shuffled"  # what the bound of the theorem that chooses is for
+        once = n is not None and epochs in (None, 1) and (steps is None or batch_size is None)
+        return "assigned" if once or cls.words == _PASS else None
+
+    @classmethod
     def _is_one_pass(
-        cls, sampling: str | Design, n: int | None, steps: int | None, epochs: float | None, adjacency: Adjacency
+        cls, sampling: str | Design | None, n: int | None, steps: int | None, epochs: float | None, adjacency: Adjacency
     ) -> bool:
         """Returns whether each record is used once; raises ValueError where that must be so and is not."""
         if steps is not None and epochs is not None:
@@ -413,7 +436,7 @@ class HeavyTailed(PlannedOptimizer):
             if isinstance(sampling, Assigned) and sampling.passes > 1 and cls.words == _PASS:
                 raise ValueError(f"passes must be 1 for {cls.__name__} (got {sampling})")
         else:
-            check.choice(cls.words, sampling=sampling)
+            check.choice((*cls.words, None), sampling=sampling)
             if sampling == "shuffled" and adjacency == ADD_REMOVE:
                 raise AdjacencyError(
                     "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got 'shuffled'): removing a "
@@ -480,7 +503,7 @@ def _goal(budget: Budget | None, noise_multiplier: float | None) -> tuple[Budget
     return budget, math.nan
 
 
-def _is_secret(sampling: str | Design) -> bool:
+def _is_secret(sampling: str | Design | None) -> bool:
     """Returns whether each record draws its batch by itself, and that is charged as a whole pass."""
     return sampling == "assigned" or (isinstance(sampling, Assigned) and sampling.amplification)
 

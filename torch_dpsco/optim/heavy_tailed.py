@@ -12,7 +12,7 @@ not cover and which often does better at moderate n.
 One-pass optimizers for heavy-tailed gradients: each record is used once.
 
 They are put together from an oracle (clipped means by default), a rule, and batches: of one random permutation, all of
-which together cost what one does; or "assigned", where each record draws its batch secretly, at less noise.
+which together cost what one does; or "assigned", where each record draws its batch secretly, at less noise, the default where a clip is given.
 Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon, delta) is met by the exact Gaussian curve,
 or the law of the pass, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
 (`theory.heavy_tailed`); 3. the clip may come from a private pilot group; 4. under add_remove each record is assigned to
@@ -57,8 +57,9 @@ class ClippedSGD(HeavyTailed):
         generator: noise generator of your own (warns).
 
     Guarantee:
-        That of the design: one unsampled Gaussian for a pass over disjoint batches; PoissonGaussian or WORGaussian per
-        step with amplification. Unit: one row per record. Moments and curvature are not assumed: rows are clipped.
+        That of the design: one unsampled Gaussian for a pass over disjoint batches, or one `RandomAllocation`;
+        PoissonGaussian or WORGaussian per step with amplification. Unit: one row per record. Moments and curvature are
+        not assumed: rows are clipped.
         Source: Lowy, Razaviyayn 2023, Theorem 11; docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
@@ -66,7 +67,7 @@ class ClippedSGD(HeavyTailed):
         >>> problem, budget = dp.Problem(smoothness=2.0, strong_convexity=0.5), dp.Budget(1.0, 1e-4)
         >>> plan = dp.ClippedSGD.plan(problem=problem, n=600, budget=budget, clip=2.0, steps=6)
         >>> plan.design, plan.weights[-1]
-        (Disjoint(batch_size=100, n=600), 10.0)
+        (Assigned(batch_size=100, n=600, parts=6, amplification=True), 10.0)
         >>> optimizer = dp.ClippedSGD(dp.attach(torch.nn.Linear(3, 1)).parameters(), plan)
         >>> optimizer.schedule.steps
         6

@@ -33,11 +33,10 @@ from torch_dpsco.optim.planned import (
     StepPlan,
     agreed_adjacency,
     dimension,
-    in_passes,
+    drawn,
     noise_for,
     noise_on_mean,
-    sampled,
-    steps_of,
+    otherwise,
 )
 from torch_dpsco.optim.step_rule import Run, loudness, run_of, scale_of_problem
 from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped, require_share, shared_bound
@@ -96,6 +95,12 @@ class HolderPlan(StepPlan):
             radius=prox.radius,
             clip_share=self.clip,
         )
+
+    def otherwise(self) -> str:
+        """Returns what other batches would cost; see `planned.otherwise`."""
+        if self.noise_multiplier is None or self.mode == "paper":
+            return ""
+        return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -191,9 +196,10 @@ class HolderSGD(PlannedOptimizer):
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `theory.holder.schedules.balanced_lr`.
-            sampling: "poisson" (default; "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once
-                per pass, secretly: `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a
-                design such as dp.Full(n), which has batch_size and n.
+            sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records
+                and "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once per pass, secretly:
+                `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a design such as
+                dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
                 it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
@@ -218,7 +224,8 @@ class HolderSGD(PlannedOptimizer):
         check.choice(("tight", "paper"), mode=mode)
         check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, "absolute", None), noise=noise)
         paper, dim, given = mode == "paper", dimension(dim), noise_multiplier is not None or noise == "absolute"
-        sampling = sampling or ("fixed" if paper else "poisson")
+        if sampling is None and (paper or noise == "absolute"):  # a pass of "absolute" noise is not amplified
+            sampling = "fixed" if paper else "poisson"
         if isinstance(sampling, Design):
             n, batch_size = None if isinstance(sampling, Undeclared) else sampling.n, sampling.batch_size
         noise = noise or ("paper" if paper else "adaptive")
@@ -246,13 +253,14 @@ class HolderSGD(PlannedOptimizer):
             design, steps, multiplier = ruled.design, ruled.steps, ruled.noise
         else:
             if batch_size is None and n is not None and sampling != "full":
-                if smooth or paper or given or budget is None or sampling not in ("poisson", "fixed"):
+                if smooth or paper or given or budget is None or sampling not in (None, "poisson", "fixed"):
                     batch_size = min(_DEFAULT_BATCH, n)
                 else:
-                    batch_size = _balanced_batch(n, budget, sampling, _DEFAULT_EPOCHS if epochs is None else epochs)
+                    batch_size = _balanced_batch(
+                        n, budget, sampling or "poisson", _DEFAULT_EPOCHS if epochs is None else epochs
+                    )
             default = None if given else _DEFAULT_EPOCHS
-            design = in_passes(sampled(sampling, batch_size, n, adjacency), sampling, steps, epochs, default)
-            steps = steps_of(design, steps, epochs, default)
+            design, steps = drawn(sampling, batch_size, n, adjacency, steps, epochs, default)
             if not given and budget is not None and steps is not None:
                 multiplier, split = _noise(design, steps, budget, paper)
         batch_size = design.batch_size
@@ -295,7 +303,7 @@ class HolderSGD(PlannedOptimizer):
         )
 
 
-def _require_paper(paper: bool, adjacency: str, sampling: str | Design, noise: str) -> None:
+def _require_paper(paper: bool, adjacency: str, sampling: str | Design | None, noise: str) -> None:
     if paper and (
         adjacency != REPLACE_ONE or noise != "paper" or not (sampling == "fixed" or isinstance(sampling, Fixed))
     ):

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Poisson
 from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.optim.planned import in_passes, noise_for, release_noise, sampled, steps_of
+from torch_dpsco.optim.planned import drawn, noise_for, release_noise, sampled
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory import steps as theory
 from torch_dpsco.theory.steps import Pace
@@ -107,7 +107,7 @@ def run_of(
     scale: Scale,
     n: int,
     budget: Budget,
-    sampling: str | Design,
+    sampling: str | Design | None,
     adjacency: Adjacency,
     batch_size: int | None = None,
     steps: int | None = None,
@@ -119,7 +119,7 @@ def run_of(
         scale: what it is measured by.
         n: public number of records or users.
         budget: to be met.
-        sampling: as in `planned.sampled`.
+        sampling: as in `planned.drawn`.
         adjacency: of the guarantee.
         batch_size: expected size of a batch; default such that the steps make 20 passes, or 1e6 gradients if these
             are more, and at most 2e7.
@@ -136,13 +136,12 @@ def run_of(
         else:
             share = (max(passes, _FEW_ROWS / n) if epochs is None else epochs) / wanted
         batch_size = min(n, max(1, math.ceil(share * n)))
-    design = sampled(sampling, batch_size, n, adjacency)
+    design = sampled(sampling or "poisson", batch_size, n, adjacency)
     if steps is None and epochs is None and (sampling == "allocated" or not design.one_pass):
         steps = max(wanted, calibrate.epoch_steps(design, passes) if design.batch_size < n else 0)
         if sampling == "allocated":  # a pass that is begun costs as much as a whole one
             steps += -steps % design.batches
-    design = in_passes(design, sampling, steps, epochs, passes)
-    made = steps_of(design, steps, epochs, 1)
+    design, made = drawn(sampling, batch_size, n, adjacency, steps, epochs, 1)
     assert made is not None  # one pass at least
     noise = noise_for(budget, design, made)
     return Run(design, made, noise, pace_of(scale, design, made, noise))

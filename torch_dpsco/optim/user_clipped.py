@@ -20,11 +20,11 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
     agreed_adjacency,
     dimension,
+    drawn,
     given_noise,
-    in_passes,
     noise_on_mean,
+    otherwise,
     sampled,
-    steps_of,
 )
 from torch_dpsco.optim.step_rule import loudness
 from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
@@ -120,6 +120,10 @@ class UserClippedPlan(UserPlan):
         """Yields the noise on the mean of users; see `Plan.noise_shares`."""
         yield "each step", self.noise_multiplier / self.batch_size, None
 
+    def otherwise(self) -> str:
+        """Returns what other batches would cost; see `planned.otherwise`."""
+        return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
@@ -190,7 +194,7 @@ class UserClippedSGD(UserOptimizer):
         batch_size: int | None = None,
         steps: int | None = None,
         epochs: float | None = None,
-        sampling: str | Design = "poisson",
+        sampling: str | Design | None = None,
         center_decay: float | None = None,
         min_items: int = 1,
         average: str | None = None,
@@ -217,9 +221,9 @@ class UserClippedSGD(UserOptimizer):
                 noise of yours, there is no limit but the budget.
             epochs: passes over users; where clip and lr are given default 30 (all users: 30 steps), 10 for smaller
                 batches.
-            sampling: "poisson", "fixed" (with a batch of all users: "full"), "shuffled", "allocated" (each user once
-                per pass, secretly: `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a
-                design of users.
+            sampling: "poisson" (default, but "assigned" for exactly one pass), "fixed" (either with a batch of all
+                users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
+                Poisson), "assigned" (one such pass) or "full"; or a design of users.
             center_decay: in [0, 1): the center follows the releases; None keeps it.
             min_items: rows that a user must have, public; others contribute 0.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
@@ -247,18 +251,18 @@ class UserClippedSGD(UserOptimizer):
         wanted: int | None = None
         if budget is not None and (clip is None or lr is None):
             wanted = relative_steps(loudness(n_users, budget, dim))
-            if batch_size is None and sampling in ("poisson", "fixed"):
+            if batch_size is None and sampling in (None, "poisson", "fixed"):
                 share = _PASSES / (steps or wanted) if epochs is None else epochs / wanted
                 batch_size = min(n_users, max(_LEAST_BATCH, math.ceil(share * n_users)))
-        if sampling in ("poisson", "fixed") and batch_size in (None, n_users):
+        if sampling in (None, "poisson", "fixed") and batch_size in (None, n_users):
             sampling = "full"
-        design = sampled(sampling, batch_size, n_users, adjacency)
+        design = sampled(sampling or "poisson", batch_size, n_users, adjacency)
         if wanted is not None and epochs is None and (sampling == "allocated" or not design.one_pass):
             whole = design.batches if sampling == "allocated" and isinstance(design, Assigned) else 1
             steps = wanted + -wanted % whole if steps is None else steps  # a pass that is begun costs as a whole one
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
-        design = in_passes(design, sampling, steps, epochs, None if noise_multiplier is not None else default)
-        steps = steps_of(design, steps, epochs, None if noise_multiplier is not None else default)
+        passes = None if noise_multiplier is not None else default
+        design, steps = drawn(sampling, batch_size, n_users, adjacency, steps, epochs, passes)
         noise = given_noise(noise_multiplier, budget, design, steps)
         search = ClipSearch.within(noise, design.batch_size) if clip is None else None
         pace: Pace | None = None
