@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ COLUMNS = {
 }
 SCHEMA = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="patient", unit="patient")
 USERS = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="patient", rows_per_unit=None, unit="patient")
+PROMISED = Schema(COLUMNS, target="died", labels=["no", "yes"], unit="patient", one_row_per_unit=True)
+ROWS = Schema(COLUMNS, target="died", labels=["no", "yes"])
 COST = Schema({"age": Number(17, 90)}, target="income", target_range=(0, 200_000))
 
 FOUND: dict[str, tuple[Schema, dict[str, Any], str]] = {
@@ -83,6 +86,34 @@ FOUND: dict[str, tuple[Schema, dict[str, Any], str]] = {
         "",
     ),
     "an empty table": (SCHEMA, {name: [] for name in CLEAN}, ""),
+    "a decimal comma, beside missing values": (
+        Schema({"share": Number(0, 1, missing=True)}, target="died", labels=["no", "yes"]),
+        {"share": [None if k % 9 == 0 else f"{value:.2f}".replace(".", ",") for k, value in enumerate(CLEAN["share"])]},
+        "share",
+    ),
+    "dates as objects": (SCHEMA, {"age": [datetime.date(2001, 2, 3)] * N}, "age"),
+    "a third of values is missing": (SCHEMA, {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)}, "age"),
+    "stays are called patients": (PROMISED, {"patient": np.arange(N) // 3}, "patient"),
+    "stays are called patients, by a name in camels": (PROMISED, {"PatientID": np.arange(N) // 3}, "PatientID"),
+    "ids are those of stays": (
+        Schema(COLUMNS, target="died", labels=["no", "yes"], ids="stay", unit="patient"),
+        {"stay": np.arange(N), "patient": np.arange(N) // 3},
+        "patient",
+    ),
+    "rows of people with several": (ROWS, {"patient_id": np.arange(N) // 3}, "patient_id"),
+    "names of people with several rows": (ROWS, {"who": [f"Ada {2 * k // 3}" for k in range(N)]}, "who"),
+}
+GO_ON = {  # what is printed, and stops no study
+    "income in thousands",
+    "a share in place of percent",
+    "missing is coded as -999",
+    "a column of zeros",
+    "ids are missing",
+    "patients come several times",
+    "the index is taken for the id",
+    "all records are there twice",
+    "rows of people with several",
+    "names of people with several rows",
 }
 
 
@@ -148,15 +179,31 @@ def test_the_check_finds(mistake):
     found = schema.check(CLEAN | changes)
     assert column in found.columns, f"{mistake}: {found}"
     assert "NOT PRIVATE" in str(found)
+    assert found.stops == ("STOPS A STUDY" in str(found)) == (mistake not in GO_ON), f"{mistake}: {found}"
     lists = {name: np.asarray(values, object).tolist() for name, values in (CLEAN | changes).items()}
     assert schema.check(lists) == found  # value by value
 
 
 def test_the_check_finds_nothing_in_a_clean_table():
-    for schema in (SCHEMA, COST):
+    for schema in (SCHEMA, COST, PROMISED, ROWS):
         assert schema.check(CLEAN).findings == (), str(schema.check(CLEAN))
+    missing = Schema({"age": Number(17, 90, missing=True)}, target="died", labels=["no", "yes"])
+    assert missing.check(CLEAN | {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)}).findings == ()
     users = USERS.check(CLEAN | {"patient": np.arange(N) // 3})
     assert users.findings == (), str(users)
+
+
+@pytest.mark.parametrize(("lost", "stops"), [(N // 20, False), (N // 20 + 1, True)])
+def test_a_study_stops_where_more_than_1_in_20_records_is_lost(lost, stops):
+    place = np.arange(N)
+    for changes in (
+        {"age": np.where(place < lost, math.nan, AGE)},
+        {"died": np.where(place < lost, "?", CLEAN["died"])},
+        {"stage": np.where(place < lost, 9, CLEAN["stage"])},
+    ):
+        found = SCHEMA.check(CLEAN | changes)
+        assert found.findings
+        assert found.stops == stops, str(found)
 
 
 def test_the_check_takes_a_rare_event_for_no_mistake():

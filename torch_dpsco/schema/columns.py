@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 
+ROW = "row"  # a unit without a name
+
 
 def number(value: Any) -> float:
     """Returns a value as a finite float, text parsed; NaN for whatever is none."""

@@ -18,11 +18,9 @@ from torch_dpsco.accounting.report.names import names_of
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 from torch_dpsco.schema import files, frames
-from torch_dpsco.schema.columns import Category, Number, Ordered, index_of, key, number, unit_id
+from torch_dpsco.schema.columns import ROW, Category, Number, Ordered, index_of, key, number, unit_id
 from torch_dpsco.schema.look import Check, look
 from torch_dpsco.schema.table import Table
-
-ROW = "row"  # a unit without a name
 
 
 @dataclass(frozen=True)
@@ -192,9 +190,10 @@ class Schema:
         """
         table = self.read(frame)
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
-        frame = frames.opened(frame, wanted)
+        frame = frames.opened(frame, None)
         columns = {name: frames.column(frame, name) for name in wanted}
-        return look(self, table, columns, frames.with_line_breaks(frame))
+        others = {name: frame[name] for name in frames.names(frame) if name not in wanted}
+        return look(self, table, columns, others, frames.with_line_breaks(frame))
 
     @classmethod
     @typed
