@@ -108,6 +108,19 @@ def test_no_command_overwrites_a_file(words, option, folder, capsys):
     assert not Path("nowhere").exists()
 
 
+def test_a_table_that_cannot_be_read_is_refused_unless_told(folder, capsys):
+    text = Path("table.csv").read_text().replace("yes", "Yes").replace("no", "No")
+    Path("table.csv").write_text(text)
+    words = "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger"
+    code, out, err = run(capsys, words)
+    assert (code, out) == (2, "")
+    assert "STOPS A STUDY: died: 100.0% of values are none of the labels" in err
+    assert err.splitlines()[-1].startswith("dpsco: the table must be one that its schema can read")
+    assert not Path("study.ledger").exists()
+    code, out, err = run(capsys, f"{words} --unchecked")
+    assert (code, err) == (0, "")
+
+
 def test_a_plan_is_that_of_the_class(folder, capsys):
     problem = dp.losses.Logistic().problem(bound_x=1.0)
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -85,6 +86,7 @@ def _parser() -> _Parser:
     fit.add_argument("--n", type=_value, help="public number of units, needed under add_remove")
     fit.add_argument("--model", help="class of torch_dpsco.estimators; default by the schema's target")
     fit.add_argument("--ledger", metavar="FILE", help="ledger file, kept for all that is released about these data")
+    fit.add_argument("--unchecked", action="store_true", help="do not look first whether the schema can read the table")
     for name in ("metric", "holdout", "level", "intervals"):
         fit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study")
     predict = _command(commands, _predict, "predict study/model.json new.csv --out predictions.csv")
@@ -196,11 +198,16 @@ def _fit(args: argparse.Namespace) -> Result:
     folder = Path(args.out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
-    folder.mkdir(parents=True, exist_ok=True)
+    _require_writable(folder)
     show = partial(_say, sys.stdout)
     table = _there("table", args.table)
-    study = _called(dp.study, table, schema, budget, n=args.n, show=show, ledger_path=args.ledger, **given)
-    study.save(folder)
+    given |= {"n": args.n, "show": show, "ledger_path": args.ledger, "check": not args.unchecked}
+    study = _called(dp.study, table, schema, budget, **given)
+    try:
+        study.save(folder)
+    except OSError:
+        _say(sys.stdout, study.released().json())  # what was paid for is not lost with the disk
+        raise
     results = study.summary().removeprefix(str(study.plan)).lstrip("\n")
     return f"{results}\nwritten to {args.out}: what is in this folder may be published", 0
 
@@ -241,6 +248,16 @@ def _there(name: str, path: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"{name} must be a file that is there (got {path!r})")
     return path
+
+
+def _require_writable(folder: Path) -> None:
+    """Makes a folder, and raises ValueError, before anything is spent, unless files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be written to: {error} (got {str(folder)!r})") from error
 
 
 def _called(function: Callable[..., Any], *values: Any, **named: Any) -> Any:

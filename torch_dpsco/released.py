@@ -133,9 +133,14 @@ class Released:
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the file, in which numbers are exact; raises FileExistsError for one that is there already."""
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, allow_nan=False)
+        text = self.json()
         with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+            file.write(text)
+
+    def json(self) -> str:
+        """Returns what `save` writes."""
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return f"{json.dumps(content, indent=1, allow_nan=False)}\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Released:

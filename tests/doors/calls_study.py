@@ -69,8 +69,8 @@ def people() -> dict[str, Any]:
 
 CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
 CALLS["studies.plan_study[search]"] = lambda: (plan_study, studied(candidates={"one": NOISY}, trials=2.0))
-CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None))
-CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None})
+CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None, check=False))
+CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None, "check": False})
 
 
 def a_search(**settings: Any) -> Any:

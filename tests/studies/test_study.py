@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
+from torch_dpsco import plots
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.figures import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
@@ -146,9 +147,12 @@ def test_nothing_more_is_charged_to_the_ledger_of_a_study():
 def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
     path = str(tmp_path / "ledger")
 
-    def broken(*args, **kwargs):
-        raise RuntimeError("broken")
+    def broken(model, *args, **kwargs):
+        if hasattr(model.accountant, "ledger"):  # not the stand-in that is tried before
+            raise RuntimeError("broken")
+        return scoring(model, *args, **kwargs)
 
+    scoring = module.score
     monkeypatch.setattr(module, "score", broken)
     with pytest.raises(RuntimeError, match="broken"):
         made(ledger_path=path)
@@ -326,3 +330,40 @@ def test_a_study_is_saved_into_a_new_folder(tmp_path):
     with pytest.raises(FileExistsError, match="folder must be new"):
         found.save(tmp_path / "study")
     assert found.released().card["guarantee"]["unit_name"] == "patient"
+
+
+# -- the look before --------------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_cannot_be_read_spends_nothing(tmp_path, capsys):
+    """Labels of another case, without a word: a model of nothing. Told to, a study goes on."""
+    table, ledger = frame() | {"died": np.array(["No", "Yes"])[np.arange(N) % 2]}, tmp_path / "ledger"
+    plan = plan_study(SCHEMA, dp.Budget(2.0, 1e-6), n=N)
+    for run in (plan.run, lambda table, **more: study(table, SCHEMA, dp.Budget(2.0, 1e-6), show=print, **more)):
+        with pytest.raises(ValueError, match="the table must be one that its schema can read"):
+            run(table, ledger_path=str(ledger))
+        assert not ledger.exists()
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "NOT PRIVATE" in err
+        assert "STOPS A STUDY: died: 100.0% of values are none of the labels ('No', 'Yes'" in err
+    assert plan.run(table, check=False).score.value < 0.8
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_the_look_finds_is_on_standard_error_alone(tmp_path, capsys, monkeypatch):
+    """The error, and all that is saved of a study that goes on, say nothing of it."""
+    monkeypatch.setattr(plots, "encoded", lambda drawn, kind: b"")
+    odd = {"sex": np.where(np.arange(N) % 4 == 0, "zebra", frame()["sex"])}
+    with pytest.raises(ValueError, match="standard error") as caught:
+        study(frame() | odd | {"age": ["giraffe"] * N}, SCHEMA, dp.Budget(2.0, 1e-6), show=None)
+    assert not re.search(r"zebra|giraffe|age|sex|%", str(caught.value))
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert "giraffe" not in capsys.readouterr().err  # a text that is no number is not quoted
+    found = study(frame() | odd, SCHEMA, dp.Budget(2.0, 1e-6), show=print)
+    out, err = capsys.readouterr()
+    assert "25.0% of values are none of the levels ('zebra')" in err
+    found.save(tmp_path / "study")
+    written = [path.read_text(encoding="utf-8") for path in (tmp_path / "study").iterdir()]
+    assert not any("zebra" in text or "25.0%" in text for text in (out, *written))
+    assert "The look at the table beside its schema" in " ".join(str(found.report()).split())

@@ -9,7 +9,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.schema import Schema
-from torch_dpsco.studies.study import Study, plan_study, units_of
+from torch_dpsco.studies.study import Study, plan_study, require_readable, units_of
 
 
 @typed
@@ -21,9 +21,10 @@ def study(
     n: int | None = None,
     show: Callable[[str], Any] | None = print,
     ledger_path: str | None = None,
+    check: bool = True,
     **settings: Any,
 ) -> Study:
-    """Plans a study, shows the plan, and carries it out.
+    """Looks at the table, plans a study, shows the plan, and carries it out.
 
     Args:
         frame: the private table, as `Schema.read` takes it.
@@ -32,12 +33,17 @@ def study(
         n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
         show: what is called with the plan in words before anything is spent; None for nothing.
         ledger_path: of the ledger file; None keeps the ledger in memory.
+        check: whether the table is looked at first, without noise and on your machine: what does not fit its schema is
+            written to standard error, and nothing is spent on a table that cannot be read (`require_readable`).
         settings: see `plan_study`.
 
     Guarantee:
         The budget, for all that the study holds together, predictions for public rows included. Running time is not
-        covered. Source: docs/proofs/accounting.md#parts-of-a-partition.
+        covered, nor is the look: that a study was made tells that it did not stop. Source:
+        docs/proofs/accounting.md#parts-of-a-partition.
     """
+    if check:
+        require_readable(schema, frame)
     if n is None:
         if budget.adjacency == ADD_REMOVE:
             raise ValueError("n must be given under add_remove, where the number of units is private (got None)")
@@ -45,4 +51,4 @@ def study(
     plan = plan_study(schema, budget, n=n, **settings)
     if show is not None:
         show(str(plan))
-    return plan.run(frame, ledger_path=ledger_path)
+    return plan.run(frame, ledger_path=ledger_path, check=False)

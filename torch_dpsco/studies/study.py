@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,14 +37,14 @@ from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
-from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
 from torch_dpsco.inference import Summary
 from torch_dpsco.preview import Preview
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Schema, Table
-from torch_dpsco.schema.schema import ROW
+from torch_dpsco.schema.columns import ROW
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import PrivateScore, score, score_event
@@ -135,49 +136,81 @@ class StudyPlan:
         groups = None if table.groups is None else table.groups[whole]
         return self.model.preview(table.X[whole], table.y[whole], groups, **options)
 
-    def run(self, frame: Any, *, ledger_path: str | None = None) -> Study:
+    @typed
+    def run(self, frame: Any, *, ledger_path: str | None = None, check: bool = True) -> Study:
         """Carries it out.
 
         Args:
             frame: the private table, as `Schema.read` takes it.
             ledger_path: of the ledger file; None keeps the ledger in memory.
+            check: whether the table is looked at first, see `require_readable`.
 
         Raises:
             UnitError: the table has not n units, where their number is public; nothing was spent.
-            ValueError: the table is not that of the schema; nothing was spent.
+            ValueError: the table is not that of the schema, or cannot be read by it; nothing was spent.
         """
+        if check:
+            require_readable(self.schema, frame)
         table = self.schema.read(frame)
         units, places = units_of(table)
         if self.budget.adjacency != ADD_REMOVE and units != self.n:
             raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
+        charges = self._charges()
+        self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
         model: Any = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
-        charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
-        positional = self.budget.adjacency != ADD_REMOVE
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
+
+        def fitted() -> LinearModel:
+            found = model.fit(**_rows(table, ~held))
+            return found.best_estimator_ if isinstance(found, PrivateSearch) else found
+
+        return self._carried_out(ledger, charges, fitted, _rows(table, held))
+
+    def _charges(self) -> dict[str, tuple[Event, ...]]:
+        """Returns what is charged on each part."""
+        sets = () if self.level is None else (conformal_event(self._shared),)
+        return {"fit": (self.fit_event(),), "held": (score_event(self._shared, self.metric), *sets)}
+
+    def _carried_out(
+        self,
+        ledger: Accountant,
+        charges: dict[str, tuple[Event, ...]],
+        fitted: Callable[[], LinearModel],
+        held: dict[str, Any],
+    ) -> Study:
+        """Returns the study: a fit that charges the first part, measured on the rows of the second."""
+        charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
+        positional = self.budget.adjacency != ADD_REMOVE
         name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
-        events: dict[str, tuple[Event, ...]] = {
-            "fit": (self.fit_event(),),
-            "held": (
-                score_event(self._shared, self.metric),
-                *(() if self.level is None else (conformal_event(self._shared),)),
-            ),
-        }
-        ledger.declare(Parallel(events, name, *cut), 1)
+        ledger.declare(Parallel(charges, name, *cut), 1)
         with ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
-            model.fit(**_rows(table, ~held))
-        if isinstance(model, PrivateSearch):
-            model = model.best_estimator_
+            model = fitted()
         with ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
-            rows = _rows(table, held)
-            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), **rows, **charged)
+            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), **held, **charged)
             sets = None
             if self.level is not None:
-                sets = conformal(model, level=self.level, bound=_most(self.schema, "absolute_error"), **rows, **charged)
+                sets = conformal(model, level=self.level, bound=_most(self.schema, "absolute_error"), **held, **charged)
         report = ledger.report()
         ledger.close()  # so that others may open its file
         return Study(self, model, found, sets, report)
+
+    def _rehearse(self, charges: dict[str, tuple[Event, ...]]) -> None:
+        """Carries it out on made-up rows with a stand-in for the fit, and raises what could not be made of a study."""
+        schema, unit, ledger = self.schema, self.budget.unit, Accountant(self.budget)
+        model: Any = self.model
+        if isinstance(model, PrivateSearch):
+            one = next(iter(model.candidates.values()))
+            model = type(one)(**one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET})
+
+        def fitted() -> LinearModel:
+            ledger.authorize(*charges["fit"])
+            return stand_in(model, model.plan(len(schema.names), unit), ledger.report())
+
+        target = schema.labels[0] if schema.labels else schema.target_range[0] if schema.target_range else 0.0
+        held = {"X": np.zeros((1, len(schema.names))), "y": [target], **({} if unit == "example" else {"groups": [0]})}
+        self._carried_out(ledger, charges, fitted, held)._try_out()
 
     def fit_event(self) -> Event:
         """Returns what the fit, or the search, charges."""
@@ -260,9 +293,15 @@ class Study:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        shown = [] if np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1 else [self._panel()]
-        title = f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g}"
-        return plots.figure(title, *shown, *card.panels(self.report().figures))
+        return plots.figure(self._title, *self._own_panels(), *card.panels(self.report().figures))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g}"
+
+    def _own_panels(self) -> list[plots.Panel]:
+        several = np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1
+        return [] if several else [self._panel()]
 
     def _panel(self) -> plots.Panel:
         names, values = self.plan.schema.names, np.ravel(self.model.coef_)
@@ -286,16 +325,29 @@ class Study:
 
         Raises:
             FileExistsError: something is there.
-            ImportError: matplotlib, which draws the pictures, is not installed.
+            ImportError: matplotlib, which draws the pictures, is not installed; model.json, which holds the report too,
+                and summary.txt are written.
         """
-        picture, path = plots.encoded(self.plot(), "svg"), Path(folder)
+        path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             raise FileExistsError(f"folder must be new, or empty (got {os.fspath(folder)!r})")
-        (path / "study.svg").write_bytes(picture)
+        self.released().save(path / "model.json")  # what was paid for comes first
         (path / "summary.txt").write_text(f"{self.summary()}\n", encoding="utf-8")
         self.report().save(path / "report.html")
-        self.released().save(path / "model.json")
+        (path / "study.svg").write_bytes(plots.encoded(self.plot(), "svg"))
+
+    def _try_out(self) -> None:
+        """Makes in memory all that is read and written of a study, and raises what `save` and others would raise.
+
+        Pictures are left out where matplotlib is not installed, and drawn where they have names of the schema.
+        """
+        self.released().json()
+        self.predict(np.zeros((1, len(self.plan.schema.names))))
+        f"{self.summary()}{self.report()}".encode()
+        with suppress(ImportError):
+            plots.figure(self._title, *self._own_panels()).draw_without_rendering()
+            list(card.panels(self.report().figures))
 
 
 @typed
@@ -404,6 +456,25 @@ def _most(schema: Schema, metric: str) -> float | None:
         return None
     width = schema.target_range[1] - schema.target_range[0]
     return width if metric == "absolute_error" else width**2
+
+
+def require_readable(schema: Schema, frame: Any) -> None:
+    """Looks at a table beside its schema, and stops before a budget is spent on what cannot be read. NOT private.
+
+    What `Schema.check` finds is written to standard error, for the eyes of who holds the data, and nowhere else.
+
+    Raises:
+        ValueError: something that stops a study was found, which the message does not say.
+    """
+    found = schema.check(frame)
+    if found.findings:
+        sys.stderr.write(f"{found}\n")
+    if found.stops:
+        # PRIVACY: errors travel further than a terminal (test_what_the_look_finds_is_on_standard_error_alone)
+        raise ValueError(
+            "the table must be one that its schema can read: what does not fit is on standard error, for whoever holds "
+            "the data. Mend the table or the schema, or pass check=False (dpsco fit --unchecked). Nothing was spent"
+        )
 
 
 def units_of(table: Table) -> tuple[int, NDArray[Any]]:

@@ -343,6 +343,7 @@ def _covered(run: Run) -> Iterator[str]:
 def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
     if isinstance(run, StudyRun):
         yield f"Which {report.unit_names} were held out, and all that was computed on the way. They are secret."
+        yield "The look at the table beside its schema, before anything was spent, and that it let the study go on."
     elif isinstance(run, OneRelease):
         yield (
             "Everything before finalize(): parameters, averages, gradients, losses, checkpoints, and what is computed "
