@@ -85,8 +85,8 @@ def column(frame: Any, name: str) -> Any:
 
 
 def with_line_breaks(frame: Any) -> dict[str, float]:
-    """Returns the share of cells that have line breaks, of text columns of an Arrow table that have some, by name."""
-    if not hasattr(frame, "column_names"):
+    """Returns the share of cells with line breaks, by the names of columns of an Arrow table that have some."""
+    if not (hasattr(frame, "column_names") and hasattr(frame, "schema")):
         return {}
     from pyarrow import compute, types
 
