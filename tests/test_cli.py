@@ -72,7 +72,7 @@ def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
 def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
     code, out, err = run(capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger")
     assert (code, err) == (0, "")
-    assert out.index("Study of 'died'") < out.index("auc, held out")
+    assert out.index("Study of 'died'") < out.index("held out: auc ")
     assert {path.name for path in Path("study").iterdir()} == {"model.json", "report.html", "summary.txt", "study.svg"}
     assert "for one patient" in Path("study/report.html").read_text()
     assert "whole: ledger" in run(capsys, "ledger check study.ledger")[1]

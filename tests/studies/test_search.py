@@ -19,7 +19,7 @@ from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, I
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
 from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Repeatable
-from torch_dpsco.studies import PrivateSearch
+from torch_dpsco.studies import PrivateSearch, scores
 from torch_dpsco.studies import search as module
 from torch_dpsco.studies.search import LAWS, draw_count
 
@@ -192,7 +192,23 @@ def test_nothing_but_the_winner_leaves(monkeypatch):
         found = search().fit(X, Y)
     assert "a trial" not in {str(one.message) for one in caught}
     settings = set(found.get_params())
-    assert set(vars(found)) - settings == {"best_estimator_", "best_score_", "privacy_"}
+    assert set(vars(found)) - settings == {"best_estimator_", "best_score_", "best_error_", "privacy_"}
+
+
+def test_the_noise_of_a_trial_is_that_of_its_charge(monkeypatch):
+    """A score of its own ledger may have the smaller noise of another law, which the curve of a search has not."""
+    seen, made = [], scores._Noise.release
+
+    def release(self, *args):
+        seen.append(self.event)
+        return made(self, *args)
+
+    monkeypatch.setattr(scores._Noise, "release", release)
+    found = search()
+    plan = found.plan(2)
+    found.fit(X, Y)
+    assert set(seen) == {scores.score_event(plan.trial)}
+    assert 0 < found.best_error_ < 1
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("secret"), KeyboardInterrupt()])
@@ -214,7 +230,7 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
         found.fit(X, Y)
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None
-    assert not {"best_estimator_", "best_score_", "privacy_"} & set(vars(found))
+    assert not {"best_estimator_", "best_score_", "best_error_", "privacy_"} & set(vars(found))
     assert len(found.accountant) == 1
 
 

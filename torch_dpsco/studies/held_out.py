@@ -53,6 +53,11 @@ class HeldOut:
     valid: NDArray[np.bool_]
     users: Tensor | None
 
+    @property
+    def units(self) -> int:
+        """Number of records, or of users."""
+        return len(self.rows) if self.users is None else len(np.unique(self.users))
+
 
 def ledger_of(budget: Budget, accountant: Accountant | None, groups: Any) -> tuple[Accountant, float | None]:
     """Returns the ledger that a release is charged to, and the delta of its report.

@@ -3,11 +3,12 @@
 Each record has a vector v of integers over 2^20, v >= 0 and |v|_1 <= 1, that depends on it alone:
 
     accuracy, losses    v = (f, 1 - f), f in [0, 1]    the loss over its public bound, or whether the label is right
-    auc                 v = e_(class, bin)             of the probability of the second class, in public bins
+    auc                 v = e_(class, bin)             of the probability p of the second class: public bins of
+                                                       asin(sqrt(p)), which are the finer the rarer a class is
 
-Released is sum v with noise, in integers; the score is post-processing of it. A record moves the sum by at most 1 (one
-more or less, or made null), or sqrt(2) (replaced: vectors >= 0 have no obtuse angles). Of a user, v is the mean over
-the rows, rounded down.
+Released is sum v with noise, in integers; score and errors are post-processing of it (`estimates`). A record moves the
+sum by at most 1 (one more or less, or made null), or sqrt(2) (replaced: vectors >= 0 have no obtuse angles). Of a user,
+v is the mean over the rows, rounded down.
 
 Source: docs/proofs/scores.md
 """
@@ -37,6 +38,7 @@ from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import Source, noise_generator
+from torch_dpsco.studies.estimates import bins_of, of_area, of_share
 from torch_dpsco.studies.held_out import (
     BLOCK,
     CPU,
@@ -58,26 +60,40 @@ _UNIT = 2**20  # of a contribution, in integers
 # L2, L1 sensitivity of the counts
 _L2 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: math.nextafter(math.sqrt(2.0), 2.0)}
 _L1 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+_MOST_BINS, _USUAL_BINS = 1024, 16  # the second where the number of records is private
 
 
 @dataclass(frozen=True)
 class PrivateScore:
-    """A released score.
+    """A released score: `print(score)` shows it with its error.
 
     Args:
         metric: its name.
         value: in [0, 1], or in [0, bound] of a loss.
+        noise_error: standard deviation of what noise adds to the score of these records.
+        sampling_error: standard deviation of the score of as many other records, without noise; for losses at most.
         greater_is_better: whether it is no loss.
         privacy: `PrivacyReport` of the ledger after the release.
     """
 
     metric: str
     value: float
+    noise_error: float
+    sampling_error: float
     greater_is_better: bool
     privacy: PrivacyReport
 
+    @property
+    def error(self) -> float:
+        """Standard deviation of both together."""
+        return math.hypot(self.noise_error, self.sampling_error)
+
     def __float__(self) -> float:
         return self.value
+
+    def __str__(self) -> str:
+        parts = f"noise {self.noise_error:.2g}, sampling {self.sampling_error:.2g}"
+        return f"{self.metric} {self.value:.4g} +- {self.error:.2g} ({parts})"
 
 
 @typed
@@ -90,7 +106,7 @@ def score(
     budget: Budget,
     bound: float | None = None,
     classes: Any = None,
-    bins: int = 32,
+    bins: int | None = None,
     groups: Any = None,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
@@ -103,19 +119,21 @@ def score(
             made-up rows.
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
-        metric: one of "accuracy", "auc" (two classes; ties within a bin count a half), "log_loss", "absolute_error",
-            "squared_error".
-        budget: of this release: its noise follows from epsilon, delta, adjacency and unit.
+        metric: one of "accuracy", "auc" (two classes), "log_loss", "absolute_error", "squared_error".
+        budget: of this release: its noise follows from epsilon, delta, adjacency and unit. It is Gaussian, or at
+            delta = 0 of Laplace; without an accountant the smaller one of the two.
         bound: public bound > 0 that the loss of a record is clipped to; for losses, and only then.
         classes: public labels; None for the model's `classes_`.
-        bins: 2 to 1024, of auc.
+        bins: 2 to 1024, of auc; None for 2 (n / std of the noise of a count)^(1/3), in 8..128, where n is public, and
+            16 under add_remove.
         groups: (n,) ids of users, with a budget of unit "user": the score is the mean over users of the means of their
             rows.
         accountant: ledger that is charged; None for a new one with this budget.
         generator: for tests only (warns).
 
     Returns:
-        The score. Where noise hides all records, 1/2 of its range.
+        The score and its errors. Where noise hides the records, or one of two classes, 1/2 of its range, with a
+        `noise_error` of as much.
 
     Raises:
         AdjacencyError: the accountant is of another adjacency.
@@ -139,8 +157,8 @@ def score(
         ...         return ["yes" if x > 0 else "no" for x in X[:, 0]]
         >>> X = np.linspace(-1, 1, 20_000).reshape(-1, 1)
         >>> found = score(Model(), X, np.where(X[:, 0] > 0.2, "yes", "no"), budget=Budget(1.0, 1e-6))
-        >>> found.metric, 0.88 < found.value < 0.92
-        ('accuracy', True)
+        >>> found.metric, 0.89 < found.value < 0.91, found.error < 0.003
+        ('accuracy', True, True)
     """
     kind = check.choice(METRICS, metric=metric)
     if kind not in LOSSES and bound is not None:
@@ -148,20 +166,34 @@ def score(
     if kind in LOSSES and bound is None:
         raise ValueError(f"bound must be given for {kind}: a public bound on the loss of a record (got None)")
     limit = 1.0 if bound is None else check.positive(bound=bound)
-    if not 2 <= check.positive_count(bins=bins) <= 1024:
-        raise ValueError(f"bins must be in 2..1024 (got {bins})")
+    if bins is not None and not 2 <= check.positive_count(bins=bins) <= _MOST_BINS:
+        raise ValueError(f"bins must be in 2..{_MOST_BINS} (got {bins})")
+    noise = _Noise(quietest(budget) if accountant is None else budget)
     ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)
     records = held_out(X, y, labels, groups)
-    noise = _Noise(budget, 2 * bins if kind == "auc" else 2)
+    if bins is None:
+        bins = _USUAL_BINS if budget.adjacency == ADD_REMOVE else bins_of(records.units, noise.deviation)
     vectors = _contributions(model, kind, limit, labels, bins, records.rows, records.truth)
     total = counts(vectors * records.valid[:, None], records.users)
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
     ledger.authorize(noise.event)
-    noisy = np.maximum(noise.release(total, source), 0.0)
-    value = area(*noisy.reshape(2, bins)) if kind == "auc" else limit * _share(noisy[0], noisy[1])
-    return PrivateScore(kind, value, kind not in LOSSES, ledger.report(delta))
+    noisy = noise.release(total, source)
+    found = of_area(noisy.reshape(2, bins), noise.variance) if kind == "auc" else of_share(noisy, noise.variance)
+    errors = limit * found.noise, limit * found.sampling
+    return PrivateScore(kind, limit * found.value, *errors, kind not in LOSSES, ledger.report(delta))
+
+
+def quietest(budget: Budget) -> Budget:
+    """Returns a budget of delta 0 if that has less noise and implies this one, else this one."""
+    pure = Budget(budget.epsilon, 0.0, adjacency=budget.adjacency, unit=budget.unit)
+    return pure if budget.mode == "planned" and _Noise(pure).variance < _Noise(budget).variance else budget
+
+
+def default_bins(budget: Budget, n: int) -> int:
+    """Returns the default number of bins of an area, of a public number of records (or users)."""
+    return bins_of(n, _Noise(budget).deviation)
 
 
 def counts(vectors: NDArray[np.int64], users: Tensor | None = None) -> NDArray[np.int64]:
@@ -175,42 +207,33 @@ def counts(vectors: NDArray[np.int64], users: Tensor | None = None) -> NDArray[n
     return np.asarray((sums // rows[:, None]).sum(0))
 
 
-def area(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> float:
-    """Returns the area under the ROC curve of two histograms >= 0 over the same bins; 1/2 if one is empty.
-
-    Example:
-        >>> area(np.array([3.0, 1.0]), np.array([0.0, 4.0]))
-        0.875
-    """
-    below = np.cumsum(negatives) - negatives / 2.0
-    pairs = float(negatives.sum()) * float(positives.sum())
-    return float(positives @ below) / pairs if pairs > 0 else 0.5
-
-
-def _share(first: float, second: float) -> float:
-    return float(first / (first + second)) if first + second > 0 else 0.5
-
-
-def score_event(budget: Budget, metric: str, bins: int = 32) -> Event:
-    """Returns what a score charges, before anything is scored; see `score`."""
-    return _Noise(budget, 2 * bins if metric == "auc" else 2).event
+def score_event(budget: Budget) -> Event:
+    """Returns what a score charges to a given accountant, before anything is scored; see `score`."""
+    return _Noise(budget).event
 
 
 class _Noise:
-    """Noise of a budget on counts of so many cells, and the event that charges it; raises ConditionError for none."""
+    """Noise of a budget on counts, and the event that charges it; raises ConditionError for none."""
 
-    def __init__(self, budget: Budget, cells: int) -> None:
+    def __init__(self, budget: Budget) -> None:
         self.event: Gaussian | Pure
         if budget.delta == 0:
             moved = _L1[budget.adjacency]
             self._scale = Fraction(moved) / Fraction(budget.epsilon)
             # PRIVACY: under others a record may move more (test_pure_noise_is_charged_where_it_was_proved)
             self.event = Pure(budget.epsilon, tuple(a for a in ADJACENCIES if _L1[a] <= moved))
+            self.deviation = math.sqrt(2.0) * float(self._scale)
             return
         sens = {adjacency: with_grid(moved) for adjacency, moved in _L2.items()}
         sigma = gaussian_sigma(budget.epsilon, budget.delta, sens[budget.adjacency])
         self.event = Gaussian(sigma, sens, exact=True)
-        exact_grid(sigma, min(sens.values()), cells)
+        self.deviation = sigma
+        exact_grid(sigma, min(sens.values()), 2 * _MOST_BINS)
+
+    @property
+    def variance(self) -> float:
+        """That of the noise of each count."""
+        return self.deviation**2
 
     def release(self, total: NDArray[np.int64], source: Source) -> NDArray[np.float64]:
         """Returns noisy counts, in records."""
@@ -245,16 +268,17 @@ def _contributions(
     method, read = _question(model, metric, labels)
     require_apart(method, read, rows.shape[1], rows.dtype)
     said = asked(method, read, rows)
-    every, places = np.arange(len(rows)), truth.astype(np.int64)
+    every = np.arange(len(rows))
     if metric == "auc":
         vectors = np.zeros((len(rows), 2 * bins), dtype=np.int64)
-        vectors[every, places * bins + np.minimum(said * bins, bins - 1).astype(np.int64)] = _UNIT
+        place = np.minimum(said * bins, bins - 1).astype(np.int64)
+        vectors[every, truth.astype(np.int64) * bins + place] = _UNIT
         return vectors
     with np.errstate(over="ignore", invalid="ignore"):
         if metric == "accuracy":
             share = (said == truth).astype(np.float64)
         elif metric == "log_loss":
-            share = said[every, places] / limit
+            share = said[every, truth.astype(np.int64)] / limit
         else:
             error = np.abs(said - truth)
             share = (error if metric == "absolute_error" else error**2) / limit
@@ -286,5 +310,5 @@ def _question(model: Any, metric: str, labels: list[Any]) -> tuple[Method, Read]
 
 
 def _place(chances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns numbers in [0, 1] that grow with probabilities; 0 for NaN."""
-    return np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0)
+    """Returns places in [0, 1], by which probabilities are put into bins; 0 for NaN."""
+    return np.arcsin(np.sqrt(np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0))) * (2.0 / math.pi)

@@ -49,7 +49,7 @@ from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.studies.held_out import CPU, split
-from torch_dpsco.studies.scores import LOSSES, METRICS, score, score_event
+from torch_dpsco.studies.scores import LOSSES, METRICS, PrivateScore, default_bins, score, score_event
 
 LAWS = {"geometric": 1.0, "logarithmic": 0.0}  # name to eta of the truncated negative binomial law
 _LEVEL = 1  # orders up to 2^14
@@ -103,6 +103,7 @@ class PrivateSearch(BaseEstimator):
     Attributes:
         best_estimator_: the model with the best noisy score; its `privacy_`, `plan_` and epsilon are the search's.
         best_score_: its noisy score; the best of several is optimistic.
+        best_error_: standard deviation of that score, of its noise and of the records it was measured on.
         privacy_: `PrivacyReport` of the ledger after the search.
 
     Guarantee:
@@ -196,7 +197,7 @@ class PrivateSearch(BaseEstimator):
         # PRIVACY: a trial that a setting fails tells of no record (test_no_setting_fails_after_the_charge)
         for name in self.candidates:
             self._try(name, plan.trial, privacy, rows[~held], targets[~held])
-        for name in ("best_estimator_", "best_score_", "privacy_"):
+        for name in ("best_estimator_", "best_score_", "best_error_", "privacy_"):
             vars(self).pop(name, None)  # a search that is interrupted has no result
         # PRIVACY: the whole search before its first trial (test_a_search_is_charged_once_and_beforehand)
         ledger.authorize(plan.event)
@@ -207,7 +208,8 @@ class PrivateSearch(BaseEstimator):
         if isinstance(found, Refused):
             # PRIVACY: which trial failed, and how, tells of records (test_a_search_that_fails_releases_nothing)
             raise PrivacyError("the search failed: nothing is released, and what was charged stays") from None
-        self.best_score_, model = found
+        best, model = found
+        self.best_score_, self.best_error_ = best.value, best.error
         self.privacy_ = model.privacy_ = ledger.report(delta)
         model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
         model.accountant, model.epsilon = ledger, self.epsilon
@@ -310,9 +312,14 @@ class PrivateSearch(BaseEstimator):
         except CalibrationError as error:
             raise type(error)(f"candidate {name!r}: {error}") from error
 
+    def _bins(self, trial: Budget) -> int | None:
+        """Returns the bins of an area, by the public number of records that are held out."""
+        assert self.n is not None
+        return default_bins(trial, round(self.holdout * self.n)) if self.metric == "auc" else None
+
     def _event(self, trial: Budget, dim: int, gamma: float) -> RDPCurve:
         """Returns the charge of a search with this budget of each fit and each score."""
-        orders, values = orders_at(_LEVEL), _curve("score", score_event(trial, self.metric), trial)
+        orders, values = orders_at(_LEVEL), _curve("score", score_event(trial), trial)
         for name in self.candidates:
             plan = self._plan_of(name, trial, dim)
             try:
@@ -325,16 +332,21 @@ class PrivateSearch(BaseEstimator):
 
     def _best(
         self, plan: SearchPlan, rows: NDArray[Any], targets: NDArray[Any], held: NDArray[np.bool_]
-    ) -> tuple[float, LinearModel]:
+    ) -> tuple[PrivateScore, LinearModel]:
         """Returns the best score and its model, of K trials; ties go to the first, which is a random one of them."""
         source, names, best = Keystream(), list(self.candidates), None
         sign = -1.0 if self.metric in LOSSES else 1.0
         for _ in range(draw_count(self.law, plan.gamma, source)):
             model = self._model(names[int(source.integers(len(names), 1)[0])], plan.trial)
             model.fit(rows[~held], targets[~held])
-            found = score(model, rows[held], targets[held], self.metric, budget=plan.trial, bound=self.bound)
-            if best is None or sign * found.value > sign * best[0]:
-                best = found.value, model
+            # PRIVACY: with an accountant, a score has the noise that was charged
+            # (test_the_noise_of_a_trial_is_that_of_its_charge)
+            charged: dict[str, Any] = {"budget": plan.trial, "accountant": Accountant(plan.trial)}
+            found = score(
+                model, rows[held], targets[held], self.metric, bound=self.bound, bins=self._bins(plan.trial), **charged
+            )
+            if best is None or sign * found.value > sign * best[0].value:
+                best = found, model
         assert best is not None
         return best
 

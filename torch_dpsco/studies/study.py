@@ -47,7 +47,7 @@ from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.schema.columns import ROW
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
-from torch_dpsco.studies.scores import PrivateScore, score, score_event
+from torch_dpsco.studies.scores import PrivateScore, default_bins, quietest, score, score_event
 from torch_dpsco.studies.search import PrivateSearch
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class StudyPlan:
         half = self.budget.epsilon if self.level is None else self.budget.epsilon / 2
         return Budget(half, self.budget.delta, self.budget.adjacency, unit=self.budget.unit)
 
+    @property
+    def _scored(self) -> Budget:
+        """The budget of the score: with the least noise."""
+        return quietest(self._shared)
+
     def preview(self, frame: Any = None, **options: Any) -> Preview:
         """Returns what the fit will lose, see `LinearModel.preview`.
 
@@ -171,7 +176,7 @@ class StudyPlan:
     def _charges(self) -> dict[str, tuple[Event, ...]]:
         """Returns what is charged on each part."""
         sets = () if self.level is None else (conformal_event(self._shared),)
-        return {"fit": (self.fit_event(),), "held": (score_event(self._shared, self.metric), *sets)}
+        return {"fit": (self.fit_event(),), "held": (score_event(self._scored), *sets)}
 
     def _carried_out(
         self,
@@ -188,7 +193,9 @@ class StudyPlan:
         with ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model = fitted()
         with ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
-            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), **held, **charged)
+            bins = default_bins(self._scored, self.held)
+            scored = charged | {"budget": self._scored}
+            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), bins=bins, **held, **scored)
             sets = None
             if self.level is not None:
                 sets = conformal(model, level=self.level, bound=_most(self.schema, "absolute_error"), **held, **charged)
@@ -247,7 +254,7 @@ class Study:
             by_ids = schema.ids is not None and privacy.unit == "example"
             named = privacy.named(schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids)
         model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
-        released = (model, f"score ({self.score.metric})", "threshold of its predictions")[: 3 - (self.sets is None)]
+        released = (model, f"score ({self.score})", "threshold of its predictions")[: 3 - (self.sets is None)]
         run = StudyRun(**vars(self.model.report().run) | {"name": "study"}, held=self.plan.held, released=released)
         return make_statement(named, run)
 
@@ -274,7 +281,7 @@ class Study:
 
     def summary(self) -> str:
         """Returns the plan, the score, and intervals if they were paid for, as text."""
-        lines = [str(self.plan), f"{self.score.metric}, held out: {self.score.value:.4g}"]
+        lines = [str(self.plan), f"held out: {self.score}"]
         if self.sets is not None:
             lines.append(f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}")
         if self.plan.pays_for_intervals:
@@ -297,7 +304,7 @@ class Study:
 
     @property
     def _title(self) -> str:
-        return f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g}"
+        return f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g} +- {self.score.error:.2g}"
 
     def _own_panels(self) -> list[plots.Panel]:
         several = np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1
