@@ -212,6 +212,15 @@ def test_a_model_that_fills_one_array_again_is_read() -> None:
     assert (held_out.asked(method, rows, lambda out: held_out.numbers(out, (1024,))) == rows[:, 0]).all()
 
 
+def test_the_number_of_bins_is_one_of_public_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    cells: dict[str, list[int]] = {}
+    for adjacency in ADJACENCIES:
+        more: dict[str, Any] = {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency), "bins": None}
+        cells[adjacency] = [len(recorder.counts(*table(n), "auc", **more)) for n in (20, 3000)]
+    assert cells == {"add_remove": [32, 32], "zero_out": [16, 52], "replace_one": [16, 40]}
+
+
 def test_noise_has_the_charged_law() -> None:
     """2000 releases under a seed: their standard deviation, within 6 of its own (false alarms below 1e-8)."""
     noise = scores._Noise(dp.Budget(1.0, 1e-6))

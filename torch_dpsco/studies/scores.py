@@ -173,6 +173,8 @@ def score(
     labels = _classes(model, kind, classes)
     records = held_out(X, y, labels, groups)
     if bins is None:
+        # PRIVACY: how many there are must not tell a private number of records
+        # (test_the_number_of_bins_is_one_of_public_numbers)
         bins = _USUAL_BINS if budget.adjacency == ADD_REMOVE else bins_of(records.units, noise.deviation)
     vectors = _contributions(model, kind, limit, labels, bins, records.rows, records.truth)
     total = counts(vectors * records.valid[:, None], records.users)
