@@ -32,6 +32,7 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import clear_rows, forget_wrappers, retire_forwards
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import (
+    Chunk,
     DesignSampler,
     Isolation,
     Partition,
@@ -304,7 +305,7 @@ class Assembly(CommonOptimizer):
                 f"use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._retire)
+        self._batch.bind(loader, self.discard, self._expect)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -361,8 +362,8 @@ class Assembly(CommonOptimizer):
         self.oracle.discard()
         self._batch.drop()
 
-    def _retire(self) -> None:
-        retire_forwards(self._all_params())
+    def _expect(self, chunk: Chunk) -> None:
+        retire_forwards(self._all_params(), filled=None if chunk.slots is None else chunk.size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients and per-sample gradients that no step has taken yet."""

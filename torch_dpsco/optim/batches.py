@@ -30,6 +30,7 @@ from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UnknownSamplerError, warn
 from torch_dpsco.rows import GradBatch
+from torch_dpsco.rows.passes import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
     Chunk,
@@ -48,7 +49,7 @@ from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
-    "sampling= to the plan (design= to a PrivateOptimizer) and use optimizer.loader(dataset)"
+    f"sampling= to the plan (design= to a PrivateOptimizer) and use optimizer.loader(dataset); {ONE_MODULE}"
 )
 
 
@@ -73,7 +74,7 @@ class LogicalBatch:
         self._seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
-    def bind(self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[], None]) -> None:
+    def bind(self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[Chunk], None]) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
 
         Args:
@@ -221,7 +222,9 @@ class LogicalBatch:
             if rows > self.design.batch_size:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
                 # (test_a_record_with_several_rows_is_refused_without_a_declared_sampling)
-                raise SequenceError(f"a step must use at most batch_size={self.design.batch_size} rows, and got more")
+                raise SequenceError(
+                    f"a step must use at most batch_size={self.design.batch_size} rows, and got more; {ONE_MODULE}"
+                )
             return
         assert self._log.taken is not None
         self._seen += rows
@@ -229,8 +232,8 @@ class LogicalBatch:
         if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
-                "a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
-                "loader, one backward for each"
+                f"a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
+                f"loader, one backward for each; {ONE_MODULE}"
             )
 
     def users(self, rows: int, given: Tensor | None) -> Tensor | None:

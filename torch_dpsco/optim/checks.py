@@ -42,6 +42,11 @@ def listed(params: Any) -> list[Any]:
             tensor = p[-1] if isinstance(p, tuple) and p else p
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
+            if isinstance(tensor, nn.UninitializedParameter):
+                raise ValueError(
+                    "params must have their shapes (got one of a lazy module): run the model once on a made-up batch "
+                    "of the data's shape, model(torch.zeros(2, ...)), before its optimizer is made"
+                )
             if compat.is_sharded(tensor):
                 raise ValueError(
                     f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped and "
@@ -185,6 +190,14 @@ def require_one_step(
         raise InfeasibleError(
             f"mode must leave room for {what} (got {budget.mode!r}, which spends more than its epsilon of "
             f"{rounded_up(needed, 6)} at delta={budget.delta:g}); take mode='planned', other orders, or more noise"
+        )
+    enough = f"epsilon >= {rounded_up(needed, 6)} would do" if math.isfinite(needed) else "no epsilon would do"
+    if len(accountant):
+        spent = accountant.ledger.evaluate(budget.delta, budget.adjacency).epsilon
+        raise InfeasibleError(
+            f"accountant must have budget left for {what}: this ledger holds {len(accountant)} events, epsilon "
+            f"{rounded_up(spent, 6)} of {budget.epsilon:g} at delta={budget.delta:g} ({budget.adjacency}); {enough}: "
+            f"raise epsilon or the noise, or charge another ledger if it is about other people"
         )
     raise InfeasibleError(
         f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "

@@ -13,6 +13,7 @@ state dict. After attach no non-private gradient survives a backward:
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +31,7 @@ from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
-from torch_dpsco.rows.passes import NO_FORWARD, PassCounter, batch_sizes, forget_uses
+from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
 from torch_dpsco.rows.precision import HALF, inexact_mean
 from torch_dpsco.rows.supported import (
     forget_wrappers,
@@ -65,6 +66,7 @@ class _Attachment:
         self.mean = loss_reduction == "mean"
         self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
         self.carried = CarriedState(model)
+        self.filled: int | None = None  # rows of the batch, if some of them may be filling
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
@@ -74,7 +76,13 @@ class _Attachment:
             from torch_dpsco.rows.hooks import DenseHooks, GhostHooks  # which import Opacus
 
             hooks = GhostHooks if ghost else DenseHooks
-            self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
+            try:
+                self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"model must have layers that Opacus can sample where they do not record their own rows, and it "
+                    f"says: {error}; move trained parameters into modules without buffers (docs/compatibility.md)"
+                ) from error
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
@@ -87,6 +95,7 @@ class _Attachment:
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=ghost)
         self.compared = False
+        self.through_training = True  # whether the last backward came through a forward in training mode
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
 
@@ -98,7 +107,7 @@ class _Attachment:
             p.dpsco_mean, p.dpsco_checked = self.mean, self.first.verdicts  # type: ignore[attr-defined]
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
-        self.handles += [_after_accumulation(p, _drop_factored) for p in self.factored]
+        self.handles += [_after_accumulation(p, self._drop_factored) for p in self.factored]
         self.handles += [_after_accumulation(p, self._drop_dense) for p in self.dense]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,13 +120,19 @@ class _Attachment:
             )
         return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
 
-    def retire(self) -> None:
-        """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up."""
+    def retire(self, filled: int | None = None) -> None:
+        """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
+
+        Args:
+            filled: rows of the batch that comes next, if some of them may be filling.
+        """
+        self.filled = filled
         self.passes.used = self.passes.number
         self.carried.end_batch()
 
     def require_fresh(self, number: int | None, forward: Forward | None) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        self.through_training = number is not None
         if forward is not None:
             forward.has_left_rows = True
         if self.mean:
@@ -150,6 +165,14 @@ class _Attachment:
         self.passes.close()
         forget_uses(self.dense, self.layers)
 
+    def _drop_factored(self, p: Tensor) -> None:
+        if p.grad is None:
+            return
+        p.grad = None
+        used_in = [layer for layer in self.layers if any(q is p for q in layer._parameters.values())]
+        trained = self.through_training and all(layer.training for layer in used_in)
+        raise SequenceError(f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}")
+
     def _drop_dense(self, p: Tensor) -> None:
         p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
         if p.grad is not None and not hasattr(p, "dpsco_compared"):
@@ -162,16 +185,6 @@ def _after_accumulation(p: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     handle = p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     p.requires_grad_(required)
     return handle
-
-
-def _drop_factored(p: Tensor) -> None:
-    if p.grad is not None:
-        p.grad = None
-        raise SequenceError(
-            "a weight of a factored layer got a gradient from outside of the layer: a regularizer in the loss "
-            "(give reg= or prox= to the optimizer instead), a direct use of the weight (attach(model, rows='dense')), "
-            "or a backward in eval mode (call model.train())"
-        )
 
 
 def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -221,7 +234,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
         raise SequenceError(
             "a training forward is still waiting for its backward: run backward after each forward, compute metrics "
-            "under torch.no_grad() or in eval mode, or call optimizer.discard() to start over"
+            f"under torch.no_grad() or in eval mode, or call optimizer.discard() to start over; {ONE_MODULE}"
         )
     for p in attachment.dense:
         p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
@@ -244,6 +257,8 @@ def _copied(leaf: Any) -> Any:
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if output is None and attachment.filled is not None and (error := sys.exc_info()[1]) is not None:
+        _tell_of_filling(error, attachment.filled)
     number, forward = attachment.passes.tag, _END.call(attachment, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
@@ -267,6 +282,20 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if not attachment.first.waits or failed:
         return None
     return _LOOK.call(attachment, model, args, kwargs, output)
+
+
+def _tell_of_filling(error: BaseException, rows: int) -> None:
+    """Says in an exception of a forward that some rows may be no records; not how many, which is private."""
+    note = (
+        f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many records were drawn: "
+        f"zeros in all tensors (a length of 0, class 0), at any place. Make the forward take such rows, e.g. by "
+        f"lengths.clamp(min=1), and by a mask in place of packed sequences; or give padding=False to "
+        f"optimizer.loader(...), whose risk docs/guarantees.md describes"
+    )
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)  # loggers print this alone
+    else:
+        error.add_note(note)
 
 
 def _look(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

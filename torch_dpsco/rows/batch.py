@@ -53,12 +53,17 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
         p.grad = None
 
 
-def retire_forwards(params: Sequence[nn.Parameter]) -> None:
-    """Makes the attached models of the parameters refuse backwards of all their forwards so far."""
+def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -> None:
+    """Makes the attached models of the parameters refuse backwards of all their forwards so far.
+
+    Args:
+        params: of the optimizer.
+        filled: rows of the batch that comes next, if some of them may be filling.
+    """
     for p in params:
         retire = p.__dict__.get("dpsco_retire")
         if retire is not None:
-            retire()
+            retire(filled)
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:

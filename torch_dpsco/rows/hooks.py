@@ -162,7 +162,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         if not whole and (unknown := _unknown_option(module, tensors)):
             raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
         if not isinstance(module, _OWN_LAYOUT):
-            self._passes.require_batch(module, tensors[-1].shape, 0 if self.batch_first else 1)
+            self._passes.require_batch(module, tensors[-1], 0 if self.batch_first else 1)
 
     def capture_backprops_hook(
         self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool

@@ -11,7 +11,22 @@ from torch import Tensor, nn
 from torch_dpsco.compat import backward_number
 from torch_dpsco.errors import SequenceError
 
+ONE_MODULE = (
+    "where a loss needs several forwards of one model (real and generated images, views of a record, pairs), wrap them "
+    "in one module that makes all of them inside of its forward, model(real, fake), and attach that"
+)
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
+
+_PARTS = "(also of parts of the model), and take metrics under torch.no_grad()"
+_TWICE = (
+    "came from the double backward of a gradient (create_graph=True, as in a gradient penalty), of which no rows are "
+    "known: leave the penalty out and bound the critic by weight clipping, p.clamp_(-c, c) after each optimizer.step()"
+)
+_OUTSIDE = (
+    "came from outside of the layer: give a regularizer of the loss to the optimizer instead (reg=, prox=); where the "
+    "forward uses the weight directly (layer.weight @ x), move weight and use into a module of their own, "
+    "with the weight as its nn.Parameter, and call that module"
+)
 
 
 def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
@@ -44,10 +59,25 @@ class PassCounter:
         self.used = 0  # number of the newest pass when rows were last used or dropped
         self._sizes: frozenset[int] | None = None
         self._exact = -1  # number of the last backward that was seen to run in full precision
+        self._differentiated = False  # whether a backward of the running batch is to be differentiated itself
 
     def note_exact(self) -> None:
         """Notes that the running backward is in full precision."""
         self._exact = backward_number()
+
+    def note_differentiated(self) -> None:
+        """Notes that the running backward makes a graph of its own (create_graph=True)."""
+        self._differentiated = True
+
+    def why_not_of_rows(self, layer_is_trained: bool) -> str:
+        """Returns why a weight of a factored layer has a gradient that is in no row.
+
+        Args:
+            layer_is_trained: whether its layer, and the model, are in training mode.
+        """
+        if not layer_is_trained:
+            return f"came from a forward in eval mode, which records no rows: call model.train() before it {_PARTS}"
+        return _TWICE if self._differentiated else _OUTSIDE
 
     def is_exact(self) -> bool:
         """Returns whether that was noted of the running backward."""
@@ -57,6 +87,7 @@ class PassCounter:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
         self.number += 1
         self.tag, self._sizes = self.number, sizes
+        self._differentiated = self._differentiated and self.number - 1 > self.used
 
     def close(self) -> None:
         """Ends the pass."""
@@ -72,8 +103,14 @@ class PassCounter:
                 "combines them into its forward, or attach the module that you call"
             )
 
-    def require_batch(self, layer: nn.Module, shape: torch.Size, dim: int) -> None:
-        """Raises SequenceError if the input of a layer cannot have the batch in its dimension `dim`."""
+    def require_batch(self, layer: nn.Module, x: Tensor, dim: int) -> None:
+        """Raises SequenceError if the input of a layer is sparse, or cannot have the batch in its dimension `dim`."""
+        shape = x.shape
+        if x.layout is not torch.strided:
+            raise SequenceError(
+                f"input of {layer} must be dense (got {x.layout}), since rows of sparse ones are not known: call "
+                f"x.to_dense() before the model, or give indices to an EmbeddingBag"
+            )
         if self._sizes and (len(shape) <= dim or shape[dim] not in self._sizes):
             # PRIVACY: rows would be times or parts of a record, or one row for all of them
             # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private

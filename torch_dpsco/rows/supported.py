@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from torch_dpsco.compat import BatchNorm, DropoutNd, is_replicated, is_sharded, of_opacus
@@ -41,6 +42,7 @@ def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def require_supported(model: nn.Module, *, batch_first: bool) -> None:
     """Raises ValueError, naming the layer and the way out, for a model that cannot be attached."""
     for name, module in model.named_modules():
+        _require_plain(name, module)
         _require_uncoupled(name, module, batch_first)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.weight.requires_grad:
             _require_plain_embedding(name, module)
@@ -49,6 +51,42 @@ def require_supported(model: nn.Module, *, batch_first: bool) -> None:
         raise ValueError("model must have a trainable parameter (got none with requires_grad)")
     for name, module in layers:
         _require_samplable(name, module)
+
+
+_RECOMPUTED = {  # hooks that make the weight anew in each forward, by the name of their class
+    "BasePruningMethod": (
+        "pruned by torch.nn.utils.prune",
+        "call prune.remove(layer, 'weight') before attach, and multiply the weight by its mask after each "
+        "optimizer.step() to keep its zeros",
+    ),
+    "WeightNorm": ("under torch.nn.utils.weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    "SpectralNorm": (
+        "under torch.nn.utils.spectral_norm",
+        "leave it out, and bound the weights by clamping them after each optimizer.step()",
+    ),
+}
+
+
+def _require_plain(name: str, module: nn.Module) -> None:
+    layer = f"{type(module).__name__} {name!r}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"model must not be scripted or traced (got {layer}), since layers inside cannot be recorded: attach the "
+            f"module as it was before torch.jit, and use torch.compile for speed"
+        )
+    if any(isinstance(p, nn.UninitializedParameter) for p in module._parameters.values()):
+        raise ValueError(
+            f"model must have all its parameters (got {layer}, which is lazy): run it once on a made-up batch of the "
+            f"data's shape, model(torch.zeros(2, ...)), before dp.attach and before its optimizer is made"
+        )
+    for hook in module._forward_pre_hooks.values():
+        for kind in type(hook).__mro__:
+            if kind.__name__ in _RECOMPUTED:
+                what, cure = _RECOMPUTED[kind.__name__]
+                raise ValueError(
+                    f"{layer} must not be {what}: its weight is computed anew in each forward, so that rows of its "
+                    f"parameters are not known; {cure}"
+                )
 
 
 def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:

@@ -153,7 +153,7 @@ class DrawLog:
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
-        self.on_delivery: Callable[[], None] = lambda: None
+        self.on_delivery: Callable[[Chunk], None] = lambda chunk: None
         self._given_up = False
         self._replaced = False  # by the log of another loader
         self._split: Chunk | None = None  # delivered in parts, the last one is still to come
@@ -217,7 +217,7 @@ class DrawLog:
             )
         self.waiting.append(chunk)
         self.held, self._given_up = chunk, False
-        self.on_delivery()
+        self.on_delivery(chunk)
 
     def split(self, *, more: bool) -> None:
         """Notes that the batch that comes next is a part of the newest draw (Opacus' BatchMemoryManager says so).

@@ -432,7 +432,7 @@ def make_ready(layer: Any) -> None:
 
 
 def _recorded(layer: Any, x: Tensor) -> Tensor:
-    layer.passes.require_batch(layer, x.shape, 0)
+    layer.passes.require_batch(layer, x, 0)
     make_ready(layer)
     if layer.tape.trial is not None:
         # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
@@ -462,6 +462,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
         layer, more = ctx.layer, tuple(saved)
+        if torch.is_grad_enabled():
+            layer.passes.note_differentiated()
         if reaches(ctx.next_functions[1:3]):
             use = Use(layer, x.detach(), weight.detach(), more, grad.detach())
             require_recordable(ctx.tag, use)

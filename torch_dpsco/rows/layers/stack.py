@@ -95,7 +95,7 @@ class _Step(NamedTuple):
 
 def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
     first = modules[0]
-    first.passes.require_batch(first, x.shape, 0)
+    first.passes.require_batch(first, x, 0)
     steps, params = [], []
     for module in modules:
         weights = []
@@ -152,7 +152,9 @@ class _Stack(torch.autograd.Function):
                 if start or wanted:
                     g = module.kind.input_gradient(use)
                 end = start
-        if wanted and torch.is_grad_enabled():  # the gradient of a gradient is wanted too
+        if torch.is_grad_enabled():  # the gradient of a gradient is wanted too
+            steps[0].module.passes.note_differentiated()
+        if wanted and torch.is_grad_enabled():
             (g,) = torch.autograd.grad(_values(steps, kept[0], params)[-1], kept[0], grad, create_graph=True)
         return g if wanted else None, *[None] * (len(params) + 1)
 
