@@ -165,8 +165,10 @@ def test_settings_that_tell_no_intervals_are_refused_before_a_charge(settings, w
 
 
 def test_few_records_are_refused():
+    with pytest.raises(ConditionError, match="intervals must be of more records"):
+        model(30, epsilon=0.1).fit(*table(30))
     with pytest.raises(ConditionError, match="stand out of its noise"):
-        model(30, epsilon=0.1).fit(*table(30)).summary()
+        model(450, epsilon=0.1).fit(*table(450)).summary()
 
 
 @pytest.mark.slow

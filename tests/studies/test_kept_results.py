@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 import torch_dpsco as dp
 from torch_dpsco import plots
 from torch_dpsco.cli import main
-from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
+from torch_dpsco.inference import needed_eigenvalue
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Number
 from torch_dpsco.studies import study as module
 from torch_dpsco.studies.one_call import study
-from torch_dpsco.studies.study import Study
+from torch_dpsco.studies.study import Study, plan_study
 
 N = 300
 RNG = np.random.default_rng(7)
@@ -101,6 +104,42 @@ def test_labels_that_no_array_holds_are_refused_before_a_fit_is_charged():
     with pytest.raises(ValueError, match="inhomogeneous"):
         model.fit(np.zeros((N, 1)), ["a"] * N)
     assert len(ledger) == 0
+
+
+# -- intervals --------------------------------------------------------------------------------------------------------
+
+PAID: list[tuple[Any, dict[str, Any]]] = [
+    (LogisticRegression, {"classes": ("no", "yes")}),
+    (HuberRegressor, {"bound_y": 3.0}),
+    (Ridge, {"bound_y": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), PAID)
+def test_the_plan_says_when_intervals_are_shown_before_they_are_paid_for(kind, more):
+    given: dict[str, Any] = {"n": 4000, "bound_x": 1.0, "intervals": 0.3, "adjacency": "replace_one"} | more
+    plan = kind(**given).plan(2)
+    text = " ".join(str(plan).split())
+    assert f"clearly above {needed_eigenvalue(3, plan.hessian_scale):.3g}" in text
+    assert f"would give {4000 * plan.task.smoothness / 3:.3g}, others less" in text
+    assert "intervals may be refused after they were paid for" in text
+    assert "intervals" not in str(kind(**given | {"intervals": None}).plan(2))
+
+
+@pytest.mark.parametrize(("kind", "more"), PAID)
+def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_paid_for(kind, more):
+    """The most that the least eigenvalue can be is reached by rows of full length in all directions alike."""
+    given: dict[str, Any] = {"bound_x": 1.0, "intervals": 0.3, "adjacency": "replace_one", "epsilon": 0.2} | more
+    plan = kind(**given, n=4000).plan(2)
+    least = math.ceil(needed_eigenvalue(3, plan.hessian_scale) * 3 / plan.task.smoothness)
+    assert kind(**given, n=least + 2).plan(2).shown
+    with pytest.raises(ConditionError, match="intervals must be of more records"):
+        kind(**given, n=least - 2).plan(2)
+
+
+def test_the_plan_of_a_study_says_when_intervals_are_shown():
+    schema = dp.Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
+    assert "may be refused after they were paid for" in str(plan_study(schema, BUDGET, n=N, intervals=0.3))
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

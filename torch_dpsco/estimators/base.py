@@ -43,7 +43,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
-from torch_dpsco.inference import Debiased, Summary, debias
+from torch_dpsco.inference import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.linear import (
     LinearFit,
     LinearTask,
@@ -233,10 +233,11 @@ class LinearModel(BaseEstimator):
             unit: "example", or "user" for a fit with groups.
 
         Raises:
-            CalibrationError: the settings do not go together.
+            CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
-        return plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
+        plan = plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
+        return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
 
     def preview(
         self,
@@ -494,6 +495,25 @@ class LinearModel(BaseEstimator):
         tags.target_tags.required, tags.input_tags.sparse = True, self._in_parts
         tags.non_deterministic = True
         return tags
+
+
+def _when_shown(plan: LinearPlan) -> str:
+    """Returns when intervals can be shown; raises ConditionError where public numbers say that they cannot."""
+    task = plan.task
+    assert task.smoothness is not None  # of plans with intervals
+    needed, each = needed_eigenvalue(task.width, plan.hessian_scale), task.smoothness / task.width
+    # a record adds at most the smoothness to the trace, of which the least eigenvalue is at most an equal share
+    if task.most_records * each <= needed:
+        raise ConditionError(
+            f"intervals must be of more records, fewer features, a larger epsilon or share, or a smaller bound_x: they "
+            f"need a least eigenvalue of the released Hessian above {needed:.3g}, and {task.most_records} records give "
+            f"at most {task.most_records * each:.3g}"
+        )
+    return (
+        f"intervals, if the least eigenvalue of the released Hessian is clearly above {needed:.3g}. {task.n} records "
+        f"as long as bound_x allows, in all directions alike, would give {task.n * each:.3g}, others less: intervals "
+        f"may be refused after they were paid for"
+    )
 
 
 def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:

@@ -85,6 +85,11 @@ class AdaSSPPlan(LinearPlan):
         moved = bound_y**2 * _rounding(self.task, False)
         return up(moved / self.task.curvature, 1e-15) if self.task.curvature else 0.0
 
+    @property
+    def hessian_scale(self) -> float:
+        """As in `LinearPlan`: of X'X."""
+        return self.constants.std_xtx_diag if self.task.curvature else 0.0
+
     def own_event(self) -> GDP | Gaussian:
         """Returns what the release alone costs."""
         adjacency = self.task.adjacency

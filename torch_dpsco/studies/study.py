@@ -81,15 +81,18 @@ class StudyPlan:
 
     def __str__(self) -> str:
         about, unit = "about " if self.budget.adjacency == ADD_REMOVE else "", self._unit
+        shown: list[str] = []
         if isinstance(self.model, PrivateSearch):
             how = f"the best of {self.model.trials:g} trials on average, among {', '.join(self.model.candidates)}"
         else:
             plan = self.model.plan(len(self.schema.names), self.budget.unit)
             how = f"{type(self.model).__name__} by {plan.mechanism}"
+            shown = [f"    {plan.shown}"] if plan.shown else []
         lines = [
             f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each {unit}",
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
             f"    {how}, {len(self.schema.names)} features",
+            *shown,
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
