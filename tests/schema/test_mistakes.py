@@ -193,6 +193,19 @@ def test_the_check_finds_nothing_in_a_clean_table():
     assert users.findings == (), str(users)
 
 
+def test_what_lies_beside_the_columns_of_a_schema_may_be_anything():
+    beside = {
+        "seen": np.array(["2001-01-01"] * N, dtype="datetime64[D]"),
+        "images": np.zeros((N, 2, 2)),
+        "note": "x",
+        3: 4,
+    }
+    assert ROWS.check(CLEAN | beside).findings == ()
+    pandas = pytest.importorskip("pandas")
+    one = pandas.DataFrame({"id": [1] * N})
+    assert ROWS.check(pandas.concat([pandas.DataFrame(CLEAN), one, one], axis=1)).findings == ()
+
+
 @pytest.mark.parametrize(("lost", "stops"), [(N // 20, False), (N // 20 + 1, True)])
 def test_a_study_stops_where_more_than_1_in_20_records_is_lost(lost, stops):
     place = np.arange(N)

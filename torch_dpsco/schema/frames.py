@@ -70,6 +70,13 @@ def names(frame: Any) -> list[str]:
     return list(getattr(frame, "column_names", frame.keys() if isinstance(frame, Mapping) else frame.columns))
 
 
+def others(frame: Any, wanted: list[str]) -> dict[Any, Any]:
+    """Returns the columns beside those that are wanted, as far as they are columns."""
+    there = names(frame)
+    found = {name: frame[name] for name in there if name not in wanted and there.count(name) == 1}
+    return {name: one for name, one in found.items() if hasattr(one, "__len__") and not isinstance(one, (str, bytes))}
+
+
 def column(frame: Any, name: str) -> Any:
     """Returns a column as it is; raises ValueError unless it is there once, of numbers or text."""
     if (times := names(frame).count(name)) != 1:

@@ -192,8 +192,7 @@ class Schema:
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, None)
         columns = {name: frames.column(frame, name) for name in wanted}
-        others = {name: frame[name] for name in frames.names(frame) if name not in wanted}
-        return look(self, table, columns, others, frames.with_line_breaks(frame))
+        return look(self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame))
 
     @classmethod
     @typed
