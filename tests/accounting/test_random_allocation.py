@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import special
 
 import torch_dpsco as dp
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.allocation import allocation_epsilon, allocation_law, allocation_noise
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import (
     Gaussian,
@@ -140,3 +142,23 @@ def test_the_gaussian_of_a_pass_is_that_of_its_adjacency() -> None:
     for adjacency, clips in ((ADD_REMOVE, 1.0), (REPLACE_ONE, 2.0)):
         expected = Ledger([Gaussian(1.0, {adjacency: clips})]).cost(adjacency).rdp
         assert np.allclose(cost_of(RandomAllocation(1.0, 1), adjacency).rdp, expected)
+
+
+@pytest.mark.parametrize("delta", [1e-200, 1e-300, 5e-324])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_delta_that_no_profile_reaches_has_a_figure_above_the_truth(passes: int, delta: float) -> None:
+    """It asked for 109 GiB. The record is in the first step of each pass with probability T^-passes.
+
+    Then each loss of that step is at least (2x - 1) / 2z^2 - log T with x ~ N(1, z^2), and delta(epsilon) at least
+    T^-passes (1 - e^-1) P(losses > epsilon + 1).
+    """
+    noise, steps = 0.5, 10
+    found = allocation_epsilon(noise, steps, delta, ADD_REMOVE, epochs=passes)
+    log_tail = math.log(delta) + passes * math.log(steps) - math.log(-math.expm1(-1.0))
+    mean, std = passes * (0.5 / noise**2 - math.log(steps)), math.sqrt(passes) / noise
+    least = mean - std * float(special.ndtri_exp(log_tail)) - 1
+    most = gaussian_epsilon(std, delta)
+    assert least <= found <= most * (1 + 1e-12)
+    assert found <= 1.05 * least or delta < 1e-280
+    ledger = Ledger([Repeat(RandomAllocation(noise, steps), passes)])
+    assert least <= ledger.epsilon(delta, ADD_REMOVE) <= most * (1 + 1e-9)

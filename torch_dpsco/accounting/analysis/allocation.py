@@ -22,6 +22,7 @@ from scipy.special import log_ndtr
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.allocation_pass import (
     ADJACENCIES,
+    DEEPEST_PROFILE,
     LEAST_NOISE,
     MOST_NOISE,
     MOST_STEPS,
@@ -30,6 +31,8 @@ from torch_dpsco.accounting.analysis.allocation_pass import (
     log_delta,
     profile,
 )
+from torch_dpsco.accounting.analysis.allocation_rdp import allocation_renyi
+from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, LossLaw, connected
@@ -37,6 +40,7 @@ from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 _DIRECTIONS = ("remove", "add")
+_ORDERS = np.arange(2.0, 257.0)  # of Renyi divergences, where there are no losses
 _SEARCH, _TRIALS = 1e-4, 48  # of the noise; a secant at first, then halves
 
 
@@ -61,6 +65,11 @@ class AllocationLoss(LossLaw):
         """See the base class."""
         # PRIVACY: several passes compose in both orders (test_the_larger_direction_is_reported)
         return replace(self, way=self._pass.exchanged.way)
+
+    @property
+    def least_delta(self) -> float:
+        """See the base class."""
+        return math.exp(DEEPEST_PROFILE)
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
@@ -162,7 +171,11 @@ def allocation_epsilon(
     if direction is not None:
         return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), delta)
     found = pld_epsilon(losses, delta)
-    return _unamplified(losses, epochs).epsilon_alone(delta) if found is None else found.epsilon
+    if found is not None:
+        return found.epsilon
+    alone = _unamplified(losses, epochs).epsilon_alone(delta)
+    divergences = epochs * allocation_renyi(noise, steps, _ORDERS, adjacency)
+    return min(alone, rdp_epsilon(_ORDERS, divergences, delta).epsilon)
 
 
 def allocation_delta(
@@ -180,8 +193,8 @@ def allocation_delta(
         return 1.0
     if direction is not None:
         return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon))
-    found = pld_delta(losses, epsilon)
-    return _unamplified(losses, epochs).delta_alone(epsilon) if found is None else found.delta
+    found, alone = pld_delta(losses, epsilon), _unamplified(losses, epochs).delta_alone(epsilon)
+    return alone if found is None else min(found.delta, alone)
 
 
 def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1) -> float:

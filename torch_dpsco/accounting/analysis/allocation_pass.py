@@ -28,6 +28,7 @@ from torch_dpsco.accounting.analysis.quadrature import FloatArray
 LARGEST = 150.0  # epsilon up to which sums are computed
 LEAST_NOISE = 0.25  # from which on they are
 MOST_NOISE, MOST_STEPS = 1e4, 1 << 20  # more counts as that much
+DEEPEST_PROFILE = -300.0  # of log delta: beyond, guesses at slopes fail, and points would take minutes
 ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta
@@ -137,7 +138,7 @@ def epsilon_at(pair: Pass, delta: float) -> float:
     A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
     """
     low, high, target = -1.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
-    if pair.plain or high == 0:
+    if pair.plain or high == 0 or target < _DEEPEST:  # where no guess is good, that of the unsampled Gaussian
         return high
     epsilon, slope = _start(pair, target, high)
     much = max(_MUCH, min(-_MUCH_OF_EPSILON * epsilon * slope * 2 * math.sqrt(-target), 0.1))
@@ -188,12 +189,13 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
 def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
     """Returns ascending epsilons from 0 on, and bounds on delta there, until it is below a floor; not to be changed.
 
-    Points are as close as chords between them need to cost little: in widths of the loss, and in nats of delta.
+    Points are as close as chords between them need to cost little: in widths of the loss, and in nats of delta. Below
+    `DEEPEST_PROFILE` none are computed: what is left counts as infinite losses.
     """
     width, nats = _SPACING[pair.way]
     width *= 1.25 / guess(pair, 0.0)[1]
     epsilons, values = [0.0], [log_delta(pair, 0.0)]
-    while values[-1] > log_floor and epsilons[-1] < LARGEST:
+    while values[-1] > max(log_floor, DEEPEST_PROFILE) and epsilons[-1] < LARGEST:
         start, slope = epsilons[-1], guess(pair, epsilons[-1])[1]
         if pair.way == "replace":
             epsilons.append(start + min(width, nats / slope))

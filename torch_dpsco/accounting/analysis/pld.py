@@ -122,6 +122,8 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
         return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
     if len(ledger) == 1 and ledger[0][1] == 1 and (alone := ledger[0][0].epsilon_alone(delta)) is not None:
         return PLDResult(alone, delta, 0.0, 0.0, 0.0)
+    if any(delta < law.least_delta for law, _ in ledger):
+        return None
     infinite = -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in ledger))
     if infinite >= delta:
         return PLDResult(math.inf, delta, 0.0, 0.0, 0.0)

@@ -159,6 +159,11 @@ class LossLaw(ABC):
         return 0.0
 
     @property
+    def least_delta(self) -> float:
+        """The delta below which its grid laws give no figure."""
+        return 0.0
+
+    @property
     def weight(self) -> int:
         """Cost of a grid point, relative to that of a single record's."""
         return 1
