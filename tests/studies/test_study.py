@@ -14,7 +14,7 @@ from scipy import stats
 import torch_dpsco as dp
 from torch_dpsco import plots
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.report.figures import HELD
+from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression
 from torch_dpsco.rng import Repeatable
