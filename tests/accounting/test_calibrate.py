@@ -6,6 +6,7 @@ import warnings
 
 import dp_accounting
 import pytest
+import scipy.optimize
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
@@ -52,6 +53,14 @@ def test_a_tight_tolerance_meets_any_target_tightly(target, delta, steps, batch_
     assert design_epsilon(noise, delta, **query) <= target
     if noise > 2e-3:
         assert design_epsilon(noise * (1 - 1e-5), delta, **query) > target
+
+
+def test_only_noise_that_was_seen_to_meet_the_target_is_returned(monkeypatch):
+    """Also where the search for the root ends below it."""
+    search = scipy.optimize.brentq
+    monkeypatch.setattr(scipy.optimize, "brentq", lambda *given, **options: search(*given, **options) - 1e-2)
+    query = {"design": Poisson(10, 1000), "steps": 50, "adjacency": ADD_REMOVE}
+    assert design_epsilon(noise_multiplier(1.0, DELTA, **query), DELTA, **query) <= 1.0
 
 
 def test_unsampled_designs_get_the_exact_gaussian_noise():

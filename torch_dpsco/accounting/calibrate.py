@@ -168,7 +168,7 @@ def noise_multiplier(
     tolerance = rtol / 4.0
     root = float(scipy.optimize.brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52))
     noise = math.exp(root) * (1.0 + tolerance)
-    # PRIVACY: only a noise that was seen to meet the target (test_a_tight_tolerance_meets_any_target_tightly)
+    # PRIVACY: only what meets the target (test_only_noise_that_was_seen_to_meet_the_target_is_returned)
     while noise < high and epsilon_at(noise) > epsilon:
         noise *= 1.0 + tolerance
     return min(noise, high)

@@ -81,6 +81,7 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
             # PRIVACY: both directions (test_renyi_divergences_cover_both_directions)
             return np.minimum(plain, np.maximum(removed(noise, steps, orders), added(noise, steps, orders)))
         first = removed(noise, steps, 2 * orders - 1) * (2 * orders / (2 * orders - 1))
+        # margin: of the sum (docs/proofs/rounding.md#model-of-arithmetic)
         return np.minimum(plain, up(first + added(noise, steps, 2 * orders), 1e-15))
 
     return by_order(curve, order)

@@ -360,6 +360,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
     # PRIVACY: rounded up, by less than what rdp_epsilon adds (test_delta_at_the_converted_epsilon_is_at_most_delta)
     log_delta = log_delta + _ROUNDING / 8 * (excess * (value + epsilon) + np.abs(shape))
     log_delta[order <= _LEAST_ORDER] = math.inf
+    # margin: of the root (docs/proofs/rounding.md#model-of-arithmetic)
     total_variation = up(math.sqrt(-math.expm1(-value.min())), _ROUNDING / 8)
     return min(1.0, total_variation, math.exp(min(0.0, log_delta.min())))
 
