@@ -27,6 +27,7 @@ from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.localized import LocalizedSGD
 from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.optim.pilot import Pilot
+from torch_dpsco.optim.public import public
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
@@ -88,6 +89,7 @@ __all__ = [
     "oracles",
     "per_record",
     "prox",
+    "public",
     "rules",
     "sampling",
     "score",

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class UpdateRule(ABC):
         average: which iterate is the answer: "last"; "uniform", the mean of w_1..w_T (each BEFORE its update, as in the
             papers); "weighted", the same with weights proportional to t.
     """
+
+    # names in the state of a parameter of points that go with it where plain steps on public data move it
+    kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor", "candidates")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,6 +82,9 @@ class UpdateRule(ABC):
 
     def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:  # noqa: B027
         """Ends a phase, whose answer the parameters hold; what they hold afterwards is where the next one starts."""
+
+    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:  # noqa: B027  (most rules keep all in the state)
+        """Adds moves of parameters, made by plain steps on public data, to points that the rule keeps by itself."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -247,6 +253,13 @@ class TorchRule(UpdateRule):
             if phase.lr is not None:
                 group["lr"] = phase.lr
         self.optimizer.step()
+
+    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:
+        """Moves the averages of ASGD, the only points that optimizers of torch keep."""
+        for p, move in moves.items():
+            average = self.optimizer.state.get(p, {}).get("ax")
+            if average is not None:
+                average.add_(move)
 
     def settings(self) -> dict[str, Any]:
         """Returns name, optimizer and average."""

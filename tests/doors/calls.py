@@ -161,6 +161,7 @@ def _dp_optimizer() -> Good:
 
 simple("dp.attach", dp.attach, model=lambda: model())
 simple("dp.detach", dp.detach, model=lambda: dp.attach(model()))
+simple("dp.public", dp.public, model=lambda: dp.attach(model()))
 
 
 @call("dp.doctor")

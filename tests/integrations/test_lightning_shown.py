@@ -292,7 +292,7 @@ def test_a_run_whose_steps_are_made_gives_its_answer(finished: bool, tmp_path: P
         again = checkpointed(plan, on_disk(plan, tmp_path), tmp_path, ckpt="all.ckpt")
     assert same(whole, again)
     assert again.optimizer.finalized
-    assert any("nothing was trained" in str(warning.message) for warning in told) == finished
+    assert any("nothing was trained" in str(warning.message) for warning in told)
     assert len(again.optimizer.accountant.ledger) == 10
 
 

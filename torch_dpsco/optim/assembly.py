@@ -30,6 +30,7 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import clear_rows, forget_wrappers, retire_forwards
+from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import (
     Chunk,
@@ -104,6 +105,7 @@ class Assembly(CommonOptimizer):
             self.accountant.require_adaptive()
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
+        self._in_public, self._public = False, 0  # whether `dp.public` runs, and how often it moved the parameters
         self._run, self._since = secrets.token_hex(16), 0  # name of the run in the ledger, from that step on
         self._paid: Paid | None = None  # what was charged for several releases
         self._stills = 0  # releases of this phase that were no means
@@ -128,6 +130,7 @@ class Assembly(CommonOptimizer):
             self.accountant.expect(*((self.ahead(1), None) if self._planned is None else (self.ahead(), 1)))
         with torch.no_grad():
             self._place()
+        note_owner(self._all_params(), self)
 
     def __copy__(self) -> Assembly:
         raise SequenceError("copies must have parts of their own: use copy.deepcopy((model, optimizer))")
@@ -395,7 +398,7 @@ class Assembly(CommonOptimizer):
             self._steps,
             self.schedule.steps,
             self.finalized,
-            (*self.oracle.assumptions, str(self._isolation), *self._checked()),
+            (*self.oracle.assumptions, str(self._isolation), *self._checked(), *self._moved()),
         )
         known = self.design.one_pass or self._sharing or not isinstance(run.event, (Gaussian, NonPrivate))
         ahead = self.ahead() if known and run.planned else run.ahead()
@@ -416,6 +419,17 @@ class Assembly(CommonOptimizer):
         for verdicts in found.values() or [self._checks]:
             for part, verdict in verdicts.items():
                 yield f"Whether records reach each other in the {part}: {verdict}."
+
+    def _moved(self) -> Iterator[str]:
+        if self._public:
+            yield (
+                f"Public steps were made between private ones, in {self._public} blocks of dp.public: the data that "
+                f"they used are not protected."
+            )
+
+    def _require_private(self) -> None:
+        if self._in_public:
+            raise SequenceError("dp.public is running, where nothing is recorded: make private steps after the block")
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.

@@ -34,7 +34,17 @@ class _Turn:
     """Lets one thread in at a time; a second one raises, and a copy has its own turn."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._depth = threading.RLock(), 0
+
+    @property
+    def taken_here(self) -> bool:
+        """Whether this thread is in."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._depth > 0
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -43,10 +53,12 @@ class _Turn:
                 "a step of this optimizer is running in another thread: nothing was done in this one; an optimizer is "
                 "for one thread at a time, and several optimizers may share an accountant"
             )
+        self._depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._depth -= 1
         self._lock.release()
 
     def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
@@ -88,6 +100,7 @@ class CommonOptimizer(Optimizer):
     """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
 
     _fixed: ClassVar[frozenset[str]] = frozenset()
+    undisturbed: ClassVar[str] = ""  # why a run takes no steps on public data; "" if it does
     accountant: Accountant
     _steps: int
     _run = ""
@@ -126,6 +139,11 @@ class CommonOptimizer(Optimizer):
     ) -> None:
         if kind is None:
             self.finalize()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in a step of the optimizer."""
+        return self._turn.taken_here
 
     @property
     def steps(self) -> int:

@@ -286,6 +286,7 @@ class LocalizedSGD(PlannedOptimizer):
     """
 
     plans = LocalizedPlan
+    undisturbed = "each of its phases is a ball around the private answer before it"
 
     @classmethod
     def plan(

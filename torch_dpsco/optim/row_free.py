@@ -43,6 +43,7 @@ from torch_dpsco.optim.state import (
     unpacked,
 )
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
 from torch_dpsco.sampling.one_by_one import source_of
@@ -75,6 +76,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """
 
     plans: ClassVar[type[RowFreePlan]]
+    undisturbed = "its noise covers the planned steps and no others"
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = frozenset(
         {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
@@ -124,6 +126,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._promises, self._given_up, self._backwards = plan.promises, False, Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.expect(self.event, 1)
+        note_owner(self._params, self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_los
 from torch_dpsco.optim.common import CommonOptimizer, in_turn
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
 from torch_dpsco.smoothing import Shifts
@@ -166,6 +167,7 @@ class Saved(Assembly):
         in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
         noisy tests: it keeps their thresholds.
         """
+        self._require_private()  # the iterates that are kept follow at the end of the block
         # PRIVACY: a run that is resumed has the same threshold (test_a_killed_run_goes_on_or_loses)
         self.oracle.prepare(self._noise)
         phase, k = self.schedule.position(self._steps)
@@ -178,6 +180,7 @@ class Saved(Assembly):
             "finalized": self._finalized,
             "run": self._run,
             "since": self._since,
+            "public": self._public,
         }
         private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
         partition = None if self._finalized else self._batch.sealed()
@@ -227,7 +230,7 @@ class Saved(Assembly):
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
         self._stills, self._run = private["still"], private.get("run", self._run)
         self._paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
-        self._since = private.get("since", self._steps)
+        self._since, self._public = private.get("since", self._steps), private.get("public", 0)
 
     @in_turn
     def resume(self, state_dict: dict[str, Any]) -> int:
@@ -291,6 +294,7 @@ class Saved(Assembly):
         self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
 
     def __getstate__(self) -> dict[str, Any]:
+        self._require_private()
         if not self._finalized:
             refuse_copy(self._sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
@@ -316,3 +320,4 @@ class Saved(Assembly):
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
         self._run, self._since = secrets.token_hex(16), self._steps
+        note_owner(self._all_params(), self)

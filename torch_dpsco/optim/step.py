@@ -197,6 +197,7 @@ class PrivateOptimizer(Saved):
 
     def _require_open(self) -> None:
         require_unwrapped(self._all_params())
+        self._require_private()
         if self._shown:
             raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
         if self._planned is not None and self._steps >= self._planned:
@@ -325,6 +326,7 @@ class PrivateOptimizer(Saved):
     @contextmanager
     def released(self) -> Iterator[None]:
         """Puts the private answer so far into the parameters while the block runs."""
+        self._require_private()
         params = self._trained()
         with self._turn, torch.no_grad():
             queries = [p.detach().clone() for p in params]
@@ -345,6 +347,7 @@ class PrivateOptimizer(Saved):
 
         Later steps raise. After the last planned step there is nothing left to do.
         """
+        self._require_private()
         if self._shown:
             raise SequenceError("finalize() must not be called inside of released()")
         if not self._finalized:
@@ -359,3 +362,44 @@ class PrivateOptimizer(Saved):
         if self._in_passes and self._steps:  # no step of its passes follows
             self.accountant.authorize(Sequential(()), releases={self._run + OVER: 1})
         self._finalized = True
+
+    # -- public data --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def moved_in_public(self) -> Iterator[None]:
+        """Adds what plain steps in the block move to all that is kept of the iterates; see `dp.public`."""
+        self._require_private()
+        if self._shown or self.in_draw:
+            raise SequenceError(
+                "dp.public must not begin inside of released(), or between the parts of a private batch"
+            )
+        params = self._trained()
+        with torch.no_grad():
+            self._shifts.lift(params, self.state)
+            before = [p.detach().clone() for p in params]
+        self._in_public = True
+        try:
+            yield
+        finally:
+            self._in_public = False
+            with torch.no_grad():
+                self._carry(params, before)
+                self._place()
+        self._world.end(self)  # the same moves on all ranks
+
+    def _carry(self, params: list[nn.Parameter], before: list[Tensor]) -> None:
+        if all(map(torch.equal, params, before)):
+            return
+        self.prox.apply_(params, [0.0] * len(params))
+        moves = {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+        for name in self.rule.kept:
+            points = {p: self.state[p][name] for p in params if name in self.state.get(p, {})}
+            for p, point in points.items():
+                point.add_(moves[p])
+            if len(points) == len(params) and all(point.shape == p.shape for p, point in points.items()):
+                self.prox.apply_(list(points.values()), [0.0] * len(points))
+        self.rule.carry(moves)
+        self._public += 1
+        if self._lrs is not None:
+            self._lrs = None
+            checks.warn_of_void_theorem("plain steps on public data moved the iterates", 6)

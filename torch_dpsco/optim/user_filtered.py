@@ -170,6 +170,7 @@ class UserFilteredSGD(UserOptimizer):
     """
 
     plans = UserFilteredPlan
+    undisturbed = "users are tested for agreement along its own iterates"
 
     @classmethod
     def plan(

@@ -94,6 +94,7 @@ class LocalizedUserSGD(UserOptimizer):
     """
 
     plans = UserLocalizedPlan
+    undisturbed = "each of its phases is a ball around the private answer before it"
 
     @classmethod
     def plan(

@@ -14,8 +14,10 @@ state dict. After attach no non-private gradient survives a backward:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -32,6 +34,7 @@ from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
 from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
 from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
+from torch_dpsco.rows.plain_steps import PASSES, WATCH
 from torch_dpsco.rows.precision import HALF, inexact_mean
 from torch_dpsco.rows.supported import (
     forget_wrappers,
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 
 _OWN = (
     *("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes"),
-    *("dpsco_reset", "dpsco_retire", "dpsco_mean", "dpsco_checked"),
+    *("dpsco_reset", "dpsco_retire", "dpsco_mean", "dpsco_checked", PASSES),
 )
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -102,7 +105,9 @@ class _Attachment:
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
+        self.stop_watching = WATCH.start(self)
         for p in self.factored + self.dense:
+            p.__dict__[PASSES] = self.passes
             p.dpsco_reset, p.dpsco_retire = self.reset, self.retire  # type: ignore[attr-defined]
             p.dpsco_mean, p.dpsco_checked = self.mean, self.first.verdicts  # type: ignore[attr-defined]
         for p in self.dense:
@@ -118,7 +123,8 @@ class _Attachment:
                 "a model must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
                 "optimizer.discard() first"
             )
-        return self.__dict__ | {"hooked": False}  # hooks of parameters are neither copied nor pickled
+        # hooks of parameters are neither copied nor pickled
+        return self.__dict__ | {"hooked": False, "stop_watching": None}
 
     def retire(self, filled: int | None = None) -> None:
         """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
@@ -165,8 +171,33 @@ class _Attachment:
         self.passes.close()
         forget_uses(self.dense, self.layers)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets gradients be plain ones in the block; raises SequenceError if rows or a forward are waiting."""
+        params = self.factored + self.dense
+        if not self.hooked:
+            self.hook_parameters()
+        if has_rows(params) or self.passes.number != self.passes.used:
+            # PRIVACY: rows of records and gradients of public data would meet
+            # (test_public_steps_within_a_private_batch_are_refused)
+            raise SequenceError(
+                "dp.public must not begin within a private batch, between its forward and its step: call "
+                "optimizer.step() or optimizer.discard() first"
+            )
+        self.passes.paused = True
+        if self.hooks is not None:
+            self.hooks.disable_hooks()
+        try:
+            yield
+        finally:
+            self.passes.paused = False
+            if self.hooks is not None:
+                self.hooks.enable_hooks()
+            for p in params:
+                p.grad = None
+
     def _drop_factored(self, p: Tensor) -> None:
-        if p.grad is None:
+        if p.grad is None or self.passes.paused:
             return
         p.grad = None
         used_in = [layer for layer in self.layers if any(q is p for q in layer._parameters.values())]
@@ -174,15 +205,32 @@ class _Attachment:
         raise SequenceError(f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}")
 
     def _drop_dense(self, p: Tensor) -> None:
+        if self.passes.paused:
+            return
         p.dpsco_passes.append(self.passes.number)  # type: ignore[attr-defined]
         if p.grad is not None and not hasattr(p, "dpsco_compared"):
             p.dpsco_first_backward = (p.grad.detach(), self.mean)  # type: ignore[attr-defined]
         p.grad = None
 
 
-def _after_accumulation(p: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+class _Weakly:
+    """A hook that does not keep its model alive: the garbage collector does not see through hooks of parameters."""
+
+    def __init__(self, method: Callable[[Tensor], None] | None) -> None:
+        self._held = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, p: Tensor) -> None:
+        method = None if self._held is None else self._held()
+        if method is not None:
+            method(p)
+
+    def __reduce__(self) -> tuple[type[_Weakly], tuple[None]]:
+        return _Weakly, (None,)  # copies are hooked anew
+
+
+def _after_accumulation(p: nn.Parameter, method: Callable[[Tensor], None]) -> Any:
     required = p.requires_grad  # torch registers on no other tensor; a copy of a model may have frozen parameters
-    handle = p.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    handle = p.requires_grad_(True).register_post_accumulate_grad_hook(_Weakly(method))
     p.requires_grad_(required)
     return handle
 
@@ -224,6 +272,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
+    if attachment.passes.paused:
+        return None
     if model.training:
         _BEGIN.call(attachment, (args, kwargs), leaves_rows=torch.is_grad_enabled())
     if not (model.training and torch.is_grad_enabled()):
@@ -257,6 +307,8 @@ def _copied(leaf: Any) -> Any:
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    if attachment.passes.paused:
+        return None
     if output is None and attachment.filled is not None and (error := sys.exc_info()[1]) is not None:
         _tell_of_filling(error, attachment.filled)
     number, forward = attachment.passes.tag, _END.call(attachment, output, (args, kwargs))
@@ -323,6 +375,12 @@ def _factorable(model: nn.Module) -> list[nn.Module]:
     layers = list({id(m): m for _, m in trainable_layers(model)}.values())
     owners = Counter(id(p) for m in layers for p in m.parameters())
     return [m for m in layers if can_record(m) and all(owners[id(p)] == 1 for p in m.parameters())]
+
+
+def paused(model: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which an attached model has plain gradients."""
+    attachment: _Attachment = model._dpsco  # type: ignore[assignment]
+    return attachment.paused()
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -418,6 +476,8 @@ def detach(model: _Model) -> _Model:
     clear_rows(list(model.parameters()))
     for handle in attachment.handles:
         handle.remove()
+    if attachment.stop_watching is not None:
+        attachment.stop_watching()
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
     for module in model.modules():

@@ -57,6 +57,7 @@ class PassCounter:
         self.number = 0
         self.tag: int | None = None  # number of the running pass, None outside of one
         self.used = 0  # number of the newest pass when rows were last used or dropped
+        self.paused = False  # whether plain gradients are computed, of public data
         self._sizes: frozenset[int] | None = None
         self._exact = -1  # number of the last backward that was seen to run in full precision
         self._differentiated = False  # whether a backward of the running batch is to be differentiated itself

@@ -412,7 +412,7 @@ def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = Non
 def records(layer: Any) -> bool:
     """Returns whether a recorded layer keeps rows of what it is called with now."""
     trained = any(p is not None and p.requires_grad for p in layer._parameters.values())
-    return bool(trained and layer.training and torch.is_grad_enabled())
+    return bool(trained and layer.training and torch.is_grad_enabled() and not layer.passes.paused)
 
 
 def run(layer: Any, x: Tensor) -> Tensor:
