@@ -183,6 +183,17 @@ def test_a_model_that_couples_rows_is_refused(model: Any) -> None:
     assert not len(ledger)
 
 
+def test_labels_that_depend_on_the_block_are_refused() -> None:
+    class Above:
+        classes_ = (0, 1)
+
+        def predict(self, X: Any) -> Any:
+            return (X[:, 0] > X[:, 0].mean()).astype(int)
+
+    with pytest.raises(NotCertifiedError, match="what depends on that row alone"):
+        dp.score(Above(), X, Y, budget=BUDGET)
+
+
 def scored(model: Any) -> float:
     return dp.score(model, X, Y, "absolute_error", bound=4.0, budget=dp.Budget(1e5, 1e-6)).value
 

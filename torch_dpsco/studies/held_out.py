@@ -177,7 +177,7 @@ def _of_made_up_rows(method: Method, read: Read, width: int, dtype: Any) -> list
     """Returns what is said of a block, of one with half of its rows, and of the first one twice, or how that failed."""
     made_up, size = np.random.default_rng(0), (BLOCK, width)
     kinds = [
-        (made_up.normal(size=size), 30.0 * made_up.normal(size=size)),
+        (made_up.normal(size=size), 10.0 + 30.0 * made_up.normal(size=size)),
         (made_up.integers(2, size=size), np.ones(size)),  # for models that take no other numbers
     ]
     found: list[NDArray[Any]] | Refused = []
