@@ -2,6 +2,7 @@
 
     python benchmarks/interval_coverage.py                        # all cells, 1,000 fits each; minutes
     python benchmarks/interval_coverage.py --cells made_1000 adult --fits 100
+    python benchmarks/interval_coverage.py --cells limits         # around the limit where intervals are refused
 
 Naive intervals are those of the released coefficients with the standard errors of a fit without privacy. The truth of a
 made table is what made it; that of a real one (see tables.py, `pip install '.[benchmarks]'`) is the fit without
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
-from torch_dpsco.inference import debias
+from torch_dpsco.inference import debias, reach
 from torch_dpsco.linear.objective import ObjectivePlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -42,6 +43,7 @@ class Cell(NamedTuple):
     n: int
     features: int | tuple[int, ...]
     epsilon: float
+    truth: tuple[float, ...] = ()  # of a made table, with the intercept; chosen if it is empty
 
 
 CELLS = {
@@ -66,6 +68,25 @@ HUBERS = {
 }
 
 
+_STEEP, _USUAL, _FLAT, _RARE = (6.0, -3.0, 0.0, 0.3), (2.0, -1.0, 0.0, 0.3), (0.5, 0.0, 0.3), (1.0, 1.0, -4.0)
+LIMITS = {
+    f"{name}_{n}_{epsilon:g}": Cell("made", n, len(truth) - 1, epsilon, truth)
+    for name, truth, sizes in (
+        ("steep", _STEEP, ((3000, 1.0), (5000, 1.0), (7000, 1.0), (10000, 1.0), (2000, 3.0), (5000, 3.0))),
+        ("usual", _USUAL, ((1000, 1.0), (2000, 1.0), (5000, 1.0), (500, 3.0), (5000, 0.3))),
+        ("flat", _FLAT, ((500, 1.0), (1000, 1.0), (300, 3.0))),
+        ("none", (0.0,) * 7, ((2000, 1.0), (3000, 1.0), (1000, 3.0))),
+        ("rare", _RARE, ((5000, 1.0), (10000, 1.0), (3000, 3.0))),
+    )
+    for n, epsilon in sizes
+}
+REAL_LIMITS = {
+    f"{name}_{n}_{epsilon:g}": Cell("made", n, 2, epsilon)
+    for name in ("ridge", "huber")
+    for n, epsilon in ((300, 1.0), (500, 1.0), (1000, 1.0))
+}
+
+
 def fitted(rows: Array, labels: Array, start: Array, linear: Array | float = 0.0, reg: float = 0.0) -> Array:
     """Returns the minimizer for rows with a constant, a linear term and a regularizer: Newton's method, not private."""
     weights = start.copy()
@@ -87,7 +108,7 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     """Returns how often each coefficient was in its interval and in its naive one, and how many fits had none."""
     generator = np.random.default_rng(seed)
     if isinstance(cell.features, int):
-        dim, truth = cell.features, np.append(np.linspace(-2, 2, cell.features), 0.3)
+        dim, truth = cell.features, np.array(cell.truth or (*np.linspace(-2, 2, cell.features), 0.3))
     else:
         table = getattr(table_rows, cell.table)()
         rows, labels = 2 * table.rows[:, cell.features] - 1, table.targets
@@ -121,15 +142,16 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
                 noise_std=plan.noise_scale,
                 output_std=plan.output_scale,
                 hessian_std=std,
+                rate=plan.task.preparation.bound,
             )
         except ConditionError:
             refused += 1
             continue
         without = found.sampling.diagonal().numpy()
         error = np.sqrt(without + found.noise.diagonal().numpy())
-        held += np.abs(found.estimate.numpy() - truth) <= _Z * error
+        held += np.abs(found.estimate.numpy() - truth) <= reach(0.95, found.distance) * error
         naive += np.abs(weights - truth) <= _Z * np.sqrt(without)
-    done = fits - refused
+    done = max(fits - refused, 1)
     return held / done, naive / done, refused
 
 
@@ -164,27 +186,31 @@ def real_coverage(cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: in
             continue
         held += (found.intervals[:, 0] <= truth) & (truth <= found.intervals[:, 1])
         naive += np.abs(found.released - truth) <= _Z * found.standard_errors * np.sqrt(1 - found.privacy)
-    done = fits - refused
+    done = max(fits - refused, 1)
     return held / done, naive / done, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line per cell: mean coverage, the least of a coefficient, and the naive mean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", choices=CELLS | RIDGES | HUBERS, default=[*CELLS, *RIDGES, *HUBERS])
+    cells = CELLS | RIDGES | HUBERS
+    every = cells | LIMITS | REAL_LIMITS
+    parser.add_argument("--cells", nargs="+", choices=[*every, "limits"], default=[*cells])
     parser.add_argument("--fits", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="one cell, a few fits")
     given = parser.parse_args(arguments)
     if given.smoke:
         given.cells, given.fits = ["made_1000", "ridge_1000", "huber_1000"], 5
+    if "limits" in given.cells:
+        given.cells = [*LIMITS, *REAL_LIMITS]
     print("| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|" + "---|" * 7)
     for name in given.cells:
-        cell = (CELLS | RIDGES | HUBERS)[name]
-        if name in CELLS:
+        cell = every[name]
+        if name in CELLS | LIMITS:
             held, naive, refused = coverage(cell, given.fits)
         else:
             ridge, huber = Ridge(bound_y=2.0, intervals=0.05), HuberRegressor(bound_y=4.0, threshold=0.3, intervals=0.3)
-            held, naive, refused = real_coverage(cell, ridge if name in RIDGES else huber, given.fits)
+            held, naive, refused = real_coverage(cell, ridge if "ridge" in name else huber, given.fits)
         print(
             f"| {name} | {cell.n} | {len(held) - 1} | {cell.epsilon:g} | {100 * held.mean():.1f} % | "
             f"{100 * held.min():.1f} % | {100 * naive.mean():.1f} % | {refused} |",

@@ -478,11 +478,14 @@ class LinearModel(BaseEstimator):
         """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
         raise self._without_intervals()
 
-    def _newton_step(self, prepared: NDArray[np.float64], hessian: Tensor) -> Debiased:
-        """Returns the estimate in prepared units, of objective perturbation."""
+    def _newton_step(
+        self, prepared: NDArray[np.float64], hessian: Tensor, variance: float = 1.0, width: float = 1.0
+    ) -> Debiased:
+        """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
         plan = cast(ObjectivePlan, self.plan_)
         stds = {"noise_std": plan.noise_scale, "output_std": plan.output_scale, "hessian_std": plan.hessian_scale}
-        return debias(torch.from_numpy(prepared), hessian, reg=plan.reg, **stds)
+        rate = plan.task.preparation.bound / width
+        return debias(torch.from_numpy(prepared), hessian, reg=plan.reg, variance=variance, rate=rate, **stds)
 
     def _without_intervals(self) -> ConditionError:
         return ConditionError(

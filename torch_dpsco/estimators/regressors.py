@@ -122,10 +122,10 @@ class HuberRegressor(Regressor):
 
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         plan = cast(ObjectivePlan, self.plan_)
-        found = self._newton_step(prepared, hessian)
         inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
         squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
-        return found._replace(sampling=squares / inside * found.sampling), (
+        assert isinstance(plan.task.loss, Huber)
+        return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.threshold), (
             "targets are a linear function of the features, and errors of one law (a skewed one is in the intercept); "
             "records are independent",
             f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",

@@ -7,6 +7,6 @@
 """
 
 from torch_dpsco.inference.debiased import Debiased, debias, least_squares, needed_eigenvalue
-from torch_dpsco.inference.summary import Summary
+from torch_dpsco.inference.summary import Summary, p_value, reach
 
-__all__ = ["Debiased", "Summary", "debias", "least_squares", "needed_eigenvalue"]
+__all__ = ["Debiased", "Summary", "debias", "least_squares", "needed_eigenvalue", "p_value", "reach"]

@@ -7,6 +7,8 @@ with the released Hessian H takes the known part of it away:
 
 v = H^-1 reg w: of sampling (in a model that holds, the variance of gradients is H), of b, of the noise of H.
 
+Where the Hessian is near its noise, fits of which intervals are shown are a choice: see `Debiased.distance`.
+
 Source: docs/proofs/inference.md
 """
 
@@ -22,6 +24,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 
 _CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
+_MARGIN = 0.25  # standard errors of the least eigenvalue, below which intervals are more than seven times as wide
 
 
 class Debiased(NamedTuple):
@@ -31,15 +34,37 @@ class Debiased(NamedTuple):
         estimate: (p,).
         sampling: covariance (p, p) that the same fit would have without privacy.
         noise: covariance (p, p) of all that was added for privacy.
+        least: eigenvalue of the released Hessian.
+        needed: what it has to exceed.
+        spread: its standard error, from noise and from that of the estimate at which it was taken.
     """
 
     estimate: Tensor
     sampling: Tensor
     noise: Tensor
+    least: float
+    needed: float
+    spread: float
+
+    @property
+    def distance(self) -> float:
+        """From the limit, in standard errors: only fits that are above it show intervals, which they must allow for.
+
+        Source: docs/proofs/inference.md#the-limit
+        """
+        return (self.least - self.needed) / self.spread if self.spread else math.inf
 
 
 def debias(
-    weights: Tensor, hessian: Tensor, *, reg: float, noise_std: float, output_std: float, hessian_std: float
+    weights: Tensor,
+    hessian: Tensor,
+    *,
+    reg: float,
+    noise_std: float,
+    output_std: float,
+    hessian_std: float,
+    variance: float = 1.0,
+    rate: float = 0.0,
 ) -> Debiased:
     """Returns the estimate without the bias of the regularizer, and its covariances.
 
@@ -50,6 +75,8 @@ def debias(
         noise_std: >= 0, of b.
         output_std: >= 0, of the noise on the answer.
         hessian_std: >= 0, of the noise on the diagonal of the Hessian; 1/sqrt(2) of it elsewhere.
+        variance: >= 0, of the gradients, where the Hessian is 1.
+        rate: >= 0, by which share of itself a second derivative changes at most where the answer moves by 1.
 
     Raises:
         ConditionError: the Hessian does not stand out of its noise, or is singular.
@@ -63,13 +90,14 @@ def debias(
         1.1
     """
     check.nonnegative(reg=reg), check.nonnegative(noise_std=noise_std), check.nonnegative(output_std=output_std)
+    check.nonnegative(variance=variance), check.nonnegative(rate=rate)
     size, inverse = len(weights), _inverse(hessian, hessian_std)
     shift = inverse @ (reg * weights)
     square, across = inverse @ inverse, inverse @ shift
     of_hessian = hessian_std**2 / 2 * ((shift @ shift) * square + torch.outer(across, across))
     stretch = torch.eye(size, dtype=torch.float64, device=weights.device) + reg * inverse
     noise = noise_std**2 * square + of_hessian + output_std**2 * stretch @ stretch
-    return Debiased(weights + shift, inverse, noise)
+    return _clear(weights + shift, variance * inverse, noise, hessian, hessian_std, rate)
 
 
 def least_squares(
@@ -105,7 +133,7 @@ def least_squares(
     squares = float(moments[size] - moments[:size] @ theta + (inverse * error).sum())
     hidden = math.sqrt(total_std**2 + 4 * moment_std**2 * length + 2 * here * length**2)
     sampling = max(squares, hidden) / (count - size) * inverse
-    return Debiased(theta, sampling, inverse @ error @ inverse)
+    return _clear(theta, sampling, inverse @ error @ inverse, gram, gram_std, 0.0)
 
 
 def needed_eigenvalue(size: int, std: float) -> float:
@@ -116,7 +144,7 @@ def needed_eigenvalue(size: int, std: float) -> float:
         std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
 
     Source:
-        docs/proofs/inference.md#the-estimate
+        docs/proofs/inference.md#the-limit
 
     Example:
         >>> needed_eigenvalue(4, 7.0)
@@ -130,10 +158,27 @@ def _inverse(hessian: Tensor, std: float) -> Tensor:
     values, vectors = torch.linalg.eigh(hessian)
     least, needed = float(values[0]), needed_eigenvalue(len(hessian), std)
     if not least > needed:
-        raise ConditionError(
-            f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g}, and "
-            f"{needed:.3g} is needed. Take fewer or less dependent features (leave one level out of each group beside "
-            f"an intercept), a larger epsilon or share of it, more records, or a smaller bound_x"
-        )
+        raise _buried(least, needed, std)
     inverse: Tensor = (vectors / values) @ vectors.T
     return inverse
+
+
+def _clear(estimate: Tensor, sampling: Tensor, noise: Tensor, hessian: Tensor, std: float, rate: float) -> Debiased:
+    """Returns what was found; raises ConditionError if the least eigenvalue is at its limit."""
+    values, vectors = torch.linalg.eigh(hessian)
+    root, least = vectors * values.sqrt(), float(values[0])
+    error = float(torch.linalg.eigvalsh(root.T @ (sampling + noise) @ root)[-1])
+    spread = math.hypot(std, rate * least * math.sqrt(error / float(values.sum())))
+    needed = needed_eigenvalue(len(estimate), std)
+    if not least > needed + _MARGIN * spread:
+        raise _buried(least, needed, spread)
+    return Debiased(estimate, sampling, noise, least, needed, spread)
+
+
+def _buried(least: float, needed: float, spread: float) -> ConditionError:
+    return ConditionError(
+        f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g} with a "
+        f"standard error of {spread:.3g}, and {needed:.3g} and a quarter of this error are needed. Take fewer or less "
+        f"dependent features (leave one level out of each group beside an intercept), a larger epsilon or share of it, "
+        f"more records, or a smaller bound_x"
+    )

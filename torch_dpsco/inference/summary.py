@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +31,7 @@ class Summary:
         privacy: (k,) in [0, 1], share of the variance that is noise for privacy.
         level: in (0, 1), of the intervals, each for itself.
         assumed: what the level rests on, in words.
+        limit: least eigenvalue of the released Hessian, what it had to exceed, and its standard error.
     """
 
     title: str
@@ -42,6 +42,7 @@ class Summary:
     privacy: Array
     level: float
     assumed: tuple[str, ...]
+    limit: tuple[float, float, float] = (math.inf, 0.0, 0.0)
 
     @classmethod
     def of(
@@ -65,22 +66,29 @@ class Summary:
             level: in (0, 1).
             *assumed: in words.
         """
-        sampling, noise = (np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in found[1:])
+        sampling, noise = (np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in (found.sampling, found.noise))
         total = sampling + noise
         estimate = to_raw @ found.estimate.cpu().numpy()
-        return cls(title, names, released, estimate, np.sqrt(total), noise / total, level, assumed)
+        limit = found.least, found.needed, found.spread
+        return cls(title, names, released, estimate, np.sqrt(total), noise / total, level, assumed, limit)
+
+    @property
+    def distance(self) -> float:
+        """Of the Hessian from where intervals are refused, in standard errors; see `Debiased.distance`."""
+        least, needed, spread = self.limit
+        return (least - needed) / spread if spread else math.inf
 
     @property
     def p_values(self) -> Array:
         """Two-sided, of the hypothesis that a coefficient is 0 (k,)."""
         ratios = np.abs(self.coefficients / self.standard_errors)
-        return np.array([math.erfc(ratio / math.sqrt(2)) for ratio in ratios])
+        return np.array([p_value(ratio, self.distance) for ratio in ratios])
 
     @property
     def intervals(self) -> Array:
         """Ends (k, 2) of the intervals."""
-        reach = NormalDist().inv_cdf((1 + self.level) / 2) * self.standard_errors
-        return np.stack([self.coefficients - reach, self.coefficients + reach], axis=1)
+        sides = reach(self.level, self.distance) * self.standard_errors
+        return np.stack([self.coefficients - sides, self.coefficients + sides], axis=1)
 
     def __str__(self) -> str:
         wide = max(map(len, self.names))
@@ -102,8 +110,16 @@ class Summary:
             out.append(
                 f"{name:{wide}} {value:10.4g} {error:10.3g} {100 * share:7.0f} % {p:8.2g}   [{low:.4g}, {high:.4g}]"
             )
-        return "\n".join(
-            [*out, "of noise: share of the variance that privacy adds. Assumed:", *(f"* {a}" for a in self.assumed)]
+        out += [self._of_limit(), "of noise: share of the variance that privacy adds. Assumed:"]
+        return "\n".join([*out, *(f"* {a}" for a in self.assumed)])
+
+    def _of_limit(self) -> str:
+        least, needed, spread = self.limit
+        wider = reach(self.level, self.distance) / reach(self.level, math.inf)
+        said = "" if wider < 1.005 else f", so that intervals are {wider:.3g} times as wide as far from it"
+        return (
+            f"least eigenvalue of the Hessian: {least:.3g} +- {spread:.2g}, where {needed:.3g} is the limit: "
+            f"{self.distance:.3g} standard errors above{said}"
         )
 
     def __repr__(self) -> str:
@@ -118,3 +134,38 @@ class Summary:
         label = f"estimate and {100 * self.level:g} % interval"
         panel = plots.ranges("", "coefficient", self.names, self.coefficients.tolist(), self.intervals.tolist(), label)
         return plots.figure(self.title, panel)
+
+
+def p_value(ratio: float, distance: float) -> float:
+    """Returns the two-sided p-value of an estimate over its standard error, given that intervals are shown.
+
+    Args:
+        ratio: >= 0.
+        distance: > 0, from where they are not, in standard errors: what decides may go along with the estimate.
+
+    Source:
+        docs/proofs/inference.md#the-limit
+
+    Example:
+        >>> round(p_value(1.96, math.inf), 4), round(p_value(1.96, 1.0), 2)
+        (0.05, 0.3)
+    """
+    shown = math.erfc((ratio - distance) / math.sqrt(2))
+    return min(1.0, 2 * math.erfc(ratio / math.sqrt(2)) / shown) if shown else 0.0
+
+
+def reach(level: float, distance: float) -> float:
+    """Returns how many standard errors intervals reach to each side: where the p-value is 1 - level.
+
+    Example:
+        >>> round(reach(0.95, math.inf), 2), round(reach(0.95, 1.0), 1)
+        (1.96, 3.9)
+    """
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if p_value(middle, distance) > 1 - level:
+            low = middle
+        else:
+            high = middle
+    return high
