@@ -209,16 +209,14 @@ class StudyPlan:
     def _rehearse(self, charges: dict[str, tuple[Event, ...]]) -> None:
         """Carries it out on made-up rows with a stand-in for the fit, and raises what could not be made of a study."""
         schema, unit, ledger = self.schema, self.budget.unit, Accountant(self.budget)
-        model: Any = self.model
-        if isinstance(model, PrivateSearch):
-            one = next(iter(model.candidates.values()))
-            model = type(one)(**one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET})
+        (event,) = charges["fit"]
+        model = _one_of(self.model)
 
         def fitted() -> LinearModel:
-            ledger.authorize(*charges["fit"])
+            ledger.authorize(event)
             return stand_in(model, model.plan(len(schema.names), unit), ledger.report())
 
-        target = schema.labels[0] if schema.labels else schema.target_range[0] if schema.target_range else 0.0
+        target, *_ = schema.labels or schema.target_range or (0.0,)
         held = {"X": np.zeros((1, len(schema.names))), "y": [target], **({} if unit == "example" else {"groups": [0]})}
         self._carried_out(ledger, charges, fitted, held)._try_out()
 
@@ -466,6 +464,15 @@ def _most(schema: Schema, metric: str) -> float | None:
         return None
     width = schema.target_range[1] - schema.target_range[0]
     return width if metric == "absolute_error" else width**2
+
+
+def _one_of(model: LinearModel | PrivateSearch) -> LinearModel:
+    """Returns an unfitted model as a study has it; of a search its first candidate, with the whole budget."""
+    if not isinstance(model, PrivateSearch):
+        return model
+    one = next(iter(model.candidates.values()))
+    found: LinearModel = type(one)(**one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET})
+    return found
 
 
 def require_readable(schema: Schema, frame: Any) -> None:
