@@ -71,8 +71,9 @@ def prepare(
         (5, True)
     """
     _require_plain(accelerator, model, optimizer)
-    if isinstance(loader, DataLoader):
-        require_replaceable(loader, "loader")
+    given: Any = loader
+    if isinstance(given, DataLoader):
+        require_replaceable(given, "loader")
     if not isinstance(loader, PrivateLoader):
         # PRIVACY: a loader of accelerate delivers other batches than were drawn
         # (test_objects_that_the_accelerator_has_prepared_are_refused)

@@ -391,7 +391,7 @@ class PrivateOptimizer(Saved):
         if all(map(torch.equal, params, before)):
             return
         self.prox.apply_(params, [0.0] * len(params))
-        moves = {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+        moves: dict[Tensor, Tensor] = {p: p.detach() - old for p, old in zip(params, before, strict=True)}
         for name in self.rule.kept:
             points = {p: self.state[p][name] for p in params if name in self.state.get(p, {})}
             for p, point in points.items():
