@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Full, Undeclared
-from torch_dpsco.errors import InfeasibleError, SequenceError
+from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError
 
 N = 6
 
@@ -179,3 +179,19 @@ def test_a_spent_ledger_says_so() -> None:
         opt.step()
     with pytest.raises(InfeasibleError, match=r"this ledger holds 2 events, epsilon 0\.99\d* of 1 at delta=1e-05"):
         dp.ClippedSGD(net().parameters(), plan, accountant=opt.accountant)
+
+
+def test_the_plan_of_an_optimizer_is_the_one_that_it_was_made_from() -> None:
+    budget, logistic = dp.Budget(1.0, 1e-5), dp.losses.Logistic().problem(bound_x=1.0)
+    promised = {"problem": logistic, "n": 1000, "budget": budget}
+    for kind, options in (
+        (dp.ClippedSGD, {"clip": 1.0, "n": 1000, "budget": budget, "batch_size": 50, "steps": 2, "lr": 0.1}),
+        (dp.HolderSGD, promised | {"batch_size": 50, "epochs": 1}),
+        (dp.HolderOutputSGD, promised | {"dim": 2, "distance": 1.0}),
+    ):
+        plan = kind.plan(**options)
+        opt = kind(nn.Linear(2, 1, bias=False, dtype=torch.float64).parameters(), plan)
+        assert opt.plan is plan
+        assert kind.plan(**options) == plan
+        with pytest.raises(PrivacyError, match="plan is fixed"):
+            opt.plan = plan

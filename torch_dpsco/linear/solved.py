@@ -130,7 +130,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """
 
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
-    _fixed = frozenset({"_plan", "accountant"})
+    _fixed = frozenset({"_plan", "plan", "accountant"})
     plans: ClassVar[type[LinearPlan]]
     _loops: ClassVar[bool] = False  # whether the point of a loop can be certified
 
@@ -156,6 +156,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         super().__init__(given, {})
         require_one_process()
         self._plan: LinearPlan = plan
+        self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
         self._inner = None if inner is None else inner(self._params)
         if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):

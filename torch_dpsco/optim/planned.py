@@ -299,6 +299,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
     """
 
     plans: ClassVar[type[StepPlan]]
+    _fixed = PrivateOptimizer._fixed | {"plan"}
 
     def __init__(
         self,
@@ -314,7 +315,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
     ) -> None:
         accountant = self._ledger(plan, moved, accountant)
         prox = plan.prox() if prox is None else prox
-        self._plan = plan
+        self._plan = self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
         super().__init__(
             params,
             plan.lr,

@@ -80,7 +80,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = frozenset(
         {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
-    ) | {"average"}
+    ) | {"average", "plan"}
     _answered: ClassVar[set[str]] = set()  # runs whose answer was released in this process
 
     def __init__(
@@ -107,7 +107,8 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self.lrs: tuple[float, ...] = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
         super().__init__(tensors, {"lr": self.lrs[0]})
         require_one_process()
-        self._plan, self._params = plan, tuple(tensors)
+        self._plan = self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
+        self._params = tuple(tensors)
         device = checks.one_device(self._params)
         checks.require_double(self._params)
         self.design, self.planned_steps, self.average = plan.design, plan.steps, plan.average
