@@ -126,8 +126,8 @@ def with_a_large_delta_at_the_end() -> None:
     [
         (with_generator, "generator= makes the"),
         (lambda: sampling_generator(3), "seed= makes the"),
-        (with_a_large_delta, "delta=0.1 is not"),
-        (with_a_large_delta_at_the_end, "delta=0.1 is not"),
+        (with_a_large_delta, "delta must be far below 1/n"),
+        (with_a_large_delta_at_the_end, "delta must be far below 1/n"),
         (lambda: published_noise_std(2000, 100, 1.0, 1e-6, 1.0), "the published noise"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_ledger_file_without_its_mark_is_said_each_time(tmp_path: Path) -> Non
 ABOUT_PRIVACY = {
     "the noise repeatable",
     "the batches repeatable",
-    "it allows to publish a record",
+    "satisfies such a budget",
     "whether it is the newest copy is not known",
     "published noise is not a proved calibration",
     "epsilon is under-reported",

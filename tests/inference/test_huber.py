@@ -48,7 +48,7 @@ def test_almost_without_noise_errors_are_those_of_the_textbook() -> None:
     n = 20_000
     X, y = table(n)
     rows = np.column_stack([X, np.ones(n)])
-    fit = model(n, epsilon=60.0, delta=1e-3).fit(X, y)
+    fit = model(n, epsilon=60.0, delta=1e-6).fit(X, y)
     found = fit.summary()
     errors = y - rows @ found.coefficients
     inside = np.abs(errors) <= 0.3

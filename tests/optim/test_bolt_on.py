@@ -37,7 +37,7 @@ from torch_dpsco.theory.output_sgd import bolt_on as bolt_on_plan
 from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
 Vector = np.ndarray
-DELTA = 1e-3
+DELTA = 1e-4
 HINGE = SmoothedHinge(width=0.5)  # of slope -1 below margin 1/2
 PROBLEM = HINGE.problem(bound_x=1.0)
 GENEROUS = dp.Budget(100.0, DELTA)  # of runs on a few records whose noise is off

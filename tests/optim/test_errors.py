@@ -348,7 +348,7 @@ def test_the_epsilon_named_by_a_plan_works() -> None:
 
 @pytest.mark.parametrize("delta", [1 / N, 0.1])
 def test_a_delta_that_allows_to_publish_a_record_warns(delta: float) -> None:
-    with pytest.warns(UtilityWarning, match=rf"delta={delta:g} is not below 1/n=0.025"):
+    with pytest.warns(UtilityWarning, match=rf"delta must be far below 1/n=0.025 \(got {delta:g}\)"):
         dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, delta))
 
 

@@ -268,7 +268,7 @@ def test_a_budget_without_meaning_is_refused(epsilon: float, delta: float) -> No
 
 
 def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
-    with pytest.warns(UtilityWarning, match=r"delta=0.011 is not below 1/n=0.01: it allows to publish a record"):
+    with pytest.warns(UtilityWarning, match=r"delta must be far below 1/n=0.01 \(got 0.011\)"):
         planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 

@@ -36,6 +36,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
@@ -297,6 +298,7 @@ class LinearModel(BaseEstimator):
             scale=_numbers("feature_scale", self.feature_scale),
         )
         n, prepare = check.positive_count(n=self.n), None
+        warn_of_delta(budget, n, stacklevel=4)
         intervals = self._level_of_intervals(budget)
         measured = check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None
         if measured and not intervals:  # measured units clip rows and targets

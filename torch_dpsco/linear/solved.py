@@ -22,6 +22,7 @@ from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import OneRelease
 from torch_dpsco.accounting.report.statement import Statement
@@ -102,6 +103,7 @@ def linear_task(
     )
     if scores != task.num_scores:
         raise ValueError(f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})")
+    warn_of_delta(budget, n, stacklevel=4)
     return task
 
 

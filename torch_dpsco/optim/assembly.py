@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.parts import Assigned, Parts
@@ -89,6 +90,8 @@ class Assembly(CommonOptimizer):
             accountant = Accountant(adjacency=self.adjacency, unit=oracle.unit)
         self.accountant = accountant
         self.accountant.require_unit(oracle.unit)
+        if getattr(self, "_plan", None) is None and not isinstance(design, Undeclared):  # a plan has said it
+            warn_of_delta(accountant.budget, design.n, stacklevel=4)
         checks.require_same_parts(oracle, design, self.schedule)
         charges = first_charges(oracle, design)
         self._adaptive = any(charge.adaptive for charge in charges)

@@ -12,8 +12,8 @@ not cover and which often does better at moderate n.
 One-pass optimizers for heavy-tailed gradients: each record is used once.
 
 They are put together from an oracle (clipped means by default), a rule, and batches: of one random permutation, all of
-which together cost what one does; or "assigned", where each record draws its batch secretly, at less noise, the default
-where a clip is given.
+which together cost what one does; or "assigned", the default where a clip is given, where each record draws its batch
+secretly, at less noise.
 Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon, delta) is met by the exact Gaussian curve,
 or the law of the pass, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
 (`theory.heavy_tailed`); 3. the clip may come from a private pilot group; 4. under add_remove each record is assigned to

@@ -236,8 +236,6 @@ class HolderSGD(PlannedOptimizer):
             noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         if not given and n is None:
             raise ValueError("n must be given for the noise to be chosen: the public number of records")
-        if n is not None and budget and not budget.risk and budget.delta >= 1.0 / check.positive_count(n=n):
-            warn(f"delta={budget.delta:g} is not below 1/n={1 / n:g}: it allows to publish a record")
         if distance is not None:
             check.positive(distance=distance)
         smooth, by_theorem = problem.smoothness is not None, average == "uniform" and math.isfinite(problem.radius)

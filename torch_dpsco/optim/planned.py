@@ -17,6 +17,7 @@ from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, below_one, check_adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
@@ -42,6 +43,7 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
     "allocated": Assigned,
 }
 
+_ABOVE = 6  # calls from a check of a plan up to who asks for the plan
 _ABOUT = 1e-2  # relative accuracy of a number that is only shown
 _STAGES = 10  # points of a curve over steps
 
@@ -62,6 +64,8 @@ class BatchPlan(Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.design, Undeclared):
+            warn_of_delta(self.budget, self.n, stacklevel=_ABOVE)
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
 

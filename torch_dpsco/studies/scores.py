@@ -31,6 +31,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Event, Gaussian
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import Pure
@@ -172,6 +173,8 @@ def score(
     ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)
     records = held_out(X, y, labels, groups)
+    if budget.adjacency != ADD_REMOVE and groups is None:  # else their number is private, or unknown
+        warn_of_delta(budget, len(records.rows))
     if bins is None:
         # PRIVACY: how many there are must not tell a private number of records
         # (test_the_number_of_bins_is_one_of_public_numbers)

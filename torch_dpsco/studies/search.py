@@ -28,6 +28,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.analysis.selection import expected_trials, negative_binomial_selection
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
@@ -139,6 +140,7 @@ class PrivateSearch(BaseEstimator):
         """
         budget, gamma = self._settings()
         check.positive_count(dim=dim)
+        warn_of_delta(budget, check.positive_count(n=self.n))
 
         def event(epsilon: float) -> RDPCurve:
             return self._event(self._trial(budget, epsilon), dim, gamma)

@@ -31,6 +31,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
@@ -406,6 +407,7 @@ def plan_study(
     usual = ("accuracy", "auc") if classes == 2 else ("accuracy",) if classes else ("absolute_error", "squared_error")
     metric = usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
     count = check.positive_count(n=n)
+    warn_of_delta(budget, count)
     held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
     if min(held, count - held) < _LEAST:
         raise ValueError(f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})")

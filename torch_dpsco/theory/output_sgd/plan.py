@@ -138,12 +138,7 @@ class _Request(RunRequest):
                     f"(got {self.sampling!r}, {self.batch_size})"
                 )
         if self.noise_multiplier is None:
-            if check.open_interval(0.0, 1.0, delta=self.delta) >= 1 / self.n:
-                warnings.warn(
-                    f"delta={self.delta:g} is not below 1/n={1 / self.n:g}: it allows to publish a record",
-                    UtilityWarning,
-                    4,
-                )
+            check.open_interval(0.0, 1.0, delta=self.delta)
         elif self.sampling != "shuffled":
             raise ConditionError(
                 f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
