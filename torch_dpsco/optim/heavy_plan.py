@@ -318,7 +318,7 @@ class HeavyTailed(PlannedOptimizer):
         pace: Pace | None = None
         secret = False  # whether passes are amplified, so that each release may tell more
         by_rule = lr is None and cls.momentum is not None and mode != "paper"
-        if once and left is not None:
+        if once and left is not None and sampling is not None:
             noise = noise if goal is None else release_noise(goal)
             if steps is None and (isinstance(sampling, Design) or batch_size is not None):
                 steps = _one_pass(sampling, batch_size, left, adjacency).steps_per_epoch
