@@ -163,7 +163,7 @@ def require_sound(
             "rows must not be 'ghost' where backward() is called for you, or probed: attach the model by "
             "dp.attach(model, rows='ghost') and write the loop with dp.ghost_backward, or use rows='auto'"
         )
-    if len(loader.dataset):  # type: ignore[arg-type]  # none is legal under add_remove, and shows no record
+    if len(loader.dataset):  # none is legal under add_remove, and shows no record
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings
         Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already

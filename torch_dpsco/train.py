@@ -342,7 +342,7 @@ def _compiled(
     """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
     if attached:
         reason = "the model was attached before; dp.detach(model) first"
-    elif not len(loader.dataset):  # type: ignore[arg-type]
+    elif not len(loader.dataset):
         reason = "the data set is empty"
     else:
         known = first_step_of(model)

@@ -59,7 +59,7 @@ def require_sound(dataset: Any) -> None:
     if not any(count > 1 for count in files.values()):
         return  # no file is opened
     try:
-        pieces = Counter(
+        pieces: Counter[Hashable] = Counter(
             (_place(part.filesystem, part.path), group.id if group else None)
             for part in dataset.get_fragments()
             if hasattr(part, "path")

@@ -335,7 +335,8 @@ class CompiledRows:
         def rows(batch: list[Tensor]) -> list[Tensor]:
             seed_torch(SEED)
             params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())  # at zeros few rows would move
-            found = self._call(self._eager, *tree_unflatten(batch, structure), params)
+            made_inputs, made_targets = tree_unflatten(batch, structure)
+            found = self._call(self._eager, made_inputs, made_targets, params)
             return [row.flatten(1) for row in found]
 
         streams = RandomStreams()
