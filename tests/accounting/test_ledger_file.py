@@ -378,6 +378,18 @@ def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, ma
     again.authorize(STEP)
 
 
+def test_a_dropped_line_is_off_the_disk_before_it_is_told(path, monkeypatch):
+    charged(path, STEP)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"at": 1, "co')
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with pytest.warns(UtilityWarning, match="is dropped"):
+        Accountant(ledger_path=path).close()
+    assert path.read_bytes() == whole
+    assert len(whole) in synced
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_damaged_line_is_refused(path, number):
     charged(path, STEP, STEP, WHOLE)

@@ -194,7 +194,8 @@ def sampled_divergence(
             return np.full_like(block, np.inf)
         if rate == 1:
             return gaussian_divergence(block, noise, size * shift)
-        # PRIVACY: rounds up (test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside)
+        # PRIVACY: rounds up (test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside,
+        # test_any_order_of_any_grid_agrees_with_its_high_precision_value)
         if noise < _MIN_NOISE * size**1.5 or block[-1] > quad.MAX_ORDER:
             return proper.convexity_bound(block, shift)
         return quad.divergence(block, log_excess(proper, block))

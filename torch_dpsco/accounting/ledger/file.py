@@ -314,7 +314,7 @@ class LedgerFile:
         self._digest = before
         if row is None and marked:
             # PRIVACY: the mark follows each line, before its noise
-            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
+            # (test_a_dropped_line_is_off_the_disk_before_it_is_told)
             self._sync(lambda: os.fsync(self._fd))
             self._tell_of_torn("is dropped: it was not complete, so that nothing was released for it")
             return book
