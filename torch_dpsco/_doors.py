@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -200,7 +201,8 @@ _PLAIN: dict[Any, _Kind] = {
     float: _NUMBERS[0],
     int: _NUMBERS[1],
     bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
-    str: _Kind(lambda value: isinstance(value, str), "text"),
+    str: _Kind(lambda value: isinstance(value, str) and "\0" not in value, "text without null characters"),
+    os.PathLike: _Kind(lambda value: isinstance(value, os.PathLike) and "\0" not in os.fspath(value), "a path"),
     Callable: _Kind(callable, "a function"),
 }
 _HOW = {  # how to make what an argument must be

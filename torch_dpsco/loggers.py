@@ -136,6 +136,7 @@ class Logger:
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
+@typed
 def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Numbers:
     """Returns what plan and ledger say about a run; delta defaults to the budget's."""
     accountant, budget = optimizer.accountant, optimizer.accountant.budget
@@ -166,6 +167,7 @@ def _vouched(public: Any) -> dict[str, float]:
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
 
+@typed
 def tensorboard(writer: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """Returns a logger to your `torch.utils.tensorboard.SummaryWriter`; see `Logger`."""
     add = _method(writer, "add_scalar", "writer must be a torch.utils.tensorboard.SummaryWriter")
@@ -189,6 +191,7 @@ def _single(value: float) -> float:
     return float(nearest) if float(nearest) >= value else float(np.nextafter(nearest, np.float32(np.inf)))
 
 
+@typed
 def wandb(run: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """Returns a logger to your run of Weights & Biases, from `wandb.init(...)`; see `Logger`.
 
@@ -198,6 +201,7 @@ def wandb(run: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     return Logger(lambda numbers, step: log({"privacy/step": step, **numbers}), every=every, delta=delta)
 
 
+@typed
 def mlflow(module: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """Returns a logger to the active run of `mlflow`, the module, which you have set up; see `Logger`."""
     log_metrics = _method(module, "log_metrics", "module must be mlflow itself")

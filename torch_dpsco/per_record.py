@@ -137,8 +137,10 @@ def _is_class(target: Tensor) -> bool:
 
 def _require_batch(output: Any, target: Any) -> None:
     leaves = tree_leaves((output, target))
-    if not leaves or any(not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves):
-        raise ValueError("output and target must hold tensors with one entry per record, and nothing else")
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.dim()]
+    if others or not leaves:
+        got = check.shown(others[0]) if others else "none"
+        raise ValueError(f"output and target must hold tensors with one entry per record, and nothing else (got {got})")
     sizes = sorted({len(leaf) for leaf in leaves})
     if len(sizes) > 1:
         raise ValueError(f"output and target must have one length (got {sizes[0]} and {sizes[-1]})")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco import losses, plots
-from torch_dpsco._doors import check_fields
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
@@ -78,6 +78,7 @@ class Plan(ABC):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields (label, text) of what is to be said beside the promise: noise, steps, assumptions, expectations."""
 
+    @typed
     def epsilon(self, delta: float | None = None, adjacency: Adjacency | None = None) -> float:
         """Returns what the whole run spends.
 
@@ -234,6 +235,7 @@ class Plan(ABC):
         return {"version": _VERSION, **row}
 
     @classmethod
+    @typed
     def from_dict(cls: type[_Self], row: Mapping[str, Any]) -> _Self:
         """Returns the plan of `to_dict`; raises ValueError for anything else."""
         if row.get("version") != _VERSION:

@@ -131,6 +131,7 @@ class Released:
             schema=None if schema is None else schema.to_dict(),
         )
 
+    @typed
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the file, in which numbers are exact; raises FileExistsError for one that is there already."""
         text = self.json()
@@ -143,6 +144,7 @@ class Released:
         return f"{json.dumps(content, indent=1, allow_nan=False)}\n"
 
     @classmethod
+    @typed
     def load(cls, path: str | os.PathLike[str]) -> Released:
         """Reads a file; raises ValueError that names the field for whatever `save` did not write."""
         try:

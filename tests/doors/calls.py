@@ -27,7 +27,7 @@ from torch_dpsco.schema import Category, Number
 
 __all__ = ["CALLS", "DIM", "N", "records"]
 
-from tests.doors import calls_core, calls_study  # noqa: F401  # which add to the table
+from tests.doors import calls_core, calls_public, calls_study  # noqa: F401  # which add to the table
 from tests.doors.calls_optimizers import CLIPPED_USERS, bolt_plan
 from tests.doors.shared import (
     CALLS,

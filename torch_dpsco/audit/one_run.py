@@ -63,6 +63,7 @@ class OneRunResult:
     mu_lower: float | None = None
     claimed: float | None = None
 
+    @typed
     def contradicts(self, epsilon: float | None = None) -> bool:
         """Returns whether the bound refutes (epsilon, delta)-DP under add_remove; by Gaussian noise if in that family.
 

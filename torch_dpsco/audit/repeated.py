@@ -345,7 +345,9 @@ def _matrix(name: str, outputs: Any) -> Array:
     if matrix.ndim == 0:
         raise ValueError(f"{name} must hold one output for each trial (got a single number)")
     if not np.isfinite(matrix).all():
-        raise ValueError("outputs must be finite; give audit a score= that says what the others are worth")
+        raise ValueError(
+            f"{name} must hold finite numbers (got others); give audit a score= that says what these are worth"
+        )
     return matrix.reshape(len(matrix), math.prod(matrix.shape[1:]))
 
 

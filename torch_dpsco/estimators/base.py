@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
@@ -226,6 +226,7 @@ class LinearModel(BaseEstimator):
         vars(self).update(columns)
         return self
 
+    @typed
     def plan(self, dim: int, unit: str = "example") -> LinearPlan:
         """Returns the public numbers of a fit, before anything is spent: `print(model.plan(d))`.
 

@@ -49,6 +49,8 @@ class Columns:
         """
         others = [target] if sample_weight is None else [target, sample_weight]
         names = [name for name in schema.names if name not in others] if features is None else list(features)
+        if not names:
+            raise ValueError("features must name one column or more (got none)")
         for name in (*names, *others):
             if schema.names.count(name) != 1:
                 raise ValueError(f"columns must be in the table, once each (got {name!r}, of {schema.names})")

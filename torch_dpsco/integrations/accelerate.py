@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
@@ -31,6 +32,7 @@ _Optimizer = TypeVar("_Optimizer", bound=CommonOptimizer)
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # distributed types in which each process holds the whole model
 
 
+@typed
 def prepare(
     accelerator: Accelerator, model: _Model, optimizer: _Optimizer, loader: PrivateLoader
 ) -> tuple[_Model, _Optimizer, Any]:

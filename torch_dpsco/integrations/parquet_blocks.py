@@ -14,10 +14,12 @@ from typing import Any
 import pyarrow.dataset as ds
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.integrations._columns import Block, Columns
 from torch_dpsco.integrations._files import require_sound
 
 
+@typed
 def parquet_blocks(
     source: Any,
     target: str,

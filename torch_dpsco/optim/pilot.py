@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
@@ -45,6 +45,7 @@ class Pilot:
             check.positive_count(size=self.size)
         geometric_grid(self.c_min, self.c_max)  # its checks
 
+    @typed
     def plan(self, n: int, budget: Budget, exchange_rate: float) -> PilotPlan:
         """Returns the public numbers of a pilot.
 
@@ -111,6 +112,7 @@ class Pilot:
             phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
         return replace(schedule, phases=tuple(phases)), tuple(pilots)
 
+    @typed
     def records(self, n: int) -> int:
         """Returns the size of the group among n records."""
         return pilot_size(n) if self.size is None else self.size

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields
 
 ROW = "row"  # a unit without a name
 
@@ -112,7 +113,7 @@ class Category:
     _places: ClassVar[dict[float | str | None, int]]  # of each level
 
     def __post_init__(self) -> None:
-        check.fields(self, baseline=check.flag)
+        check_fields(self)
         object.__setattr__(self, "_places", index_of("levels", self.levels))
         object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 
@@ -140,7 +141,7 @@ class Ordered:
     _places: ClassVar[dict[float | str | None, int]]
 
     def __post_init__(self) -> None:
-        check.fields(self, missing=check.flag)
+        check_fields(self)
         object.__setattr__(self, "_places", index_of("levels", self.levels))
         object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 

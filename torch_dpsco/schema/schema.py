@@ -113,6 +113,7 @@ class Schema:
             return {"bound_x": self.bound_x, "classes": self.labels}
         return {"bound_x": self.bound_x, "bound_y": self._bound_y}
 
+    @typed
     def problem(self, loss: TableLoss, *, intercept: bool = True, **promises: Any) -> Problem:
         """Returns the promises of a loss for plans: `HolderSGD.plan(problem=schema.problem(loss), ...)`.
 
@@ -129,6 +130,7 @@ class Schema:
         bounds = {"bound_y": self._bound_y} if loss.target_kind == "real" else {}
         return loss.problem(bound_x=bound, **bounds, **promises)
 
+    @typed
     def require_targets(self, loss: Loss) -> None:
         """Raises ValueError unless a loss is one of the schema's targets."""
         count = 0 if self.labels is None else len(self.labels)
@@ -228,10 +230,12 @@ class Schema:
         return files.to_dict(self)
 
     @classmethod
+    @typed
     def from_dict(cls, state: Mapping[str, Any]) -> Schema:
         """Builds a schema from `to_dict`; raises ValueError for a field that is unknown, missing or wrong."""
         return cls(**files.fields_of(state))
 
+    @typed
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it as TOML, to be read and edited by people; raises FileExistsError if the file is there."""
         text = files.to_toml(self.to_dict())
@@ -239,6 +243,7 @@ class Schema:
             file.write(text)
 
     @classmethod
+    @typed
     def load(cls, path: str | os.PathLike[str]) -> Schema:
         """Reads a file of `save`; raises ValueError for what is no schema."""
         return cls.from_dict(files.read_toml(path))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.errors import UnitError
 from torch_dpsco.losses.base import Loss
 from torch_dpsco.schema.columns import key
@@ -32,6 +33,7 @@ class Table:
         """Returns all of it, for `model.fit(**table.arguments())`."""
         return {"X": self.X, "y": self.y, **({} if self.groups is None else {"groups": self.groups})}
 
+    @typed
     def dataset(self, loss: Loss, *, unit: str = "example") -> TensorDataset:
         """Returns rows and targets as a loss of `torch_dpsco.losses` takes them, for `optimizer.loader`.
 

@@ -13,6 +13,7 @@ Source: docs/proofs/accounting.md#parts-of-a-partition
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import sys
@@ -326,6 +327,7 @@ class Study:
             "Largest coefficients", where, rows, values[largest].tolist(), ends[largest].tolist(), label
         )
 
+    @typed
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes what may be published into a folder: model.json, report.html, summary.txt and study.svg.
 
@@ -448,6 +450,9 @@ def _settled(
 ) -> LinearModel:
     """Returns a model of these settings; raises where they do not go together."""
     public = schema.settings()
+    if unknown := sorted(settings.keys() - inspect.signature(kind).parameters.keys()):
+        given_as = f"{unknown[0]}={settings[unknown[0]]!r}"
+        raise ValueError(f"{unknown[0]} must be an argument of study, or a setting of {kind.__name__} (got {given_as})")
     if twice := sorted(settings.keys() & {*given, *public}):
         raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
     fitted = kind(**given, **public, **settings)

@@ -82,6 +82,7 @@ class Risk:
 
     def delta_at(self, epsilon: float) -> float:
         """Returns delta at epsilon >= 0, rounded up."""
+        epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
         if epsilon >= self.pure:
             return 0.0
         if epsilon not in self._known:
@@ -154,6 +155,7 @@ class Risk:
                 row it is if no patient has several (`PrivacyReport.named` asks why).
             prior: in (0, 1), how likely somebody thinks that the unit was used.
         """
+        prior = check.between(0.0, 1.0, prior=prior)
         lines = [
             f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was used:",
             f"- guesses right at most {percent(0.5 + 0.5 * self.advantage)} of the time where a coin flip is right "

@@ -104,6 +104,7 @@ class Statement:
             check.between(0, 100, indent=indent)
         return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
 
+    @typed
     def named(
         self, unit: str, plural: str | None = None, *, one_row_per_unit: bool = False, by_ids: bool = False
     ) -> Statement:
@@ -123,6 +124,7 @@ class Statement:
         """
         return card.draw(self.figures)
 
+    @typed
     def save(self, path: str | os.PathLike[str], *, date: datetime | None = None, overwrite: bool = False) -> None:
         """Writes a privacy card, one file that needs no other: .html and .pdf with the pictures, .md or .json without.
 

@@ -1,0 +1,199 @@
+"""Good calls of what users do with what they have: reports, risk, studies, released models, schemas, loggers, files."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import torch_dpsco as dp
+from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler
+from tests.doors.shared import CALLS, DIM, LOSS, N, budget, made, model, params, problem, records, simple
+from torch_dpsco import estimators, loggers
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.risk import Risk
+from torch_dpsco.audit import OneRunAudit
+from torch_dpsco.integrations import lightning, opacus
+from torch_dpsco.integrations.parquet import ParquetRows
+from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+from torch_dpsco.released import Released
+from torch_dpsco.schema import Category, Number, Ordered
+from torch_dpsco.studies import PrivateSearch
+
+FOLDER = tempfile.TemporaryDirectory()  # until the process ends
+_PLACES = iter(range(10**9))
+
+
+def somewhere(ending: str = "") -> Path:
+    """Returns a path that is not there yet."""
+    return Path(FOLDER.name) / f"{next(_PLACES)}{ending}"
+
+
+def saved(value: Any, ending: str) -> Path:
+    path = somewhere(ending)
+    value.save(path)
+    return path
+
+
+# -- reports and risk ----------
+
+
+def risk() -> Risk:
+    return Risk(functools.partial(gaussian_delta, 1.0))
+
+
+simple("analysis.risk.Risk.of_point", Risk.of_point, epsilon=1.0, delta=1e-5)
+CALLS["Risk.delta_at"] = lambda: (risk().delta_at, {"epsilon": 1.0})
+CALLS["Risk.false_negative"] = lambda: (risk().false_negative, {"false_positive": 0.1})
+CALLS["Risk.true_positive"] = lambda: (risk().true_positive, {"false_positive": 0.1})
+CALLS["Risk.posterior"] = lambda: (risk().posterior, {"prior": 0.1, "false_positive": 0.1})
+CALLS["Risk.words"] = lambda: (risk().words, {"unit": "patient", "prior": 0.1})
+
+
+def statement() -> Any:
+    return made("dp.HolderSGD").report(1e-4)
+
+
+CALLS["Statement.named"] = lambda: (statement().named, {"unit": "patient", "plural": "patients", "by_ids": True})
+CALLS["Statement.save"] = lambda: (statement().save, {"path": somewhere(".md")})
+CALLS["dp.Budget.quoted"] = lambda: (budget().quoted, {"epsilon": 1.0, "delta": 1e-5})
+CALLS["Plan.epsilon"] = lambda: (made("dp.HolderSGD.plan").epsilon, {"delta": 1e-5})
+CALLS["Plan.from_dict"] = lambda: (dp.HolderSGD.plans.from_dict, {"row": made("dp.HolderSGD.plan").to_dict()})
+CALLS["dp.Problem.require"] = lambda: (problem().require, {"by": "a test"})
+
+# -- estimators, studies, released models ----------
+
+
+@functools.cache
+def fitted(name: str, **more: Any) -> Any:
+    labels = np.arange(N) % 2 if "classes" in more else np.linspace(-1, 1, N)
+    return getattr(estimators, name)(epsilon=50.0, n=N, bound_x=2.0, **more).fit(rows(), labels)
+
+
+for _name, _more in (("AdversarialClassifier", {"classes": (0, 1)}), ("SoftmaxRegression", {"classes": (0, 1)})):
+    CALLS[f"estimators.{_name}.decision_function"] = lambda name=_name, more=_more: (
+        fitted(name, **more).decision_function,
+        {"X": rows()},
+    )
+CALLS["estimators.HuberRegressor.predict"] = lambda: (fitted("HuberRegressor", bound_y=1.0).predict, {"X": rows()})
+CALLS["estimators.AdversarialClassifier.plan"] = lambda: (
+    estimators.AdversarialClassifier(n=N, bound_x=2.0, classes=(0, 1)).plan,
+    {"dim": DIM},
+)
+for _name in ("LogisticRegression", "SoftmaxRegression"):
+    for _act in ("predict_proba", "predict_log_proba"):
+        CALLS[f"estimators.{_name}.{_act}"] = lambda name=_name, act=_act: (
+            getattr(fitted(name, classes=(0, 1)), act),
+            {"X": rows()},
+        )
+
+
+@functools.cache
+def a_search() -> Any:
+    one = estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), mechanism="noisy_gd", prepare=None)
+    search = PrivateSearch(
+        candidates={"one": one},
+        epsilon=50.0,
+        n=N,
+        trials=2.0,
+        holdout=0.5,
+        accountant=dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
+    )
+    return search.fit(rows(), np.arange(N) % 2)
+
+
+CALLS["studies.PrivateSearch.plan"] = lambda: (a_search().plan, {"dim": DIM})
+CALLS["studies.PrivateSearch.predict"] = lambda: (a_search().predict, {"X": rows()})
+CALLS["studies.PrivateSearch.predict_proba"] = lambda: (a_search().predict_proba, {"X": rows()})
+
+
+@functools.cache
+def a_study() -> Any:
+    return dp.study(people(), STUDY["schema"](), dp.Budget(4.0, 1e-4), show=None)
+
+
+CALLS["studies.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
+CALLS["studies.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
+CALLS["released.Released.load"] = lambda: (Released.load, {"path": saved(Released.of(a_fit()), ".json")})
+CALLS["released.Released.save"] = lambda: (Released.of(a_fit()).save, {"path": somewhere(".json")})
+CALLS["released.Released.decision_function"] = lambda: (Released.of(a_fit()).decision_function, {"X": rows()})
+CALLS["released.Released.predict_proba"] = lambda: (Released.of(a_fit()).predict_proba, {"X": rows()})
+CALLS["prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
+    scaler().fit(rows()).get_feature_names_out,
+    {"input_features": ["a", "b", "c"]},
+)
+
+# -- schemas ----------
+
+simple("schema.Number", Number, low=0.0, high=1.0)
+simple("schema.Category", Category, levels=lambda: ["a", "b"])
+simple("schema.Ordered", Ordered, levels=lambda: ["a", "b"])
+
+
+def schema() -> dp.Schema:
+    return STUDY["schema"]()
+
+
+CALLS["dp.Schema.features"] = lambda: (schema().features, {"frame": people()})
+CALLS["dp.Schema.load"] = lambda: (dp.Schema.load, {"path": saved(schema(), ".toml")})
+CALLS["dp.Schema.save"] = lambda: (schema().save, {"path": somewhere(".toml")})
+CALLS["dp.Schema.from_dict"] = lambda: (dp.Schema.from_dict, {"state": schema().to_dict()})
+CALLS["dp.Schema.problem"] = lambda: (schema().problem, {"loss": LOSS})
+CALLS["dp.Schema.require_targets"] = lambda: (schema().require_targets, {"loss": LOSS})
+CALLS["schema.Table.dataset"] = lambda: (schema().read(people()).dataset, {"loss": LOSS})
+
+# -- loops, loggers, audits ----------
+
+
+class Writer:
+    """A tracker that keeps nothing."""
+
+    def add_scalar(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+for _name, _argument in (("tensorboard", "writer"), ("wandb", "run"), ("mlflow", "module")):
+    simple(f"loggers.{_name}", getattr(loggers, _name), **{_argument: Writer()}, every=5, delta=1e-5)
+CALLS["loggers.public_numbers"] = lambda: (loggers.public_numbers, {"optimizer": made("dp.HolderSGD"), "delta": 1e-5})
+CALLS["dp.Pilot.plan"] = lambda: (dp.Pilot().plan, {"n": 1000, "budget": budget(), "exchange_rate": 0.1})
+CALLS["dp.Pilot.records"] = lambda: (dp.Pilot().records, {"n": 1000})
+CALLS["prox.Prox.apply_"] = lambda: (dp.prox.Ball(1.0).apply_, {"tensors": params(), "steps": [0.1, 0.1]})
+CALLS["dp.PrivateOptimizer.resume"] = lambda: (
+    made("dp.HolderSGD").resume,
+    {"state_dict": made("dp.HolderSGD").state_dict()},
+)
+CALLS["audit.OneRunAudit.dataset"] = lambda: (
+    OneRunAudit([(torch.ones(DIM), torch.ones(1))] * 8).dataset,
+    {"base": records(24)},
+)
+CALLS["OneRunResult.contradicts"] = lambda: (
+    OneRunAudit([1.0] * 8).result(np.arange(8.0), delta=1e-3).contradicts,
+    {"epsilon": 1.0},
+)
+
+# -- trainers, engines and files of others ----------
+
+
+simple("lightning.PrivateTraining", lightning.PrivateTraining, loss_reduction="mean", delta=1e-5)
+simple(
+    "parquet_blocks.parquet_blocks", parquet_blocks, source=lambda: pa.table({"a": [1.0], "y": [1]}), target="y", rows=8
+)
+CALLS["opacus.PrivacyEngine.get_epsilon"] = lambda: (opacus.PrivacyEngine().get_epsilon, {"delta": 1e-5})
+for _name in ("validate", "is_compatible"):
+    CALLS[f"opacus.PrivacyEngine.{_name}"] = lambda name=_name: (
+        getattr(opacus.PrivacyEngine, name),
+        {"module": model()},
+    )
+simple("opacus.PrivacyEngine.get_compatible_module", opacus.PrivacyEngine.get_compatible_module, module=lambda: model())
+CALLS["parquet.ParquetRows.gather"] = lambda: (
+    ParquetRows(pa.table({"a": [1.0, 2.0], "y": [1, 0]}), inputs=["a"], target="y").gather,
+    {"positions": np.array([0, 1])},
+)
