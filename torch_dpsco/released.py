@@ -209,9 +209,11 @@ class Released:
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")
         weight = np.array(self.coef)
-        wanted = f"X must be numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
+        wanted = f"X must be real numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
         try:
-            rows = np.asarray(X, dtype=np.float64)
+            if (found := np.asarray(X)).dtype.kind == "c":
+                raise TypeError("which numpy would cut to their real parts")
+            rows = found.astype(np.float64)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(wanted) from error
         _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], wanted)

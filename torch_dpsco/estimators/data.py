@@ -42,7 +42,7 @@ def as_features(X: Any) -> Tensor:
         rows = X.detach()
         if rows.layout != torch.strided:
             raise TypeError("X must be dense: sparse tensors are not supported, call X.to_dense()")
-        _require_real(rows.is_complex())
+        _require_real("X", rows.is_complex())
         rows = rows if rows.is_floating_point() else rows.double()
     else:
         rows = _from_numpy(_as_array(X))
@@ -72,13 +72,13 @@ def _as_array(X: Any) -> NDArray[Any]:
     return array
 
 
-def _require_real(is_complex: bool) -> None:
+def _require_real(name: str, is_complex: bool) -> None:
     if is_complex:
-        raise ValueError("Complex data not supported: X must be real")
+        raise ValueError(f"Complex data not supported: {name} must be real (got complex numbers)")
 
 
 def _from_numpy(array: NDArray[Any]) -> Tensor:
-    _require_real(array.dtype.kind == "c")
+    _require_real("X", array.dtype.kind == "c")
     if array.dtype.kind not in "biuf":
         raise TypeError(f"X must have a dtype of numbers (got {array.dtype}): convert each value by a public rule")
     if array.dtype.kind != "f" or array.dtype.itemsize not in (4, 8) or not array.dtype.isnative:
@@ -105,6 +105,7 @@ def _flat(values: Any, name: str, count: int, device: torch.device) -> Tensor | 
             column[index] = value
     else:
         column = np.asarray(values)
+    _require_real(name, column.is_complex() if isinstance(column, Tensor) else column.dtype.kind == "c")
     if column.ndim == 2 and column.shape[1] == 1:
         warnings.warn(
             f"A column-vector {name} was passed when a 1d array was expected: it is read as shape (n_samples,)",
@@ -128,9 +129,8 @@ def as_column(values: Any, name: str, count: int, device: torch.device) -> Tenso
     """
     column = _flat(values, name, count, device)
     if isinstance(column, Tensor):
-        _require_real(column.is_complex())
         return column
-    if column.dtype.kind in "biufc":
+    if column.dtype.kind in "biuf":
         return _from_numpy(column).to(device)
     return torch.tensor([_number(value) for value in column], dtype=torch.float64, device=device)
 
@@ -152,7 +152,7 @@ def as_codes(labels: Any, classes: Sequence[Any], count: int, device: torch.devi
         device: of the answer.
 
     Raises:
-        ValueError: another shape.
+        ValueError: another shape, or complex.
 
     Example:
         >>> as_codes(["no", "yes", "maybe", None], ("no", "yes"), 4, torch.device("cpu")).tolist()

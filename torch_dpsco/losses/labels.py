@@ -70,7 +70,11 @@ def read(kind: str, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
         kind: "sign", "chance" or "real".
         target: of any dtype but complex ones.
         dtype: floating.
+
+    Raises:
+        ValueError: a complex target.
     """
+    _require_real(target)
     label = target.to(dtype)
     known = label.isfinite()
     if kind == SIGN:
@@ -94,6 +98,8 @@ def read_for(loss: Any, output: Any, target: Any) -> tuple[Any, Any]:
         ([[1.0], [1.0], [0.0]], [0.0, 1.0, 0.0])
     """
     kind = _KINDS.get(type(loss))
+    if kind is not None and isinstance(target, Tensor):
+        _require_real(target)
     if kind is None or not (_is_batch(output) and _is_batch(target)) or len(output) != len(target):
         return output, target
     if kind == CLASS and not target.is_floating_point():
@@ -104,6 +110,11 @@ def read_for(loss: Any, output: Any, target: Any) -> tuple[Any, Any]:
     # PRIVACY: chosen, not multiplied by 0, which leaves NaN
     # (test_a_null_record_has_no_gradient_even_where_the_output_is_not_finite)
     return torch.where(whole.reshape(-1, *[1] * (output.dim() - 1)), output, 0.0), label
+
+
+def _require_real(target: Tensor) -> None:
+    if target.is_complex():
+        raise ValueError(f"target must be real (got {target.dtype})")
 
 
 def _is_batch(tensor: Any) -> bool:

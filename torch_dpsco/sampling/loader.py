@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Full
-from torch_dpsco.compat import tree_map
+from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
@@ -40,10 +40,21 @@ class _EmptyLikeOne:
 
     def __call__(self, items: list[Any]) -> Any:
         if items:
-            return self.collate(items)
+            batch = self.collate(items)
+            _require_real(batch)
+            return batch
         if not len(self.dataset):  # legal under add_remove; nothing shows what a record is like
             return []
         return tree_map(_without_rows, self.collate([self.dataset[0]]))
+
+
+def _require_real(records: Any) -> None:
+    for leaf in tree_leaves(records):
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            raise ValueError(
+                f"dataset must give real numbers (got {leaf.dtype}): give torch.view_as_real(x), of which a model may "
+                f"make torch.view_as_complex(x)"
+            )
 
 
 def adapt(loader: DataLoader[Any]) -> None:
@@ -93,6 +104,8 @@ class PrivateLoader:
         pin_memory: bool = False,
         slots: Slots | None = None,
     ) -> None:
+        if isinstance(dataset, TensorDataset):
+            _require_real(dataset.tensors)
         self.dataset: Any = one_by_one(dataset)
         self.batch_sampler, self.slots = sampler, slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
