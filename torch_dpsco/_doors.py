@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from torch_dpsco._validate import article, shown
+from torch_dpsco._validate import article, is_path, shown
 from torch_dpsco._words import require_ours
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
@@ -91,7 +91,8 @@ def check_fields(value: Any, largest: float = math.inf) -> None:
 def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
     if kind is not None and not kind.admits(value):
         way_out = _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
-        raise ValueError(f"{name} must be {kind.words} (got {shown(value)}){way_out}")
+        whole = ", without null characters" if isinstance(value, (str, os.PathLike)) and not is_path(value) else ""
+        raise ValueError(f"{name} must be {kind.words}{whole} (got {shown(value)}){way_out}")
     if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
         raise ValueError(f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})")
 
@@ -201,8 +202,8 @@ _PLAIN: dict[Any, _Kind] = {
     float: _NUMBERS[0],
     int: _NUMBERS[1],
     bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
-    str: _Kind(lambda value: isinstance(value, str) and "\0" not in value, "text without null characters"),
-    os.PathLike: _Kind(lambda value: isinstance(value, os.PathLike) and "\0" not in os.fspath(value), "a path"),
+    str: _Kind(lambda value: isinstance(value, str) and is_path(value), "text"),
+    os.PathLike: _Kind(lambda value: isinstance(value, os.PathLike) and is_path(value), "a path"),
     Callable: _Kind(callable, "a function"),
 }
 _HOW = {  # how to make what an argument must be

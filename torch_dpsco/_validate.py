@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import Any, NoReturn, TypeVar
@@ -61,6 +62,14 @@ def fields(value: object, **checks: Callable[..., Any]) -> None:
     """
     for name, checked in checks.items():
         object.__setattr__(value, name, checked(**{name: getattr(value, name)}))
+
+
+def is_path(value: object) -> bool:
+    """Returns whether a value names a file: text, or what stands for text, without null characters."""
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    text = os.fspath(value)
+    return isinstance(text, str) and "\0" not in text
 
 
 def flag(**field: Any) -> bool:

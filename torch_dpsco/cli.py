@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        for word in words:
+            if "\0" in word:
+                raise ValueError(f"a word of a command must be text without null characters (got {word!r})")
         args = _parser().parse_args(words)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
