@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
@@ -161,7 +161,8 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     @abstractmethod
     def _transformed(self, rows: Array) -> Array: ...
 
-    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+    @typed
+    def get_feature_names_out(self, input_features: Sequence[str] | None = None) -> NDArray[Any]:
         """Returns the names of the columns: those of the input."""
         if not hasattr(self, "privacy_"):
             raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")

@@ -199,6 +199,36 @@ FINE = {
     **dict.fromkeys(["audit.OneRunAudit.guess_in", "audit.OneRunAudit.guess_out"], COUNT),
     **dict.fromkeys(["audit.epsilon_of_guesses.correct", "audit.mu_of_guesses.correct"], COUNT),
     "audit.canaries.labels": "tuple list",
+    **dict.fromkeys(["analysis.risk.Risk.of_point.epsilon", "Risk.delta_at.epsilon"], "zero part huge inf"),
+    **{f"Risk.{name}.false_positive": SHARE for name in ("false_negative", "true_positive", "posterior")},
+    **dict.fromkeys(["Risk.posterior.prior", "Risk.words.prior"], SHARE),
+    "Risk.words.unit": TEXT,
+    **dict.fromkeys(["Statement.named.unit", "Statement.named.plural", "studies.Study.save.folder"], TEXT),
+    **dict.fromkeys([f"{name}.save.path" for name in ("released.Released", "dp.Schema")], TEXT),
+    "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
+    "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",
+    **{  # handed on to torch, which names what it does not know
+        f"opacus.PrivacyEngine.{name}": "dict"
+        for name in (
+            "save_checkpoint.module_state_dict_kwargs",
+            "save_checkpoint.torch_save_kwargs",
+            "load_checkpoint.module_load_dict_kwargs",
+            "load_checkpoint.torch_load_kwargs",
+        )
+    },
+    **{  # not looked at, as in Opacus
+        f"opacus.PrivacyEngine.{name}.{argument}": "*"
+        for name in ("validate", "is_compatible")
+        for argument in ("optimizer", "data_loader")
+    },
+    "OneRunResult.contradicts.epsilon": "zero part huge inf",
+    "schema.Number.low": "zero minus negative numpy",
+    **dict.fromkeys(["schema.Category.levels", "schema.Ordered.levels"], "tuple"),
+    "loggers.wandb.run": "Tensor",  # which has a method log
+    "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
+    "studies.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
+    "StudyPlan.preview.frame": "none",
+    "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
     "dp.sampling.FullSampler.size": COUNT,
 }

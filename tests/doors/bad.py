@@ -125,6 +125,8 @@ ALIASES = {
     "sampling": "sampling|design",
     "users": "users|optimizer",
     "dataset": r"\bdataset|data set",
+    "row": r"\brow\b|saved plan",
+    "state": r"\bstate\b|columns|schema",
 }
 CONSTANTS = {
     "problem",
@@ -181,6 +183,8 @@ def judge(function: Callable[..., Any], arguments: dict[str, Any], name: str) ->
         if type(error) not in LIBRARY or not re.search(ALIASES.get(name, rf"\b{name.removesuffix('s')}s?\b"), text):
             return Verdict("unnamed", f"{type(error).__name__}: {text}")
         return Verdict("") if _shows(text, value) else Verdict("no value", text)
+    except OSError as error:  # of a file that is not there, or is there already
+        return Verdict("") if str(value) in str(error) else _raised(error, value, name)
     except Exception as error:
         return _raised(error, value, name)
     return Verdict("accepted")

@@ -5,25 +5,28 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import torch
+from accelerate import Accelerator
 
 import torch_dpsco as dp
-from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler
-from tests.doors.shared import CALLS, DIM, LOSS, N, budget, made, model, params, problem, records, simple
+from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler, studied
+from tests.doors.shared import CALLS, DIM, LOSS, Good, N, budget, call, made, model, params, records, simple
 from torch_dpsco import estimators, loggers
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.audit import OneRunAudit
-from torch_dpsco.integrations import lightning, opacus
-from torch_dpsco.integrations.parquet import ParquetRows
+from torch_dpsco.integrations import engines, lightning, opacus
+from torch_dpsco.integrations.accelerate import prepare
 from torch_dpsco.integrations.parquet_blocks import parquet_blocks
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Number, Ordered
-from torch_dpsco.studies import PrivateSearch
+from torch_dpsco.studies import PrivateSearch, plan_study
 
 FOLDER = tempfile.TemporaryDirectory()  # until the process ends
 _PLACES = iter(range(10**9))
@@ -61,10 +64,8 @@ def statement() -> Any:
 
 CALLS["Statement.named"] = lambda: (statement().named, {"unit": "patient", "plural": "patients", "by_ids": True})
 CALLS["Statement.save"] = lambda: (statement().save, {"path": somewhere(".md")})
-CALLS["dp.Budget.quoted"] = lambda: (budget().quoted, {"epsilon": 1.0, "delta": 1e-5})
 CALLS["Plan.epsilon"] = lambda: (made("dp.HolderSGD.plan").epsilon, {"delta": 1e-5})
 CALLS["Plan.from_dict"] = lambda: (dp.HolderSGD.plans.from_dict, {"row": made("dp.HolderSGD.plan").to_dict()})
-CALLS["dp.Problem.require"] = lambda: (problem().require, {"by": "a test"})
 
 # -- estimators, studies, released models ----------
 
@@ -93,10 +94,9 @@ for _name in ("LogisticRegression", "SoftmaxRegression"):
         )
 
 
-@functools.cache
-def a_search() -> Any:
+def new_search() -> PrivateSearch:
     one = estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), mechanism="noisy_gd", prepare=None)
-    search = PrivateSearch(
+    return PrivateSearch(
         candidates={"one": one},
         epsilon=50.0,
         n=N,
@@ -104,7 +104,11 @@ def a_search() -> Any:
         holdout=0.5,
         accountant=dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
     )
-    return search.fit(rows(), np.arange(N) % 2)
+
+
+@functools.cache
+def a_search() -> PrivateSearch:
+    return new_search().fit(rows(), np.arange(N) % 2)
 
 
 CALLS["studies.PrivateSearch.plan"] = lambda: (a_search().plan, {"dim": DIM})
@@ -117,6 +121,15 @@ def a_study() -> Any:
     return dp.study(people(), STUDY["schema"](), dp.Budget(4.0, 1e-4), show=None)
 
 
+@call("studies.PrivateSearch.fit")
+def _fit_search() -> Good:
+    return new_search().fit, {"X": rows(), "y": np.arange(N) % 2}
+
+
+CALLS["StudyPlan.preview"] = lambda: (
+    plan_study(**studied()).preview,
+    {"frame": people(), "runs": 3, "epsilons": (9.0,)},
+)
 CALLS["studies.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
 CALLS["studies.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
 CALLS["released.Released.load"] = lambda: (Released.load, {"path": saved(Released.of(a_fit()), ".json")})
@@ -165,11 +178,18 @@ for _name, _argument in (("tensorboard", "writer"), ("wandb", "run"), ("mlflow",
 CALLS["loggers.public_numbers"] = lambda: (loggers.public_numbers, {"optimizer": made("dp.HolderSGD"), "delta": 1e-5})
 CALLS["dp.Pilot.plan"] = lambda: (dp.Pilot().plan, {"n": 1000, "budget": budget(), "exchange_rate": 0.1})
 CALLS["dp.Pilot.records"] = lambda: (dp.Pilot().records, {"n": 1000})
-CALLS["prox.Prox.apply_"] = lambda: (dp.prox.Ball(1.0).apply_, {"tensors": params(), "steps": [0.1, 0.1]})
-CALLS["dp.PrivateOptimizer.resume"] = lambda: (
-    made("dp.HolderSGD").resume,
-    {"state_dict": made("dp.HolderSGD").state_dict()},
-)
+
+
+@call("dp.PrivateOptimizer.resume")
+def _resume() -> Good:
+    path, plan = somewhere(), made("dp.HolderSGD.plan")
+    interrupted = dp.HolderSGD(params(), plan, accountant=dp.Accountant(plan.budget, ledger_path=path))
+    state = interrupted.state_dict()
+    interrupted.accountant.close()
+    again = dp.HolderSGD(params(), plan, accountant=dp.Accountant(plan.budget, ledger_path=path))
+    return again.resume, {"state_dict": state}
+
+
 CALLS["audit.OneRunAudit.dataset"] = lambda: (
     OneRunAudit([(torch.ones(DIM), torch.ones(1))] * 8).dataset,
     {"base": records(24)},
@@ -184,16 +204,60 @@ CALLS["OneRunResult.contradicts"] = lambda: (
 
 simple("lightning.PrivateTraining", lightning.PrivateTraining, loss_reduction="mean", delta=1e-5)
 simple(
-    "parquet_blocks.parquet_blocks", parquet_blocks, source=lambda: pa.table({"a": [1.0], "y": [1]}), target="y", rows=8
+    "parquet_blocks.parquet_blocks",
+    parquet_blocks,
+    source=lambda: ds.dataset(pa.table({"a": [1.0], "y": [1]})),
+    target="y",
+    rows=8,
 )
-CALLS["opacus.PrivacyEngine.get_epsilon"] = lambda: (opacus.PrivacyEngine().get_epsilon, {"delta": 1e-5})
+
+
+@functools.cache
+def engine() -> tuple[opacus.PrivacyEngine, Any]:
+    """Returns an engine that has made a module private, and the module."""
+    function, arguments = CALLS["opacus.PrivacyEngine.make_private"]()
+    function(**arguments)
+    return function.__self__, arguments["module"]
+
+
+CALLS["opacus.PrivacyEngine.get_epsilon"] = lambda: (engine()[0].get_epsilon, {"delta": 1e-5})
 for _name in ("validate", "is_compatible"):
     CALLS[f"opacus.PrivacyEngine.{_name}"] = lambda name=_name: (
-        getattr(opacus.PrivacyEngine, name),
+        getattr(opacus.PrivacyEngine(), name),
         {"module": model()},
     )
 simple("opacus.PrivacyEngine.get_compatible_module", opacus.PrivacyEngine.get_compatible_module, module=lambda: model())
-CALLS["parquet.ParquetRows.gather"] = lambda: (
-    ParquetRows(pa.table({"a": [1.0, 2.0], "y": [1, 0]}), inputs=["a"], target="y").gather,
-    {"positions": np.array([0, 1])},
+
+
+@call("opacus.PrivacyEngine.save_checkpoint")
+def _save_checkpoint() -> Good:
+    made_private, module = engine()
+    return made_private.save_checkpoint, {"path": somewhere(), "module": module}
+
+
+@call("opacus.PrivacyEngine.load_checkpoint")
+def _load_checkpoint() -> Good:
+    made_private, module = engine()
+    path = somewhere()
+    made_private.save_checkpoint(path=path, module=module)
+    return made_private.load_checkpoint, {"path": path, "module": module}
+
+
+@call("accelerate.prepare")
+def _prepare() -> Good:
+    net = dp.attach(model())
+    optimizer = dp.HolderSGD(net.parameters(), made("dp.HolderSGD.plan"))
+    loader = optimizer.loader(records(24))
+    return prepare, {"accelerator": Accelerator(cpu=True), "model": net, "optimizer": optimizer, "loader": loader}
+
+
+# stands for a table of dask or Spark
+TABLE = SimpleNamespace(
+    dtypes={"a": np.dtype(float), "y": np.dtype(float)},
+    to_delayed=list,
+    mapInArrow=None,
+    limit=lambda rows: SimpleNamespace(toArrow=lambda: pa.table({"a": [1.0], "y": [1.0]})),
+    select=lambda *columns: None,
 )
+simple("engines.dask_partitions", engines.dask_partitions, frame=TABLE, target="y")
+simple("engines.spark_partitions", engines.spark_partitions, frame=TABLE, target="y")

@@ -1,4 +1,4 @@
-"""The public callables, found by themselves: what the pages of docs/api document, and all modules of integrations."""
+"""The public callables, found by themselves: what modules list, docs/api documents, and integrations define."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ API = Path(__file__).parents[2] / "docs" / "api"
 DIRECTIVE = re.compile(
     r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)", re.MULTILINE
 )
+_UNDOCUMENTED = tuple(f"torch_dpsco.{name}" for name in ("clip_selection", "linear.objectives", "linear.solvers"))
 
 __all__ = ["bare", "public_callables"]
 
@@ -47,6 +48,14 @@ def _of_module(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def _of_all(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yields what a module offers, and what the modules do that it lists."""
+    yield from _of_module(module)
+    for name in getattr(module, "__all__", ()):
+        if isinstance(inner := getattr(module, name), types.ModuleType):
+            yield from ((f"{name}.{rest}", value) for rest, value in _of_all(inner))
+
+
 def _of_class(cls: type, wanted: list[str]) -> Iterator[tuple[str, Any]]:
     """Yields the public methods of a class, or those of these names."""
     for name in wanted or dir(cls):
@@ -71,6 +80,8 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
             else:
                 place, _, name = (target if "." in target else f"{module}.{target}").rpartition(".")
                 yield f"{place}.{name}", getattr(importlib.import_module(place), name), wanted
+    for module in ("torch_dpsco", *_UNDOCUMENTED):
+        yield from ((f"{module}.{name}", value, None) for name, value in _of_all(importlib.import_module(module)))
     for found in pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}."):
         if not found.name.rpartition(".")[2].startswith("_"):
             module = importlib.import_module(found.name)

@@ -216,6 +216,7 @@ class OneRunAudit:
             "OneRunAudit and train again"
         )
 
+    @typed
     def dataset(self, base: Dataset[Any]) -> Dataset[Any]:
         """Returns the base followed by the canaries whose coins say so; the same ones at every call."""
         included = [canary for canary, coin in zip(self.canaries, self._coins, strict=True) if coin]

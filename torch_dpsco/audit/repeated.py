@@ -346,7 +346,7 @@ def _matrix(name: str, outputs: Any) -> Array:
         raise ValueError(f"{name} must hold one output for each trial (got a single number)")
     if not np.isfinite(matrix).all():
         raise ValueError(
-            f"{name} must hold finite numbers (got others); give audit a score= that says what these are worth"
+            f"outputs must be finite (got others in {name}); give audit a score= that says what these are worth"
         )
     return matrix.reshape(len(matrix), math.prod(matrix.shape[1:]))
 

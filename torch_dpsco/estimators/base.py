@@ -238,6 +238,7 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
+        check.positive_count(dim=dim)
         plan = plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
         return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
 

@@ -47,13 +47,15 @@ class Columns:
             TypeError: a column of features is not of numbers.
             ValueError: a column is not there.
         """
-        others = [target] if sample_weight is None else [target, sample_weight]
+        given = {"target": [target], "sample_weight": [] if sample_weight is None else [sample_weight]}
+        others = [*given["target"], *given["sample_weight"]]
         names = [name for name in schema.names if name not in others] if features is None else list(features)
         if not names:
             raise ValueError("features must name one column or more (got none)")
-        for name in (*names, *others):
-            if schema.names.count(name) != 1:
-                raise ValueError(f"columns must be in the table, once each (got {name!r}, of {schema.names})")
+        for argument, columns in ({"features": names} | given).items():
+            for name in columns:
+                if schema.names.count(name) != 1:
+                    raise ValueError(f"{argument} must be in the table, once each (got {name!r}, of {schema.names})")
         kinds = [schema.field(name).type for name in names]
         for name, kind in zip(names, kinds, strict=True):
             if not _is_number(kind):

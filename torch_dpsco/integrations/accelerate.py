@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.common import CommonOptimizer
@@ -32,7 +31,6 @@ _Optimizer = TypeVar("_Optimizer", bound=CommonOptimizer)
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # distributed types in which each process holds the whole model
 
 
-@typed
 def prepare(
     accelerator: Accelerator, model: _Model, optimizer: _Optimizer, loader: PrivateLoader
 ) -> tuple[_Model, _Optimizer, Any]:
@@ -92,6 +90,10 @@ def prepare(
 
 
 def _require_plain(accelerator: Accelerator, model: nn.Module, optimizer: CommonOptimizer) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a Module of torch.nn, the model itself (got {check.shown(model)})")
     kind, steps = DistributedType(accelerator.distributed_type).value, accelerator.gradient_accumulation_steps
     if kind not in _PLAIN:
         raise ValueError(f"distributed_type must be one of {', '.join(_PLAIN)} (got {kind}): {_WHOLE}")

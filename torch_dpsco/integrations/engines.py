@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
 from torch_dpsco.integrations._columns import Block, Columns, pandas_is_number
 
 _Result = TypeVar("_Result")
 
 
+@typed
 def dask_partitions(
     frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
 ) -> _Dask:
@@ -36,10 +39,12 @@ def dask_partitions(
         TypeError: a column of features is not of numbers.
         ValueError: a column is not there.
     """
+    _require_table("to_delayed", "a dask.dataframe.DataFrame", frame=frame)
     kinds = [(name, _arrow_kind(dtype)) for name, dtype in frame.dtypes.items()]
     return _Dask(frame.to_delayed(), Columns.of(pa.schema(kinds), target, features, sample_weight))
 
 
+@typed
 def ray_partitions(
     dataset: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
 ) -> _Ray:
@@ -55,6 +60,7 @@ def ray_partitions(
         TypeError: a column of features is not of numbers.
         ValueError: a column is not there.
     """
+    _require_table("materialize", "a ray.data.Dataset", dataset=dataset)
     import ray
 
     tables = dataset.materialize().to_arrow_refs()
@@ -63,6 +69,7 @@ def ray_partitions(
     return _Ray(tables, Columns.of(first, target, features, sample_weight))
 
 
+@typed
 def spark_partitions(
     frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
 ) -> _Spark:
@@ -79,8 +86,16 @@ def spark_partitions(
         TypeError: a column of features is not of numbers.
         ValueError: a column is not there.
     """
+    _require_table("mapInArrow", "a pyspark.sql.DataFrame", frame=frame)
     columns = Columns.of(frame.limit(0).toArrow().schema, target, features, sample_weight)
     return _Spark(frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others))), columns)
+
+
+def _require_table(method: str, kind: str, **table: Any) -> None:
+    """Raises ValueError for what has not this method of a table of the engine."""
+    ((name, value),) = table.items()
+    if isinstance(value, type) or not hasattr(value, method):
+        raise ValueError(f"{name} must be {kind} (got {check.shown(value)})")
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ class PrivacyEngine:
             )
         return self.accountant
 
+    @typed
     def get_epsilon(self, delta: float) -> float:
         """Returns the epsilon spent so far by all that this engine made private; see the module's docstring."""
         return self._charged().get_epsilon(delta)
@@ -285,6 +286,7 @@ class PrivacyEngine:
             return model, private, batches
         return model, private, criterion, batches
 
+    @typed
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Returns whether `validate` passes."""
         try:
@@ -293,6 +295,7 @@ class PrivacyEngine:
             return False
         return True
 
+    @typed
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raises Opacus' UnsupportedModuleError, or ValueError, for a module without per-sample gradients.
 
@@ -302,6 +305,7 @@ class PrivacyEngine:
         require_supported(module, batch_first=True)
 
     @classmethod
+    @typed
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """Returns a copy of a module with layers replaced by near ones that have per-sample gradients."""
         fixed: nn.Module = ModuleValidator.fix(module)
@@ -322,6 +326,7 @@ class PrivacyEngine:
         torch_save_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Saves module, ledger and optimizer, whose state holds mechanism and ledger, too; all is public."""
+        _require_file(path, "write")
         state = {
             **(checkpoint_dict or {}),
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
@@ -344,6 +349,7 @@ class PrivacyEngine:
         torch_load_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved, and returns it; of two states of a ledger the later one stays."""
+        _require_file(path, "read")
         state: dict[str, Any] = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
         if optimizer is not None and "optimizer_state_dict" not in state:
             raise ValueError("optimizer must be None for a checkpoint that was saved without one")
@@ -352,6 +358,11 @@ class PrivacyEngine:
             optimizer.load_state_dict(state["optimizer_state_dict"])
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
         return state
+
+
+def _require_file(path: Any, act: str) -> None:
+    if not (check.is_path(path) or hasattr(path, act)):
+        raise ValueError(f"path must be a path, or a binary file to {act} (got {check.shown(path)})")
 
 
 class BatchMemoryManager:

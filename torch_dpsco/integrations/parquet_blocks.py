@@ -49,6 +49,11 @@ def parquet_blocks(
         >>> X.tolist(), y.tolist()
         ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
     """
+    paths = source if isinstance(source, list) else [source]
+    if not isinstance(source, ds.Dataset) and not all(check.is_path(path) for path in paths):
+        raise ValueError(
+            f"source must be a path, a list of paths, or a pyarrow.dataset.Dataset (got {check.shown(source)})"
+        )
     table = source if isinstance(source, ds.Dataset) else ds.dataset(source, format="parquet")
     require_sound(table)
     chosen, size = Columns.of(table.schema, target, features, sample_weight), check.positive_count(rows=rows)

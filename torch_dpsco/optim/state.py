@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
@@ -76,6 +77,8 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
     Raises:
         ValueError: no private part, another version, or a mechanism with other settings.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     private = state.get(_KEY)
     if private is None or private.get("version") not in (2, _VERSION):
         raise ValueError(f"state_dict must be a private optimizer's, version 2 or {_VERSION} (got {sorted(state)})")

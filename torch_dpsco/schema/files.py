@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_dpsco import _validate as check
 from torch_dpsco.schema.columns import Category, Number, Ordered
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def to_dict(schema: Schema) -> dict[str, Any]:
 def fields_of(state: Any) -> dict[str, Any]:
     """Returns the fields of a schema; raises ValueError for what is none."""
     if not isinstance(state, Mapping) or not isinstance(state.get("columns"), Mapping):
-        raise ValueError("columns must be a table of columns by name")
+        got = check.shown(state.get("columns") if isinstance(state, Mapping) else state)
+        raise ValueError(f"columns must be a table of columns by name (got {got})")
     if unknown := sorted(map(str, state.keys() - {*_FIELDS, "columns"})):
         raise ValueError(f"{unknown[0]} must be left out: a schema has {', '.join(('columns', *_FIELDS))}")
     if "target" not in state:

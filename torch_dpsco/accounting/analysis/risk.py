@@ -155,6 +155,8 @@ class Risk:
                 row it is if no patient has several (`PrivacyReport.named` asks why).
             prior: in (0, 1), how likely somebody thinks that the unit was used.
         """
+        if not isinstance(unit, str):
+            raise ValueError(f"unit must be text (got {check.shown(unit)})")
         prior = check.between(0.0, 1.0, prior=prior)
         lines = [
             f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was used:",
