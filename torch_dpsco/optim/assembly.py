@@ -201,6 +201,7 @@ class Assembly(CommonOptimizer):
             UnitError: the data set, or all shards together, do not have the declared number of records although that is
                 public; or ids are of another kind, are missing, are out of range, or belong to several records.
             UnknownSamplerError: no sampling was declared; or ids where a pass is not amplified.
+            ValueError: records of complex numbers: give `torch.view_as_real(x)`.
         """
         records = checks.number_of_records(dataset)
         if (users is not None) != (self.oracle.unit == "user"):
