@@ -403,6 +403,12 @@ def test_no_number_and_no_null_character_is_a_path(name: str, path: Any) -> None
     assert not list(Path.cwd().iterdir())
 
 
+@pytest.mark.parametrize("name", ["dp.study", "StudyPlan.run"])
+def test_the_ledger_of_a_study_has_any_path(name: str) -> None:
+    changed(name, ledger_path=Path("ledger")).model.accountant.close()
+    assert Path("ledger").is_file()
+
+
 def test_no_path_like_with_a_null_character_is_a_path() -> None:
     with pytest.raises(ValueError, match=r"path must be text or a path, without null characters \(got PosixPath\)"):
         changed("dp.Schema.save", path=Path("a\0b"))

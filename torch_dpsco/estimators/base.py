@@ -238,7 +238,6 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
-        check.positive_count(dim=dim)
         plan = plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
         return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
 
@@ -291,6 +290,7 @@ class LinearModel(BaseEstimator):
         return type(self)(**{**self.get_params(deep=False), "accountant": None, **changes})
 
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
+        check.positive_count(dim=dim)
         check_fields(self, largest=1e100)
         self._require_given()
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)

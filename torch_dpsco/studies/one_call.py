@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ def study(
     *,
     n: int | None = None,
     show: Callable[[str], Any] | None = print,
-    ledger_path: str | None = None,
+    ledger_path: str | os.PathLike[str] | None = None,
     check: bool = True,
     **settings: Any,
 ) -> Study:

@@ -147,7 +147,7 @@ class StudyPlan:
         return self.model.preview(table.X[whole], table.y[whole], groups, **options)
 
     @typed
-    def run(self, frame: Any, *, ledger_path: str | None = None, check: bool = True) -> Study:
+    def run(self, frame: Any, *, ledger_path: str | os.PathLike[str] | None = None, check: bool = True) -> Study:
         """Carries it out.
 
         Args:
