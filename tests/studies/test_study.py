@@ -235,7 +235,7 @@ def test_a_preview_of_a_plan_spends_nothing():
         (ValueError, "epsilon must be left to the schema and the budget", {"epsilon": 3.0}),
         (ValueError, "n must be given under add_remove", {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)}),
         (UnitError, "n must be the number of examples under replace_one", {"n": N - 1}),
-        (TypeError, "speed", {"speed": 1}),
+        (ValueError, "speed must be an argument of study", {"speed": 1}),
         (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
         (ValueError, "candidates must be one or more", {"candidates": {}}),
         (ValueError, "trials must be given with candidates", {"trials": 5.0}),
