@@ -209,7 +209,7 @@ def test_a_model_that_fills_one_array_again_is_read() -> None:
         return room
 
     rows = np.arange(3000.0)[:, None]
-    assert (held_out.asked(method, rows, lambda out: held_out.numbers(out, (1024,))) == rows[:, 0]).all()
+    assert (held_out.asked(method, lambda out: held_out.numbers(out, (1024,)), rows) == rows[:, 0]).all()
 
 
 def test_the_number_of_bins_is_one_of_public_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,8 +170,7 @@ class StepPlan(BatchPlan):
 
 LABELS = (
     "labels",
-    "0/1, -1/1 and booleans say the same to dp.losses, dp.per_record and dp.fit; torch's own losses in a loop of yours "
-    "take what torch says",
+    "0/1, -1/1 and booleans are the same to dp.fit, dp.losses and dp.per_record (not to torch's losses)",
 )
 ANSWERS = {
     "last": "the last iterate",

@@ -116,7 +116,8 @@ def method_of(model: Any, name: str) -> Callable[[Any], Any]:
 def numbers(values: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Returns what a model said as float64 of that shape."""
     # PRIVACY: a model may give the numbers of each block in one array (test_a_model_that_fills_one_array_again_is_read)
-    array = np.array(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+    said = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else values
+    array = np.array(said, dtype=np.float64)
     if array.shape != shape:
         raise ValueError(f"model must give numbers of shape {shape} for {shape[0]} rows (got shape {array.shape})")
     return array

@@ -291,7 +291,8 @@ class PrivateSearch(BaseEstimator):
         made = stand_in(model, plan, privacy)
         labels = getattr(made, "classes_", np.zeros(1))
         try:
-            score(made, np.zeros((2, rows.shape[1])), [labels[0]] * 2, self.metric, budget=trial, bound=self.bound)
+            charged: dict[str, Any] = {"budget": trial, "accountant": Accountant(trial)}
+            score(made, np.zeros((2, rows.shape[1])), [labels[0]] * 2, self.metric, bound=self.bound, **charged)
         except ValueError as error:
             raise ValueError(
                 f"metric must be one that candidate {name!r} ({type(model).__name__}) can be scored by (got "
