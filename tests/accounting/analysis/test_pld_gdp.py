@@ -51,7 +51,10 @@ def test_no_point_of_a_fine_curve_is_above_the_summary(name):
         assert gaussian_epsilon(mu, delta) >= pld_epsilon(losses, delta).epsilon
 
 
-@given(st.lists(st.integers(0, 900).map(lambda x: x / 100), min_size=2, max_size=4, unique=True), st.lists(st.floats(1e-9, 1.0), min_size=4))
+@given(
+    st.lists(st.integers(0, 900).map(lambda place: place / 100), min_size=2, max_size=4, unique=True),
+    st.lists(st.floats(1e-9, 1.0), min_size=4),
+)
 @settings(max_examples=20)
 def test_chords_are_never_below_their_exact_value(knots, deltas):
     points = dict(zip(sorted(knots), sorted(deltas, reverse=True), strict=False))
