@@ -490,6 +490,7 @@ def _chords(points: dict[float, float]) -> tuple[FloatArray, FloatArray]:
     epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
     # PRIVACY: 1e-10 exceeds the rounding of the differences (test_chords_are_never_below_their_exact_value)
     share = np.expm1(epsilons - high) / np.expm1(low - high) * (1 + 1e-10)
-    chords = values[1:, None] + (values[:-1, None] - values[1:, None]) * share
+    # PRIVACY: and the sum is rounded (test_chords_are_never_below_their_exact_value)
+    chords = (values[1:, None] + (values[:-1, None] - values[1:, None]) * share) * (1 + 1e-15)
     deltas = np.append(np.minimum(chords, 1.0), values[-1])
     return np.append(epsilons, knots[-1]), np.minimum.accumulate(deltas)
