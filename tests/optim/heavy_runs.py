@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.optim.heavy_plan import HeavyTailed
 from torch_dpsco.sampling import OnePassSampler, PrivateLoader, make_sampler
 
 DIM = 4  # with the bias
@@ -63,7 +64,8 @@ def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
     """Returns an optimizer of this plan; what is no number of a plan is given to the class."""
     names = ("rule", "prox", "reg", "accountant", "generator")
     own = {name: kind.pop(name) for name in names if name in kind}
-    return cls(params, cls.plan(**repeatable(kind)), **own)
+    kind = repeatable(kind) if issubclass(cls, HeavyTailed) else kind
+    return cls(params, cls.plan(**kind), **own)
 
 
 def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
