@@ -101,7 +101,7 @@ def test_construction_sets_the_parameters_to_the_planned_start_only_if_it_succee
     kept = model.weight.detach().clone()
     spent = dp.Accountant(BUDGET)
     spent.authorize(Gaussian(1.0, {"replace_one": 0.1}))
-    with pytest.raises(InfeasibleError, match=r"epsilon must be >= 1\.\d+ for one step with this noise"):
+    with pytest.raises(InfeasibleError, match=r"this ledger holds 1 events, .* epsilon >= 1\.\d+ would do"):
         make(model, accountant=spent)
     assert torch.equal(model.weight, kept)
     assert len(spent) == 1
@@ -265,7 +265,7 @@ def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> Non
     plain.train(ordered(plain, [order]))
     loader = own.opt.loader(listed, collate_fn=collate)
     loader._loader.batch_sampler.rng = InOrder([order])
-    assert (len(loader), loader.dataset, loader.design) == (EPOCH, listed, dp.Shuffled(BATCH, N))
+    assert (len(loader), loader.dataset.source, loader.design) == (EPOCH, listed, dp.Shuffled(BATCH, N))
     own.train(loader)
     torch.testing.assert_close(own.averages(), plain.averages(), rtol=0, atol=1e-12)
 
