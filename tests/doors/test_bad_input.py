@@ -272,7 +272,7 @@ TO_BE_NAMED = {
     ),
     "steps past the pass": (
         lambda: dp.AcceleratedSGD.plan(n=64, lr=0.1, clip=1.0, noise_multiplier=2.0, batch_size=8, steps=9),
-        r"steps must be <= 8, one pass of Assigned\(batch_size=8, n=64, .*\) \(got 9\)",
+        r"steps must be <= 8, one pass of Assigned\(batch_size=8, n=64, .*\) \(got 9\)$",  # it makes no more passes
     ),
     "thresholds of a pilot": (lambda: dp.Pilot(c_min=2.0, c_max=1.0), r"c_max must be > c_min=2 \(got 1\)"),
     "a threshold of a pilot": (lambda: dp.Pilot(c_min=-1.0), r"c_min must be > 0 \(got -1.0\)"),

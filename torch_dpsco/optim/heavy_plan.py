@@ -339,7 +339,7 @@ class HeavyTailed(PlannedOptimizer):
             if check.positive_count(steps=steps) > left:
                 raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
             design = _one_pass(sampling, batch_size, left, adjacency, steps, secret)
-            steps = steps_of(design, steps, None, None) or steps
+            steps = steps_of(design, steps, None, None, once=cls.words == _PASS) or steps
             if secret and goal is not None:
                 noise = noise_for(goal, design, steps)
                 theory = theory and cls._best(problem, distance, inputs, [(steps, noise)])

@@ -402,10 +402,13 @@ def in_passes(
     return replace(design, passes=math.ceil(check.positive(epochs=passes)))
 
 
-def steps_of(design: Design, steps: int | None, epochs: float | None, default: float | None) -> int | None:
+def steps_of(
+    design: Design, steps: int | None, epochs: float | None, default: float | None, *, once: bool = False
+) -> int | None:
     """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
 
-    Designs of one pass, or of passes that are counted, have these as default, and no more.
+    Designs of one pass, or of passes that are counted, have these as default, and no more. `once`: no other
+    sampling can be advised, since all runs are of one pass.
     """
     if steps is not None and epochs is not None:
         raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
@@ -418,10 +421,8 @@ def steps_of(design: Design, steps: int | None, epochs: float | None, default: f
         steps = calibrate.epoch_steps(design, passes)
     if design.one_pass and steps > design.steps_per_epoch:
         passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
-        raise ValueError(
-            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}): for more passes take "
-            f"sampling='allocated' or 'poisson'"
-        )
+        more = "" if once else ": for more passes take sampling='allocated' or 'poisson'"
+        raise ValueError(f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}){more}")
     return check.positive_count(steps=steps)
 
 
