@@ -234,7 +234,8 @@ def refusals(rank: int) -> dict[str, str]:
         "fixed": own(dp.Fixed(6, N), Clipped(1.0, 1.0, 6)),
         "shuffled": own(dp.Shuffled(6, N), Clipped(1.0, 1.0, 6)),
         "one pass": lambda: dp.ClippedSGD(
-            layer().parameters(), dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, n=N)
+            layer().parameters(),
+            dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=8, n=N, sampling="shuffled"),
         ),
         "adaptive": own(dp.Poisson(6, N), adaptive),
         "smoothing": own(dp.Poisson(6, N), Clipped(1.0, 1.0, 6), smooth),

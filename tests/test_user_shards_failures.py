@@ -140,7 +140,7 @@ def refusals(rank: int) -> dict[str, str]:
         return lambda: built(kind, layer(), **plan).loader(data, users, **{"shard": USERS} | options)
 
     def planned(kind: Any, **options: Any) -> Callable[[], Any]:
-        budget = dp.Budget(8.0, 1e-3, unit="user")
+        budget = dp.Budget(8.0, 1e-5, unit="user")
         return lambda: kind(params, kind.plan(budget=budget, **{"n_users": 500} | options))
 
     near: dict[str, Any] = {"pair_radius": 0.5, "problem": dp.Problem(lipschitz=1.0, radius=1.0), "dim": 6}
@@ -161,6 +161,7 @@ def refusals(rank: int) -> dict[str, str]:
         "allocated": lambda: built("poisson", layer(), sampling="allocated"),
         "fixed": lambda: built("poisson", layer(), sampling="fixed"),
         "one pass": lambda: built("poisson", layer(), sampling="shuffled"),
+        "default of one pass": lambda: built("poisson", layer(), sampling=None),
     }
     return {name: message((PrivacyError, ValueError), call) for name, call in refused.items()}
 
@@ -310,6 +311,7 @@ def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, A
         ("allocated", "UnknownSamplerError: design must be Poisson or Full"),
         ("fixed", "UnknownSamplerError: design must be Poisson or Full"),
         ("one pass", "UnknownSamplerError: design must be Poisson or Full"),
+        ("default of one pass", "give the plan n= (n_users= for users) and sampling='poisson' or 'full'"),
     ],
 )
 def test_what_users_of_several_ranks_cannot_share_is_refused(

@@ -35,7 +35,7 @@ def summed_layer(**options: Any) -> nn.Linear:
 
 def built(kind: str, model: nn.Module, noise: float = 1.0, accountant: Any = None, **options: Any) -> dp.UserClippedSGD:
     given: dict[str, Any] = {"n_users": USERS, "clip": CLIP, "lr": 0.1, "noise_multiplier": noise, "steps": 4}
-    given |= {"batch_size": 4} if kind == "poisson" else {"sampling": "full"}
+    given |= {"batch_size": 4, "sampling": "poisson"} if kind == "poisson" else {"sampling": "full"}
     given |= {"center_decay": 0.5} if kind == "centered" else {}
     center = [torch.full_like(p, 0.1) for p in model.parameters()] if kind == "centered" else None
     plan = dp.UserClippedSGD.plan(**given | options)

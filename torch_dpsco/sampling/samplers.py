@@ -260,7 +260,8 @@ def require_divisible(design: Design) -> None:
         # (test_designs_whose_positions_depend_on_each_other_are_refused)
         raise UnknownSamplerError(
             f"design must be Poisson or Full in a run of several processes, which draw without knowing of each other "
-            f"(got {design}): give n= to HolderSGD, or sampling='poisson', 'allocated' or 'full'"
+            f"(got {design}): give the plan n= (n_users= for users) and sampling='poisson' or 'full'; for records "
+            f"sampling='allocated' does too"
         )
 
 
