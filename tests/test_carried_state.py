@@ -135,25 +135,69 @@ def test_state_is_found_in_all_forms(form: str) -> None:
         loop.step(batch(1), state)
 
 
-def test_state_that_a_forward_writes_to_its_inputs_is_refused() -> None:
+def writers() -> tuple[Loop, Loop]:
+    """Loops whose models write their state to an input, and append it to one."""
+
     def overwrite(state: Tensor) -> Tensor:
         kept.append(state)
         return state.clone()
 
-    kept: list[Tensor] = []
-    cell = Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach()))
-    loop, buffer = Loop(cell, check_first_step=False), torch.randn(B, DIM)
-    loop.step(batch(0), buffer)
-    with pytest.raises(PrivacyError, match="a copy of one"):
-        loop.step(batch(1), buffer)
-    buffer.copy_(torch.randn(B, DIM))  # a buffer of the loop that is filled again is no state
-    loop.step(batch(1), buffer)
+    def grow(cache: list[Tensor]) -> Tensor:
+        caches.append(cache)
+        return cache[-1]
 
-    grown = Loop(Cell(inputs=lambda s: s[-1], outputs=lambda s: cache.append(s.detach())), check_first_step=False)
-    cache = [torch.randn(B, DIM)]
-    grown.step(batch(0), cache)
+    kept: list[Tensor] = []
+    caches: list[list[Tensor]] = []
+    loop = Loop(Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach())), check_first_step=False)
+    grown = Loop(Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())), check_first_step=False)
+    return loop, grown
+
+
+def test_what_a_forward_writes_to_its_inputs_does_not_reach_the_loop() -> None:
+    """They are copies: of tensors, and of the lists that hold them."""
+    loop, grown = writers()
+    buffer = torch.randn(B, DIM)
+    cache, before = [buffer], buffer.clone()
+    for k in range(2):
+        loop.step(batch(k), buffer)
+        grown.step(batch(k), cache)
+    assert torch.equal(buffer, before)
+    assert cache == [buffer]
+
+
+def test_state_that_a_forward_writes_to_a_copied_input_and_gives_back_is_refused() -> None:
+    loop, _ = writers()
+    state = loop.step(batch(0), torch.randn(B, DIM))
     with pytest.raises(PrivacyError, match="same memory"):
-        grown.step(batch(1), cache)
+        loop.step(batch(1), state)
+    with pytest.raises(PrivacyError, match="a copy of one"):
+        loop.step(batch(1), state.clone())
+
+
+def test_state_that_a_forward_writes_to_inputs_that_are_not_copied_is_refused() -> None:
+    """Those in objects of the loop's own kind, and those of a forward without gradients."""
+    loop, grown = writers()
+    loop.model.inputs, overwrite = (lambda s: overwrite(s.tensor)), loop.model.inputs
+    held = SimpleNamespace(tensor=torch.randn(B, DIM))
+    loop.step(batch(0), held)
+    with pytest.raises(PrivacyError, match="a copy of one"):
+        loop.step(batch(1), held)
+    held.tensor.copy_(torch.randn(B, DIM))  # a buffer of the loop that is filled again is no state
+    loop.step(batch(1), held)
+
+    grown.model.inputs, grow = (lambda s: grow(s.cache)), grown.model.inputs
+    held = SimpleNamespace(cache=[torch.randn(B, DIM)])
+    grown.step(batch(0), held)
+    with pytest.raises(PrivacyError, match="same memory"):
+        grown.step(batch(1), held)
+
+    loop, _ = writers()
+    buffer = torch.randn(B, DIM)
+    with torch.no_grad():
+        loop.model(batch(0), buffer)
+    loop.step(batch(1), torch.randn(B, DIM))
+    with pytest.raises(PrivacyError, match="a copy of one"):
+        loop.step(batch(2), buffer)
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
@@ -283,8 +327,11 @@ def test_what_a_forward_gives_back_as_it_came_is_no_output(same: Callable[[Tenso
     cell = Cell(inputs=lambda s: kept.append(s) or s, outputs=lambda _: same(kept[-1]))
     loop, x, places = Loop(cell, check_first_step=False), torch.randn(B, 3), torch.rand(B, DIM)
     for _ in range(3):  # all records in each step, say
-        loop.step(x, places)
+        given = loop.step(x, places)
     assert loop.opt.steps == 3
+    if given is kept[-1]:
+        loop.step(x, given)
+        assert loop.opt.steps == 4
 
 
 def test_parameters_may_be_inputs() -> None:

@@ -297,7 +297,9 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = plain(args), plain(kwargs)
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
-    return tree_map(_copied, (args, kwargs))
+    args, kwargs = tree_map(_copied, (args, kwargs))
+    _TAKE.call(attachment, (args, kwargs))
+    return args, kwargs
 
 
 def _copied(leaf: Any) -> Any:
@@ -364,11 +366,15 @@ def _begin(attachment: _Attachment, inputs: Any, *, leaves_rows: bool) -> None:
         attachment.first.begin(attachment.layers)
 
 
+def _take(attachment: _Attachment, copies: Any) -> None:
+    attachment.carried.take(copies)
+
+
 def _end(attachment: _Attachment, output: Any, inputs: Any) -> Forward | None:
     return attachment.carried.end(output, inputs)
 
 
-_LOOK, _BEGIN, _END = LeftOut(_look), LeftOut(_begin), LeftOut(_end)
+_LOOK, _BEGIN, _TAKE, _END = LeftOut(_look), LeftOut(_begin), LeftOut(_take), LeftOut(_end)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:

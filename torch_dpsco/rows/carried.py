@@ -71,11 +71,12 @@ class CarriedState:
         self._model = model
         self._ended = 0  # when the last batch did
         self._inputs: list[tuple[Tensor, int]] | None = None  # of the running forward, with their versions
+        self._copies: list[tuple[Tensor, int]] = []  # which it runs on
         self._kept: list[tuple[Forward, int, Tensor | bytes]] = []  # the last outputs: forward, size and numbers
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
-        return self.__dict__ | {"_inputs": None, "_kept": []}
+        return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
 
     def end_batch(self) -> None:
         """Notes that all forwards so far are of earlier batches."""
@@ -92,26 +93,35 @@ class CarriedState:
             CarriedStateError: one of them is an output of an earlier batch.
         """
         self._inputs = None
+        self._copies = []
         with without_subclasses():
             found = list(_tensors(inputs))
             for t in found if leaves_rows else ():
                 self._require_fresh(t)
             self._inputs = [(t, _version(t)) for t in found]
 
+    def take(self, copies: Any) -> None:
+        """Notes copies of the inputs, nested likewise, which the forward runs on."""
+        with without_subclasses():
+            given = {id(t) for t, _ in self._inputs or ()}
+            self._copies = [(t, _version(t)) for t in _tensors(copies) if id(t) not in given]
+
     def end(self, output: Any, inputs: Any) -> Forward | None:
         """Ends the forward that was begun, if one was.
 
         Args:
             output: nested tensors.
-            inputs: the same as at the beginning; what was written to them, or put into them, is output too.
+            inputs: those that it ran on; what was written to them, or put into them, is output too.
         """
         before, self._inputs = self._inputs, None
+        copies, self._copies = self._copies, []
         if before is None:
             return None
         forward = Forward(self)
         with without_subclasses():
-            known = {id(_storage(t)) for t, _ in before}
-            same = [t for t, version in before if _version(t) == version]
+            same = [t for t, version in (*before, *copies) if _version(t) == version]
+            # a copy that was written to is the model's own: memory of an output
+            known = {id(_storage(t)) for t in (*(t for t, _ in before), *same)}
             fresh = [t for t in _tensors((output, inputs)) if id(_storage(t)) not in known]
             for t in fresh:
                 setattr(_storage(t), _MARK, forward)
