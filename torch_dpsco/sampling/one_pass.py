@@ -219,7 +219,7 @@ class AssignedSampler(_KeyedSampler):
         self.require_kind(design)
         assert isinstance(design, Assigned)
         if ids is not None:
-            self.ids = ids if isinstance(ids, (RecordIds, Streamed)) else RecordIds(ids, size)
+            self.ids = _held(ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
@@ -500,6 +500,10 @@ def partition_name(design: Design, partition: Partition) -> str:
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
 
+def _held(ids: Any, size: int | None) -> RecordIds | Streamed:
+    return ids if isinstance(ids, (RecordIds, Streamed)) else RecordIds(ids, size)
+
+
 def make_sampler(
     design: Design,
     *,
@@ -516,7 +520,7 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            ids.require_unique()  # the first thing to know, where records were copied
+            _held(ids, size).require_unique()  # the first thing to know, where records were copied
             raise UnknownSamplerError(
                 f"design must be Assigned for draws by ids, or of a stream: give sampling='allocated' (got {design})"
             )
