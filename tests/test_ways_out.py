@@ -114,7 +114,7 @@ def test_an_exception_over_filled_rows_tells_of_the_filling(error: type[Exceptio
             clip=1.0, noise_multiplier=1.0, n=40, batch_size=8, steps=1, lr=0.1, adjacency="add_remove"
         )
         opt = dp.ClippedSGD(model.parameters(), plan)
-        for (x,) in opt.loader(TensorDataset(torch.ones(40, 1)), **options):
+        for (x,) in opt.loader(TensorDataset(torch.ones(40, 1)), steps=1, **options):
             model(x).sum().backward()
             opt.step()
         return opt.steps

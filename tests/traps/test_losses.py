@@ -99,7 +99,7 @@ def test_t07_make_private_finds_records_that_are_coupled(rows: str, coupled: str
         dp.make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            DataLoader(data, batch_size=3),
+            DataLoader(data, batch_size=3, shuffle=True),
             problem=dp.losses.Logistic().problem(bound_x=1.0),
             budget=budget,
             n=9,
@@ -165,7 +165,7 @@ def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> 
     model = scores(1, rows)
     nn.init.ones_(model.weight)
     ours = make_optimizer(model, Undeclared(4), noise=1.0)
-    with pytest.raises(SequenceError, match=r"reg= or prox= to the optimizer"):
+    with pytest.raises(SequenceError, match=r"give a regularizer .* to the optimizer instead \(reg=, prox=\)"):
         step_with_a_regularizer_in_the_loss(model, ours)
     assert (model.weight.item(), ours.steps, len(ours.accountant)) == (1.0, 0, 0)
 

@@ -216,8 +216,8 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     `max_grad_norm = 0.001` in ghost mode divides the noise by 1000 but not the clip: one record moves the release by
     1.000 = 1000 standard deviations of the noise, epsilon stays 4.73.
 
-    Here: no raw gradient survives a backward, so that the inner step moves nothing; all that the ledger relies on is
-    fixed at construction: assigning it raises.
+    Here: no raw gradient survives a backward, and the inner step raises; all that the ledger relies on is fixed at
+    construction: assigning it raises.
     """
     naive = opacus_script(RECORD, noise=1.0)
     naive.backward(RECORD)
@@ -233,7 +233,9 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     rule = dp.rules.TorchRule(inner)
     ours = dp.PrivateOptimizer(inner.param_groups, 1.0, oracle=oracle, rule=rule, design=Undeclared(1))
     model(RECORD).sum().backward()
-    inner.step()
+    assert model.weight.grad is None
+    with pytest.raises(SequenceError, match="a plain optimizer must not step on an attached model"):
+        inner.step()
     assert_nothing_happened(model, ours)
     ours.zero_grad()
     step(model, ours, RECORD)
