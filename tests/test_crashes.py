@@ -84,18 +84,26 @@ def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoin
     print(name, file=forks.stdin, flush=True)
     points = [json.loads(line) for line in iter(forks.stdout.readline, "\n")]
     assert {point["point"][0] for point in points if point["ends"][0] == -9} == {"charge", "step"}
+    last = max(point["point"][1] for point in points if point["point"][0] == "step" and point["ends"][0] == -9)
     for point in points:
-        check(name, point)
+        check(name, point, ended=point["point"] == ["step", last])
 
 
-def check(name: str, point: dict[str, Any]) -> None:
-    """Compares what was published by a killed run and the one that went on with it."""
+def check(name: str, point: dict[str, Any], *, ended: bool) -> None:
+    """Compares what was published by a killed run and the one that went on with it.
+
+    Args:
+        name: of the case.
+        point: where it was killed, and what was published.
+        ended: whether it had made its last step, which makes the only release of those that keep no rows.
+    """
     rows, (kind, number) = point["rows"], point["point"]
     last = rows[-1]
     released = [row["released"] for row in rows if "released" in row]
-    if name in ROW_FREE and kind == "charge" and len(point["ends"]) == 2:
+    if name in ROW_FREE and (kind == "charge" or ended) and len(point["ends"]) == 2:
         # the only release: it may have been made, and no budget is left for another one
         assert point["ends"] == [-9, 3], point
+        assert "charged" in rows[0], point
         assert "was charged before the crash and is lost" in last["told"][0]
         return
     assert point["ends"] in ([0], [-9, 0]), point
