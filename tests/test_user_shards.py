@@ -94,7 +94,9 @@ def fitted(data: TensorDataset, users: Tensor) -> dict[str, Any]:
     torch.manual_seed(3)
     model = nn.Linear(DIM, 1)
     budget = dp.Budget(2.0, 1e-3, adjacency="add_remove", unit="user")
-    plan = dp.UserClippedSGD.plan(n_users=20, clip=CLIP, lr=0.1, budget=budget, batch_size=5, steps=4)
+    plan = dp.UserClippedSGD.plan(
+        n_users=20, clip=CLIP, lr=0.1, budget=budget, batch_size=5, steps=4, sampling="poisson"
+    )
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
     names = [f"user {i}" for i in users.tolist()]
     dp.fit(model, optimizer, Rows(data), dp.losses.Logistic(), users=names, shard=12, progress=False)
