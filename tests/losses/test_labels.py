@@ -297,6 +297,6 @@ def test_fit_leaves_out_a_record_whose_class_does_not_exist(loss: Any, how: str)
 
 def test_plans_say_which_labels_say_the_same() -> None:
     design = dp.Poisson(20, 60)
-    assert "0/1, -1/1 and booleans say the same" in " ".join(
+    assert "0/1, -1/1 and booleans are the same" in " ".join(
         str(dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=design, steps=3)).split()
     )

@@ -170,7 +170,7 @@ class StepPlan(BatchPlan):
 
 LABELS = (
     "labels",
-    "0/1, -1/1 and booleans are the same to dp.fit, dp.losses and dp.per_record (not to torch's losses)",
+    "0/1, -1/1 and booleans are the same to dp.fit, dp.losses, dp.per_record (not to torch's own)",
 )
 ANSWERS = {
     "last": "the last iterate",

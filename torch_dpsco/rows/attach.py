@@ -28,7 +28,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
 from torch_dpsco.coupling.first_step import FirstStep
 from torch_dpsco.coupling.loss_trace import Traced, plain
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
@@ -311,7 +311,8 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
     if attachment.passes.paused:
         return None
-    if output is None and attachment.filled is not None and (error := sys.exc_info()[1]) is not None:
+    error = sys.exc_info()[1] if output is None else None
+    if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
         _tell_of_filling(error, attachment.filled)
     number, forward = attachment.passes.tag, _END.call(attachment, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
