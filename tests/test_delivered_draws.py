@@ -290,7 +290,12 @@ def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:
     optimizer = dp.HolderSGD(
         model.parameters(),
         dp.HolderSGD.plan(
-            problem=dp.losses.Logistic().problem(bound_x=2.0), n=N, budget=dp.Budget(1.0, 1e-3), batch_size=8, epochs=1
+            problem=dp.losses.Logistic().problem(bound_x=2.0),
+            n=N,
+            budget=dp.Budget(1.0, 1e-3),
+            batch_size=8,
+            epochs=1,
+            sampling="poisson",
         ),
     )
     next(iter(optimizer.loader(data)))

@@ -230,7 +230,7 @@ def doubled(items: list[Any]) -> list[torch.Tensor]:
 
 
 def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
-    plain = DataLoader(records(), batch_size=BATCH, collate_fn=doubled, num_workers=1)
+    plain = DataLoader(records(), batch_size=BATCH, shuffle=True, collate_fn=doubled, num_workers=1)
     model, optimizer, loader = private(linear(), loader=plain)
     assert loader.dataset is plain.dataset
     assert (loader.collate_fn.collate, loader.num_workers, loader.pin_memory) == (doubled, 1, False)

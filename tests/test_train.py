@@ -158,7 +158,7 @@ def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple
             calls.append(len(target))
         return LOSS(output, target, reduction="sum")
 
-    optimizer = planned(model, batch_size=1, epochs=1)  # 40 draws, each empty with probability 0.36
+    optimizer = planned(model, batch_size=1, epochs=1, sampling="poisson")  # 40 draws, each empty with probability 0.36
     before, data = weights(model), records(shape=shape)
     assert dp.fit(model, optimizer, data, loss, loss_reduction="sum", padding=False, progress=False) is model
     assert optimizer.steps == len(optimizer.accountant) == 40

@@ -121,7 +121,9 @@ CASES = {
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),
     "user-filtered": _users(_filtered, lambda: runs.agreeing(200)),
     "user-halting": _users(_filtered, lambda: runs.scattered(200)),
-    "user-searched": _users(_searched, lambda: runs.agreeing(2000)),
+    "user-searched": replace(
+        _users(_searched, lambda: runs.agreeing(2000)), budget=dp.Budget(runs.EPSILON, DELTA, unit="user")
+    ),
     "localized-user": _users(_localized_user, lambda: runs.agreeing(500)),
     "localized-halting": _users(_localized_user, lambda: runs.scattered(500)),
 }

@@ -39,7 +39,7 @@ def made(accountant: dp.Accountant | None = None) -> tuple[nn.Module, dp.HolderS
     torch.manual_seed(0)
     model = nn.Linear(DIM, 1)
     problem = dp.losses.Logistic().problem(bound_x=2.3)
-    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=BUDGET, batch_size=20, epochs=1)
+    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=BUDGET, batch_size=20, epochs=1, sampling="poisson")
     return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
 
 

@@ -138,7 +138,7 @@ def test_calibration_uses_nearly_all_of_small_and_large_budgets(adjacency: str, 
 
 def test_one_more_step_than_planned_is_past_the_budget() -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4)
-    plan = dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1)
+    plan = dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1, sampling="poisson")
     accountant = dp.Accountant(budget)
     opt = dp.HolderSGD(
         model.parameters(),
@@ -379,7 +379,8 @@ def test_a_rule_brings_its_own_average() -> None:
 def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4, adjacency=adjacency)
     opt = dp.HolderSGD(
-        model.parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1)
+        model.parameters(),
+        dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1, sampling="poisson"),
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
     report = opt.report().figures
