@@ -221,7 +221,8 @@ def test_the_penalty_leaves_zeros_and_its_absence_does_not(modules: dict[str, Mo
 def test_the_strength_is_public_and_follows_the_noise(quick: dict[str, Run]) -> None:
     module, figures, text, _ = quick["lasso"]
     budget = dp.Budget(1.0, 1e-6, adjacency="replace_one")
-    plan = dp.ProximalSGD.plan(problem=dp.Problem(smoothness=1.0), n=4_000, budget=budget, dim=100, steps=5, clip=20.0)
+    numbers = {"n": 4_000, "dim": 100, "steps": 5, "clip": 20.0, "sampling": "shuffled"}
+    plan = dp.ProximalSGD.plan(problem=dp.Problem(smoothness=1.0), budget=budget, **numbers)
     assert figures["strength"] == pytest.approx(2.0 * plan.noise_std)
     assert f"L1 strength {figures['strength']:.3g}" in text
     assert module.strength_for(40_000, 1.0) == pytest.approx(figures["strength"] / 10.0)

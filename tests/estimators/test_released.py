@@ -162,7 +162,9 @@ def test_a_model_with_a_schema_reads_tables(tmp_path):
     frame = {"age": np.arange(17, 90).repeat(20), "sex": ["f", "m"] * 730}
     table = schema.read(frame | {"y": ["no" if age < 50 else "yes" for age in frame["age"]]})
     model = LogisticRegression(epsilon=4.0, n=1460, **schema.settings()).fit(table.X, table.y)
-    Released.of(model, schema=schema, card=model.report().named("patient")).save(tmp_path / "m.json")
+    Released.of(model, schema=schema, card=model.report().named("patient", one_row_per_unit=True)).save(
+        tmp_path / "m.json"
+    )
     read = Released.load(tmp_path / "m.json")
     assert read.predict(frame).tolist() == model.predict(table.X).tolist()
     assert read.predict(table.X).tolist() == model.predict(table.X).tolist()

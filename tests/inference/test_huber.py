@@ -74,8 +74,11 @@ def test_settings_that_tell_no_intervals_are_refused_before_a_charge(settings: d
 
 
 def test_few_records_are_refused() -> None:
+    with pytest.raises(ConditionError, match="intervals must be of more records"):  # by public numbers
+        model(60, epsilon=0.1).plan(2)
+    fit = model(60).fit(*table(60))
     with pytest.raises(ConditionError, match="stand out of its noise"):
-        model(60, epsilon=0.1).fit(*table(60)).summary()
+        fit.summary()
 
 
 @pytest.mark.slow

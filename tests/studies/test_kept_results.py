@@ -26,6 +26,7 @@ from torch_dpsco.studies.study import Study, plan_study
 N = 300
 RNG = np.random.default_rng(7)
 BUDGET = dp.Budget(2.0, 1e-6)
+LARGER = dp.Budget(4.0, 1e-6)  # for intervals of N records
 NAMES = ("price ($)", "income_$_per_$m", "50 % <b>&amp;", r"a\$b\\", "'\"`|{}[]", "_")
 FIELDS: dict[str, Any] = {
     "columns": {name: Number(0, 1) for name in NAMES} | {"c": Category(["$a", "$b$_{\n"], baseline=True)},
@@ -55,7 +56,7 @@ def test_odd_names_work_wherever_they_stand(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plots, "encoded", lambda drawn, kind: b"")  # what has names was laid out before
     frame = table(FIELDS)
-    found = study(frame, dp.Schema(**FIELDS), BUDGET, intervals=0.3, show=None)
+    found = study(frame, dp.Schema(**FIELDS), LARGER, intervals=0.3, show=None)
     found.save(tmp_path / "study")
     again = Released.load(tmp_path / "study" / "model.json")
     assert (again.predict(frame) == found.predict(frame)).all()
@@ -67,7 +68,7 @@ def test_odd_names_work_wherever_they_stand(tmp_path, monkeypatch):
 def test_what_no_report_or_file_can_hold_is_refused_before_anything_is_spent(name, tmp_path):
     ledger, fields = tmp_path / "ledger", FIELDS | REFUSED[name]
     with pytest.raises((ValueError, TypeError)):
-        study(table(fields), dp.Schema(**fields), BUDGET, intervals=0.3, show=None, ledger_path=str(ledger))
+        study(table(fields), dp.Schema(**fields), LARGER, intervals=0.3, show=None, ledger_path=str(ledger))
     assert not ledger.exists()
 
 

@@ -262,7 +262,8 @@ BASE = Schema(COLUMNS | {"sex": Category(["f", "m"], baseline=True)}, **LABELS, 
 
 
 def test_intervals_have_the_names_of_the_schema():
-    found = made(BASE, dp.Budget(4.0, 1e-6), intervals=0.3)
+    records = {name: column for name, column in frame().items() if name != "id"}  # two rows of an id are one patient
+    found = study(records, BASE, dp.Budget(4.0, 1e-6), show=None, intervals=0.3)
     table = found.coefficients()
     assert table.names == ("age", "sex=m", "intercept")
     low, high = found.coefficients(level=1 - 1e-7).intervals[0]

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.errors import warn
+
+_OF_RISK: ContextVar[bool] = ContextVar("of_risk", default=False)
+
+
+@contextmanager
+def parts_of(budget: Budget) -> Iterator[None]:
+    """Inside, nothing is said of delta in parts of a budget that is stated as a risk, as nothing is of that budget."""
+    token = _OF_RISK.set(_OF_RISK.get() or budget.risk is not None)
+    try:
+        yield
+    finally:
+        _OF_RISK.reset(token)
 
 
 def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
@@ -19,7 +34,7 @@ def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
         n: public number of what the budget protects.
         stacklevel: as in `errors.warn`.
     """
-    if budget is None or budget.risk or budget.delta < 1.0 / max(n, 1):
+    if budget is None or budget.risk or _OF_RISK.get() or budget.delta < 1.0 / max(n, 1):
         return
     open_records = max(1, math.floor(budget.delta * n * (1.0 + 1e-12)))
     warn(
