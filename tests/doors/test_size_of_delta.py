@@ -188,15 +188,16 @@ def test_a_delta_that_allows_to_publish_records_is_said_at_every_door(
 
 
 @pytest.mark.parametrize("name", ["ClippedSGD.plan", "UserClippedSGD.plan", "LogisticRegression", "study"])
-def test_a_delta_below_it_and_a_budget_of_a_risk_say_nothing(name: str) -> None:
-    DOORS[name](0.9 / N)  # a warning would be an error
+def test_a_delta_below_it_and_a_budget_of_a_risk_say_nothing(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    DOORS[name](0.9 / N)
     dp.ClippedSGD.plan(n=5, budget=dp.Budget(advantage=0.3), **ROWS | {"batch_size": 2})
+    assert not [warning for warning in recwarn if "1/n" in str(warning.message)]
 
 
-def test_the_number_of_scored_records_is_not_told_under_add_remove() -> None:
+def test_the_number_of_scored_records_is_not_told_under_add_remove(recwarn: pytest.WarningsRecorder) -> None:
     budget = dp.Budget(1.0, 0.1, "add_remove")
-    # PRIVACY: it is private there; a warning would be an error
     dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=budget, metric="accuracy")
+    assert not [warning for warning in recwarn if str(N) in str(warning.message)]  # it is private there
 
 
 @pytest.mark.parametrize(("n", "records"), [(49, 1), (10_000, 3), (3, 2)])

@@ -173,7 +173,9 @@ def score(
     ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)
     records = held_out(X, y, labels, groups)
-    if budget.adjacency != ADD_REMOVE and groups is None:  # else their number is private, or unknown
+    # PRIVACY: else their number is private, or unknown
+    # (test_the_number_of_scored_records_is_not_told_under_add_remove)
+    if budget.adjacency != ADD_REMOVE and groups is None:
         warn_of_delta(budget, len(records.rows))
     if bins is None:
         # PRIVACY: how many there are must not tell a private number of records
