@@ -32,7 +32,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import parts_of, warn_of_delta
+from torch_dpsco.accounting.budgets.size_of_delta import parts, warn_of_delta
 from torch_dpsco.accounting.events import Event, Parallel
 from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
@@ -87,7 +87,7 @@ class StudyPlan:
         if isinstance(self.model, PrivateSearch):
             how = f"the best of {self.model.trials:g} trials on average, among {', '.join(self.model.candidates)}"
         else:
-            with parts_of(self.budget):
+            with parts():
                 plan = self.model.plan(len(self.schema.names), self.budget.unit)
             how = f"{type(self.model).__name__} by {plan.mechanism}"
             shown = [f"    {plan.shown}"] if plan.shown else []
@@ -196,9 +196,9 @@ class StudyPlan:
         positional = self.budget.adjacency != ADD_REMOVE
         name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
         ledger.declare(Parallel(charges, name, *cut), 1)
-        with parts_of(self.budget), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
+        with parts(), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model = fitted()
-        with parts_of(self.budget), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
+        with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
             bins = default_bins(self._scored, self.held)
             scored = charged | {"budget": self._scored}
             found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), bins=bins, **held, **scored)
@@ -226,7 +226,7 @@ class StudyPlan:
     def fit_event(self) -> Event:
         """Returns what the fit, or the search, charges."""
         dim = len(self.schema.names)
-        with parts_of(self.budget):
+        with parts():
             if isinstance(self.model, PrivateSearch):
                 return self.model.plan(dim).event
             return self.model.plan(dim, self.budget.unit).event()

@@ -304,7 +304,7 @@ def _atoms(pair: Pass, reach: float) -> _Atoms:
     start = max(above[0], below[0])  # the two are equal
     above, below = (np.append(start, figures[1:]) for figures in (above, below))
     margin = 64 * UNIT * (4 + max(right[-1], left[-1]))
-    # PRIVACY: slopes rounded up, more so on the right (test_the_law_of_a_pass_is_not_below_its_profile)
+    # margin: slopes rounded up, more so on the right (docs/proofs/allocation.md#a-law-from-a-profile)
     losses, slopes = _falling(right, above, 3 * margin)
     opposite, falls = _falling(left, below, margin)
     rest = max(0.0, 1 - start - float(slopes[0]) - float(falls[0])) + 1e-14

@@ -79,7 +79,7 @@ class Pass(NamedTuple):
     def log_delta(self, hinge: Hinge, epsilon: float) -> float:
         """Returns log delta(epsilon) from a bound on the excess of the sum near it, made for epsilon if "replace"."""
         question = self.sum(epsilon, _FLOOR)
-        # PRIVACY: terms are accurate up to that (test_the_error_of_a_position_is_within_the_stated_one)
+        # margin: terms are accurate up to that (docs/proofs/allocation.md#sums-on-a-grid)
         slack = 3 * question.term.rounding
         level = question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
         factor = epsilon if self.way == "add" else 0.0

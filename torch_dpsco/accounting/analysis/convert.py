@@ -357,7 +357,7 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
     excess = order - 1
     shape = excess * np.log1p(-1 / order) - np.log(order)
     log_delta = excess * (value - epsilon) + shape
-    # PRIVACY: rounded up, by less than what rdp_epsilon adds (test_delta_at_the_converted_epsilon_is_at_most_delta)
+    # margin: rounded up, by less than what rdp_epsilon adds (docs/proofs/rounding.md#model-of-arithmetic)
     log_delta = log_delta + _ROUNDING / 8 * (excess * (value + epsilon) + np.abs(shape))
     log_delta[order <= _LEAST_ORDER] = math.inf
     # margin: of the root (docs/proofs/rounding.md#model-of-arithmetic)

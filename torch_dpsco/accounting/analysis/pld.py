@@ -43,6 +43,7 @@ import numpy as np
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.convert import mu_upper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_compose import (
@@ -488,9 +489,9 @@ def _chords(points: dict[float, float]) -> tuple[FloatArray, FloatArray]:
     values = np.minimum.accumulate([points[knot] for knot in knots.tolist()])  # delta does not increase
     low, high = knots[:-1, None], knots[1:, None]
     epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
-    # PRIVACY: 1e-10 exceeds the rounding of the differences (test_chords_are_never_below_their_exact_value)
-    share = np.expm1(epsilons - high) / np.expm1(low - high) * (1 + 1e-10)
-    # PRIVACY: and the sum is rounded (test_chords_are_never_below_their_exact_value)
+    # margin: the differences round by less than 1e-10 (docs/proofs/accounting.md#a-mu-that-covers-a-curve)
+    share = up(np.expm1(epsilons - high) / np.expm1(low - high), 1e-10)
+    # PRIVACY: the sum is rounded up (test_chords_are_never_below_their_exact_value)
     chords = (values[1:, None] + (values[:-1, None] - values[1:, None]) * share) * (1 + 1e-15)
     deltas = np.append(np.minimum(chords, 1.0), values[-1])
     return np.append(epsilons, knots[-1]), np.minimum.accumulate(deltas)

@@ -327,7 +327,7 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
     mass, error = convolved(parts, first, size)
     log_scale = math.fsum(count * part.log_norm for part, count in parts)
-    # PRIVACY: the margin for rounding (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
+    # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
     finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (log_scale - tilt * aim)
     finite = np.maximum(finite, -1e5)  # -inf where no mass is above
     # |log_norm| + log n bounds the numbers that log_norm is the sum of

@@ -115,7 +115,7 @@ class Powers:
         near, last_turn = power * (self._above - self._far), turned(last)
         beyond = float((power * self._above * last_turn).sum().real)
         farther = float((power * self._far * last_turn).sum().real)
-        # PRIVACY: the margin for rounding (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
+        # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
         error = (float(bound @ (times @ self._slope + self._rounding)) + self._left_out) * 1.001
         sums = 256 * UNIT * float(bound @ (np.abs(self._above) + np.abs(self._far)))
         margin = error * self._weight + sums

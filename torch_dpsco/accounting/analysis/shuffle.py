@@ -241,7 +241,7 @@ class _Pair:
             peak = float(terms.max())
             terms -= peak
             log_mean, spread = peak + math.log(float(np.exp(terms, out=terms).sum())), 1.0
-        # PRIVACY: errors of the losses, the weights and the sums (test_the_divergence_is_the_exact_one_rounded_up)
+        # margin: errors of losses, weights and sums (docs/proofs/heavy_tailed.md#shuffle-accountant)
         error = (self._sum_error + 16 * _UNIT * (1 + largest)) * spread / power
         return log_mean / power + self._error + error
 

@@ -10,17 +10,17 @@ from contextvars import ContextVar
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.errors import warn
 
-_OF_RISK: ContextVar[bool] = ContextVar("of_risk", default=False)
+_IN_PARTS: ContextVar[bool] = ContextVar("in_parts", default=False)
 
 
 @contextmanager
-def parts_of(budget: Budget) -> Iterator[None]:
-    """Inside, nothing is said of delta in parts of a budget that is stated as a risk, as nothing is of that budget."""
-    token = _OF_RISK.set(_OF_RISK.get() or budget.risk is not None)
+def parts() -> Iterator[None]:
+    """Inside, nothing is said of delta: whoever parted the budget has judged the whole."""
+    token = _IN_PARTS.set(True)
     try:
         yield
     finally:
-        _OF_RISK.reset(token)
+        _IN_PARTS.reset(token)
 
 
 def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
@@ -34,7 +34,7 @@ def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
         n: public number of what the budget protects.
         stacklevel: as in `errors.warn`.
     """
-    if budget is None or budget.risk or _OF_RISK.get() or budget.delta < 1.0 / max(n, 1):
+    if budget is None or budget.risk or _IN_PARTS.get() or budget.delta < 1.0 / max(n, 1):
         return
     open_records = max(1, math.floor(budget.delta * n * (1.0 + 1e-12)))
     warn(
