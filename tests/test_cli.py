@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import torch_dpsco as dp
+from torch_dpsco import cli
 from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.cli import main
 from torch_dpsco.plan import Plan
@@ -106,6 +107,15 @@ def test_no_command_overwrites_a_file(words, option, folder, capsys):
     assert Path("run.ledger").read_bytes() == before
     assert not Path("plan.json").exists()
     assert not Path("nowhere").exists()
+
+
+def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
+    """Between the check of the options and the end of a fit somebody may have made a ledger of that name."""
+    ledger = tmp_path / "run.ledger"
+    ledger.write_bytes(b"spent")
+    with pytest.raises(FileExistsError):
+        cli._write(str(ledger), b"answer")
+    assert ledger.read_bytes() == b"spent"
 
 
 def test_a_table_that_cannot_be_read_is_refused_unless_told(folder, capsys):

@@ -368,7 +368,7 @@ def _require_new(**paths: str | None) -> None:
 
 
 def _write(path: str, content: bytes) -> None:
-    # PRIVACY: a ledger that is overwritten forgets what was spent (test_no_command_overwrites_a_file)
+    # PRIVACY: a ledger that is overwritten forgets what was spent (test_a_file_that_came_meanwhile_is_left_as_it_is)
     with open(path, "xb") as file:
         file.write(content)
 

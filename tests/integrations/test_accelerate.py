@@ -106,6 +106,8 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
         prepare(accelerator, model, accelerator.prepare(optimizer), loader)
     with pytest.raises(UnknownSamplerError, match="DataLoaderShard"):
         prepare(accelerator, model, optimizer, accelerator.prepare(DataLoader(records())))
+    with pytest.raises(UnknownSamplerError, match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)"):
+        prepare(accelerator, model, optimizer, DataLoader(records()))
     with pytest.raises(ValueError, match="must be a private one"):
         prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):

@@ -256,7 +256,7 @@ class Spending(Planning):
                 self._config["adjacency"] = None
         if self._is_inside(event, count, note):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
-            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
             passes = [(e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)]
             for one, times in passes:
                 self._journal.charge(clipped_gaussian(one.noise), times)

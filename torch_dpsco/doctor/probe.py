@@ -177,9 +177,10 @@ class _Probe:
             if math.isnan(scale) and self.script.ghost:
                 continue  # rows are gradients of single losses there, in which the others are times 0
             self._compare(kind, None, [scale] + [1.0] * (size - 1))
+        halves = ((size + 1) // 2, size // 2)
         # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
         # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-        for small, large in (((size + 1) // 2, size // 2), (10, 1)):
+        for small, large in (halves, (10, 1)):
             mixed = [_SMALL] * small + [_LARGE] * large
             self._compare("a large record in place of a small one", mixed, [_LARGE, *mixed[1:]])
 

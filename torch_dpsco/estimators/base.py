@@ -206,8 +206,8 @@ class LinearModel(BaseEstimator):
         blocks = as_blocks(X, y, sample_weight, read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
-        # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
+        # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         plan = self.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)

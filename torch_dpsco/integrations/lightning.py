@@ -388,5 +388,5 @@ def _loss_of(output: Any) -> Tensor:
 def _shown(epsilon: float) -> float:
     """Returns an epsilon that no bar shows to be less: float32 of three digits, none past the third decimal."""
     # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_than_was_spent)
-    short = float(rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if epsilon < 10.0 else epsilon, 3))
+    short = float(rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3))
     return in_single({"privacy/epsilon": short})["privacy/epsilon"]

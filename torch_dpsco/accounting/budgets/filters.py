@@ -59,6 +59,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError
 
 _MAX_STEPS = 2**40
+_LARGEST_EXPONENT = 700.0  # of a finite power of e
 ULP = 2.0**-52
 
 
@@ -290,9 +291,10 @@ class AdaptiveFilter(Filter):
 
     def _failures(self, cost: Cost) -> Usage:
         # PRIVACY: what fails is taken from delta in advance (test_failures_are_paid_from_the_part_set_aside)
-        sides = 1.0 + math.exp(min(self.budget.epsilon, 700.0))
+        sides = 1.0 + math.exp(min(self.budget.epsilon, _LARGEST_EXPONENT))
         spent = cost.failure + cost.transcript + sides * cost.per_side
-        return Usage("failure probability", spent, up(self.budget.failure, 1e-12))  # for the rounding of the sums
+        # margin: the sums round, for which `Budget.noise_delta` leaves room (docs/proofs/accounting.md#filters)
+        return Usage("failure probability", spent, up(self.budget.failure, 1e-12))
 
     def _name_culprit(self, ledger: Ledger, event: Event | None) -> NoReturn:
         asked = Ledger([event]) if event is not None else Ledger()

@@ -82,7 +82,7 @@ def attack_advantage(epsilon: float, delta: float) -> float:
     """
     epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
     decay = math.exp(-epsilon)
-    # PRIVACY: an upper bound (test_no_attack_on_gaussian_noise_beats_the_stated_bound)
+    # PRIVACY: an upper bound (test_the_attack_bound_is_the_formula_and_is_attained)
     return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
 
 
