@@ -368,6 +368,7 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             measured = math.hypot(*levels, *(task.loss.threshold**2 / std for std in squares))
         spent = math.hypot(2 * draws.distance / out, measured)
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
+        assert isinstance(event, Pure) == task.pure  # of K-norm noise, which no Gaussian law covers
         if isinstance(event, Pure):
             assert event.eps * hair >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
         elif isinstance(event, RDPCurve):

@@ -115,9 +115,9 @@ class Logger:
             # PRIVACY: a score of secret iterates is a release (test_scores_of_secret_iterates_are_refused)
             raise PrivacyError("public must wait for finalize(): what the parameters hold before is secret")
         if isinstance(optimizer, PrivateOptimizer) and optimizer.in_draw:
-            # PRIVACY: the number of chunks tells the size of a draw (test_chunks_of_a_draw_leave_one_line)
             if vouched:
                 raise SequenceError("public must be given after the last chunk of a batch, not before")
+            # PRIVACY: the number of chunks tells the size of a draw (test_chunks_of_a_draw_leave_one_line)
             return
         if is_first():
             self._log(optimizer, step, vouched)

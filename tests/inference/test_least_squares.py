@@ -49,6 +49,8 @@ def test_the_sum_of_squares_is_charged_with_the_statistics(adjacency, share):
     assert 2.0**2 / plan.total_scale <= math.sqrt(share) * level
     assert plan.event().mu >= math.hypot(plan.mu, 2.0**2 / plan.total_scale)
     assert 0.999 * 4.0 < Ledger([plan.event()]).epsilon(1e-6, adjacency) <= 4.0
+    moved = plan.total_scale * plan.task.curvature
+    assert 2.0**2 <= moved <= 2.0**2 * (1 + 1e-6)
     without = model(adjacency=adjacency, intervals=None, mechanism="adassp", prepare=None).plan(2)
     assert plan.constants.std_xty > without.constants.std_xty
 

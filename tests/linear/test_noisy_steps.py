@@ -194,6 +194,8 @@ def test_all_steps_of_a_run_with_momentum_are_charged(adjacency: str) -> None:
     level = math.sqrt(30) * moved / plan.noise_std
     assert level <= plan.event().mu <= level * (1 + 1e-6)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
+    # a regularizer lets the last iterate forget, not the sums
+    assert dataclasses.replace(plan, task=dataclasses.replace(plan.task, reg=50.0)).event().mu >= level
     # the last iterate alone would be cheaper at the same noise, and is not what is charged
     alone = plan_noisy_gd(task(adjacency, dim=2, n=500, n_max=500, reg=50.0), steps=30)
     assert dataclasses.replace(alone, noise_std=plan.noise_std).event().mu < plan.event().mu

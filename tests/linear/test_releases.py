@@ -21,7 +21,7 @@ from torch_dpsco.linear.solvers import Solution, solve
 from torch_dpsco.linear.solvers.certificates import Certificate
 from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.theory.linear.objective import AMP_MU_OUT, amp_sigma_general, log_det, softmax_log_det
+from torch_dpsco.theory.linear.objective import AMP_MU_OUT, AMP_PURE_SHARE, amp_sigma_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone
 
 FALSE_ALARM = 1e-6
@@ -158,6 +158,14 @@ def test_the_noise_in_an_objective_is_that_of_the_theorem_for_its_loss(replaced:
     determinant = softmax_log_det(1.0, reg, 3)
     classes = amp_sigma_general(1.0, spent, determinant, times * math.sqrt(2), times * 2, mu)
     assert planned(loss=dp.losses.SoftmaxCrossEntropy(3)) == pytest.approx(classes, rel=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 3.0])
+def test_pure_noise_covers_both_approximate_minimizers(epsilon: float) -> None:
+    """Each may be off by the distance, which K-norm noise pays for with its share of epsilon."""
+    plan = plan_objective(task(budget=dp.Budget(epsilon, 0.0), reg=50.0))
+    paid = 2 * plan.distance / plan.output_scale
+    assert AMP_PURE_SHARE * epsilon * (1 - 1e-12) <= paid <= AMP_PURE_SHARE * epsilon
 
 
 @pytest.mark.parametrize("pure", [False, True])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
+from torch_dpsco import linear
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import BudgetExceeded, ConditionError, DpscoError, UnitError
 from torch_dpsco.estimators import HuberRegressor, LogisticRegression, QuantileRegressor, Ridge, SoftmaxRegression
@@ -152,6 +153,23 @@ def test_a_user_counts_as_much_as_one_record() -> None:
     once = total(plan, features, labels, ids, w)
     twice = total(plan, features.repeat(3, 1), labels.repeat(3), ids.repeat(3), w)
     torch.testing.assert_close(once, twice)
+
+
+def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+
+    def watched(task: LinearTask, rows: Tensor, targets: Tensor, weights: Tensor, *rest: Any, **more: Any) -> Any:
+        given.append(weights)
+        return make_records(task, rows, targets, weights, *rest, **more)
+
+    monkeypatch.setattr(linear, "make_records", watched)
+    features, labels, ids = rows()
+    for weights in (None, torch.full((len(ids),), 7.0)):
+        fit_linear(plan_users(task()), features, labels, weights, users=ids)
+    for found in given:
+        for user in ids.unique():
+            assert float(found[ids == user].sum()) == pytest.approx(1.0, rel=1e-12)
+    assert len(given) >= 2
 
 
 @examples(

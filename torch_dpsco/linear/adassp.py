@@ -80,8 +80,9 @@ class AdaSSPPlan(LinearPlan):
         Source: docs/proofs/inference.md#least-squares
         """
         _, bound_y, _ = _bounds(self.task)
-        # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more); margin of the
-        # quotient (docs/proofs/rounding.md#model-of-arithmetic)
+        # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more,
+        # test_the_sum_of_squares_is_charged_with_the_statistics); margin of the quotient
+        # (docs/proofs/rounding.md#model-of-arithmetic)
         moved = bound_y**2 * _rounding(self.task, False)
         return up(moved / self.task.curvature, 1e-15) if self.task.curvature else 0.0
 

@@ -99,9 +99,10 @@ class NoisyGDPlan(LinearPlan):
             # PRIVACY: every sum is released (test_all_steps_of_a_run_with_momentum_are_charged)
             return GDP(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std), (task.adjacency,))
         beta = self._smoothness
-        contraction = min(1.0, up((beta - self.reg) / (beta + self.reg), 1e-15))  # at both ends of [reg, beta]
-        # PRIVACY: and so is w - eta g, by a few ulp of numbers up to the radius (in units of g: over eta)
-        # (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
+        # margin: of the quotient, the same at both ends of [reg, beta] (docs/proofs/rounding.md#model-of-arithmetic)
+        contraction = min(1.0, up((beta - self.reg) / (beta + self.reg), 1e-15))
+        # margin: w - eta g is rounded by a few ulp of numbers up to the radius, in units of g: over eta
+        # (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         moved += 2 * 8 * DOUBLE * radius / self.lr
         # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         return GDP(noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,))

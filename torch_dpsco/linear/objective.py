@@ -297,8 +297,8 @@ def _output_scale(task: LinearTask, distance: float) -> float:
     """Returns the scale of the noise on an answer within this distance of the minimizer."""
     if not task.pure:
         return amp_noise_std(distance, 1.0)
-    # PRIVACY: twice: either point may be off (test_the_output_noise_covers_both_approximate_minimizers); margin of
-    # the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+    # PRIVACY: twice: either point may be off (test_pure_noise_covers_both_approximate_minimizers); margin of the
+    # quotient (docs/proofs/rounding.md#model-of-arithmetic)
     return up(2 * distance / (AMP_PURE_SHARE * task.target.epsilon), 1e-15)
 
 

@@ -107,7 +107,8 @@ class PreconditionedGDPlan(LinearPlan):
         size = task.width + 2 * task.num_scores + 32  # probabilities are rounded 2 K + 32 times
         largest = max(task.problem.lipschitz or 2 * self.clip, self.clip)  # slopes of twice the clip end at the clip
         rounding = task.gradient_rounding(0.0, self.radius, largest, dim=size, most=most)
-        # PRIVACY: (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
+        # PRIVACY: both rounded up (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip); margin of the
+        # sums (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         return safe(gram), safe(sides * self.clip + 2 * rounding)
 
     def own_event(self) -> GDP:

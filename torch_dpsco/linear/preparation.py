@@ -294,7 +294,8 @@ class PrivatePreparation:
         """
         # PRIVACY: sums are rounded, in both data sets (test_rounding_is_in_the_noise_of_a_preparation)
         room = 1 + 4 * most * (sum_terms(_MOST_ROWS) + 16) * DOUBLE
-        # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1)
+        # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1,
+        # test_rounding_is_in_the_noise_of_a_preparation)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
         total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
         rows: RowMap = unit

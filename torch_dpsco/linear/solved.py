@@ -271,7 +271,8 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._params[0].copy_(answer[:, : task.dim])
         if len(self._params) == 2:
             self._params[1].copy_(answer[:, -1] * task.preparation.intercept)
-        # PRIVACY: its momenta are sums of raw gradients (test_nothing_of_the_secret_is_left_after_the_release)
+        # PRIVACY: its momenta are sums of raw gradients
+        # (test_the_state_and_the_gradients_of_a_loop_are_dropped_at_the_release)
         self._inner = None
         self._finalized = True
         self.zero_grad()

@@ -486,7 +486,7 @@ def make_partitioned_records(
     """Returns the records of a task that live in partitions on an engine, as `make_records`."""
     _require_number(task, partitions.count, "record")
     # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
-    # (test_a_term_passes_through_as_many_additions_as_public_numbers_allow_for)
+    # (test_records_know_how_many_additions_there_are)
     return PartitionedRecords(partitions, lambda raw: _prepared(task, *raw, units, PARTITION_ROWS))
 
 

@@ -89,7 +89,8 @@ class TukeyPlan(LinearPlan):
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Fits all parts, draws a deep model: returns it, or 0 with a warning for "none"; see `LinearPlan`."""
-        # PRIVACY: whatever the other records are (test_a_record_moves_one_model)
+        # PRIVACY: whatever the other records are (test_a_record_moves_one_model,
+        # test_a_table_without_bounds_is_fitted_and_charged_once)
         parts = torch.from_numpy(stream_of(generator).integers(self.numbers.parts, solved.count))
         absent = 2 * uniform((self.numbers.parts, solved.dim), generator) - 1
         points = [[on_lattice(value) for value in model.tolist()] for model in models_of(solved, parts, absent)]

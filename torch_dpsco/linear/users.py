@@ -108,7 +108,8 @@ class UserGDPlan(LinearPlan):
 
     def _level(self, steps: int, clip: float, rounding: float, std: float) -> float:
         sides = 2.0 if self.task.adjacency == REPLACE_ONE else 1.0
-        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_sum_over_users)
+        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_sum_over_users);
+        # margin of both (docs/proofs/rounding.md#weighted-means-of-users)
         return noisy_gd_mu(steps, 1.0, sides * clip + 2 * rounding, std)
 
     @property

@@ -36,6 +36,7 @@ from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.rng import Source
 
 _STEPS = 2**32  # of the grid within the sensitivity
+_SPARE = 8  # grid steps by which a bound of bad passes is worse: twice what is needed
 
 
 class AboveThreshold:
@@ -101,7 +102,7 @@ class AboveThreshold:
         """Returns a bound of the probability that some query of a score below `score` passes in a whole run."""
         # PRIVACY: 2 grid steps for the discrete law, and 2^-30 D > 2 g for the rounding of the difference
         # (test_bad_passes_of_the_discrete_law_are_below_the_bound)
-        margin = float(self.threshold - Fraction(score) - 8 * self._step)
+        margin = float(self.threshold - Fraction(score) - _SPARE * self._step)
         return bad_pass_probability(margin, self.steps, self.threshold_scale, self.query_scale)
 
     def passes(self, score: float | Fraction, generator: Source) -> bool:

@@ -236,6 +236,17 @@ def test_null_records_contribute_exactly_nothing(name, junk):
     assert torch.allclose(without.value_and_gradient(point)[1], clean.value_and_gradient(point)[1], atol=1e-15)
 
 
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_a_row_that_a_map_makes_finite_stays_null(junk):
+    """A public map may send what is not finite anywhere: to 0, as here, or to the row of somebody else."""
+    rows = torch.ones(5, 2, dtype=torch.float64)
+    rows[3, 0] = junk
+    records = Records(rows, torch.ones(5), prepare=lambda raw: raw.nan_to_num(0.5, 0.5, 0.5))
+    assert records.weights.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+    assert records.norms[3] == records.targets[3] == 0
+    assert float(records.norms[0]) == pytest.approx(math.sqrt(2))
+
+
 def test_a_nan_label_and_an_unknown_class_make_null_records():
     X, y, w = data(2)
     y[0] = math.nan

@@ -164,7 +164,7 @@ class Records:
         used = norms.isfinite() & targets.isfinite() & weights.isfinite() & (weights > 0)
         if num_classes is not None:
             used &= (targets >= 0) & (targets < num_classes)
-        # PRIVACY: masked, since 0 * NaN is NaN (test_null_records_contribute_exactly_nothing)
+        # PRIVACY: masked, since 0 * NaN is NaN (test_a_nan_label_and_an_unknown_class_make_null_records)
         targets = torch.where(used, targets, 0)
         self.targets = targets.double() if num_classes is None else targets.long()
         self.weights = torch.where(used, weights.double(), 0.0)
@@ -300,7 +300,7 @@ class Records:
             rows = slice(start, start + self._rows)
             raw = self._features[rows]
             image = self._read(raw)
-            # PRIVACY: the raw row decides, whatever its image is (test_null_records_contribute_exactly_nothing)
+            # PRIVACY: the raw row decides, whatever its image is (test_a_row_that_a_map_makes_finite_stays_null)
             norms[rows] = torch.where(raw.isfinite().all(1), torch.linalg.vector_norm(image, dim=1), math.inf)
             if kept is not None:
                 kept[rows] = image

@@ -91,7 +91,7 @@ def solve(
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
     point = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device) if start is None else start
     require_double(point, objective.dim)
-    # PRIVACY: whether somebody's loop diverged depends on the data (test_a_loop_that_diverged_is_solved_from_zero)
+    # a loop that diverged is no start; no certificate holds there, so that the answer is as good without this line
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
     with torch.no_grad():
         if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
