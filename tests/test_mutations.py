@@ -228,6 +228,18 @@ def test_every_test_that_a_comment_names_exists():
     assert not sorted((where, name) for where, name in named if name not in existing)
 
 
+def test_every_test_that_a_page_names_exists():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {
+        (f"{page.relative_to(ROOT)}", name)
+        for page in pages
+        for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 300
+    existing = names_of_tests()
+    assert not sorted((page, name) for page, name in named if name not in existing)
+
+
 def test_every_privacy_comment_names_its_test():
     assert len(PRIVACY) >= 30
     assert not [(where, block) for where, block in PRIVACY if not re.search(r"\btest_\w+", block)]
