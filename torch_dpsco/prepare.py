@@ -30,6 +30,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.data import as_features
@@ -124,13 +125,16 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         rows = as_features(X).detach().cpu()
         low, high = self._range(rows.shape[1])
         event, columns = self.event(rows.shape[1]), read_columns(X, rows.shape[1])
-        ledger = self.accountant
+        ledger, target = self.accountant, Budget(self.epsilon, self.delta, adjacency=self.adjacency)
         if ledger is None:
-            ledger = Accountant(Budget(self.epsilon, self.delta, adjacency=self.adjacency))
+            ledger = Accountant(target)
         ledger.require_unit("example")
         if ledger.adjacency != self.adjacency:
             # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
             raise AdjacencyError(f"accountant must have the adjacency {self.adjacency!r} (got {ledger.adjacency!r})")
+        # PRIVACY: else their number is private (test_the_number_of_scored_records_is_not_told_under_add_remove)
+        if self.adjacency != ADD_REMOVE:
+            warn_of_delta(target, len(rows))
         total = np.zeros(self._size(rows.shape[1]), dtype=np.int64)
         for part in torch.split(rows, _ROWS):
             block = part.double().numpy()

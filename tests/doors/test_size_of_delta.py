@@ -17,6 +17,7 @@ from torch_dpsco import estimators, losses
 from torch_dpsco.cli import main
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.integrations.opacus import PrivacyEngine
+from torch_dpsco.prepare import PrivateStandardScaler
 from torch_dpsco.schema import Number
 from torch_dpsco.studies import PrivateSearch, plan_study
 
@@ -141,6 +142,10 @@ def scored(delta: float) -> Any:
     return dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=dp.Budget(1.0, delta), metric="accuracy")
 
 
+def scaled(delta: float, adjacency: str = "replace_one") -> Any:
+    return PrivateStandardScaler(lower=0.0, upper=1.0, delta=delta, adjacency=adjacency).fit(np.zeros((N, DIM)))
+
+
 def searched(delta: float) -> Any:
     given = {"epsilon": 4.0, "delta": delta, "n": N, "metric": "absolute_error", "bound": 2.0}
     return PrivateSearch(candidates={"one": model("Ridge", 1e-6)}, **given).plan(DIM)
@@ -163,6 +168,7 @@ DOORS: dict[str, Callable[[float], Any]] = {
     "study": lambda delta: plan_study(SCHEMA, dp.Budget(1.0, delta), n=N),
     "search": searched,
     "score": scored,
+    "transformer": scaled,
     "the command line": command,
 }
 
@@ -197,6 +203,7 @@ def test_a_delta_below_it_and_a_budget_of_a_risk_say_nothing(name: str, recwarn:
 def test_the_number_of_scored_records_is_not_told_under_add_remove(recwarn: pytest.WarningsRecorder) -> None:
     budget = dp.Budget(1.0, 0.1, "add_remove")
     dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=budget, metric="accuracy")
+    scaled(0.1, "add_remove")
     assert not [warning for warning in recwarn if str(N) in str(warning.message)]  # it is private there
 
 
