@@ -152,6 +152,30 @@ def test_a_null_record_has_no_gradient_even_where_the_output_is_not_finite() -> 
     assert output.grad.tolist() == [[0.0]]
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2)])
+def test_a_chance_that_is_no_number_makes_a_null_record_and_raises_nothing(shape: tuple[int, ...]) -> None:
+    """torch's own loss looks whether chances are in [0, 1], which would tell of a record with a feature that is NaN."""
+    chances = torch.full(shape, 0.5)
+    chances.view(3, -1)[1, 0] = math.nan
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        nn.BCELoss()(chances, torch.ones(shape))
+    for loss in (dp.per_record(nn.BCELoss), lambda *both: nn.BCELoss()(*read_for(nn.BCELoss(), *both))):
+        output = chances.clone().requires_grad_()
+        loss(output, torch.ones(shape)).backward()
+        assert output.grad.view(3, -1).any(1).tolist() == [True, False, True]
+
+
+def test_fit_raises_nothing_where_a_record_has_no_chance() -> None:
+    features = FEATURES.clone()
+    features[3], features[4] = math.nan, math.inf
+    model = nn.Sequential(nn.Linear(D, 2), nn.Tanh(), nn.Linear(2, 1), nn.Sigmoid())
+    plan = dp.HolderSGD.plan(
+        problem=dp.Problem(lipschitz=1.0), noise_multiplier=1.0, sampling=dp.Full(N), steps=2, lr=0.1
+    )
+    dp.fit(model, dp.HolderSGD(model.parameters(), plan), TensorDataset(features, ONES[:, None]), nn.BCELoss())
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_losses_of_ones_own_see_what_they_are_given() -> None:
     class Own(nn.BCEWithLogitsLoss):
         pass

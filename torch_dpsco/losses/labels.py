@@ -7,8 +7,8 @@
 | of class numbers: `SoftmaxCrossEntropy`, nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss | y | no class |
 | of real numbers, and of chances of classes | y | not finite |
 
-So 0/1, -1/1 and booleans say the same. A record with an entry that is not a label is a null record: its gradient is 0.
-It raises nothing, since which records have such entries is private.
+So 0/1, -1/1 and booleans say the same. A record with an entry that is not a label, or before nn.BCELoss with a chance
+that is NaN, is a null record: its gradient is 0. It raises nothing, since which records have such entries is private.
 
 Guarantee:
     A map of each record by itself, which sends adjacent data sets to adjacent ones: all sensitivities stay.
@@ -106,10 +106,19 @@ def read_for(loss: Any, output: Any, target: Any) -> tuple[Any, Any]:
         label, known = _classes(loss, target, output.shape[min(1, output.dim() - 1)])
     else:
         label, known = read(REAL if kind == CLASS else kind, target, output.dtype)
-    whole = known.flatten(1).all(1) if known.dim() > 1 else known
+    whole = _all(known)
+    if isinstance(loss, nn.BCELoss):
+        # PRIVACY: torch raises for NaN, which tells of a record that has one
+        # (test_a_chance_that_is_no_number_makes_a_null_record_and_raises_nothing)
+        whole = whole & _all(~output.isnan())
     # PRIVACY: chosen, not multiplied by 0, which leaves NaN
     # (test_a_null_record_has_no_gradient_even_where_the_output_is_not_finite)
     return torch.where(whole.reshape(-1, *[1] * (output.dim() - 1)), output, 0.0), label
+
+
+def _all(entries: Tensor) -> Tensor:
+    """Returns for each record whether all of its entries are true."""
+    return entries.flatten(1).all(1) if entries.dim() > 1 else entries
 
 
 def _require_real(target: Tensor) -> None:
