@@ -306,6 +306,8 @@ class _Counting(nn.Module):
             self.seen.data.add_(1.0)
         if self.write == "records":
             self.seen.copy_(x.sum())
+        if self.write == "another":
+            self.seen = torch.ones(())
         return self.layer(x)
 
 
@@ -314,6 +316,15 @@ def test_a_forward_that_writes_is_refused(write: str) -> None:
     model = _Counting(write)
     with pytest.raises((PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"):
         means(model, torch.ones(3, 2), torch.ones(3), vectorized(model))
+
+
+def test_a_forward_that_begins_to_write_is_refused() -> None:
+    model = _Counting("never")
+    rows = vectorized(model)
+    assert rows.prepare(torch.ones(3, 2), torch.ones(3)) == "backend is None"
+    model.write = "another"
+    with pytest.raises(PrivacyError, match="must not change buffers"):
+        means(model, torch.ones(3, 2), torch.ones(3), rows)
 
 
 def test_models_that_cannot_be_attached_are_refused() -> None:

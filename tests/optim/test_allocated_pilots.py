@@ -18,6 +18,7 @@ from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import RandomAllocation
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.optim.heavy_plan import after_pilot
 from torch_dpsco.optim.planned import noise_for, release_noise
 
@@ -75,6 +76,9 @@ PASSES = Assigned(30, 120, passes=2)
 def test_passes_after_a_pilot_are_those_of_a_part() -> None:
     expected = AssignedParts(((dp.Full(30), 1), (PASSES, 8)), MANY)
     assert after_pilot(30, PASSES, 8, MANY, "add_remove") == expected
+    for cut in (dp.Shuffled(30, 120), dp.Disjoint(30, 120), dp.Fixed(30, 120)):
+        with pytest.raises(AdjacencyError, match="sampling must be 'assigned', 'poisson' or 'full' after a pilot"):
+            after_pilot(30, cut, 4, MANY, "add_remove")
     for adjacency in ("replace_one", "zero_out"):
         assert after_pilot(30, PASSES, 8, MANY, adjacency) == Parts(expected.parts, MANY)
         with pytest.raises(ValueError, match="sampling must be 'shuffled' for one pass only after a pilot"):

@@ -111,6 +111,15 @@ def test_a_record_with_several_rows_is_refused_without_a_declared_sampling(rows)
         weight(1e3)
 
 
+@pytest.mark.parametrize("rows", ["factored", "dense"])
+def test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling(rows):
+    model = dp.attach(nn.Linear(1, 1), rows=rows, loss_reduction="sum")
+    opt = make_optimizer(model, Undeclared(2))
+    model(torch.ones(3, 1)).sum().backward()
+    with pytest.raises(SequenceError, match="at most batch_size=2 rows"):
+        opt.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

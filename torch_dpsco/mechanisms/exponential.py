@@ -57,6 +57,7 @@ from torch_dpsco.rng import Source, stream_of
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+_RANKS = 2**20  # in a rank: scores are exact
 _DRAWS = 2**53  # equally likely draws, split among the grid points
 _UNIFORM = 2.0**-16  # share of the uniform law; the margin for rounding divides by it
 _MAX_GRID, _MAX_VALUES = 4096, 2**32
@@ -194,7 +195,7 @@ def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: f
         raise ValueError(f"n must be < 2^32 (got {n})")
     # PRIVACY: public n: the number of values is private under add_remove (test_the_rank_is_that_of_the_public_size)
     # less 1/2: the r-th smallest value is between ranks r - 1 and r, so that no cell beside its own is as good
-    rank = round((check.between(0.0, 1.0, quantile=quantile) * n - 0.5) * 2**20) / 2**20
+    rank = round((check.between(0.0, 1.0, quantile=quantile) * n - 0.5) * _RANKS) / _RANKS
     upper = _counts(np.asarray(values, dtype=np.float64), points)
     lower = np.concatenate([[0], upper[:-1]])
     # PRIVACY: moves by at most 1 with one value (test_no_replacement_breaks_epsilon); exact, since the rank is a

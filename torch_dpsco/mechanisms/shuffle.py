@@ -201,7 +201,7 @@ def coordinate_cost(
     """
     dim = check.positive_count(dim=dim)
     # PRIVACY: all coordinates may move by the whole grid at once
-    # (test_the_l2_budget_would_under_report_coordinatewise_sums)
+    # (test_all_coordinates_cost_more_than_one_vector)
     return _cost(parameters, n, dim, parameters.grid * math.sqrt(dim), failure, honest_fraction)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.charges import Paid, first_charges, is_pass, pass_of, planned_event
-from torch_dpsco.optim.common import CommonOptimizer
+from torch_dpsco.optim.common import CommonOptimizer, new_run
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
@@ -109,7 +108,7 @@ class Assembly(CommonOptimizer):
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
         self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
         self._in_public, self._public = False, 0  # whether `dp.public` runs, and how often it moved the parameters
-        self._run, self._since = secrets.token_hex(16), 0  # name of the run in the ledger, from that step on
+        self._run, self._since = new_run(), 0  # from that step on
         self._paid: Paid | None = None  # what was charged for several releases
         self._stills = 0  # releases of this phase that were no means
         self._in_order = isinstance(design, Parts) or self._in_passes

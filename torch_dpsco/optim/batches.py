@@ -221,7 +221,7 @@ class LogicalBatch:
                 raise SequenceError(_SEVERAL)
             if rows > self.design.batch_size:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
-                # (test_a_record_with_several_rows_is_refused_without_a_declared_sampling)
+                # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
                 raise SequenceError(
                     f"a step must use at most batch_size={self.design.batch_size} rows, and got more; {ONE_MODULE}"
                 )

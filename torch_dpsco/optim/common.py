@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -168,6 +169,11 @@ class CommonOptimizer(Optimizer):
     def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
         return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
+
+
+def new_run() -> str:
+    """Returns the random name of a run, by which ledgers know its releases."""
+    return secrets.token_hex(16)
 
 
 class Uncopied:

@@ -357,7 +357,8 @@ class CompiledRows:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             rows = function(params, inputs, targets)
         if before != _versions(self._state()):
-            # PRIVACY: what a forward writes leaves with the model, un-noised (test_a_forward_that_writes_is_refused)
+            # PRIVACY: what a forward writes leaves with the model, un-noised
+            # (test_a_forward_that_begins_to_write_is_refused)
             raise PrivacyError(_CHANGED)
         return rows
 

@@ -172,7 +172,8 @@ class ProximalPlan(ClippedPlan):
 def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjacency) -> Parts:
     """Returns the design of a pilot's step and the others, on records of their own."""
     if adjacency == ADD_REMOVE:
-        # PRIVACY: cut by position, a record less would move all later ones (test_a_pilot_under_add_remove_is_private)
+        # PRIVACY: cut by position, a record less would move all later ones
+        # (test_passes_after_a_pilot_are_those_of_a_part)
         if not isinstance(design, (Assigned, Full, Poisson)):
             raise AdjacencyError(f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})")
         return AssignedParts(((Full(size), 1), (design, steps)), n)

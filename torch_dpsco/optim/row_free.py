@@ -12,7 +12,6 @@ Checkpoints hold secret iterates, as their type says.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, new_run, require_one_process
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free_plan import RowFreePlan, parameters_of, record_bounds, require_linear
@@ -120,7 +119,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self.accountant.require_unit("example")
         checks.require_one_step(self.accountant, self.adjacency, self.event)
         self._noise, self._seeded = noise_generator(device, generator), generator is not None
-        self._steps, self._finalized, self._epoch, self._run = 0, False, "", secrets.token_hex(16)
+        self._steps, self._finalized, self._epoch, self._run = 0, False, "", new_run()
         self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
@@ -438,7 +437,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 p.detach().zero_()
             self._kept.note()
         if private["run"] in marked and not self._finalized:
-            self._run = secrets.token_hex(16)
+            self._run = new_run()
             tell_of_lost_answer(type(self).__name__)
         return 0
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.assembly import Assembly
 from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_lost
-from torch_dpsco.optim.common import CommonOptimizer, in_turn
+from torch_dpsco.optim.common import CommonOptimizer, in_turn, new_run
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.plain_steps import note_owner
@@ -322,5 +321,5 @@ class Saved(Assembly):
             self._batch.resume(partition)
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._run, self._since = secrets.token_hex(16), self._steps
+        self._run, self._since = new_run(), self._steps
         note_owner(self._all_params(), self)

@@ -92,7 +92,8 @@ def adassp_constants(
     mu = level_left(gaussian_mu(epsilon, delta), spent)
     square, product = check.positive(bound_x=bound_x) ** 2, bound_x * check.positive(bound_y=bound_y)
     d, tail = check.positive_count(dim=dim), _tail(failure)
-    # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget)
+    # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
+    # of quotients (docs/proofs/rounding.md#model-of-arithmetic)
     lmin = scaled_up(square / (mu * math.sqrt(share_lmin)), 12)
     xtx = scaled_up((math.sqrt(2) if replaced else 1.0) * square / (mu * math.sqrt(share_xtx)), 12)
     xty = scaled_up((2.0 if replaced else 1.0) * product / (mu * math.sqrt(share_xty)), 12)

@@ -117,7 +117,8 @@ def preconditioned_mu(
     """
     covariance = check.positive(gram_moved=gram_moved) / check.positive(gram_std=gram_std)
     sums = check.positive(gradient_moved=gradient_moved) / check.positive(gradient_std=gradient_std)
-    # PRIVACY: every step counts (test_the_level_of_a_run_is_that_of_all_its_releases)
+    # PRIVACY: every step counts (test_the_level_of_a_run_is_that_of_all_its_releases); margin of the root
+    # (docs/proofs/rounding.md#model-of-arithmetic)
     return scaled_up(math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8)
 
 

@@ -47,7 +47,8 @@ class TukeyNumbers(NamedTuple):
     @property
     def epsilon(self) -> float:
         """Of check and draw together, rounded up."""
-        # PRIVACY: both are released (test_the_exact_law_keeps_its_epsilon_and_delta_on_small_cases)
+        # PRIVACY: both are released (test_an_edited_plan_is_refused_or_charges_what_it_draws); margin of the sum
+        # (docs/proofs/rounding.md#model-of-arithmetic)
         return scaled_up(1.0 / self.scale + 2.0 * math.log(self.base) + math.log1p(self.rarity), 16)
 
     @property
