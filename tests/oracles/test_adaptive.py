@@ -154,6 +154,10 @@ def test_refused_rows_have_no_vote():
         oracle.observe(batch([5.0], dim=2))
     oracle.release(torch.Generator())
     assert oracle.state() == {"clip": 1.0}
+    oracle.open([torch.zeros(1)])
+    oracle.observe(batch([5.0]))
+    oracle.release(torch.Generator())
+    assert oracle.state()["clip"] > 1.0
 
 
 @pytest.mark.parametrize("forget", [AdaptiveClipped.discard, lambda oracle: oracle.open([torch.zeros(1)])])

@@ -414,7 +414,10 @@ SCORES = {
 )
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("cls", [Clipped, dp.oracles.AutoClip])
-def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(cls, name, features):
+@pytest.mark.parametrize("where", ["as it is", "in torch"])
+def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(where, cls, name, features, request):
+    if where == "in torch":
+        request.getfixturevalue("in_torch")
     slopes = torch.tensor(SCORES[name])
     acts = torch.tensor([[0.5, 0.25], features, [-1.0, 2.0], [3.0, 0.0]])
     block = FactoredBlock(acts, slopes[:, None])

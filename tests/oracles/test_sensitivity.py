@@ -133,12 +133,18 @@ def test_one_record_more_moves_the_mean_by_at_most_one_clip(dtype, rows, reducti
         batch(1)
     except (ValueError, SequenceError):
         return  # refused: the mean couples the rows too much in this precision
-    for size in (99, 300, 500):
+    for size in (99, 300, 500, 3000):
         fewer, more = batch(size), batch(size + 1)
         oracle = Clipped(1.0001 * float(more.norms().max()), 0.0, batch_size=256)
         query = [torch.zeros(1, 1)]
         moved = torch.linalg.vector_norm(released(oracle, query, [more]) - released(oracle, query, [fewer]))
         assert moved <= oracle.sensitivity("add_remove")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mean_in_half_precision_is_refused(dtype):
+    with pytest.raises(ValueError, match="loss_reduction must be 'sum' for half-precision parameters"):
+        dp.attach(nn.Linear(2, 1).to(dtype))
 
 
 @pytest.mark.parametrize("clip", [1.01e-20, 1e-19, 1e-15, 1e-12, 1.0, 1e15])

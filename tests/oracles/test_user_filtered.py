@@ -336,6 +336,8 @@ def test_the_ledger_covers_the_proved_delta():
 def test_a_halt_earns_no_refund():
     oracle = certain(same(8), noise_std=1.0, steps=9)
     whole = oracle.phase_event()
+    assert [type(part).__name__ for part in whole.events] == ["AboveThreshold", "Repeat", "Failure"]
+    assert whole.events[1].n == 9
     assert oracle.charge(Full(8), Draw(8)) == (whole, 9, False)
     assert not released(oracle, torch.zeros(8, 1)).halted
     released(oracle, 5.0 * torch.arange(8.0)[:, None])

@@ -170,7 +170,8 @@ class Saved(Assembly):
         noisy tests: it keeps their thresholds.
         """
         self._require_private()  # the iterates that are kept follow at the end of the block
-        # PRIVACY: a run that is resumed has the same threshold (test_a_killed_run_goes_on_or_loses)
+        # PRIVACY: a run that is resumed has the same threshold
+        # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
         self.oracle.prepare(self._noise)
         phase, k = self.schedule.position(self._steps)
         private: dict[str, Any] = {

@@ -237,9 +237,9 @@ class PrivateOptimizer(Saved):
         users = batch.users(n_rows, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
+            rows = rows.among(kept.to(params[0].device))
             users = users if users is None else users[kept]
-            index, n_rows = kept.to(params[0].device), len(kept)
-            rows = rows.among(index)
+            n_rows = len(kept)
         elif rows is not None and rows.averaged and self._is_private_mean(rows):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)

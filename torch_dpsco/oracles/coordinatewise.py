@@ -164,7 +164,8 @@ class Coordinatewise(GroupedMean):
             raise SequenceError(f"a logical batch must have at most {self.batch_size} rows, its fixed size")
         used = self.groups * self.group_size
         places = torch.arange(start, min(stop, max(start, used)), device=self._device)
-        # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity)
+        # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity,
+        # test_the_sensitivity_is_attained)
         self._sums.index_add_(0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)])
         self._n_rows = stop
 

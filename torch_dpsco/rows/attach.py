@@ -454,7 +454,7 @@ def attach(
     require_supported(model, batch_first=batch_first)
     if loss_reduction == "mean" and any(p.dtype in HALF for p in model.parameters()):
         # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
-        # (test_one_record_more_moves_the_mean_by_at_most_one_clip)
+        # (test_a_mean_in_half_precision_is_refused)
         raise ValueError(
             "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss that sums over the "
             "batch"
