@@ -234,6 +234,14 @@ def test_a_fit_spends_its_budget_and_says_so(name, adjacency):
     assert "chosen without a look at these data" in words
 
 
+def test_the_statement_of_a_fit_names_no_calls_that_an_estimator_lacks():
+    words = " ".join(str(fitted("LogisticRegression").report()).split())
+    assert "finalize" not in words
+    assert "step(closure)" not in words
+    assert "All that was computed on the way: sums, gradients, models in between. They are secret." in words
+    assert "Training losses and any other score computed on the training data." in words
+
+
 @pytest.mark.parametrize("name", OUTPUT)
 def test_a_pure_epsilon_is_reported_without_delta(name):
     model = fitted(name, epsilon=2.0, delta=0.0)

@@ -332,6 +332,7 @@ def test_a_study_is_saved_into_a_new_folder(tmp_path):
     with pytest.raises(FileExistsError, match="folder must be new"):
         found.save(tmp_path / "study")
     assert found.released().card["guarantee"]["unit_name"] == "patient"
+    assert "finalize" not in str(found.report())  # a study has none
 
 
 # -- the look before --------------------------------------------------------------------------------------------------

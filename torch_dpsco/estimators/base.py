@@ -38,7 +38,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport
+from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
@@ -430,7 +430,7 @@ class LinearModel(BaseEstimator):
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
         n = task.n if self.plan_.search is None else self.plan_.search.n
-        run = OneRelease(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
+        run = OneFit(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
     def summary(self, level: float = 0.95) -> Summary:

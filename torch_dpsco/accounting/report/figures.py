@@ -213,7 +213,12 @@ class OneRelease(Run):
 
 
 @dataclass(frozen=True)
-class StudyRun(OneRelease):
+class OneFit(OneRelease):
+    """What is public about a fit in one call, as of an estimator: there are no steps and no `finalize()` of a user's."""
+
+
+@dataclass(frozen=True)
+class StudyRun(OneFit):
     """What is public about a study, in which a model is fitted to some units and measured on the others.
 
     Args:

@@ -14,6 +14,7 @@ from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisso
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.accounting.report.figures import (
+    OneFit,
     OneRelease,
     PrivacyReport,
     Run,
@@ -344,12 +345,15 @@ def _not_covered(report: PrivacyReport, run: Run) -> Iterator[str]:
     if isinstance(run, StudyRun):
         yield f"Which {report.unit_names} were held out, and all that was computed on the way. They are secret."
         yield "The look at the table beside its schema, before anything was spent, and that it let the study go on."
+    elif isinstance(run, OneFit):
+        yield "All that was computed on the way: sums, gradients, models in between. They are secret."
     elif isinstance(run, OneRelease):
         yield (
             "Everything before finalize(): parameters, averages, gradients, losses, checkpoints, and what is computed "
             "from them. They are secret."
         )
-    yield "Training losses, also the one that step(closure) returns, and any other score computed on the training data."
+    closure = "" if isinstance(run, OneFit) else ", also the one that step(closure) returns,"
+    yield f"Training losses{closure} and any other score computed on the training data."
     yield "Gradients of single records, their norms, how many were clipped, and who was in which batch."
     if report.adjacency != ADD_REMOVE:
         yield f"The number of {report.unit_names}."
@@ -427,7 +431,9 @@ def _computed(report: PrivacyReport, run: Run, version: str) -> Iterator[str]:
     made = "one release" if run.planned == 0 else f"{_count(run.steps, 'step')} made{planned}"
     if isinstance(run, StudyRun):
         made = f"{len(run.released)} releases"
-    yield f"{run.name}: {made}; {'finalized' if run.finalized else 'not finalized'}."
+    if not isinstance(run, OneFit):
+        made += "; finalized" if run.finalized else "; not finalized"
+    yield f"{run.name}: {made}."
     if run.unfinished and report.planned_epsilon is not None:
         yield f"Epsilon with all planned steps: {rounded_up(report.planned_epsilon)}."
     if report.budget is not None:
