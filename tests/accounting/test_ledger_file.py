@@ -378,6 +378,15 @@ def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, ma
     again.authorize(STEP)
 
 
+@pytest.mark.parametrize("content", [b"notes of mine", b'{"columns": {}}', b"\0\0", b'{"config" : '])
+def test_a_line_that_no_ledger_wrote_is_left_as_it_is(path, content):
+    """A file of somebody's own, named by mistake, whose only line has no end, is no torn ledger."""
+    path.write_bytes(content)
+    assert "must be new, empty, or one that a ledger wrote" in refused(path)
+    assert path.read_bytes() == content
+    assert not mark_of(path).exists()
+
+
 def test_a_dropped_line_is_off_the_disk_before_it_is_told(path, monkeypatch):
     charged(path, STEP)
     whole = path.read_bytes()

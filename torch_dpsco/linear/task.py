@@ -496,7 +496,10 @@ def _require_number(task: LinearTask, count: int, unit: str) -> None:
         raise UnitError(f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})")
     if task.adjacency == ADD_REMOVE and count > task.n_max:
         # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
-        raise UnitError(f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more")
+        raise UnitError(
+            f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more. Give a larger n, or "
+            f"n_max, by what is known without a look at the data"
+        )
 
 
 def _prepared(

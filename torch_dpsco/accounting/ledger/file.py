@@ -44,6 +44,7 @@ from torch_dpsco.accounting.ledger.book import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SIZE = 256  # bytes: written at once, within one sector
+_START = b'{"config": '  # of each first line
 
 
 class HighWater:
@@ -254,12 +255,18 @@ class LedgerFile:
             file.seek(0)
             lines = file.read().split(b"\n")
         torn, book, last = lines.pop(), Book(), None
+        if not lines and known is None and not torn.startswith(_START[: len(torn)]):
+            # a crash leaves a beginning of a first line; what else is there is somebody's own file, not to be cut
+            raise PrivacyError(
+                f"ledger file {self.path!r} must be new, empty, or one that a ledger wrote (got another content): "
+                f"nothing of it was changed; name another file"
+            )
         for number, line in enumerate(lines, start=1):
             row = self._verified(line)
             if row is None:
                 raise PrivacyError(
                     f"line {number} of ledger file {self.path!r} is damaged or altered: what was spent is not known; "
-                    f"restore the file from a copy"
+                    f"restore the file from a copy, or name the right file"
                 )
             book, last = self._follow(book, row, number)
             self._size += len(line) + 1
