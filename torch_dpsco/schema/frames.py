@@ -48,7 +48,8 @@ def _read_csv(path: str) -> Any:
 
     # PRIVACY: else one record could become many (test_a_record_of_many_lines_stays_one)
     lines = csv.ParseOptions(newlines_in_values=True)
-    with open(path, "rb") as file:
+    before = _version(path)
+    with pyarrow.OSFile(path) as file:
         if not has_whole_cells(file):
             # PRIVACY: a note that begins with a quote would swallow the rows after it
             # (test_no_quote_of_a_record_swallows_others)
@@ -57,12 +58,21 @@ def _read_csv(path: str) -> Any:
                 f" (got {path!r}): one that is left open swallows the rows after it; write the file anew from its "
                 f"source, or as .parquet"
             )
-        file.seek(0)
-        head = csv.open_csv(file, parse_options=lines).schema.names
-        # PRIVACY: text, since types would be guessed from values (test_no_value_of_a_file_decides_how_others_are_read)
-        text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
-        file.seek(0)
-        return csv.read_csv(file, parse_options=lines, convert_options=text)
+    # each reader opens the file itself: threads of pyarrow read ahead, also after a reader is done, so that one file
+    # for both would lose rows (test_no_row_of_a_slow_file_is_lost)
+    with csv.open_csv(path, parse_options=lines) as reader:
+        head = reader.schema.names
+    # PRIVACY: text, since types would be guessed from values (test_no_value_of_a_file_decides_how_others_are_read)
+    text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
+    table = csv.read_csv(path, parse_options=lines, convert_options=text)
+    if _version(path) != before:
+        raise ValueError(f"frame must be a file that nobody writes while it is read (got {path!r})")
+    return table
+
+
+def _version(path: str) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def names(frame: Any) -> list[str]:
