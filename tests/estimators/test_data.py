@@ -8,7 +8,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from torch_dpsco.estimators.data import as_codes, as_column, as_features
+from torch_dpsco.estimators.data import as_codes, as_column, as_features, require_dtype
 from torch_dpsco.estimators.protocol import DataConversionWarning
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def test_one_item_does_not_change_how_other_rows_are_read(stranger):
 
 def test_booleans_and_strings_as_tensors_and_classes():
     assert as_codes(torch.tensor([True, False]), (0, 1), 2, CPU).tolist() == [1, 0]
-    assert as_codes(torch.tensor([1, 0]), ("0", "1"), 2, CPU).tolist() == [-1, -1]
+    assert as_codes(torch.tensor([1, 0]), ("0", "1"), 2, CPU).tolist() == [-1, -1]  # `require_dtype` refuses these
     assert as_codes(np.empty(0), (0, 1), 0, CPU).tolist() == []
 
 
@@ -151,3 +151,56 @@ def test_targets_of_another_shape_are_refused():
         as_column(torch.ones(3) + 1j, "y", 3, CPU)
     with pytest.warns(DataConversionWarning, match="column-vector"):
         assert as_column(ROWS[:, :1], "y", 3, CPU).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("y", "classes"),
+    [
+        (np.array(["a", "b"]), (0, 1)),
+        (np.array([0, 1]), ("no", "yes")),
+        (np.array([True, False]), ("no", "yes")),
+        (torch.tensor([0, 1]), ("0", "1")),
+        (pd.Series([0.0, 1.0]), ("no", "yes")),
+        (pd.array([0, 1], dtype="Int64"), ("no", "yes")),
+        (pd.array([0, None], dtype="Int64"), ("no", "yes")),  # as the one before, though numpy holds it as objects
+        (np.array([b"no"]), ("no", "yes")),
+    ],
+)
+def test_a_dtype_that_holds_no_class_is_refused(y, classes):
+    with pytest.raises(ValueError, match="give classes as they are in y"):
+        require_dtype(y, classes)
+
+
+@pytest.mark.parametrize(
+    ("y", "classes"),
+    [
+        (["a", "b"], (0, 1)),
+        (np.array(["a", "b"], dtype=object), (0, 1)),
+        (pd.Series(["a", "b"]).astype("category"), (0, 1)),
+        (np.array(["a", "b"]), ("no", "yes")),
+        (np.array([7, 8]), (False, True)),
+        (np.array([7, 8]), ("no", 1)),
+        (np.array([b"no"]), (b"no", b"yes")),
+        ([1.0, "x"], None),
+        (np.array([1, 2]), None),
+        (None, None),
+    ],
+)
+def test_no_value_of_a_target_is_refused(y, classes):
+    require_dtype(y, classes)
+
+
+def test_targets_of_text_are_refused_where_they_are_numbers():
+    with pytest.raises(TypeError, match="y must have a dtype of numbers \\(got <U1\\)"):
+        require_dtype(np.array(["a", "b"]), None)
+
+
+@pytest.mark.parametrize(("given", "shown"), [(None, "None"), ("table.csv", "'table.csv'"), (b"x", "bytes")])
+def test_what_is_no_table_is_named(given, shown):
+    with pytest.raises(TypeError, match=f"X must be rows .*as an array or a data frame \\(got {shown}\\)"):
+        as_features(given)
+
+
+def test_a_column_of_another_length_is_named():
+    with pytest.raises(ValueError, match="sample_weight should be a 1d array of 3"):
+        as_column([1.0, 2.0], "sample_weight", 3, CPU)

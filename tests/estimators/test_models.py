@@ -257,6 +257,20 @@ def test_a_refit_draws_fresh_noise():
     assert not np.allclose(model.fit(X, y).coef_, first, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "y", "error", "words"),
+    [
+        ("LogisticRegression", np.repeat("no", N), ValueError, "y must have labels among classes=.*<U2"),
+        ("Ridge", np.repeat("no", N), TypeError, "y must have a dtype of numbers"),
+    ],
+)
+def test_targets_of_another_kind_are_refused_before_anything_is_charged(name, y, error, words):
+    ledger = dp.Accountant(adjacency="add_remove")
+    with pytest.raises(error, match=words):
+        make(name, accountant=ledger).fit(rows(), y)
+    assert len(ledger) == 0
+
+
 def test_a_shared_ledger_is_charged_by_every_fit_and_refuses_the_one_too_many():
     ledger = dp.Accountant(dp.Budget(2.0, 1e-3, adjacency="add_remove"))
     X = rows()

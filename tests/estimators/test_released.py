@@ -134,7 +134,10 @@ def test_a_missing_field_and_what_is_no_json_are_refused(tmp_path):
         path.write_text(json.dumps({name: value for name, value in facts.items() if name != field}))
         with pytest.raises(ValueError, match=field):
             Released.load(path)
-    for text in (b"\x80\x04.", b"[" * 100_000, b"", b"[]"):
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"format must be .*as Released.save .*got None in '.*m.json'"):
+        Released.load(path)
+    for text in (b"\x80\x04.", b"[" * 100_000, b"", b"[]", b'"torch_dpsco.released"'):
         path.write_bytes(text)
         with pytest.raises(ValueError, match="must be"):
             Released.load(path)

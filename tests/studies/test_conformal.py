@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "small failure": ({"failure": 1e-5}, ValueError, "failure must be > 3.1e-05"),
     "bound": ({"bound": -1.0}, ValueError, "bound must be > 0"),
     "both": ({"classes": (0, 1)}, ValueError, "classes must not be given with a bound"),
-    "no classes": ({"model": object(), "bound": None}, ValueError, "classes must be the public labels"),
+    "no classes": ({"model": object(), "bound": None}, ValueError, "classes must be given, .*bound of intervals"),
     "model": ({"model": object()}, ValueError, "model must have a method predict"),
     "epsilon": ({"budget": dp.Budget(1e-9, 1e-6)}, ValueError, "epsilon must be >"),
     "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),

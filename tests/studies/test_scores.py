@@ -263,6 +263,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "classes": ({"classes": "ab"}, ValueError, "classes must be the public labels"),
     "equal": ({"classes": (1, 1)}, ValueError, "two or more different labels"),
     "regression": ({"metric": "squared_error", "bound": 1.0, "classes": (0, 1)}, ValueError, "must not be given"),
+    "unfitted": (
+        {"model": LogisticRegression()},
+        ValueError,
+        "classes must be given.*LogisticRegression.*fit it first",
+    ),
+    "kind": ({"classes": ("no", "yes")}, ValueError, "y must have labels among classes=.*can hold none"),
     "three": ({"metric": "auc", "classes": (0, 1, 2)}, ValueError, "classes must be two"),
     "model": ({"model": object(), "classes": (0, 1)}, ValueError, "model must have a method predict"),
     "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),

@@ -16,7 +16,7 @@ from torch_dpsco import plots
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
-from torch_dpsco.estimators import LinearSVC, LogisticRegression
+from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.schema import Category, Number, Schema
 from torch_dpsco.studies import study as module
@@ -317,6 +317,19 @@ def test_the_code_of_the_pages_runs(page):
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert blocks
     exec(compile("\n".join(blocks), f"docs/{page}.md", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "model", "words"),
+    [
+        (SCHEMA, Ridge, "model must be one for 2 labels, .*got Ridge, which takes no classes"),
+        (Schema(COLUMNS, target="died", target_range=(0, 1)), LogisticRegression, "for a real target, .*no bound_y"),
+        (SCHEMA, "Ridge", "model must be a class of torch_dpsco.estimators, as Ridge .*got 'Ridge'"),
+    ],
+)
+def test_a_model_of_other_targets_is_refused(schema, model, words):
+    with pytest.raises(ValueError, match=words):
+        plan_study(schema, dp.Budget(1.0, 1e-6), n=N, model=model)
 
 
 def test_a_study_is_saved_into_a_new_folder(tmp_path):

@@ -42,7 +42,7 @@ from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
-from torch_dpsco.estimators.data import as_features, require_finite
+from torch_dpsco.estimators.data import as_features, require_dtype, require_finite
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
 from torch_dpsco.inference import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.linear import (
@@ -168,6 +168,10 @@ class LinearModel(BaseEstimator):
     def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
+    def _classes(self) -> list[Any] | None:
+        """Public labels; None where targets are numbers."""
+        return None
+
     def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
         """Further arguments of the `LinearTask`, as `_loss`."""
         return {}
@@ -215,6 +219,7 @@ class LinearModel(BaseEstimator):
         stand_in(self, plan, privacy).report()  # raises if an answer could not be read
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
+            require_dtype(y, self._classes())
             weights = record_weights(sample_weight, factors, count, features.device)
             fitted = fit_linear(plan, features, targets, weights, users=users, accountant=ledger)
         else:

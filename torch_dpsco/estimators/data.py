@@ -9,6 +9,7 @@ all. Arrays of objects are refused as rows, since whether they hold numbers is k
 | numpy float32, float64; torch tensor | itself, no copy |
 | integers, booleans, float16, foreign byte order, lists | float64 |
 | data frame | float32 if all columns are, else float64; missing values are NaN |
+| labels | places among the classes |
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_dpsco._validate import shown
 from torch_dpsco.estimators.protocol import DataConversionWarning
 
+_NUMBER = (bool, int, float, np.number, np.bool_)
+_OF_KIND: dict[str, Any] = {**dict.fromkeys("biuf", _NUMBER), "U": str, "S": bytes}  # what a label of a dtype can be
 _READ_ONLY = "The given NumPy array is not writ"  # nothing here writes
 
 
@@ -65,6 +69,8 @@ def _as_array(X: Any) -> NDArray[Any]:
                 raise TypeError(f"column {name!r} must be of numbers (got {dtype}): encode it by public rules")
         single = all(dtype == np.float32 for dtype in X.dtypes)
         return np.asarray(X.to_numpy(dtype=np.float32 if single else np.float64, na_value=np.nan))
+    if X is None or isinstance(X, (str, bytes)):
+        raise TypeError(f"X must be rows (n, d) with a dtype of numbers, as an array or a data frame (got {shown(X)})")
     array = np.asarray(X)
     if isinstance(X, Sequence) and array.dtype.kind not in "biuf" and array.ndim == 2:
         # PRIVACY: no item decides how others are read (test_one_item_does_not_change_how_other_rows_are_read)
@@ -115,8 +121,8 @@ def _flat(values: Any, name: str, count: int, device: torch.device) -> Tensor | 
         column = column.reshape(-1)
     if tuple(column.shape) != (count,):
         raise ValueError(
-            f"bad input shape {tuple(column.shape)} of {name}: X and {name} have inconsistent numbers of records, y "
-            f"should be a 1d array of {count}"
+            f"bad input shape {tuple(column.shape)} of {name}: X and {name} have inconsistent numbers of records, "
+            f"{name} should be a 1d array of {count}"
         )
     return column  # type: ignore[no-any-return]
 
@@ -133,6 +139,27 @@ def as_column(values: Any, name: str, count: int, device: torch.device) -> Tenso
     if column.dtype.kind in "biuf":
         return _from_numpy(column).to(device)
     return torch.tensor([_number(value) for value in column], dtype=torch.float64, device=device)
+
+
+def require_dtype(y: Any, classes: Sequence[Any] | None) -> None:
+    """Raises for targets of a dtype that holds none that counts, so that a whole budget would buy nothing.
+
+    Args:
+        y: targets; lists, and dtypes that hold anything, pass: what they hold is private.
+        classes: labels, or None for numbers.
+
+    Raises:
+        TypeError: text, where targets are numbers.
+        ValueError: numbers or text, where no class is.
+    """
+    kind = "f" if isinstance(y, Tensor) else getattr(getattr(y, "dtype", None), "kind", "O")
+    if classes is None and kind in ("U", "S"):
+        raise TypeError(f"y must have a dtype of numbers (got {y.dtype}): convert each value by a public rule")
+    if classes and not any(isinstance(label, _OF_KIND.get(kind, object)) for label in classes):
+        raise ValueError(
+            f"y must have labels among classes={shown(tuple(map(_plain, classes)))}, and {y.dtype} can hold none of "
+            f"them: give classes as they are in y"
+        )
 
 
 def _number(value: Any) -> float:
@@ -162,7 +189,7 @@ def as_codes(labels: Any, classes: Sequence[Any], count: int, device: torch.devi
     codes = torch.full((count,), -1, dtype=torch.int64, device=device)
     if isinstance(column, Tensor):
         for place, name in enumerate(classes):
-            if isinstance(name, (bool, int, float, np.number, np.bool_)):
+            if isinstance(name, _NUMBER):
                 codes[column == name] = place
         return codes
     table = {_plain(name): place for place, name in enumerate(classes)}

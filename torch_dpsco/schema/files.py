@@ -57,7 +57,9 @@ def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what a file holds; raises ValueError if it is no TOML."""
+    """Returns what a file holds; raises ValueError if it is no TOML, FileNotFoundError if there is none."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"path must be that of a TOML file that is there (got {os.fspath(path)!r})")
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)

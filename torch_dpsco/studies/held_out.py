@@ -24,7 +24,7 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
-from torch_dpsco.estimators.data import as_codes, as_column, as_features
+from torch_dpsco.estimators.data import as_codes, as_column, as_features, require_dtype
 from torch_dpsco.rng import Keystream, Stream, sampling_generator
 from torch_dpsco.sampling.slots import free_slots
 from torch_dpsco.sampling.users import user_ids
@@ -87,6 +87,7 @@ def held_out(X: Any, y: Any, labels: list[Any], groups: Any) -> HeldOut:
     targets = (
         as_codes(y, labels, count, CPU).double() if labels else as_column(y, "y", count, CPU).to(CPU, torch.float64)
     )
+    require_dtype(y, labels or None)
     rows, valid = features.cpu().numpy(), (features.isfinite().all(1).cpu() & targets.isfinite()).numpy()
     valid &= (targets >= 0).numpy() if labels else True
     # PRIVACY: a record that the model would refuse counts for nothing (test_a_null_record_counts_for_nothing)
@@ -97,7 +98,12 @@ def held_out(X: Any, y: Any, labels: list[Any], groups: Any) -> HeldOut:
 def public_labels(model: Any, classes: Any) -> list[Any]:
     """Returns the labels that were given, or else the model's."""
     given = getattr(model, "classes_", None) if classes is None else classes
-    if given is None or isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+    if given is None:
+        raise ValueError(
+            f"classes must be given, as (0, 1), for a model without classes_, which a fitted classifier has (got "
+            f"{check.shown(model)}): fit it first; a regressor takes metric='absolute_error', or the bound of intervals"
+        )
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
         raise ValueError(f"classes must be the public labels, as (0, 1), or the model's (got {check.shown(given)})")
     labels = list(given.tolist() if hasattr(given, "tolist") else given)
     if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(2, len(labels)):

@@ -44,7 +44,7 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators.base import LinearModel, stand_in
-from torch_dpsco.estimators.data import as_features
+from torch_dpsco.estimators.data import as_features, require_dtype
 from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.task import LinearPlan, Search, make_records
@@ -199,6 +199,7 @@ class PrivateSearch(BaseEstimator):
         # PRIVACY: a trial that a setting fails tells of no record (test_no_setting_fails_after_the_charge)
         for name in self.candidates:
             self._try(name, plan.trial, privacy, rows[~held], targets[~held])
+            require_dtype(y, self._model(name, plan.trial)._classes())
         for name in ("best_estimator_", "best_score_", "best_error_", "privacy_"):
             vars(self).pop(name, None)  # a search that is interrupted has no result
         # PRIVACY: the whole search before its first trial (test_a_search_is_charged_once_and_beforehand)

@@ -416,10 +416,15 @@ def plan_study(
     if min(held, count - held) < _LEAST:
         raise ValueError(f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})")
     if model is not None and not issubclass(model, LinearModel):
-        raise ValueError(f"model must be a class of estimators, as Ridge (got {model.__name__})")
+        raise ValueError(f"model must be a class of torch_dpsco.estimators, as Ridge (got {model.__name__})")
     if model is None:
         regressor = HuberRegressor if budget.unit == "user" else Ridge
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
+    if missing := schema.settings().keys() - inspect.signature(model).parameters.keys():
+        what = f"{classes} labels" if classes else "a real target"
+        raise ValueError(
+            f"model must be one for {what}, as the schema has (got {model.__name__}, which takes no {min(missing)})"
+        )
     target = {"epsilon": budget.epsilon, "delta": budget.delta}
     given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
     if candidates is None and trials is not None:
