@@ -318,7 +318,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 )
 def test_records_that_are_no_pairs_are_refused(record: Any, got: str) -> None:
     model = linear()
-    message = rf"dataset must give \(input, target\) pairs \({got}.*write the loop yourself"
+    message = rf"dataset must give \(input, target\) pairs \({got}.*TensorDataset\(X, y\).*write the loop yourself"
     refused(ValueError, message, model, holder(model), Records([record] * N))
 
 

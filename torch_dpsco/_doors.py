@@ -120,6 +120,8 @@ def _kind(hint: Any) -> _Kind | None:
         return _items(origin, arguments)
     if origin in (Mapping, MutableMapping, dict):
         return _Kind(lambda value: isinstance(value, origin), "a mapping")
+    if origin is type:
+        return _Kind(lambda value: isinstance(value, type), "a class of torch_dpsco.estimators, as Ridge")
     if not isinstance(origin, type) or origin is object or getattr(origin, "_is_protocol", False):
         return None
     if origin.__name__ == "Dataset":  # any map will do
@@ -159,7 +161,8 @@ def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
     words = ["anything" if kind is None else kind.words for kind in inner]
     if fixed:
         return _Kind(admits, f"a tuple of ({', '.join(words)})")
-    return _Kind(admits, f"a list, each item {words[0]}" if words else "a list")
+    plain = not words or inner[0] is None
+    return _Kind(admits, "a list" if plain else f"a list, each item {words[0]}")
 
 
 def _iterable(value: Any) -> bool:

@@ -38,6 +38,7 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     "delta": (("budget", "Budget(epsilon, delta)"),),
     "intervals": (("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),),
     "groups": (("users", "the id of the user of each record"),),
+    "n": (("n_users", "the public number of users"), ("", _PLAN)),
 }
 for _theirs in ("max_grad_norm", "clipping_norm", "clip_norm", "norm_clip", "max_norm"):
     _WORDS[_theirs] = _WORDS["l2_norm_clip"]

@@ -25,6 +25,7 @@ from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityW
 
 Result = tuple[str, int]  # what is printed, and the exit code
 _AUDIT = ("delta", "trials", "confidence", "adjacency", "seed")
+_PLACES = {"frame": "TABLE"}  # what a word without an option is called in the help
 _PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 
 
@@ -189,7 +190,7 @@ def _fit(args: argparse.Namespace) -> Result:
     import torch_dpsco as dp
     from torch_dpsco import estimators, plots
 
-    schema = dp.Schema.load(_there("schema", args.schema))
+    schema: dp.Schema = _loaded("schema", dp.Schema.load, args.schema)
     unit = "example" if schema.rows_per_unit == 1 else "user"
     budget = dp.Budget(args.epsilon, args.delta, args.adjacency, unit=unit)
     given = {name: vars(args)[name] for name in ("metric", "holdout", "level", "intervals") if name in args}
@@ -203,7 +204,7 @@ def _fit(args: argparse.Namespace) -> Result:
         raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
     _require_writable(folder)
     show = partial(_say, sys.stdout)
-    table = _there("table", args.table)
+    table = _there("TABLE", args.table)
     given |= {"n": args.n, "show": show, "ledger_path": args.ledger, "check": not args.unchecked}
     study = _called(dp.study, table, schema, budget, **given)
     try:
@@ -226,10 +227,10 @@ def _predict(args: argparse.Namespace) -> Result:
     from torch_dpsco.schema import Schema
 
     _require_new(out=args.out)
-    model = Released.load(_there("model", args.model))
+    model: Released = _loaded("MODEL.json", Released.load, args.model)
     if model.schema is None:
-        raise ValueError(f"model must be one with a schema, as dpsco fit writes it (got {args.model!r})")
-    rows = Schema.from_dict(model.schema).features(_there("table", args.table))
+        raise ValueError(f"MODEL.json must be one with a schema, as dpsco fit writes it (got {args.model!r})")
+    rows = Schema.from_dict(model.schema).features(_there("TABLE", args.table))
     whole = np.asarray(np.isfinite(rows).all(1))
     columns = {"prediction": model.predict(rows[whole])}
     if model.kind in ("probabilities", "softmax"):
@@ -251,6 +252,15 @@ def _there(name: str, path: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"{name} must be a file that is there (got {path!r})")
     return path
+
+
+def _loaded(name: str, load: Callable[[str], Any], path: str) -> Any:
+    """Returns what a file holds; what is wrong inside of it is no option."""
+    _there(name, path)
+    try:
+        return load(path)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from error
 
 
 def _require_writable(folder: Path) -> None:
@@ -378,8 +388,12 @@ def _option(name: str) -> str:
 
 
 def _by_option(message: str) -> str:
-    """Returns a message that names the option in place of the field."""
-    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", lambda name: _option(name[0]), message)
+    """Returns a message that names the option, or the place, instead of the field."""
+
+    def named(name: re.Match[str]) -> str:
+        return _PLACES.get(name[0], _option(name[0]))
+
+    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
 
 
 def _value(text: str) -> Any:

@@ -150,8 +150,10 @@ class Released:
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"file must be JSON that Released.save wrote (got {os.fspath(path)!r})") from error
-        _require(isinstance(read, dict) and read.pop("format", None) == _FORMAT, f"format must be {_FORMAT!r}")
+            raise ValueError(f"path must be of JSON that Released.save wrote (got {os.fspath(path)!r})") from error
+        found = read.pop("format", None) if isinstance(read, dict) else None
+        ours = f"format must be {_FORMAT!r}, as Released.save and dpsco fit write it"
+        _require(found == _FORMAT, f"{ours} (got {check.shown(found)} in {os.fspath(path)!r})")
         version = read.pop("version", None)
         _require(type(version) is int and version == _VERSION, f"version must be {_VERSION}: take a newer torch_dpsco")
         wanted = list(cls.__dataclass_fields__)

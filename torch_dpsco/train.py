@@ -331,8 +331,8 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
     if not isinstance(record, (tuple, list)) or len(record) != 2:
         size = f" of {len(record)}" if isinstance(record, (tuple, list)) else ""
         raise ValueError(
-            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): wrap it in one that does, "
-            f"or write the loop yourself with optimizer.loader(dataset)"
+            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): give one that does, as "
+            f"torch.utils.data.TensorDataset(X, y), or write the loop yourself with optimizer.loader(dataset)"
         )
 
 

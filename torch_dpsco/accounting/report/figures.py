@@ -214,7 +214,7 @@ class OneRelease(Run):
 
 @dataclass(frozen=True)
 class OneFit(OneRelease):
-    """What is public about a fit in one call, as of an estimator: there are no steps and no `finalize()` of a user's."""
+    """What is public about a fit in one call, as of an estimator: it has no steps and no `finalize()` to call."""
 
 
 @dataclass(frozen=True)
