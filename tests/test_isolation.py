@@ -148,8 +148,8 @@ def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes
     data = TensorDataset(torch.randn(9, 3))
     for design, padding, said in (
         (Poisson(4, 9), False, "must not depend on how many others are in its batch"),
-        (Poisson(4, 9), True, "to which all are filled up"),
-        (Fixed(4, 9), False, "kernels for batches of one size"),
+        (Poisson(4, 9), True, "rows, to which all are filled up, compute each row"),
+        (Fixed(4, 9), False, "Kernels for batches of one size compute"),
     ):
         if adjacency != "replace_one" and isinstance(design, Fixed):
             continue
@@ -167,7 +167,7 @@ def test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up():
             model(x).sum(1).mean().backward()
             optimizer.step()
     assert optimizer.steps == 1
-    assert "batches are not filled up to a public size" in " ".join(str(optimizer.report(1e-5)).split())
+    assert "Batches are not filled up to a public size" in " ".join(str(optimizer.report(1e-5)).split())
 
 
 class ScaledBySize(nn.Module):

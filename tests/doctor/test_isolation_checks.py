@@ -86,7 +86,7 @@ def test_a_report_says_what_was_not_checked_and_what_was_not_filled_up():
     optimizer = make_optimizer(dp.attach(nn.Linear(3, 2)), Poisson(8, 32), adjacency="add_remove", noise=1.0)
     optimizer.loader(DATA, padding=False)
     text = " ".join(str(optimizer.report(1e-5)).split())
-    assert "batches are not filled up to a public size" in text
+    assert "Batches are not filled up to a public size" in text
     assert "it was not checked" in text
 
 

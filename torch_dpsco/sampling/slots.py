@@ -98,7 +98,7 @@ class Isolation:
                 f"batches are not filled up to a public size: a record's row must not depend on how many others are in "
                 f"its batch, to the last bit ({self.checked})"
             )
-        size = "one size" if self.block is None else f"{self.block} rows, to which all are filled up"
+        size = "one size" if self.block is None else f"{self.block} rows, to which all are filled up,"
         return (
             f"kernels for batches of {size} compute each row from its own record alone, to the last bit "
             f"({self.checked})"

@@ -116,10 +116,14 @@ def warning_sentences(report: PrivacyReport, run: Run) -> tuple[str, ...]:
     return (*_source(run), *numbers)
 
 
+def _sentence(line: str) -> str:
+    return f"{line[0].upper()}{line[1:].removesuffix('.')}."
+
+
 def sections(report: PrivacyReport, run: Run, version: str) -> tuple[Section, ...]:
     """Returns all other sentences, by topic."""
-    assumptions = (f"{line[0].upper()}{line[1:]}." for line in report.assumptions)
-    own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
+    assumptions = map(_sentence, report.assumptions)
+    own = (_sentence(line.replace("{units}", report.unit_names)) for line in run.assumptions)
     return (
         Section("What it means", tuple(_meaning(report, run))),
         Section("What is protected", tuple(_protected(report, run))),
