@@ -322,6 +322,13 @@ def test_records_that_are_no_pairs_are_refused(record: Any, got: str) -> None:
     refused(ValueError, message, model, holder(model), Records([record] * N))
 
 
+def test_an_optimizer_of_torch_is_refused() -> None:
+    model = linear()
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer must be a PrivateOptimizer, as HolderSGD\(.*got SGD"):
+        dp.fit(model, sgd, records(), LOSS, progress=False)
+
+
 def test_a_stream_is_refused() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:

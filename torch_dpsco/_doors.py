@@ -217,6 +217,7 @@ _HOW = {  # how to make what an argument must be
     "Logger": ", as loggers.tensorboard(writer)",
     "MeanOracle": " of torch_dpsco.oracles",
     "Module": " of torch.nn, the model itself",
+    "PrivateOptimizer": ", as HolderSGD(model.parameters(), plan)",
     "Problem": ", as losses.Logistic().problem(bound_x=...)",
     "Prox": " of torch_dpsco.prox, as prox.Ball(1.0)",
     "Schedule": ", as Schedule((Phase(steps=10),))",
