@@ -41,6 +41,12 @@ def second_run(m: Wired, x: Tensor, scale: float = 1.0) -> Tensor:
     return m.drop(scale * (x @ m.w)) if hasattr(m, "drop") else scale * (x @ m.w)
 
 
+def shard() -> nn.Module:
+    layer = nn.Linear(DIM, 2)
+    layer.weight._fsdp_flattened = True  # the mark of FSDP 1
+    return layer
+
+
 AT_ATTACH = {
     "BatchNorm": (lambda: nn.BatchNorm1d(DIM), "ModuleValidator.fix"),
     "InstanceNorm with statistics": (lambda: nn.InstanceNorm1d(DIM, track_running_stats=True), "ModuleValidator.fix"),
@@ -61,6 +67,7 @@ AT_ATTACH = {
         lambda: Wired(second_run, w=parameter(DIM, 2), drop=nn.Dropout(0.5)),
         "a module of their own",
     ),
+    "a shard": (shard, "must not be sharded"),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(DIM, 2)), "the module inside"),
 }
 

@@ -60,6 +60,16 @@ def test_norms_of_items_are_never_below_the_exact_norm(seed, size, double):
         assert bound <= math.sqrt(exact) * (1 + 2.0**-13) + hidden + 1e-150
 
 
+def test_many_small_items_beside_a_large_one_count():
+    # each square is less than half a unit of the sum, so that adding them one by one loses all of them
+    n_items = 2**18
+    vectors = torch.full((n_items, 1), 2.0**-27, dtype=torch.float64)
+    vectors[0] = 1.0
+    block = ItemBlock(torch.zeros(n_items, dtype=torch.int64), torch.arange(n_items), vectors, 1, n_items)
+    exact = 1 + (n_items - 1) * Fraction(2) ** -54
+    assert exact <= Fraction(float(block.norms())) ** 2 <= exact * (1 + Fraction(2) ** -33)
+
+
 def test_sums_of_items_are_kept_in_float32_only_where_that_is_planned():
     block, rows = made(3)
     weights = torch.full((RECORDS,), 0.5, dtype=torch.float64)

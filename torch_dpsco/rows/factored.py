@@ -68,7 +68,7 @@ def linear_factors(acts: Tensor) -> Tensor:
     not overflow, so that quotients by them do not underflow; single inputs may be larger, and have float64 ones.
     """
     if acts.dtype == torch.float64 or acts.shape[1] == 1 or native.suits(acts):
-        # PRIVACY: (test_rows_of_one_huge_feature_are_clipped)
+        # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm, test_rows_of_one_huge_feature_are_clipped)
         return input_factors(acts, bias=True)
     if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
         # PRIVACY: for the roundings of a norm and a clip weight (test_single_factors_have_room_for_fourteen_roundings)

@@ -184,8 +184,8 @@ class GhostBlock(Block):
 
 def _shortening(promised: Tensor, again: Tensor) -> Tensor:
     """Returns the factors in [0, 1] that make rows as short as was promised; 0 for rows that are not finite now."""
-    # PRIVACY: 8 eps covers the roundings (test_what_is_shortened_is_not_longer_than_was_promised)
-    shorter = promised / again * (1.0 - 8 * torch.finfo(torch.float64).eps)
+    # PRIVACY: for the roundings of quotient and products (test_what_is_shortened_is_not_longer_than_was_promised)
+    shorter = promised / again * (1.0 - 2.0**-49)
     return torch.where(again <= promised, torch.ones_like(promised), shorter).nan_to_num_(nan=0.0)
 
 

@@ -102,9 +102,10 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coa
     layers = list(layers)
     if not params:
         return None
-    # PRIVACY: frozen ones too lie between the loss and the rows (test_frozen_single_precision_counts_for_a_mean_loss)
     if params[0].dtype == torch.float64:
         known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+        # PRIVACY: frozen ones too lie between the loss and the rows
+        # (test_frozen_single_precision_counts_for_a_mean_loss)
         if all(p.dtype == torch.float64 for p in known):
             return None
     device = params[0].device.type

@@ -112,7 +112,8 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
 
 def _require_whole(module: nn.Module, name: str = "") -> None:
     # PRIVACY: a layer cut by tensor parallelism sees a part of each row, whose norm is too small
-    # (test_a_wrapped_or_sharded_model_is_refused_by_name)
+    # (test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left,
+    # test_a_wrapped_or_sharded_model_is_refused_by_name)
     if is_sharded(module) or any(is_sharded(p) for p in module._parameters.values() if p is not None):
         raise ValueError(
             f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped and noised for whole "
@@ -128,8 +129,6 @@ def require_whole(model: nn.Module) -> None:
 
 
 def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    # PRIVACY: max_norm overwrites the weights of the items that occur, without noise
-    # (test_a_forward_must_not_write_to_trained_weights)
     wrong = [
         option
         for option, value in (
@@ -142,6 +141,8 @@ def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) 
         )
         if value
     ]
+    # PRIVACY: max_norm overwrites the weights of the items that occur, without noise
+    # (test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left)
     if wrong:
         raise ValueError(f"{type(module).__name__} {name!r} must have {' and '.join(wrong)} for per-sample gradients")
 

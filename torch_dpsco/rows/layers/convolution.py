@@ -123,7 +123,7 @@ class _Waiting(Kept):
     def _made(self) -> Kept:
         use, self._use = self._use, None
         assert use is not None
-        # PRIVACY: (test_an_input_that_is_overwritten_before_the_step_is_refused)
+        # PRIVACY: (test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already)
         require_unwritten((use.x, use.grad), self._versions)
         return _kept(use, self._trained)
 

@@ -45,7 +45,7 @@ class ItemBlock(Block):
         norms = row_norms(self.vectors)
         squares = norms.new_zeros(self.n_records).index_add_(0, self.records, norms.square_())
         # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
-        # added (test_norms_of_items_are_never_below_the_exact_norm)
+        # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
         return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64] + self.n_items * 2.0**-53).add_(2.0**-500)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
