@@ -58,6 +58,8 @@ def test_neighbors_differ_by_at_most_the_charged_sensitivity_on_the_grid(std, se
         assert step <= moved * grid.spacing <= step + 1.5 * grid.spacing  # rounding does add to the step
     # the bound of the proof, in rational numbers: D + 1.5 g sqrt(d) <= charged
     root = Fraction(math.isqrt(dim * 10**12) + 1, 10**6)
+    if grid.bits > 12:  # half of what is charged for it
+        assert Fraction(3, 2) * Fraction(grid.spacing) * root <= Fraction(charged) * Fraction(1.00001) / 2**13
     assert Fraction(sensitivity) + Fraction(3, 2) * Fraction(grid.spacing) * root <= Fraction(charged)
 
 

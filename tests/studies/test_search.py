@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
@@ -50,6 +51,12 @@ def test_the_plan_keeps_the_budget(law, adjacency):
     assert plan.trial.epsilon < 4.0
     assert "5 on average" in str(plan)
     assert plan.event.adjacencies == (adjacency,)
+
+
+def test_a_root_that_is_found_from_above_is_moved_into_the_budget(monkeypatch):
+    brentq = scipy.optimize.brentq
+    monkeypatch.setattr(scipy.optimize, "brentq", lambda *given, **more: brentq(*given, **more) + 0.01)
+    assert 0.98 * 4.0 < search().plan(2).epsilon <= 4.0
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -300,7 +300,8 @@ class BoltOnPlan(RowFreePlan):
         """Returns the only release."""
         if self.noise == "gaussian":
             return super().event()
-        # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused)
+        # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused); margin of the
+        # quotient (docs/proofs/rounding.md#model-of-arithmetic)
         scale = check.positive(noise_scale=self.noise_scale)
         return KNorm(scaled_up(self.sensitivity / scale, 2), self.dim, adjacencies=(self.adjacency,))
 

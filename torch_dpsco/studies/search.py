@@ -154,7 +154,8 @@ class PrivateSearch(BaseEstimator):
             if excess(root) > 0:
                 low = self._least(excess, root)
                 root = scipy.optimize.brentq(lambda x: excess(x) + _CLOSE, low, root, xtol=_CLOSE / 4)
-            # PRIVACY: a root is found from either side (test_the_plan_keeps_the_budget)
+            # PRIVACY: a root is found from either side
+            # (test_a_root_that_is_found_from_above_is_moved_into_the_budget)
             while excess(root) > 0:
                 root -= _CLOSE / 4
         trial = self._trial(budget, math.exp(root))

@@ -152,7 +152,9 @@ def bolt_on_sensitivity(
     hits = scale * computed.grad_bound * sizes * shrink * tails
     starts = np.arange(0, sizes.size, check.positive_count(steps_per_epoch=steps_per_epoch))
     # PRIVACY: a record is in any one batch of each epoch (test_no_pair_of_neighbors_moves_the_answer_further)
-    moved = float(np.maximum.reduceat(hits, starts).sum()) + 2 * float(computed.added @ tails)
+    moved = float(np.maximum.reduceat(hits, starts).sum())
+    # margin: both runs are rounded (docs/proofs/rounding.md#two-runs-in-floating-point)
+    moved += 2 * float(computed.added @ tails)
     if average != "last":
         moved += 2 * computed.average_error
     return safe(min(moved, 2 * computed.radius), 4 * sizes.size + 64)
@@ -321,7 +323,8 @@ class _Request(RunRequest):
         if self.noise_multiplier is not None:
             return self.noise_multiplier * sensitivity
         if self.delta == 0:
-            # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused)
+            # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused);
+            # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
             return scaled_up(sensitivity / self.epsilon, 8)
         return gaussian_sigma(self.epsilon, self.delta, sensitivity)
 

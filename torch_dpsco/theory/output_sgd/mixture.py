@@ -60,7 +60,8 @@ class SensitivityLaw:
         """Returns sum of mass times delta_G(epsilon, sensitivity / sigma), plus what is lost, rounded up."""
         positive = self.sensitivities > 0
         curve = np.exp(_log_delta(epsilon, self.sensitivities[positive] / sigma))
-        # PRIVACY: rounded up (test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns)
+        # PRIVACY: rounded up (test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns); margin of
+        # the sum (docs/proofs/rounding.md#model-of-arithmetic)
         return min(1.0, scaled_up(float(self.masses[positive] @ curve) + self.lost, int(positive.sum()) + 16))
 
 
@@ -98,11 +99,11 @@ def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     rate, steps = _rate(sample_rate), path.hits.size
     edges = np.unique(np.linspace(0, steps, _BLOCKS + 1).astype(np.int64))
     largest, lengths = path.hits.max(initial=0.0), np.diff(edges)
-    # PRIVACY: at least one unit, so that nothing but the empty set has none
-    # (test_a_hit_of_size_zero_still_pays_for_the_drift)
     many = steps * rate + 14 * math.sqrt(steps * rate) + 40  # more hits than there will be
     levels = int(min(_UNITS, max(_LEAST_UNITS, _ATOMS / many)))
     unit = max(up(float(largest) / levels, 4 * _U), math.ulp(0.0))
+    # PRIVACY: at least one unit, so that nothing but the empty set has none
+    # (test_a_hit_of_size_zero_still_pays_for_the_drift)
     units = np.maximum(1, np.ceil(np.maximum.reduceat(path.hits, edges[:-1]) / unit)).astype(np.int64)
     start, masses, lost = 0, np.ones(1), 0.0
     for length, size in zip(lengths.tolist(), units.tolist(), strict=True):
@@ -161,7 +162,8 @@ def _log_binomial(k: FloatArray, trials: int, rate: float) -> FloatArray:
         return np.where(k == trials, 0.0, -np.inf)
     choose = gammaln(trials + 1.0) - gammaln(k + 1) - gammaln(trials - k + 1)
     powers = k * math.log(rate) + (trials - k) * math.log1p(-rate)
-    # PRIVACY: the rounding of terms that cancel (test_binomial_masses_are_upper_bounds)
+    # PRIVACY: terms that cancel are rounded (test_binomial_masses_are_upper_bounds); margin of the terms
+    # (docs/proofs/holder.md#independent-batches)
     slack = 16 * _U * (4 + float(gammaln(trials + 1.0)) + np.abs(powers))
     return np.asarray(choose + powers + slack)
 
@@ -174,7 +176,8 @@ def _log_delta(epsilon: float, mu: FloatArray) -> FloatArray:
     known = np.isfinite(first)
     gap = np.zeros_like(mu)
     gap[known] = second[known] - first[known]
-    # PRIVACY: log_ndtr errs by a few ulps of itself (test_the_curve_of_the_mixture_is_never_below_the_exact_one)
+    # PRIVACY: log_ndtr errs by a few ulps of itself (test_the_curve_of_the_mixture_is_never_below_the_exact_one); margin
+    # of the curve (docs/proofs/holder.md#independent-batches)
     error = 16 * _U * (4 + epsilon + np.abs(np.where(known, first, 0.0)) + mu**2)
     share = np.minimum(1.0, -np.expm1(np.minimum(gap, 0.0)) + error)
     return np.where(known, first + np.log(share) + error, -np.inf)

@@ -124,7 +124,7 @@ class UserFilterPlan:
         if (check.nonnegative(coupling_failure=self.coupling_failure) > 0) != random:
             wanted = "> 0" if random else "0"
             raise ValueError(f"coupling_failure must be {wanted} for {self.filter!r} (got {self.coupling_failure})")
-        # PRIVACY: a plan cannot claim less than it proves (test_no_plan_claims_more_than_it_proves)
+        # PRIVACY: a plan cannot claim less than it proves (test_half_the_noise_or_delta_of_a_plan_is_refused)
         if not (proved := self.delta_at(self.epsilon)) <= self.delta:
             raise ConditionError(
                 f"delta must be >= {proved:g}, what is proved at epsilon={self.epsilon:g} (got {self.delta:g})"
