@@ -176,8 +176,8 @@ def _log_delta(epsilon: float, mu: FloatArray) -> FloatArray:
     known = np.isfinite(first)
     gap = np.zeros_like(mu)
     gap[known] = second[known] - first[known]
-    # PRIVACY: log_ndtr errs by a few ulps of itself (test_the_curve_of_the_mixture_is_never_below_the_exact_one); margin
-    # of the curve (docs/proofs/holder.md#independent-batches)
+    # PRIVACY: log_ndtr errs by a few ulps of itself (test_the_curve_of_the_mixture_is_never_below_the_exact_one);
+    # margin of the curve (docs/proofs/holder.md#independent-batches)
     error = 16 * _U * (4 + epsilon + np.abs(np.where(known, first, 0.0)) + mu**2)
     share = np.minimum(1.0, -np.expm1(np.minimum(gap, 0.0)) + error)
     return np.where(known, first + np.log(share) + error, -np.inf)
