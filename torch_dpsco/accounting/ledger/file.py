@@ -400,7 +400,8 @@ def _opened(path: str) -> int:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError("not a regular file")
             _lock(fd, path)
-            # PRIVACY: a file without its name is not the one that others read (test_no_charge_is_lost_between_writers)
+            # PRIVACY: a file without its name is not the one that others read
+            # (test_a_file_that_lost_its_name_before_it_was_locked_is_not_the_ledger)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         except BaseException:

@@ -110,8 +110,8 @@ class Journal:
         """
         mine = self.book
         brought = len(book.ledger) <= mine.config.get("brought", -1)
-        # PRIVACY: a rank that has taken the book of rank 0's file over knows what that knows
-        # (test_a_run_of_two_processes_goes_on_after_a_crash)
+        # PRIVACY: only the run's own file knows what was released since; a rank that has taken the book of rank 0's
+        # file over knows what that knows (test_a_run_is_resumed_with_its_own_ledger_file_only)
         if not self._is_filed or book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
                 f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
