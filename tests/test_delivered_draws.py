@@ -75,9 +75,8 @@ def test_a_loop_cannot_leave_a_draw_out(design: Design, make: Callable[..., Any]
     loader = make(opt)
 
     def choose() -> None:
-        x = torch.zeros(0)
-        while len(x) <= N:
-            (x,) = next(iter(loader))
+        for _ in range(5):
+            next(iter(loader))
 
     with pytest.raises(SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"):
         choose()
@@ -119,6 +118,20 @@ def test_a_step_that_fails_does_not_exchange_its_draw(design: Design) -> None:
     assert again.tolist() == x.tolist()
     step(model, opt, again)
     assert opt.steps == made + 1
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
+def test_no_part_of_a_draw_comes_before_the_one_before_it_is_used(design: Design) -> None:
+    """A loop could else look at all parts of a draw, and use those that it likes."""
+    model, opt = run(design)
+    for k in range(2):
+        batches = iter(opt.loader(DATA, physical_batch_size=1))
+        for _ in range(k):
+            step(model, opt, next(batches)[0])
+        next(batches)
+        with pytest.raises(SequenceError, match="the previous batch was not used"):
+            next(batches)
+        opt.discard()
 
 
 def test_a_draw_given_up_goes_to_the_next_loader_whole_or_in_parts() -> None:

@@ -46,7 +46,7 @@ def test_a_release_never_joins_parts_of_two_draws(own_loader):
         # the caller's code failed here, and goes on with the next batch
         half_of_a_batch(opt.step)
 
-    with pytest.raises(SequenceError):
+    with pytest.raises(SequenceError, match="the previous batch was not used"):
         two_halves()
     assert len(opt.accountant) == 0
     assert model.weight.item() == 0.0

@@ -197,8 +197,9 @@ class DrawLog:
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)
-        # PRIVACY: else a release could join parts of two draws, and a record of both would count twice
-        # (test_a_release_never_joins_parts_of_two_draws)
+        # PRIVACY: a loop that has seen several batches could use those that it likes; with parts of two draws in one
+        # release a record of both would count twice
+        # (test_no_part_of_a_draw_comes_before_the_one_before_it_is_used, test_a_release_never_joins_parts_of_two_draws)
         self._require_used()
         if self._split is not None:
             raise SequenceError(
@@ -284,7 +285,8 @@ class DrawLog:
             # (test_a_loader_whose_draw_was_seen_is_not_bound)
             raise SequenceError("loader must be bound before its first batch is drawn: bind a new one")
         # PRIVACY: places that ranks have drawn in their shards may be places of one record in a common data set
-        # (test_a_draw_of_a_shard_is_no_draw_of_all_records)
+        # (test_a_draw_given_up_is_refused_on_a_data_set_of_another_size,
+        # test_a_draw_of_a_shard_is_no_draw_of_all_records)
         if old.held is not None and (old.size, old.own) != (self.size, self.own):
             raise SequenceError(
                 "a draw was given up and is the next one again: use a loader of the same data set, by "

@@ -216,7 +216,9 @@ class PrivateLoader:
         """Whether as many records as there are have their own order."""
         # PRIVACY: in blocks that are filled up records stand where their places say, not in order
         # (test_a_filled_block_of_all_records_has_them_at_their_places)
-        return isinstance(self.design, Full) and self.slots is None  # other draws have records in another order
+        if self.slots is not None:
+            return False
+        return isinstance(self.design, Full)  # other draws have records in another order
 
     def positions(self) -> Iterator[Tensor | None]:
         """Iterates over the positions of the records of each batch: (B,) int64, -1 for rows of the filling.

@@ -161,8 +161,10 @@ class _KeyedSampler(OnePassSampler):
     resumed = False  # whether the partition was given
 
     def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
         # PRIVACY: of no use to a copy (test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws)
-        return {key: value for key, value in super().__getstate__().items() if key != "partition"}
+        del state["partition"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

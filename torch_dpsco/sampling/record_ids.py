@@ -143,6 +143,7 @@ def start_of_pass(key: bytes, k: int) -> Any:
 def pick(start: Any, name: bytes, batches: int) -> int:
     """Returns the batch, 0..batches - 1, of a record in the pass of `start`; `name` has the bytes of its id."""
     one = start.copy()
-    # PRIVACY: of its id alone (test_a_record_less_moves_no_other_wherever_it_was)
+    # PRIVACY: of its own id, and of its id alone
+    # (test_picks_by_ids_are_uniform_and_independent, test_a_record_less_moves_no_other_wherever_it_was)
     one.update(name)
     return int.from_bytes(one.digest(), "little") % batches

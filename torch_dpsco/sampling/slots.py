@@ -54,7 +54,7 @@ def capacity(design: Design, *, processes: int = 1, records: int | None = None) 
     """
     if isinstance(design, Parts):
         # PRIVACY: a part of all its records has a random number of them, if they were assigned to it
-        # (test_a_record_more_than_declared_overflows_as_rarely)
+        # (test_a_part_of_assigned_records_overflows_as_rarely)
         drawn = isinstance(design, AssignedParts)
         inner = [Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts]
         return max(capacity(part, processes=processes, records=records) for part in inner)
