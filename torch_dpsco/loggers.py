@@ -117,12 +117,12 @@ class Logger:
         if isinstance(optimizer, PrivateOptimizer) and optimizer.in_draw:
             if vouched:
                 raise SequenceError("public must be given after the last chunk of a batch, not before")
-            # PRIVACY: the number of chunks tells the size of a draw (test_chunks_of_a_draw_leave_one_line)
-            return
+            return  # what is due was written after the step
         if is_first():
             self._log(optimizer, step, vouched)
 
     def _log(self, optimizer: CommonOptimizer, step: int, vouched: dict[str, float]) -> None:
+        # PRIVACY: one line a step: the number of chunks tells the size of a draw (test_chunks_of_a_draw_leave_one_line)
         due = step and (optimizer.finalized or step % self._every == 0) and self._last != (optimizer.run, step)
         line = self._numbers(optimizer) if due else {}
         if line or vouched:

@@ -106,8 +106,7 @@ def draw_deep(points: Sequence[Sequence[int]], numbers: TukeyNumbers, source: So
         raise ValueError(f"points must be {numbers.parts}, more than twice their depth (got {len(points)})")
     boxes = Boxes(points)
     noise = draw_laplace(numbers.scale, 1, source)
-    # PRIVACY: else a changed point may empty the deep boxes (test_without_the_check_delta_is_broken,
-    # test_models_that_disagree_give_the_answer_none)
+    # PRIVACY: else a changed point may empty the deep boxes (test_models_that_disagree_give_the_answer_none)
     if boxes.distance(numbers) + noise < numbers.threshold:
         return None
     ends, stream = list(accumulate(boxes.law(numbers))), stream_of(source)

@@ -281,7 +281,7 @@ def tilted(law: GridLaw, tilt: float) -> TiltedLaw:
     top = float(exponents.max())
     mass = np.exp(exponents - top)
     total = float(mass.sum())
-    # PRIVACY: rounded up (test_the_error_bound_covers_the_difference_to_an_exact_convolution)
+    # margin: rounded up (docs/proofs/accounting.md#composition-by-transforms)
     mass *= (1 + 4 * UNIT * (4 + 2 * np.abs(log_mass) + np.abs(exponents) + abs(top))) / total
     return TiltedLaw(law, mass, top + math.log(total))
 
