@@ -21,6 +21,7 @@ from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.distributed import World
 from torch_dpsco.errors import UnitError
+from torch_dpsco.optim import checks
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.users.centered import Centered
@@ -264,6 +265,15 @@ def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unit", "processes", "said"), [("user", 2, True), ("user", 1, False), ("example", 2, False)])
+def test_users_need_a_shard_in_several_processes(
+    unit: str, processes: int, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "world_size", lambda: processes)
+    problem = checks.problem_of_shard(None, 5, "replace_one", unit)
+    assert problem.startswith("shard must be given with users in a run of several") is said
 
 
 def test_one_process_takes_its_shard_of_users_for_all_there_are() -> None:

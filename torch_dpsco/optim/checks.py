@@ -91,7 +91,8 @@ def problem_of_shard(shard: int | None, held: int, adjacency: Adjacency, unit: s
     things = "records" if unit == "example" else f"{unit}s"
     if shard is None:
         # PRIVACY: users whose records are on several ranks would count once on each
-        # (test_users_without_a_shard_are_refused_on_all_ranks)
+        # (test_users_without_a_shard_are_refused_on_all_ranks,
+        # test_users_need_a_shard_in_several_processes)
         return _UNSHARED if unit != "example" and world_size() > 1 else ""
     positive_count(shard=shard)
     if adjacency != ADD_REMOVE and held > shard:  # else it is private, and shard a reference, as n is

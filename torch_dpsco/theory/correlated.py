@@ -93,6 +93,7 @@ class Banded:
             # PRIVACY: every later position shifts (test_add_remove_is_refused)
             raise AdjacencyError("correlated noise is proved for zero_out and replace_one, where positions stay")
         square = (participations - 1) * self._square(self.bands) + self._square(min(self.bands, last))
+        # margin: of the root (docs/proofs/rounding.md#model-of-arithmetic)
         return scaled_up(sensitivity_factor(adjacency) * math.sqrt(square), 4)
 
     def rounding(self, steps: int, separation: int, dim: int) -> float:

@@ -89,7 +89,8 @@ def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, g
     logs = log_expansion(alpha, constant, np.log(lr), glm)
     if np.max(logs, initial=-math.inf) > _LARGEST_LOG_RATE:
         raise ConditionError(f"lr: step size too large for this alpha: its expansion overflows (got {largest:g})")
-    # PRIVACY: rounded up (test_the_expansion_is_never_below_its_value_in_high_precision)
+    # PRIVACY: rounded up (test_the_expansion_is_never_below_its_value_in_high_precision); margin of
+    # the exponential (docs/proofs/rounding.md#model-of-arithmetic)
     return np.asarray(scaled_up(np.exp(logs), 4))
 
 
@@ -189,7 +190,8 @@ def run_path(
     cap = 2 * check.positive(allow_inf=True, radius=radius)
     if arithmetic is not None and cap < math.inf:
         cap = 2 * (arithmetic.norm_bound(radius) + arithmetic.average_error(sizes.size, radius))
-    # PRIVACY: rounded up (test_the_path_agrees_with_the_double_sum_and_is_never_below_it)
+    # PRIVACY: rounded up (test_the_path_agrees_with_the_double_sum_and_is_never_below_it); margin of
+    # the sums (docs/proofs/rounding.md#model-of-arithmetic)
     hits = scaled_up(scale * sizes * bounds * tails, slack)[:-1]
     return RunPath(drift=scaled_up(drift, slack), hits=hits, cap=scaled_up(cap, 8))
 
