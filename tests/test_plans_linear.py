@@ -33,13 +33,11 @@ from torch_dpsco.linear.output import OutputPlan, _sensitivity
 from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
-from torch_dpsco.linear.tukey import TukeyPlan
 from torch_dpsco.linear.users import UserGDPlan
 from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
-from torch_dpsco.theory.linear.tukey import TukeyNumbers
 
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
@@ -207,8 +205,6 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
     plan = model.plan_
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert isinstance(plan, AdaSSPPlan if secure else BoostedPlan)
-    deep = estimators.Ridge(n=30_000, mechanism="tukey").plan(DIM)
-    assert Plan.from_dict(json.loads(json.dumps(deep.to_dict()))) == deep
     if secure:
         assert type(Plan.from_dict(plan.to_dict()).constants) is type(plan.constants)
         assert "exact noise chosen" in str(plan)
@@ -250,7 +246,6 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1]
     ),
     "boosted": of_task("boosted_adassp", REAL),
     "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
-    "tukey": of_task("tukey", {**REAL, "n": 9000}, dp.Budget(3.0, 1e-6, "add_remove")),
     "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),
     "preconditioned": of_task("auto", {"loss": SOFTMAX}),
     "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
@@ -281,7 +276,6 @@ class Draws:
         monkeypatch.setattr(module, "symmetric_noise", self._symmetric, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
         monkeypatch.setattr(module, "solve", self._solve, raising=False)
-        monkeypatch.setattr(module, "draw_deep", self._deep, raising=False)
         monkeypatch.setattr(module, "build_objective", self._objective, raising=False)
         size = plan.task.n
         rows, targets = torch.zeros(size, plan.task.dim), torch.ones(size)
@@ -307,11 +301,6 @@ class Draws:
     def _symmetric(self, size: int, diagonal: float, off: float, _: Any) -> torch.Tensor:
         self.scales += [off, diagonal]
         return torch.zeros(size, size, dtype=torch.float64)
-
-    def _deep(self, points: list[list[int]], numbers: TukeyNumbers, _: Any) -> list[int]:
-        assert len(points) == numbers.parts
-        self.scales += [numbers.base, numbers.rarity, numbers.scale, numbers.threshold]
-        return points[0]
 
     def _measure(self, size: int, scale: float, _: Any) -> torch.Tensor:
         self.measured.append((size, scale))
@@ -388,10 +377,6 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert len(last) in (0, 32)
         levels = [sides * plan.clip / std for std in first] + [sides * math.sqrt(2) / std for std in last]
         assert event.mu * hair >= math.hypot(*levels)
-    elif isinstance(plan, TukeyPlan):
-        base, rarity, scale, threshold = scales
-        assert event.eps * hair >= 1 / scale + 2 * math.log(base) + math.log1p(rarity)
-        assert event.delta * hair >= max(rarity, math.exp(-threshold / scale) / (1 + math.exp(-1 / scale)))
     elif isinstance(plan, PreconditionedGDPlan):
         gram, *steps = scales
         clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...

@@ -83,4 +83,4 @@ def test_all_missing_settings_are_named_at_once() -> None:
     with pytest.raises(ValueError, match="n, bound_x and bound_y must be given"):
         Ridge().plan(2)
     with pytest.raises(ValueError, match=r"^n must be given: "):
-        Ridge(mechanism="tukey").plan(2)
+        Ridge(bound_x=1.0, bound_y=1.0).plan(2)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import plots
 from torch_dpsco.accounting.report.figures import rounded_up
-from torch_dpsco.linear import NO_BOUND, LinearFit, fit_linear
+from torch_dpsco.linear import LinearFit, fit_linear
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.preparation import Preparation, Units
 from torch_dpsco.linear.solvers.newton import lbfgs, newton
@@ -385,9 +385,6 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     if isinstance(loss, (Pinball, SmoothedPinball)):
         loss = SmoothedPinball(quantile=loss.quantile, width=_KINK * float(targets.double().std()) + 1e-9)
     given = _given(task)
-    if given.bound_x == NO_BOUND:  # these rows are public
-        longest = float(torch.linalg.vector_norm(given(sample.features[rows]), dim=1).max())
-        given = replace(given, bound_x=max(2 * longest, 1e-9))
     given = replace(given, intercept=given.bound_x if task.preparation.intercept else 0.0)
     weights = torch.from_numpy(1.0 / np.bincount(users)[users]).to(targets.device)
     if sample.weights is not None:

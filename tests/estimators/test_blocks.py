@@ -216,7 +216,6 @@ def test_other_blocks_of_the_same_records_are_no_change(same_noise):
         ("AdversarialClassifier", {}, "tilted and adversarial"),
         ("LinearSVC", {"loss": "hinge"}, "smoothed_hinge"),
         ("QuantileRegressor", {"width": 0.0}, "width > 0"),
-        ("Ridge", {"mechanism": "tukey", "n": 10_000}, "tukey"),
         ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )

@@ -264,7 +264,6 @@ def test_no_record_comes_back():
         ("AdversarialClassifier", {}, "tilted and adversarial"),
         ("LinearSVC", {"loss": "hinge"}, "smoothed_hinge"),
         ("QuantileRegressor", {"width": 0.0}, "width > 0"),
-        ("Ridge", {"mechanism": "tukey", "n": 10_000}, "tukey"),
         ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )

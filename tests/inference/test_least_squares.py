@@ -155,7 +155,7 @@ def test_without_an_intercept_the_number_of_records_must_be_public():
         ({"intervals": 0.0}, "intervals"),
         ({"intervals": 1.0}, "intervals"),
         ({"mechanism": "boosted_adassp"}, "mechanism must be 'adassp'"),
-        ({"mechanism": "tukey"}, "mechanism must be 'adassp'"),
+        ({"mechanism": "output"}, "mechanism must be 'adassp'"),
         ({"secure": "exact"}, "secure must be None"),
         ({"delta": 0.0}, "delta must be > 0"),
         ({"radius": 3.0}, "radius must be inf"),

@@ -146,7 +146,6 @@ class LinearModel(BaseEstimator):
     secure: str | None = None
     accountant: Accountant | None = None
 
-    _boundless: ClassVar[str] = ""  # how to do without bounds
     _in_parts: ClassVar[bool] = True  # whether the objective is a sum over records, which may come in parts
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
@@ -332,7 +331,7 @@ class LinearModel(BaseEstimator):
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
-        return {"n": _HOW_TO_COUNT, "bound_x": f"{_HOW_TO_BOUND}{self._boundless}"}
+        return {"n": _HOW_TO_COUNT, "bound_x": _HOW_TO_BOUND}
 
     def _require_given(self) -> None:
         """Raises ValueError for all settings together that must be given and are not."""
@@ -357,7 +356,7 @@ class LinearModel(BaseEstimator):
 
     def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
-        if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept or self.mechanism == "tukey":
+        if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept:
             return None  # of public units; so is the origin that a line without an intercept goes through
         mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)

@@ -7,7 +7,7 @@ targets if they lie far from 0, and divide them by a public scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.data import as_column
 from torch_dpsco.estimators.protocol import RegressorMixin
 from torch_dpsco.inference import Debiased, least_squares
-from torch_dpsco.linear import NO_BOUND, PrivatePreparation
+from torch_dpsco.linear import PrivatePreparation
 from torch_dpsco.linear.adassp import AdaSSPPlan
 from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
@@ -50,7 +50,7 @@ class Regressor(RegressorMixin, LinearModel):
         return {"bound_y": self._bound() if prepare is None else prepare.most}
 
     def _required(self) -> dict[str, str]:
-        return super()._required() | {"bound_y": f"{_HOW_TO_BOUND_TARGETS}{self._boundless}"}
+        return super()._required() | {"bound_y": _HOW_TO_BOUND_TARGETS}
 
     def _bound(self) -> float:
         return check.positive(bound_y=self.bound_y)
@@ -175,12 +175,9 @@ class Ridge(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, radius, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
         reg: > 0, a ridge of the answer; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
-        mechanism: also "tukey", a deep one among least squares of many parts of the table: bound_x and bound_y may be
-            None then, n must be hundreds of times the number of features, and "none" (weights of 0, with a warning)
-            may be the answer.
         intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for the sum of squared targets, which
             `summary` needs beside X'X and X'y (0.05 is a good one). Then nothing is measured, and the mechanism is
             AdaSSP. None for no intervals.
@@ -197,22 +194,10 @@ class Ridge(Regressor):
         (True, 'boosted_adassp')
 
     Source:
-        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics; docs/proofs/tukey.md
+        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics
     """
 
     intervals: float | None = None
-
-    _boundless: ClassVar[str] = ". Without bounds, mechanism='tukey' fits a large table"
-
-    def _required(self) -> dict[str, str]:
-        needed = super()._required()
-        return needed if self.mechanism != "tukey" else {"n": needed["n"]}
-
-    def _bound_on_rows(self) -> float:
-        return NO_BOUND if self.mechanism == "tukey" and self.bound_x is None else super()._bound_on_rows()
-
-    def _bound(self) -> float:
-        return NO_BOUND if self.mechanism == "tukey" and self.bound_y is None else super()._bound()
 
     def _wanted(self) -> tuple[float | None, bool, float]:
         if self.mechanism not in ("auto", "boosted_adassp"):

@@ -1,7 +1,7 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`, `tukey`: a plan for each mechanism, which
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`: a plan for each mechanism, which
   solves and releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.
@@ -30,7 +30,6 @@ from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_parted_records, make_partitioned_records, make_records
-from torch_dpsco.linear.tukey import NO_BOUND, plan_tukey
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -40,7 +39,6 @@ from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",
-    "NO_BOUND",
     "LinearFit",
     "LinearTask",
     "Partitions",
@@ -55,7 +53,7 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd", "tukey")
+MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd")
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -170,8 +168,6 @@ def plan_linear(
         return plan_adassp(task, mode, secure)
     if mechanism == "boosted_adassp":
         return plan_boosted(task, secure=secure)
-    if mechanism == "tukey":
-        return plan_tukey(task)
     if mechanism == "preconditioned_gd":
         return plan_preconditioned_gd(task, secure)
     if mechanism == "noisy_gd":
@@ -207,8 +203,6 @@ def require_sums(plan: LinearPlan) -> None:
     task, kind = plan.task, "records in blocks, and sparse rows, give sums only"
     if plan.unit == "user":
         raise ConditionError(f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays")
-    if plan.mechanism == "tukey":
-        raise ConditionError(f"mechanism must not be 'tukey': {kind}, and it fits parts drawn at random. Fit arrays")
     if task.tilt or task.attack_radius:
         raise ConditionError(f"tilted and adversarial losses need arrays: {kind}, of plain losses")
     if task.smoothness is None and plan.mechanism == "output":
