@@ -35,7 +35,6 @@ from tests.doors.shared import (
     LOSS,
     Good,
     N,
-    accountant,
     budget,
     call,
     made,
@@ -259,7 +258,6 @@ simple(
     canaries=lambda: [(torch.zeros(DIM), torch.ones(1))],
 )
 CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
-NORMS = lambda: torch.linspace(0.1, 3.0, 500).numpy()  # noqa: E731
 simple("clip_selection.adaptive_clip_update", clip_selection.adaptive_clip_update, clip=1.0, fraction=0.5, target=0.5)
 simple("clip_selection.pilot_size", clip_selection.pilot_size, n=1000)
 simple("clip_selection.rank_error", clip_selection.rank_error, epsilon=1.0, grid_size=50)
@@ -271,22 +269,6 @@ simple(
     pilot_size=200,
     epsilon=1.0,
     grid_size=50,
-)
-simple(
-    "clip_selection.private_quantile",
-    clip_selection.private_quantile,
-    norms=lambda: NORMS(),
-    quantile=0.5,
-    epsilon=1.0,
-    accountant=lambda: accountant(),
-)
-simple(
-    "clip_selection.private_moment",
-    clip_selection.private_moment,
-    norms=lambda: NORMS(),
-    order=2.0,
-    rho=0.1,
-    accountant=lambda: accountant(),
 )
 
 # -- estimators, objectives, solvers ----------

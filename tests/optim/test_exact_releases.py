@@ -271,38 +271,6 @@ def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
     assert getattr(estimators, estimator)(**settings).plan(1).mechanism in plain
 
 
-def test_exact_moments_leave_no_sentence_and_float_ones_do():
-    norms = np.linspace(0, 1, 4000)
-    for secure in (None, "exact"):
-        accountant = dp.Accountant()
-        found = dp.clip_selection.private_moment(norms, 4.0, rho=0.5, accountant=accountant, secure=secure)
-        assert 0.6 < found < 0.7
-        assert (IDEAL in said(accountant.report(1e-5))) is (secure is None)
-
-
-def test_the_grid_is_in_the_sensitivity_of_exact_moments():
-    plain, exact = (dp.clip_selection._moment_event(0.5, ("replace_one",), secure) for secure in (False, True))
-    assert exact.sens[0][1] == plain.sens[0][1] * GRID
-    assert exact.sigma == pytest.approx(plain.sigma * GRID, rel=1e-15)
-
-
-@pytest.mark.parametrize("last", [0.0, 0.123456789, 1.0, 1e300, math.nan])
-def test_an_exact_moment_is_on_its_grid_whatever_the_norms(last, monkeypatch):
-    event = dp.clip_selection._moment_event(0.5, ("replace_one",), True)
-    spacing = exact_grid(event.sigma, event.sens[0][1], 1).spacing
-    seen, release = [], dp.clip_selection.exact_release
-
-    def watched(*arguments):
-        seen.append(release(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(dp.clip_selection, "draw_quantile", lambda *arguments: 1.0)
-    monkeypatch.setattr(dp.clip_selection, "exact_release", watched)
-    norms = [0.3, 0.7, 0.9, last] * 100
-    dp.clip_selection.private_moment(norms, 2.5, rho=0.5, accountant=dp.Accountant(), secure="exact")
-    assert round(Fraction(float(seen[0])) / Fraction(spacing)) * spacing == float(seen[0])
-
-
 # -- who refuses ------------------------------------------------------------------------------------------------------
 
 
@@ -360,7 +328,6 @@ def test_a_word_that_is_not_exact_is_refused_everywhere():
         lambda: bolt_on("yes"),
         lambda: holder("yes"),
         lambda: plan_adassp(squares(), secure="yes"),
-        lambda: dp.clip_selection.private_moment([1.0] * 9, 2.0, rho=0.1, accountant=dp.Accountant(), secure="yes"),
     ):
         with pytest.raises(ValueError, match="secure must be one of None, exact"):
             refused()
