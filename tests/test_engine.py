@@ -291,7 +291,7 @@ class Stream(IterableDataset):
         ({"epochs": 0}, ValueError, r"epochs must be > 0 \(got 0.0\)"),
         ({"reg": -1}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"average": "best"}, ValueError, r"average must be one of last, uniform, weighted \(got 'best'\)"),
-        ({"rows": "sparse"}, ValueError, r"rows must be one of auto, dense, factored, ghost \(got 'sparse'\)"),
+        ({"rows": "sparse"}, ValueError, r"rows must be one of auto, dense, factored \(got 'sparse'\)"),
         ({"loss_reduction": "none"}, ValueError, r"loss_reduction must be one of mean, sum \(got 'none'\)"),
         ({"accountant": dp.Accountant(dp.Budget(2.0, 1e-3))}, AdjacencyError, r"must have the budget"),
         ({"budget": dp.Budget(1e-9, 1e-12)}, InfeasibleError, r"epsilon must be >= .*take fewer steps"),

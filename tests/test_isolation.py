@@ -78,16 +78,13 @@ def clipped_sum(net: nn.Module, x: Tensor, size: int, *, rows: str = "auto", **l
     optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove")
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
     for (batch,) in optimizer.loader(TensorDataset(x.expand(size, -1).contiguous()), steps=1, **loader):
-        if rows == "ghost":
-            dp.ghost_backward(model, model(batch).squeeze(1))
-        else:
-            model(batch).sum().backward()
+        model(batch).sum().backward()
         optimizer.step()
     after = torch.cat([p.detach().flatten().double() for p in dp.detach(model).parameters()])
     return 16.0 * (before - after)
 
 
-@pytest.mark.parametrize("rows", ["auto", "dense", "ghost"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("kink", [emulated_kink, real_kink])
 def test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip(kink, rows):
     """The counterexample: 15 records at a kink, and a 16th that moved the sum by 15 clips."""
@@ -222,10 +219,7 @@ def _forward(net: nn.Module, optimizer: dp.PrivateOptimizer, batch: list[Tensor]
         dp.CompiledRows(net, nn.MSELoss(), backend=None, micro_batch_size=5).step(optimizer, x, y)
         return
     losses = (net(x) - y).square().mean(1)
-    if kind == "ghost":
-        dp.ghost_backward(net, losses)
-    else:
-        (losses.mean() if net._dpsco.mean else losses.sum()).backward()
+    (losses.mean() if net._dpsco.mean else losses.sum()).backward()
     optimizer.step()
 
 
@@ -254,7 +248,7 @@ def test_a_mean_of_a_private_number_is_refused():
 
 
 @pytest.mark.parametrize("net", [Normalized, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))])
-@pytest.mark.parametrize("kind", ["auto", "dense", "ghost", "compiled"])
+@pytest.mark.parametrize("kind", ["auto", "dense", "compiled"])
 @pytest.mark.parametrize("most", [None, 5])
 def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
     x, y = torch.randn(11, 3), torch.randn(11, 2)
@@ -265,7 +259,7 @@ def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
         model = net()
         model.load_state_dict(start)
         if kind != "compiled":
-            dp.attach(model, rows=kind, loss_reduction="mean" if padding and kind != "ghost" else "sum")
+            dp.attach(model, rows=kind, loss_reduction="mean" if padding else "sum")
         optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
         for batch in optimizer.loader(TensorDataset(x, y), steps=1, padding=padding, physical_batch_size=most):
             _forward(model, optimizer, batch, kind)

@@ -34,7 +34,6 @@ from torch_dpsco.optim.user_filtered import UserFilteredSGD
 from torch_dpsco.optim.user_localized import LocalizedUserSGD
 from torch_dpsco.per_record import per_record
 from torch_dpsco.problem import Problem
-from torch_dpsco.rows import ghost_backward
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.schema import Schema
@@ -82,7 +81,6 @@ __all__ = [
     "doctor",
     "errors",
     "fit",
-    "ghost_backward",
     "loggers",
     "losses",
     "make_private",

@@ -26,7 +26,6 @@ from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
-from torch_dpsco.rows.ghost import is_ghost
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.sampling.replaced import require_replaceable
@@ -158,11 +157,6 @@ def require_sound(
 
     The model is attached, or it is trained by an optimizer that needs no per-sample gradients.
     """
-    if is_ghost(model):
-        raise SequenceError(
-            "rows must not be 'ghost' where backward() is called for you, or probed: attach the model by "
-            "dp.attach(model, rows='ghost') and write the loop with dp.ghost_backward, or use rows='auto'"
-        )
     if len(loader.dataset):  # none is legal under add_remove, and shows no record
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings

@@ -172,18 +172,6 @@ def _doctor() -> Good:
     return dp.doctor, {"model": net, "loss": LOSS, "loader": optimizer.loader(records(24)), "optimizer": optimizer}
 
 
-@call("dp.ghost_backward")
-def _ghost() -> Good:
-    net = dp.attach(model(), rows="ghost")
-    optimizer = dp.HolderSGD(
-        net.parameters(),
-        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=24, sampling=dp.Full(24)),
-    )
-    ((x, y),) = optimizer.loader(records(24))
-    net._watch = optimizer
-    return dp.ghost_backward, {"model": net, "losses": LOSS(net(x), y, reduction="none").view(-1)}
-
-
 simple(
     "dp.CompiledRows", dp.CompiledRows, model=lambda: model(), loss_fn=lambda: nn.functional.mse_loss, backend="eager"
 )

@@ -58,12 +58,11 @@ class FirstStep:
         asked: whether to look.
         reduction: of the loss, "mean" or "sum".
         dim: where the batch is in the inputs.
-        ghost: whether `ghost_backward` takes the place of `backward()`.
     """
 
-    def __init__(self, asked: bool, reduction: str, dim: int, ghost: bool) -> None:
+    def __init__(self, asked: bool, reduction: str, dim: int) -> None:
         self.verdicts = dict(_UNSEEN) if asked else dict.fromkeys(_UNSEEN, _OFF)
-        self.reduction, self.ghost, self.forwards = reduction, ghost, 0
+        self.reduction, self.forwards = reduction, 0
         self.asked, self.probed = asked, False  # the doctor says whether it has compared rows
         self.hooked = False  # whether hooks on the model may change the gradients of its outputs
         self._open = dict.fromkeys(_UNSEEN, True)

@@ -42,8 +42,8 @@ class Traced(Tensor):
         """Notes the operation; before the backward the check is made. Afterwards results are plain tensors."""
         kwargs = kwargs or {}
         trace = _open_trace((args, kwargs))
-        if trace is not None and func is trace.last:
-            trace.check(tree_leaves(args[0])[0], weighted=kwargs.get("gradient") is not None)
+        if trace is not None and func is Tensor.backward:
+            trace.check(args[0], weighted=kwargs.get("gradient") is not None)
         if trace is None or trace.done:
             with without_subclasses():
                 return func(*args, **kwargs)
@@ -112,7 +112,6 @@ class _Trace:
 
     def __init__(self, step: FirstStep, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
         self._step, self._number = step, step.forwards
-        self.last = torch.autograd.grad if step.ghost else Tensor.backward
         self._outputs = [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
         self._rows, self._device = outputs[0].shape[dims[0]], outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
@@ -220,7 +219,7 @@ class _Trace:
 
     def _require_reduction(self, loss: Traced) -> None:
         reduction, attached = self.reductions.get(loss._place, "none"), self._step.reduction
-        if reduction not in ("none", attached) and not self._step.ghost:
+        if reduction not in ("none", attached):
             # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
             # (test_a_loss_by_record_must_reduce_as_the_model_was_attached)
             raise ValueError(

@@ -4,7 +4,6 @@ from torch_dpsco.rows.base import FLOAT64, Block, Summation, plan_summation, row
 from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
 from torch_dpsco.rows.dense import DenseBlock
 from torch_dpsco.rows.factored import FactoredBlock, LinearBlock, SequenceBlock, input_factors, linear_factors
-from torch_dpsco.rows.ghost import GhostBlock, ghost_backward
 from torch_dpsco.rows.layers.embedding import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
@@ -16,7 +15,6 @@ __all__ = [
     "Block",
     "DenseBlock",
     "FactoredBlock",
-    "GhostBlock",
     "GradBatch",
     "ItemBlock",
     "LinearBlock",
@@ -27,7 +25,6 @@ __all__ = [
     "Tape",
     "clear_rows",
     "forget_wrappers",
-    "ghost_backward",
     "has_rows",
     "input_factors",
     "linear_factors",

@@ -63,7 +63,6 @@ class _Attachment:
         factored: list[nn.Module],
         loss_reduction: str,
         batch_first: bool,
-        ghost: bool,
         check_first_step: bool,
     ) -> None:
         self.mean = loss_reduction == "mean"
@@ -76,11 +75,12 @@ class _Attachment:
         self.layers = list(model.modules())
         self.hooks: DenseHooks | None = None
         if self.dense:
-            from torch_dpsco.rows.hooks import DenseHooks, GhostHooks  # which import Opacus
+            from torch_dpsco.rows.hooks import DenseHooks  # which imports Opacus
 
-            hooks = GhostHooks if ghost else DenseHooks
             try:
-                self.hooks = hooks(model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction)
+                self.hooks = DenseHooks(
+                    model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction
+                )
             except NotImplementedError as error:
                 raise ValueError(
                     f"model must have layers that Opacus can sample where they do not record their own rows, and it "
@@ -96,7 +96,7 @@ class _Attachment:
         ]
         self.buffers: list[tuple[int, int]] = []
         self.values: list[tuple[str, str]] | None = None  # during the first forward
-        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim, ghost=ghost)
+        self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim)
         self.compared = False
         self.through_training = True  # whether the last backward came through a forward in training mode
         forget_wrappers(self.factored + self.dense)
@@ -147,8 +147,6 @@ class _Attachment:
             self.passes.note_exact()
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
-        if self.hooks is not None and self.hooks.require_pass():
-            return  # the second pass has the inputs of the first one
         if number is None:
             if self.dense:
                 self.refuse(NO_FORWARD)
@@ -423,8 +421,8 @@ def attach(
             parts, so that rows of different forwards can be told apart.
         rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.table.RECORDED` record
             their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
-            where layers cannot record; "ghost" keeps norms only, and needs `ghost_backward` and a second backward.
-        loss_reduction: "mean" or "sum", how the training loss reduces over the batch; without meaning for "ghost".
+            where layers cannot record.
+        loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
         batch_first: whether the batch is the first dimension of the inputs.
         check_first_step: whether to look in the first training step, on synthetic records, for records that reach each
             other in the model, also from batch to batch, or in what the loop computes from its outputs until
@@ -442,10 +440,8 @@ def attach(
         >>> type(model).__name__, is_attached(model), list(model.state_dict())
         ('RecordedLinear', True, ['weight', 'bias'])
     """
-    check.choice(("auto", "dense", "factored", "ghost"), rows=rows)
+    check.choice(("auto", "dense", "factored"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-    if rows == "ghost":
-        loss_reduction = "sum"  # its losses are not reduced
     if _is_part_of_attached(model):
         raise SequenceError(
             "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
@@ -467,7 +463,7 @@ def attach(
                 f"rows='factored' needs layers that own their parameters, of the kinds "
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
-    attachment = _Attachment(model, factored, loss_reduction, batch_first, rows == "ghost", check_first_step)
+    attachment = _Attachment(model, factored, loss_reduction, batch_first, check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]
     return model
 

@@ -1,4 +1,4 @@
-"""Opacus' hooks for dense rows, where what they would get wrong in silence is right or an error; and for ghost rows.
+"""Opacus' hooks for dense rows, where what they would get wrong in silence is right or an error.
 
 This module, which a first `attach` needs, imports Opacus.
 
@@ -18,8 +18,7 @@ Differs from Opacus' GradSampleHooks in:
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -32,20 +31,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import Block
-from torch_dpsco.rows.dense import DenseBlock
-from torch_dpsco.rows.factored import FactoredBlock
 from torch_dpsco.rows.passes import NO_FORWARD, PassCounter
 from torch_dpsco.rows.precision import require_full_precision
 from torch_dpsco.rows.supported import require_known
 
 compat.require_opacus()
-
-_Take = Callable[[Sequence[nn.Parameter], Block], None]
-_PLAIN = (
-    "a model attached with rows='ghost' needs dp.ghost_backward(model, losses) with one loss per record: in a plain "
-    "backward() no norms are computed, so that nothing could be clipped"
-)
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
 _OWN_LAYOUT = (RNNLinear, SequenceBias)  # inside of Opacus' own layers, whose inputs are laid out in another way
@@ -95,13 +85,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         {nn.Embedding: _embedding_rows, nn.EmbeddingBag: _bag_rows}, GradSampleHooks.GRAD_SAMPLERS
     )
 
-    ghost: ClassVar[bool] = False  # whether rows are handed over, and not kept
     refuse: Callable[[str], NoReturn]  # drops the rows that wait, and raises; set by `attach`
-    second = False  # whether a second pass of a batch runs (`ghost`), whose forward is over for all others
-
-    def require_pass(self) -> bool:
-        """Returns whether the second of two passes runs: these hooks need one."""
-        return False
 
     def __init__(
         self,
@@ -168,77 +152,15 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
     ) -> None:
         """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
-        if self.hooks_enabled and not getattr(module, "activations", None):
-            self.refuse(NO_FORWARD)
-        if self.hooks_enabled and not self.second:
+        if self.hooks_enabled:
+            if not getattr(module, "activations", None):
+                self.refuse(NO_FORWARD)
             self._passes.require_one(None)
-        if self.hooks_enabled and loss_reduction == "mean":
-            # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits (test_a_mean_loss_under_autocast_is_refused)
-            require_full_precision(forward_output[0])
+            if loss_reduction == "mean":
+                # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits
+                # (test_a_mean_loss_under_autocast_is_refused)
+                require_full_precision(forward_output[0])
         super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
-
-
-class GhostHooks(DenseHooks):
-    """Hooks that hand the rows of each layer to the code that runs the pass, and keep none."""
-
-    ghost = True
-    _take: _Take | None = None
-    compared = False  # whether a gradient was compared with the sum of its rows
-
-    @contextmanager
-    def running(self, take: _Take, *, second: bool) -> Iterator[None]:
-        """Gives the rows of each layer to `take` while a pass runs."""
-        self._take, self.second = take, second
-        try:
-            yield
-        finally:
-            self._take, self.second = None, False
-
-    def require_pass(self) -> bool:
-        """Returns whether the second pass runs; outside of both raises SequenceError, and drops what waits."""
-        if self._take is None:
-            # PRIVACY: T6, ghost clipping without its norm pass (test_a_plain_backward_is_refused)
-            self.refuse(_PLAIN)
-        return self.second
-
-    def capture_backprops_hook(
-        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
-    ) -> None:
-        """Hands the rows of a layer over once all its uses are in them."""
-        if not self.hooks_enabled:
-            return
-        if not self.require_pass():
-            self._passes.require_one(None)
-        assert self._take is not None
-        params = [p for p in module.parameters() if p.requires_grad]
-        if not self._is_factorable(module, params):
-            super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
-            for p in params:
-                rows, p.grad_sample = p.grad_sample, None  # type: ignore[attr-defined]
-                if rows is not None:
-                    self._take([p], DenseBlock(rows))
-            return
-        (acts,) = module.activations.pop()  # type: ignore[union-attr, operator]
-        for p in params:
-            p._forward_counter = 0  # type: ignore[attr-defined]
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        parts = [p is not None and p.requires_grad for p in (weight, bias)]
-        block = FactoredBlock(acts, forward_output[0].detach(), weight=parts[0], bias=parts[1])
-        self._take(params, block)
-
-    def _is_factorable(self, module: nn.Module, params: Sequence[nn.Parameter]) -> bool:
-        """Whether a layer is a Linear one, on 2-D input, whose parameters are used here and nowhere else."""
-        if type(module) is not nn.Linear or not self.batch_first or len(module._parameters) != 2:
-            return False
-        activations = getattr(module, "activations", None)
-        if not activations:
-            self.refuse(NO_FORWARD)
-        # PRIVACY: uses of one weight add up before they have a norm (test_a_layer_used_twice_has_one_norm)
-        alone = all(
-            p._forward_counter == 1 and not hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
-            for p in params
-        )
-        return alone and len(activations) == 1 and activations[0][0].dim() == 2
 
 
 def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:

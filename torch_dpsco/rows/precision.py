@@ -10,9 +10,8 @@ Source: docs/proofs/rounding.md#products-in-reduced-precision.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,26 +62,6 @@ def _fpmath_mode() -> str | None:
 def slack(dtype: torch.dtype) -> float:
     """Returns how far two ways to compute a gradient may be apart, relative to its size, without one being wrong."""
     return 3e-2 if dtype in HALF or not products_are_exact() else 1e-3
-
-
-class Gap(NamedTuple):
-    """How far a gradient is from the sum of its rows, the size of the rows, and the share of it that rounding takes."""
-
-    error: float
-    size: float
-    share: float
-
-
-def require_sums(gaps: Mapping[int, Gap]) -> None:
-    """Raises SequenceError if the gradient of a parameter, by its place, is not the sum of its rows."""
-    # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
-    joint = math.hypot(*(gap.size for gap in gaps.values()))
-    for place, (error, size, share) in gaps.items():
-        if math.isfinite(error) and error > share * (size + 1e-3 * joint) + 1e-12:
-            raise SequenceError(
-                f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
-                f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
-            )
 
 
 class Coarse(NamedTuple):
