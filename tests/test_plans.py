@@ -109,15 +109,6 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         dp.UserFilteredSGD,
         filtered_users(pair_radius=pair_radius_search(600, 1.0, 0.01), on_halt="initial"),
     ),
-    "UserFilteredSGD, add_remove": (
-        dp.UserFilteredSGD,
-        filtered_users(
-            n_users=2000,
-            batch_size=800,
-            budget=dp.Budget(2.0, 1e-4, "add_remove", unit="user"),
-            adapt=dp.oracles.AdaptiveRadius(target=0.05, low=0.4, high=2.0),
-        ),
-    ),
     "UserFilteredSGD, noise": (
         dp.UserFilteredSGD,
         lambda: dp.UserFilteredSGD.plan(filter=filtered_users()().filter, lr=0.1, average="last", reach=50.0),

@@ -24,7 +24,6 @@ from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedS
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
 from torch_dpsco.theory.user_level.radius import pair_radius_search
 
 INF = float("inf")
@@ -204,13 +203,6 @@ def _filter(steps: int) -> UserFilterPlan:
     )
 
 
-@lru_cache
-def _poisson_filter() -> PoissonFilterPlan:
-    return poisson_filter_plan(
-        n_users=400, batch_size=200, steps=STEPS, epsilon=8.0, delta=1e-3, pair_radius=1.0, skip_probability=1e-9
-    )
-
-
 def _filtered(plan: Callable[[float], Any]) -> Build:
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
         return dp.UserFilteredSGD(params, plan(s.lr), accountant=s.accountant, generator=s.generator)
@@ -318,7 +310,5 @@ ROWS = [
     _user("user-filtered", _filtered(lambda lr: dp.UserFilteredSGD.plan(filter=_filter(STEPS), lr=lr)), REPLACE, None,
           f"{FILTER} alike shared", data=agreeing),
     _user("user-searched", _filtered(_searched), REPLACE, None, f"{FILTER} alike shared moving", data=agreeing),
-    _user("user-poisson-filtered", _filtered(lambda lr: dp.UserFilteredSGD.plan(filter=_poisson_filter(), lr=lr)), ADD,
-          None, f"{FILTER} alike", data=agreeing),
     _user("localized-user", _localized_user, REPLACE, None, f"{FILTER} alike shared anew rates", data=agreeing),
 ]  # fmt: skip

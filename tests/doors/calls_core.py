@@ -211,7 +211,6 @@ simple(
     batch_size=6,
 )
 simple("dp.oracles.QuantilePilot", dp.oracles.QuantilePilot, batch_size=6, epsilon=1.0)
-simple("dp.oracles.AdaptiveRadius", dp.oracles.AdaptiveRadius, target=0.5, low=0.1, high=1.0)
 for _name in ("ShuffledClipped", "ShuffledMedian"):
     _more = {"clip": 1.0, "batch_size": 200, "dim": 3} | ({"groups": 5} if _name == "ShuffledMedian" else {})
     simple(f"dp.oracles.{_name}.calibrated", getattr(dp.oracles, _name).calibrated, **_more, epsilon=1.0, delta=1e-4)

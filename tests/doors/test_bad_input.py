@@ -54,8 +54,8 @@ EXEMPT = {
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "loggers.in_single"),
-    *(f"oracles.{name}" for name in ("Charge", "Release", "PoissonTest", "clip_weights", "joint_norm")),
-    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserPoissonFiltered", "UserSearched")),
+    *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
+    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
     *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")),
     "prox.project_on_two_balls_",
     *(f"sampling.{kind}Sampler" for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank", "RankAssigned")),

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from tests.contract.registry import ROWS
+from tests.contract.registry import having
 from tests.contract.runs import Row, Run, same
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.prox import Identity
@@ -186,9 +186,7 @@ def steady(run: Run, seed: int) -> None:
         run.opt.step()
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(r, id=r.name, marks=[pytest.mark.slow] * (r.name == "user-poisson-filtered")) for r in ROWS]
-)
+@having()
 def test_a_public_move_survives_the_private_steps_after_it(row: Row) -> None:
     moved, still = row.make(noise=0.0, scale=100.0), row.make(noise=0.0, scale=100.0)
     for run in (moved, still):

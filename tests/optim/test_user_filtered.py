@@ -460,108 +460,24 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         private(min_items=2).load(saved)
 
 
-# -- Poisson batches --------------------------------------------------------------------------------------------------
-
-
-def test_the_filter_of_poisson_batches_makes_its_steps_within_its_budget() -> None:
-    run = private(runs.poisson_plan(), "add_remove")
-    data, ids = runs.agreeing(2000, rows=2)
-    for k, batch in enumerate(run.loader(data, ids), start=1):
-        run.step(batch)
-        assert len(run.opt.accountant) >= k
-        assert run.epsilon() <= runs.EPSILON
-    assert (run.opt.steps, run.opt.halted) == (3, False)
-    assert run.opt.metrics["answered"] == 3
-    assert run.epsilon() >= 0.9 * runs.EPSILON
-    assert run.opt.report().figures.adjacency == "add_remove"
-    assert float(run.weights[0]) == pytest.approx(3.0, abs=0.3)
-
-
-@pytest.mark.parametrize("chunk", [None, 300])
-def test_the_mean_of_a_poisson_batch_is_that_of_its_users(chunk: int | None) -> None:
-    plan = copy.copy(runs.poisson_plan())
-    object.__setattr__(plan, "noise_std", 0.0)
-    run = runs.filtered(plan, average="last")
-    data, ids = runs.agreeing(2000, rows=3)
-    means, drawn = torch.tensor(runs.user_means(data, ids, 2000)), []
-    for batch in run.loader(data, ids, seed=4, steps=3, physical_batch_size=chunk):
-        steps, before = run.opt.steps, run.weights
-        drawn.append(batch[2])
-        run.step(batch)
-        if run.opt.steps > steps:
-            users = torch.cat(drawn).unique()
-            assert 700 < len(users) < 900
-            torch.testing.assert_close(run.weights - before, means[users].mean(dim=0), rtol=0, atol=1e-9)
-            drawn = []
-    assert (run.opt.steps, len(drawn)) == (3, 0)
-
-
-def test_batches_that_fail_their_test_are_charged_and_the_run_goes_on() -> None:
-    run = private(runs.poisson_plan(), "add_remove")
-    far, near = runs.scattered(2000), runs.agreeing(2000)
-    for batch in itertools.islice(run.loader(*far), 1):
-        run.step(batch)
-    assert (run.opt.halted, run.weights.tolist()) == (False, [0.0, 0.0])
-    once = run.epsilon()
-    run.train(*near)
-    assert run.opt.steps == 3
-    assert run.epsilon() > once > 0
-    assert not run.weights.equal(torch.zeros(2, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_the_average_of_a_sampled_run_is_over_the_steps_that_answered() -> None:
-    run = private(runs.poisson_plan(steps=5), "add_remove")
-    far, near = runs.scattered(2000), runs.agreeing(2000)
-    iterates = []
-    for data, ids in (far, near, far, near, near):
-        for batch in itertools.islice(run.loader(data, ids), 1):
-            before = run.weights
-            run.step(batch)
-            iterates += [] if run.weights.equal(before) else [before]
-    assert len(iterates) == 3
-    torch.testing.assert_close(run.answer(), torch.stack(iterates).mean(dim=0), rtol=0, atol=1e-12)
-
-
-def test_more_users_than_the_reference_of_poisson_batches_are_refused_at_once() -> None:
-    run = private(runs.poisson_plan(), "add_remove")
-    with pytest.raises(UnitError, match="users must be numbered below n_users=2000"):
-        run.opt.loader(*runs.agreeing(2001))
-
-
-def test_the_poisson_filter_has_no_guarantee_under_replacement() -> None:
-    with pytest.raises(AdjacencyError):
-        private(runs.poisson_plan(), "replace_one")
-    run = private(runs.poisson_plan(), "add_remove")
-    run.train(*runs.agreeing(2000))
-    with pytest.raises(AdjacencyError, match="replace_one"):
-        run.opt.accountant.get_epsilon(runs.DELTA, adjacency="replace_one")
-
-
 # -- reports and refusals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["all", "poisson"])
-def test_reports_name_unit_universe_and_adjacency_at_each_point(kind: str) -> None:
-    run = private() if kind == "all" else private(runs.poisson_plan(), "add_remove")
-    n, adjacency, steps = (200, "replace_one", 4) if kind == "all" else (2000, "add_remove", 3)
+def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
+    run = private()
     reports = [run.opt.report()]
-    for batch in run.loader(*runs.agreeing(n)):
+    for batch in run.loader(*runs.agreeing(200)):
         run.step(batch)
         reports.append(run.opt.report())
     run.opt.finalize()
     reports.append(run.opt.report())
     for text in (" ".join(str(report).split()) for report in reports):
-        assert f"for one user ({adjacency})" in text
+        assert "for one user (replace_one)" in text
         assert "All rows of a user carry its id, and no other does" in text
         assert "One user is everything that one person contributed" in text
-        if kind == "all":
-            assert "each step uses all users, and divides by the public constant 200" in text
-            assert "The number of users is taken to be public" in text
-        else:
-            assert "takes each user with probability 0.4 (800/2000)" in text
-            assert "The number of users is taken to be public" not in text
-    assert f"{steps} steps made of {steps} planned; finalized" in str(reports[-1])
+        assert "each step uses all users, and divides by the public constant 200" in text
+        assert "The number of users is taken to be public" in text
+    assert "4 steps made of 4 planned; finalized" in str(reports[-1])
     assert "Final epsilon: at most" in " ".join(str(reports[0]).split())
     assert '"unit": "user"' in run.opt.report().json()
 
@@ -613,10 +529,9 @@ def test_the_proved_delta_covers_the_ledger_at_the_plans_epsilon() -> None:
     assert run.opt.accountant.get_delta(plan.epsilon) <= plan.delta
 
 
-@pytest.mark.parametrize("make", [runs.plan, runs.poisson_plan], ids=["all users", "poisson"])
-def test_a_mean_loss_is_refused(make: Any) -> None:
+def test_a_mean_loss_is_refused() -> None:
     """It rounds 1/B: a user with other numbers of rows would move the means of all users, and pairs across tau."""
-    plan = make()
+    plan = runs.plan()
     model = dp.attach(runs.Shifts(2))
     opt = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=plan, lr=0.5))
     data, ids = runs.agreeing(plan.n_users, rows=2)

@@ -12,12 +12,10 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, UnitError, UtilityWarning
-from torch_dpsco.oracles import AdaptiveRadius, UserPoissonFiltered
 from torch_dpsco.prox import Ball, Identity
 from torch_dpsco.theory.smoothing import smoothing_bias
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.localized import localized_user_plan
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
 from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search
 from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
@@ -112,16 +110,6 @@ def test_a_search_takes_its_share_of_the_budget() -> None:
     assert (made.filter.epsilon, made.filter.pair_radius) == (EPSILON - 1.0, 1.0)
 
 
-def test_poisson_samples_are_planned_under_add_remove() -> None:
-    made = dp.UserFilteredSGD.plan(**{**FIXED, "budget": ADDED, "batch_size": 300, "typical_score": 0.99 * USERS})
-    expected = poisson_filter_plan(
-        n_users=USERS, batch_size=300, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5,
-        typical_deficiency=300 * (1 - 0.99), skip_probability=0.01,
-    )  # fmt: skip
-    assert made.filter.noise_std == pytest.approx(expected.noise_std, rel=1e-9)
-    assert isinstance(made.filter, PoissonFilterPlan)
-
-
 @pytest.mark.slow
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     numbers: dict[str, Any] = {"n_users": 4000, "budget": BUDGET, "dim": DIM, "pair_radius": 0.5, "max_steps": 5}
@@ -175,21 +163,6 @@ def searched_run_moves() -> bool:
     return found and float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
 
 
-def test_a_poisson_run_adapts_its_radius_for_free() -> None:
-    follow = AdaptiveRadius(target=0.05, low=0.4, high=2.0, lr=1.0)
-    events = []
-    for adapt in (None, follow):
-        made, optimizer = planned(budget=ADDED, batch_size=300, pair_radius=0.5, adapt=adapt)
-        events.append(optimizer.ahead())
-        train(optimizer, made)
-        assert optimizer.report().epsilon <= EPSILON
-        assert isinstance(optimizer.oracle, UserPoissonFiltered)
-        moved = optimizer.oracle.pair_radius != 0.5
-        assert moved == (adapt is not None)
-        assert 0.4 <= optimizer.oracle.pair_radius <= 2.0
-    assert events[0] == events[1]
-
-
 def test_a_regularizer_is_added_after_the_noise() -> None:
     made, optimizer = planned(reg=50.0, average="last", lr=0.01)
     train(optimizer, made)
@@ -227,16 +200,13 @@ SEARCH = pair_radius_search(USERS, 1.0, 0.01)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unit": ({"budget": dp.Budget(4.0, 1e-4)}, UnitError, "unit 'user'"),
     "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, AdjacencyError, "replace_one"),
-    "batch": ({"batch_size": 10}, ValueError, "batch_size must be None"),
+    "add-remove": ({"budget": ADDED}, AdjacencyError, "budget must be of replace_one, or use UserClippedSGD"),
     "no-radius": ({"pair_radius": None}, MissingConstantError, "pair_radius must be given"),
     "no-lr": ({"lr": None}, MissingConstantError, "lr must be given"),
     "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "distance="),
     "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
     "search-lr": ({"pair_radius": SEARCH, "lr": None}, MissingConstantError, "beside a search"),
     "search-budget": ({"pair_radius": pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
-    "search-sampled": ({"pair_radius": SEARCH, "budget": ADDED, "batch_size": 300}, AdjacencyError, "adapt="),
-    "sampled-batch": ({"budget": ADDED}, MissingConstantError, "batch_size must be given"),
-    "adapt": ({"adapt": AdaptiveRadius(0.1, 0.1, 1.0)}, ValueError, "adapt must be None"),
     "smoothing": ({"smoothing": -1.0}, ValueError, "smoothing must be >= 0"),
     "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, AdjacencyError, "the budget"),
 }
@@ -256,12 +226,6 @@ def test_a_search_that_may_overshoot_is_told() -> None:
     assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
     with pytest.warns(UtilityWarning, match=r"above all distances, with probability 0\.7"):
         planned(pair_radius=search)
-
-
-def test_a_search_beside_a_sampled_plan_is_refused() -> None:
-    plan = poisson_filter_plan(n_users=USERS, batch_size=300, steps=2, epsilon=EPSILON, delta=DELTA, pair_radius=0.5)
-    with pytest.raises(AdjacencyError, match="pair_radius must be a number under add_remove"):
-        dp.UserFilteredSGD.plan(filter=plan, lr=0.1, pair_radius=SEARCH)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +266,7 @@ def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
     numbers = planned()[1]._plan.filter
     made = dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=BUDGET)
     assert made.epsilon() <= EPSILON == made.budget.epsilon
-    with pytest.raises(AdjacencyError, match="adjacency must be 'add_remove', the budget's"):
+    with pytest.raises(AdjacencyError, match="budget must be of replace_one"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
     with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)

@@ -24,7 +24,6 @@ from torch_dpsco.sampling import UserLoader, make_sampler
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
 from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 DELTA = 1e-3
@@ -165,19 +164,6 @@ def plan(n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: s
         typical_score=n_users,
         halt_probability=1e-9,  # no test may halt by luck
         filter=filter,
-    )
-
-
-@lru_cache
-def poisson_plan(n_users: int = 2000, batch_size: int = 800, steps: int = 3) -> PoissonFilterPlan:
-    return poisson_filter_plan(
-        n_users=n_users,
-        batch_size=batch_size,
-        steps=steps,
-        epsilon=EPSILON,
-        delta=DELTA,
-        pair_radius=1.0,
-        skip_probability=1e-9,  # no test may fail by luck
     )
 
 

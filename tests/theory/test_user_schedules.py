@@ -1,4 +1,4 @@
-"""Radii, schedules, phases, Poisson plans, baselines and smoothing of user-level methods."""
+"""Radii, schedules, phases, baselines and smoothing of user-level methods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from scipy.stats import kstest
 
 from tests.reference.papers.output import ball_marginal_cdf, ball_marginal_variance, smoothing_smoothness
 from tests.reference.papers.user_level import item_level_user_delta, sketch_failure
-from torch_dpsco.accounting.events import PoissonGaussian, Repeat
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Failure
-from torch_dpsco.errors import AdjacencyError, InfeasibleError
+from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.smoothing import ball_mean_norm, smoothing_bias
 from torch_dpsco.theory.user_level.filter import centered_sensitivity, clipping_noise_std
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
-from torch_dpsco.theory.user_level.poisson import poisson_filter_plan, poisson_step_mu, poisson_underflow
 from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search, typical_score
 from torch_dpsco.theory.user_level.schedules import best_steps, filtered_schedule, schedule
 
@@ -127,86 +123,6 @@ def test_the_papers_schedule_caps_steps_and_radii():
 def test_bad_values_of_phases_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         localized_user_plan(**{"n_users": 4000, **PHASES, **change})
-
-
-# -- Poisson samples -----------------------------------------------------------------------------------------------
-
-POISSON = {
-    "n_users": 10**4, "batch_size": 2000, "steps": 50, "epsilon": 2.0, "delta": 1e-6, "pair_radius": 0.5
-}  # fmt: skip
-SAMPLED = poisson_filter_plan(**POISSON)
-
-
-def test_the_ledger_charges_a_poisson_plan_no_more_than_it_claims():
-    assert SAMPLED.delta_at(2.0) <= 1e-6
-    step = PoissonGaussian(SAMPLED.noise_multiplier, SAMPLED.sample_rate)
-    charged = [Repeat(step, SAMPLED.steps), Failure(SAMPLED.failure, "transcript")]
-    assert 1.8 < Ledger(charged).epsilon(1e-6, "add_remove") <= 2.0
-    less = dataclasses.replace(SAMPLED, noise_std=SAMPLED.noise_std / 2)
-    assert less.delta_at(2.0) > 1e-6
-
-
-def test_the_example_of_the_specification_for_poisson_samples():
-    plan = poisson_filter_plan(n_users=10**5, batch_size=10**4, steps=2000, epsilon=1.0, delta=1e-6, pair_radius=1.0)
-    assert plan.n_min == 9364  # 9363 is proved too
-    assert poisson_underflow(10**5, 0.1, 9364) * 4000 * (1 + math.e) <= 1e-7 * (1 + 1e-6)
-    as_there = dataclasses.replace(
-        plan, n_min=9363, score_noise_std=20.0, threshold=60.0, deficiency=195.3, ramp_end=2340, noise_std=1.0
-    )
-    assert as_there.coefficient * 10**4 == pytest.approx(1.42, abs=0.01)
-    assert (1 + math.e) * as_there.failure == pytest.approx(0.934e-7, rel=1e-2)
-
-
-@given(st.integers(1, 400), st.integers(0, 100), st.integers(0, 400))
-def test_tails_are_not_below_their_exact_values(n, percent, n_min):
-    with mp.workdps(40):
-        q = mp.mpf(percent / 100)
-        terms = [mp.binomial(n - 1, k) * q**k * (1 - q) ** (n - 1 - k) for k in range(min(n, n_min))]
-        exact = mp.fsum(terms)
-        found = poisson_underflow(n, percent / 100, n_min)
-        assert exact * (1 - mp.mpf("1e-15")) - mp.mpf("1e-300") <= found
-        assert found <= exact * (1 + mp.mpf("1e-8")) + mp.mpf("1e-300")
-
-
-@given(st.floats(0.1, 100), st.floats(0.01, 100))
-def test_the_mu_of_a_step_is_not_below_that_of_both_releases(ss, z):
-    with mp.workdps(40):
-        exact = mp.sqrt((2 / mp.mpf(ss)) ** 2 + 1 / mp.mpf(z) ** 2)
-        assert exact <= poisson_step_mu(2.0, ss, z) <= exact * (1 + mp.mpf("1e-12"))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"adjacency": "replace_one"}, AdjacencyError, "proved for add_remove"),
-        ({"batch_size": 20_000}, ValueError, "batch_size must be <= n_users"),
-        ({"batch_size": 0}, ValueError, "batch_size must be an integer >= 1"),
-        ({"n_users": 60, "batch_size": 20}, InfeasibleError, "n_users=60, batch_size=20, steps=50, epsilon=2"),
-        ({"epsilon": 0.0}, ValueError, "epsilon must be > 0"),
-        ({"delta": 1.0}, ValueError, "delta must be in"),
-        ({"pair_radius": 0.0}, ValueError, "pair_radius must be > 0"),
-        ({"skip_probability": 0.5}, ValueError, "skip_probability must be in"),
-        ({"typical_deficiency": -1.0}, ValueError, "typical_deficiency must be >= 0"),
-    ],
-)
-def test_bad_values_of_poisson_plans_are_named(change, error, message):
-    with pytest.raises(error, match=message):
-        poisson_filter_plan(**POISSON | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"deficiency": 1.0}, "deficiency must be > threshold"),
-        ({"noise_std": 0.0}, "noise_std must be > 0"),
-        ({"n_min": 2000}, "failure must be < 1"),
-        ({"deficiency": 900.0}, "deficiency must be smaller"),
-        ({"score_noise_std": 0.0}, "score_noise_std must be > 0"),
-    ],
-)
-def test_poisson_plans_of_bad_numbers_cannot_be_built(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SAMPLED, **change)
 
 
 # -- radii, baselines, sketches ------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Full, Poisson
+from torch_dpsco.accounting.designs import Full
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
@@ -41,14 +41,12 @@ from torch_dpsco.optim.user_plan import (
 )
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.users.filtered import UserFiltered
-from torch_dpsco.oracles.users.poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.theory.smoothing import smoothing_bias
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan, poisson_filter_plan
 from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid
 from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
@@ -60,46 +58,25 @@ class UserFilteredPlan(FilterPlan):
     """Public numbers of a run of UserFilteredSGD.
 
     Args:
-        filter: of all users in each step (replace_one), or of Poisson samples of them (add_remove).
+        filter: of all users in each step.
         search: of the pair radius, made by the first step, which moves nothing; the noise scales with what it finds.
-            None: the filter has it. All users only.
-        adapt: how the pair radius follows the noisy tests; Poisson samples only.
+            None: the filter has it.
         smoothing: radius of the ball around each iterate from which gradients are taken; 0 for none.
         on_halt: "keep" the average so far once a test has failed, or go back to the "initial" parameters.
     """
 
-    filter: UserFilterPlan | PoissonFilterPlan
+    filter: UserFilterPlan
     search: PairRadiusSearch | None = None
-    adapt: AdaptiveRadius | None = None
     smoothing: float = 0.0
     on_halt: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.nonnegative(smoothing=self.smoothing), check.choice(("keep", "initial"), on_halt=self.on_halt)
-        if isinstance(self.filter, PoissonFilterPlan):
-            if self.search is not None:
-                raise AdjacencyError("pair_radius must be a number under add_remove: adapt= follows the tests for free")
-        elif self.adapt is not None:
-            raise ValueError("adapt must be None for all users: their radius is fixed, or found by a search")
 
-    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> UserFiltered | UserPoissonFiltered:
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> UserFiltered:
         """Returns a new oracle with the plan's numbers."""
-        own = self.filter
-        if isinstance(own, UserFilterPlan):
-            return self.of_all_users(own, center, self.search)
-        test = PoissonTest(
-            own.n_users, own.batch_size, own.n_min, own.deficiency, own.threshold, own.score_noise_std, own.ramp_end
-        )
-        return UserPoissonFiltered(
-            test,
-            own.pair_radius,
-            own.noise_std,
-            center=center,
-            reach=self.reach,
-            min_items=self.min_items,
-            adapt=self.adapt,
-        )
+        return self.of_all_users(self.filter, center, self.search)
 
     def schedule(self) -> Schedule:
         """Returns the one phase."""
@@ -121,13 +98,7 @@ class UserFilteredPlan(FilterPlan):
             )
         else:
             yield "noise", near(own)
-        if isinstance(own, UserFilterPlan):
-            yield "tests", disagreement("the run", own.halt_probability())
-        else:
-            yield (
-                "tests",
-                "a step whose users disagree is charged and moves nothing; each step compares all pairs of users",
-            )
+        yield "tests", disagreement("the run", own.halt_probability())
         yield from self.ending()
 
 
@@ -145,14 +116,12 @@ class UserFilteredSGD(UserOptimizer):
         generator: noise generator of your own (warns).
 
     Guarantee:
-        Unit: user. Adjacency: replace_one with n_users public, or add_remove with Poisson batches. Event: one noisy
-        test for the run, the Gaussians of all planned steps, the search if there is one, and a failure of kind
-        "transcript", charged when the run opens, with no refund for a halt (a new process continues it by `resume`);
-        Poisson: an event per step. A step that ends between its charge and its answer (Ctrl-C, an error) ends the run
-        in this process: `resume` a new optimizer (with the ledger file), or `finalize()`. Assumes nothing about users'
-        rows but that they do not depend on other users.
-        Source: Asi and Liu 2023, Algorithms 2, 3; docs/proofs/user_level.md#guarantee-of-a-filtered-run,
-        docs/proofs/user_level.md#poisson-samples-of-users.
+        Unit: user. Adjacency: replace_one with n_users public. Event: one noisy test for the run, the Gaussians of all
+        planned steps, the search if there is one, and a failure of kind "transcript", charged when the run opens, with
+        no refund for a halt (a new process continues it by `resume`). A step that ends between its charge and its
+        answer (Ctrl-C, an error) ends the run in this process: `resume` a new optimizer (with the ledger file), or
+        `finalize()`. Assumes nothing about users' rows but that they do not depend on other users.
+        Source: Asi and Liu 2023, Algorithms 2, 3; docs/proofs/user_level.md#guarantee-of-a-filtered-run.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -178,7 +147,7 @@ class UserFilteredSGD(UserOptimizer):
         *,
         n_users: int | None = None,
         budget: Budget | None = None,
-        filter: str | UserFilterPlan | PoissonFilterPlan = "best",
+        filter: str | UserFilterPlan = "best",
         problem: Problem | None = None,
         min_items: int = 1,
         pair_radius: float | PairRadiusSearch | None = None,
@@ -186,10 +155,8 @@ class UserFilteredSGD(UserOptimizer):
         steps: int | None = None,
         max_steps: int = 200,
         distance: float | None = None,
-        batch_size: int | None = None,
         typical_score: float | None = None,
         halt_probability: float = 0.01,
-        adapt: AdaptiveRadius | None = None,
         smoothing: float = 0.0,
         on_halt: str = "keep",
         reach: float = 1000.0,
@@ -199,24 +166,21 @@ class UserFilteredSGD(UserOptimizer):
         """Returns the filter's public numbers and the step size, before anything is spent.
 
         Args:
-            n_users: public number of users (a lower bound under add_remove).
-            budget: of unit "user". replace_one: all users in each step; add_remove: Poisson samples of `batch_size`.
-            filter: see `calibrate.calibrate_filter`; or numbers of yours, from there or from
-                `poisson_filter_plan`, in place of n_users, pair_radius, steps, batch_size and typical_score. The budget
-                then only limits the run.
+            n_users: public number of users, all of whom are in each step.
+            budget: of unit "user", replace_one.
+            filter: see `calibrate.calibrate_filter`; or numbers of yours, from there, in place of n_users, pair_radius,
+                steps and typical_score. The budget then only limits the run.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
             min_items: rows that a user must have, public: m of the theory; others are isolated.
             pair_radius: tau, public; a `radius.PairRadiusSearch`, whose epsilon is taken from the budget;
                 or None for `pair_radius_iid`.
-            lr: step size; None for that of the bound (all users, pair radius known).
-            steps: number of steps, beside that of a search; None for as many as help, up to max_steps (all users, pair
-                radius known).
+            lr: step size; None for that of the bound (pair radius known).
+            steps: number of steps, beside that of a search; None for as many as help, up to max_steps (pair radius
+                known).
             max_steps: see steps; a step costs n_users^2 dim operations.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
-            batch_size: expected users of a batch, under add_remove.
             typical_score: public guess, see `calibrate_filter`.
-            halt_probability: see there; under add_remove of a skipped step.
-            adapt: how the pair radius follows the noisy tests, free of charge; add_remove only.
+            halt_probability: see there.
             smoothing: radius >= 0 of the ball around each iterate from which its gradients are taken (one point for all
                 users of a step), for losses with kinks; 0 for none. It enters the bound.
             on_halt: "keep" the average of the iterates released so far, or go back to the "initial" parameters, once
@@ -230,8 +194,11 @@ class UserFilteredSGD(UserOptimizer):
             InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n_users that works.
             MissingConstantError: promises are missing; says which, and how to do without.
             UnitError: the budget is of another unit.
+            AdjacencyError: the budget is not of replace_one.
         """
-        agreed_adjacency(None, budget, "user")
+        adjacency = agreed_adjacency(None, budget, "user")
+        if adjacency != REPLACE_ONE:
+            raise AdjacencyError(f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})")
         dim, items = dimension(dim), check.positive_count(min_items=min_items)
         check.positive_count(max_steps=max_steps), check.nonnegative(smoothing=smoothing)
         check.open_interval(0.0, 1.0, halt_probability=halt_probability)
@@ -240,8 +207,8 @@ class UserFilteredSGD(UserOptimizer):
         search = pair_radius if isinstance(pair_radius, PairRadiusSearch) else None
         if not isinstance(filter, str):
             radius = None if search else pair_radius
-            own = {"n_users": n_users, "pair_radius": radius, "steps": steps, "batch_size": batch_size}
-            for name, value in {**own, "typical_score": typical_score}.items():
+            own = {"n_users": n_users, "pair_radius": radius, "steps": steps, "typical_score": typical_score}
+            for name, value in own.items():
                 if value is not None:
                     raise ValueError(f"{name} must be None beside numbers of the filter, which have it (got {value})")
         elif n_users is None or budget is None:
@@ -255,15 +222,7 @@ class UserFilteredSGD(UserOptimizer):
             target: dict[str, Any] = {"n_users": n_users, "epsilon": epsilon, "delta": delta, "pair_radius": tau}
             halting: dict[str, Any] = {"typical_score": typical_score, "halt_probability": halt_probability}
             halting |= {"filter": filter}
-            if budget.adjacency == ADD_REMOVE:
-                filter = _sampled(target, lr, steps, batch_size, typical_score, halt_probability)
-            elif budget.adjacency != REPLACE_ONE:
-                raise AdjacencyError(f"budget must be of replace_one or add_remove (got {budget.adjacency})")
-            elif batch_size is not None:
-                raise ValueError(
-                    f"batch_size must be None under replace_one: all users are in each step (got {batch_size})"
-                )
-            elif steps is None:
+            if steps is None:
                 filter = filtered_schedule(
                     **target,
                     **halting,
@@ -280,7 +239,7 @@ class UserFilteredSGD(UserOptimizer):
                 f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
                 f"epsilon (got {search.epsilon:g} for {search.n_users} users)"
             )
-        if isinstance(filter, UserFilterPlan) and filter.halt_probability() > _HOPELESS:
+        if filter.halt_probability() > _HOPELESS:
             raise InfeasibleError(
                 f"filter must be such that a run goes on: with a typical score of {filter.typical_score or n_users} it "
                 f"halts with probability {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of "
@@ -294,14 +253,10 @@ class UserFilteredSGD(UserOptimizer):
             lr, risk = best.lr, best.bound + smoothing_bias(bound, dim, smoothing)
         if search is None:
             warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
-        adjacency: Adjacency = REPLACE_ONE
-        design: Design = Full(filter.n_users)
-        if isinstance(filter, PoissonFilterPlan):
-            adjacency, design = ADD_REMOVE, Poisson(filter.batch_size, filter.n_users)
         return UserFilteredPlan(
             budget=budget,
-            adjacency=agreed_adjacency(adjacency, budget, "user"),
-            design=design,
+            adjacency=adjacency,
+            design=Full(filter.n_users),
             steps=filter.steps + (search is not None),
             lr=check.positive(lr=lr),
             radius=math.inf if problem is None else problem.radius,
@@ -311,7 +266,6 @@ class UserFilteredSGD(UserOptimizer):
             risk_bound=risk,
             filter=filter,
             search=search,
-            adapt=adapt,
             smoothing=smoothing,
             on_halt=on_halt,
         )
@@ -332,10 +286,9 @@ class UserFilteredSGD(UserOptimizer):
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
         first, radius = self._steps == (self._plan.search is not None), self.oracle.metrics().get("pair_radius")
         if first and radius is not None and release.still and release.mean:  # an answer that is lost has none
-            rest = "in this step" if isinstance(self._plan.filter, PoissonFilterPlan) else "any more"
             warn(  # of what is released: that a test has failed
                 f"users disagree: the first test has failed, since they are not within pair_radius={radius:.3g} of "
-                f"each other; nothing is learned {rest}. Give a larger pair_radius, a pair_radius_search, or take "
+                f"each other; nothing is learned any more. Give a larger pair_radius, a pair_radius_search, or take "
                 f"UserClippedSGD, which tests nothing"
             )
         super()._apply(params, release)
@@ -355,38 +308,12 @@ def _left(budget: Budget, search: PairRadiusSearch | None) -> float:
     """Returns the epsilon that a search leaves."""
     if search is None:
         return budget.epsilon
-    if budget.adjacency == ADD_REMOVE:
-        raise AdjacencyError("pair_radius must be a number under add_remove: adapt= follows the tests for free")
     if search.epsilon >= budget.epsilon:
         raise ValueError(
             f"pair_radius must be a search of less than the budget's epsilon={budget.epsilon:g} (got "
             f"{search.epsilon:g})"
         )
     return budget.epsilon - search.epsilon
-
-
-def _sampled(
-    target: dict[str, Any],
-    lr: float | None,
-    steps: int | None,
-    batch_size: int | None,
-    typical_score: float | None,
-    skip_probability: float,
-) -> PoissonFilterPlan:
-    if lr is None or steps is None or batch_size is None:
-        missing = [name for name, value in (("lr", lr), ("steps", steps), ("batch_size", batch_size)) if value is None]
-        raise MissingConstantError(
-            f"{', '.join(missing)} must be given under add_remove, where no bound chooses them (got None)"
-        )
-    n = target["n_users"]
-    score = n if typical_score is None else check.between(0.0, n, typical_score=typical_score)
-    return poisson_filter_plan(
-        **target,
-        batch_size=batch_size,
-        steps=steps,
-        typical_deficiency=batch_size * (1 - score / n),
-        skip_probability=skip_probability,
-    )
 
 
 def _needed(dim: int | None, wanted: str) -> int:

@@ -21,14 +21,12 @@ from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
-from torch_dpsco.oracles.users.poisson import AdaptiveRadius
 from torch_dpsco.oracles.users.search import UserSearched
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import UserPhase
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan
 from torch_dpsco.theory.user_level.radius import PairRadiusSearch
 
 
@@ -104,10 +102,7 @@ class FilterPlan(UserPlan):
         risk_bound: on the expected excess risk of the answer; None where no theorem chose the step size.
     """
 
-    values: ClassVar[tuple[type, ...]] = (
-        *(UserFilterPlan, PoissonFilterPlan, UserPhase),
-        *(PairRadiusSearch, AdaptiveRadius),
-    )
+    values: ClassVar[tuple[type, ...]] = (UserFilterPlan, UserPhase, PairRadiusSearch)
     reach: float = 1000.0
     risk_bound: float | None = None
 
@@ -134,7 +129,7 @@ class FilterPlan(UserPlan):
             yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
 
 
-def near(plan: UserFilterPlan | PoissonFilterPlan) -> str:
+def near(plan: UserFilterPlan) -> str:
     """Returns in words the noise of a filter, beside the distance of users that it allows."""
     return f"std {plan.noise_std:.3g} per coordinate of the mean of users within {plan.pair_radius:.3g} of each other"
 
@@ -153,7 +148,7 @@ def disagreement(stops: str, risk: float) -> str:
 
 
 def warn_if_users_are_buried(
-    plans: Sequence[UserFilterPlan | PoissonFilterPlan],
+    plans: Sequence[UserFilterPlan],
     problem: Problem | None,
     n_users: int,
     dim: int | None,

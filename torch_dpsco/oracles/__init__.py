@@ -11,12 +11,10 @@ from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.oracles.users.centered import Centered
 from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
-from torch_dpsco.oracles.users.poisson import AdaptiveRadius, PoissonTest, UserPoissonFiltered
 from torch_dpsco.oracles.users.search import UserSearched
 
 __all__ = [
     "AdaptiveClipped",
-    "AdaptiveRadius",
     "AutoClip",
     "Centered",
     "Charge",
@@ -31,13 +29,11 @@ __all__ = [
     "MeanOracle",
     "Phased",
     "PilotClipped",
-    "PoissonTest",
     "QuantilePilot",
     "Release",
     "ShuffledClipped",
     "ShuffledMedian",
     "UserFiltered",
-    "UserPoissonFiltered",
     "UserSearched",
     "clip_weights",
     "joint_norm",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.binomial import lower_tail
 from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
 from torch_dpsco.rows import Points, neighbor_counts
 
@@ -91,6 +92,48 @@ def centered_clip_mean(rows: Any, center: Any, clip: float) -> Tensor:
     off = torch.as_tensor(rows, dtype=torch.float64) - middle
     lengths = torch.linalg.vector_norm(off, dim=1, keepdim=True)
     return middle + (off * (clip / lengths.clamp(min=clip))).mean(0)
+
+
+def deficiency_coefficient(n_min: int, deficiency: float, ramp_start: float, ramp_end: int) -> float:
+    """Returns Rp with |g - g'| <= 2 tau Rp for a user added to a batch of at least n_min users.
+
+    e_j counts the users of the batch farther than tau from x_j, v is their mean, weights are clip((a - e_j)/(a - b), 0,
+    1), and min(v, v') <= V. With c = 1/(a - b), K_A = n_min V/a and K_B = n_min V/b,
+
+        Rp = max{ (1 + K_A c)/(n_min - K_A), (1 + K_B c)/n_min }.
+
+    Args:
+        n_min: smallest batch that is answered.
+        deficiency: V >= 0, bound on the smaller of the two mean deficiencies.
+        ramp_start: a, where weights reach 0; in (ramp_end, (n_min - 1)/2].
+        ramp_end: b, up to which weights are 1.
+
+    Example:
+        >>> round(deficiency_coefficient(9363, 195.0, 4681.0, 2340) * 10**4, 2)
+        1.42
+    """
+    c, none, full = 1 / (ramp_start - ramp_end), n_min * deficiency / ramp_start, n_min * deficiency / ramp_end
+    return max((1 + none * c) / (n_min - none), (1 + full * c) / n_min)
+
+
+def poisson_step_mu(score_sensitivity: float, score_noise_std: float, noise_ratio: float) -> float:
+    """Returns the mu of a score of sensitivity D and a mean of noise std z times its own, released together.
+
+    Example:
+        >>> round(poisson_step_mu(2.0, 12.5, 7.5), 6)
+        0.208273
+    """
+    return math.hypot(score_sensitivity / score_noise_std, 1 / noise_ratio)
+
+
+def poisson_underflow(n_users: int, sample_rate: float, n_min: int) -> float:
+    """Returns P[Bin(n - 1, q) < n_min]: the others of a user are too few in a Poisson sample.
+
+    Example:
+        >>> 3.4e-7 < poisson_underflow(1750, 0.25, 350) < 3.5e-7
+        True
+    """
+    return lower_tail(n_min - 1, n_users - 1, sample_rate)
 
 
 def filtered_mean(rows: Any, pair_radius: float, ramp_start: float, ramp_end: float) -> dict[str, Any]:

@@ -60,7 +60,7 @@ _UNIT = 2.0**-53
 
 
 def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:
-    """Returns clip((counts - none) / (full - none), 0, 1) in float64; `none` may be above `full`."""
+    """Returns clip((counts - none) / (full - none), 0, 1) in float64."""
     return ((counts.double() - none) / (full - none)).clamp_(0.0, 1.0)
 
 
@@ -141,66 +141,7 @@ class Filter:
         return (uniform((len(weights),), generator).to(weights.device) < weights).double()
 
 
-class FilteredMean(UserMean):
-    """Weighted mean of users that are near others, with Gaussian noise; subclasses test, and choose the weights.
-
-    Set by subclasses at construction: the adjacency of their proof, tau (None as long as it is not known), the reach
-    from the center in units of tau, and the std of the noise over the move of the mean.
-    """
-
-    _adjacency: Adjacency
-    _tau: float | None
-    reach: float
-    noise_multiplier: float
-
-    @property
-    def pair_radius(self) -> float:
-        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
-        if self._tau is None:
-            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
-        return self._tau
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
-        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
-        return self.noise_multiplier * self.sensitivity(self._adjacency)
-
-    def _rounded(self, coefficient: float, users: int, diameter: float) -> float:
-        """Returns how far one user moves the mean, rounding included; coefficient and diameter are in units of tau."""
-        tau = self.pair_radius
-        nominal = coefficient * tau * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
-        return nominal + mean_rounding(users, diameter * tau * 1.01, self.reach * tau * 1.01)
-
-    def _joined(self, points: Points, items: Tensor) -> Tensor:
-        """Returns which users can have neighbors."""
-        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
-        return (items >= self.min_items) & points.within(self.reach * self.pair_radius)
-
-    def _answer(self, points: Points, joined: Tensor, weights: Tensor, generator: Source) -> Release:
-        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
-        mean = weighted_mean(points, torch.where(joined, weights, 0.0))
-        if self.noise_multiplier:
-            add_normal_(mean, self.noise_std, generator)
-        if self._center is not None:
-            mean += self._center
-        return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
-
-    def _nothing(self, *, halted: bool = False) -> Release:
-        return Release(self._users.zeros(), halted=halted, still=True)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the fixed numbers."""
-        center = None if self._center is None else self._center.tolist()
-        return self._named("noise_multiplier", "reach", "min_items", center=center)
-
-    def _metrics(self, answered: int) -> dict[str, float]:
-        if not self._users.shapes:
-            return {}
-        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(answered)}
-
-
-class UserFiltered(FilteredMean):
+class UserFiltered(UserMean):
     """Tested and filtered mean of all users in each of at most `steps` steps.
 
     Args:
@@ -236,8 +177,6 @@ class UserFiltered(FilteredMean):
         0.4375
     """
 
-    _adjacency = REPLACE_ONE
-
     def __init__(
         self,
         filter: Filter,
@@ -256,7 +195,7 @@ class UserFiltered(FilteredMean):
         n = filter.n_users
         super().__init__(n, n if ids is None else check.positive_count(ids=ids), center, min_items, exact=True)
         self.filter = filter
-        self._tau = check.between(1e-40, 1e40, pair_radius=pair_radius)
+        self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
         self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
         self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self._tau)
@@ -271,14 +210,30 @@ class UserFiltered(FilteredMean):
         if not self._test.threshold > Fraction(filter.score_floor):
             raise ConditionError(f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})")
 
+    @property
+    def pair_radius(self) -> float:
+        """Tau: public. Raises SequenceError as long as a search for it has not ended."""
+        if self._tau is None:
+            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
+        return self._tau
+
     # -- what it costs ------------------------------------------------------------------------------------------------
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
+        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
+        return self.noise_multiplier * self.sensitivity(REPLACE_ONE)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns how far one user moves the mean of a step whose score is at least H, rounding included."""
         if adjacency != REPLACE_ONE:
             # PRIVACY: n is public, and only replacements keep it (test_the_filter_is_charged_under_replace_one_only)
             raise AdjacencyError(f"the filtered mean has no bound under {adjacency}: use replace_one (n_users public)")
-        return self._rounded(self.filter.coefficient, self.filter.n_users, 2 * self.filter.radii[-1])
+        tau = self.pair_radius
+        nominal = self.filter.coefficient * tau * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
+        diameter = 2 * self.filter.radii[-1]
+        return nominal + mean_rounding(self.filter.n_users, diameter * tau * 1.01, self.reach * tau * 1.01)
 
     @property
     def bad_pass(self) -> float:
@@ -321,14 +276,25 @@ class UserFiltered(FilteredMean):
         if self.halted:
             return self._nothing(halted=True)
         points = Points(means, self._center)
-        joined = self._joined(points, items)
+        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
+        joined = (items >= self.min_items) & points.within(self.reach * self.pair_radius)
         counts = neighbor_counts(points, self._radii(), joined)
         absent = self.filter.n_users - len(means)  # each its own only neighbor
         if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
             raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
         if not self._test.passes(Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator):
             return self._nothing(halted=True)
-        return self._answer(points, joined, self.filter.weights(counts[-1], generator), generator)
+        weights = self.filter.weights(counts[-1], generator)
+        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
+        mean = weighted_mean(points, torch.where(joined, weights, 0.0))
+        if self.noise_multiplier:
+            add_normal_(mean, self.noise_std, generator)
+        if self._center is not None:
+            mean += self._center
+        return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
+
+    def _nothing(self, *, halted: bool = False) -> Release:
+        return Release(self._users.zeros(), halted=halted, still=True)
 
     def _radii(self) -> list[float]:
         tau, *wider = self.filter.radii
@@ -349,14 +315,18 @@ class UserFiltered(FilteredMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return super().settings() | {
-            "filter": repr(self.filter),
-            "pair_radius": self._tau,
-            "steps": self._test.steps,
-            "threshold": float(self._test.threshold),
-            "threshold_scale": self._test.threshold_scale,
-            "query_scale": self._test.query_scale,
-        }
+        return self._named(
+            "noise_multiplier",
+            "reach",
+            "min_items",
+            center=None if self._center is None else self._center.tolist(),
+            filter=repr(self.filter),
+            pair_radius=self._tau,
+            steps=self._test.steps,
+            threshold=float(self._test.threshold),
+            threshold_scale=self._test.threshold_scale,
+            query_scale=self._test.query_scale,
+        )
 
     def state(self) -> SecretState:
         """Returns the state of the test, with the noise of its threshold."""
@@ -369,4 +339,6 @@ class UserFiltered(FilteredMean):
 
     def metrics(self) -> dict[str, float]:
         """Returns tau, noise_std and the number of steps answered: public."""
-        return self._metrics(self._test.asked)
+        if not self._users.shapes:
+            return {}
+        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(self._test.asked)}

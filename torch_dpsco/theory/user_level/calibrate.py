@@ -82,7 +82,7 @@ def calibrate_filter(
         filter: "same", "two" (radius 2 tau for the filter) or "best": "same", which needs one count for each user,
             unless "two" has 5 % less noise (mode "tight").
         mode: "tight" or "paper_corrected".
-        adjacency: "replace_one"; nothing is proved for "add_remove" (see `poisson_filter_plan`).
+        adjacency: "replace_one"; nothing is proved for "add_remove".
         clip: C of clipping users' gradients instead; a warning says if that has no more noise.
 
     Raises:
@@ -121,7 +121,7 @@ def check_user_adjacency(adjacency: str) -> str:
     """Returns the adjacency; raises AdjacencyError unless the full-batch filter is proved for it."""
     if check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency) == "add_remove":
         raise AdjacencyError(
-            "the filter on all users is proved for replace_one with n_users public; for add_remove use Poisson sampling"
+            "the filter on all users is proved for replace_one with n_users public; for add_remove use UserClippedSGD"
         )
     return adjacency
 

@@ -23,7 +23,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.errors import warn
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.poisson import PoissonFilterPlan
 
 
 class UserSchedule(NamedTuple):
@@ -36,7 +35,7 @@ class UserSchedule(NamedTuple):
 class FilteredSchedule(NamedTuple):
     """A plan, the step size, and the bound on the expected excess risk; None if it did not choose the step size."""
 
-    plan: UserFilterPlan | PoissonFilterPlan
+    plan: UserFilterPlan
     lr: float
     bound: float | None
 

@@ -21,7 +21,7 @@ Both are tight: tests find pairs within 5 % of them. Differs from the paper in: 
 paper 3, E1).
 
 Source: docs/proofs/user_level.md#one-radius-filter, docs/proofs/user_level.md#two-radius-filter,
-docs/proofs/user_level.md#random-membership, docs/proofs/user_level.md#poisson-samples-of-users.
+docs/proofs/user_level.md#random-membership.
 """
 
 from __future__ import annotations
@@ -200,64 +200,6 @@ def bernoulli_sensitivity(n: int, score_floor: float, ramp_end: int, failure: fl
     if b >= M:
         raise ConditionError(f"score_floor must be > ramp_end={b} (got {score_floor:g})")
     return 4 * tau * (1 + bernoulli_mismatch(n - M, min(1.0, _UP / (b - a)), failure)) / M * _UP
-
-
-def poisson_filter_coefficient(n_min: int, deficiency: float, ramp_start: float, ramp_end: int) -> float:
-    """Returns Rp with |g - g'| <= 2 tau Rp for a user added to a batch of at least n_min users; rounded up.
-
-    e_j counts the users of the batch farther than tau from x_j, v is their mean, weights are clip((a - e_j)/(a - b), 0,
-    1) with a = (n_min - 1)/2, and min(v, v') <= V. Then, with c = 1/(a - b), K_A = n_min V/a and K_B = n_min V/b,
-
-        Rp = max{ (1 + K_A c)/(n_min - K_A), (1 + K_B c)/n_min },
-
-    by the argument of filter "same"; larger batches move less, and so do pairs where the larger one has v' <= V.
-
-    Args:
-        n_min: smallest batch that is answered, >= 4; public.
-        deficiency: V >= 0, bound on the smaller of the two mean deficiencies.
-        ramp_start: a, where weights reach 0; in (ramp_end, (n_min - 1)/2].
-        ramp_end: b, integer >= 1: up to it, weights are 1.
-
-    Raises:
-        ConditionError: Rp >= 1.
-        ValueError: an argument is out of range.
-
-    Guarantee: sensitivity to the addition or removal of one user of the batch, all others fixed.
-
-    Source: docs/proofs/user_level.md#poisson-samples-of-users.
-
-    Example:
-        >>> round(poisson_filter_coefficient(9363, 195.0, 4681.0, 2340) * 10**4, 2)
-        1.42
-    """
-    n, V = check.positive_count(n_min=n_min), check.nonnegative(deficiency=deficiency)
-    a, b = check.positive(ramp_start=ramp_start), check.positive_count(ramp_end=ramp_end)
-    if a > (n - 1) / 2:
-        raise ValueError(f"ramp_start must be <= (n_min - 1)/2 = {(n - 1) / 2:g} (got {a:g})")
-    if b >= a:
-        raise ValueError(f"ramp_end must be < ramp_start={a:g} (got {b})")
-    value = _larger(n, n * V, a, b)
-    if value >= 1:
-        raise ConditionError(
-            f"deficiency must be smaller for n_min={n} and ramp_end={b}: no bound is proved (got {V:g})"
-        )
-    return value
-
-
-def best_poisson_ramp_end(n_min: int, deficiency: float) -> RampEnd:
-    """Returns the integer b in [1, (n_min - 1)/2) with the smallest `poisson_filter_coefficient`.
-
-    Example:
-        >>> best_poisson_ramp_end(9363, 195.0).ramp_end
-        2340
-    """
-    a = (check.positive_count(n_min=n_min) - 1) / 2
-    high = math.ceil(a) - 1
-    if high < 1:
-        raise ConditionError(f"n_min must be >= 4 (got {n_min})")
-    V = check.nonnegative(deficiency=deficiency)
-    b = _argmin(lambda end: _larger(n_min, n_min * V, a, end), 1, high)
-    return RampEnd(b, poisson_filter_coefficient(n_min, deficiency, a, b))
 
 
 def _ramp(n: int, ramp_end: int) -> tuple[float, int]:
