@@ -12,7 +12,7 @@ charged; medians of a few data sets. Pair radii are multiples of 1/sqrt(m), wher
 
 The task of --far: squared distance to the users' values, which are within 1 of each other, 0 to 50 away from the start;
 the error of the answer, by budget of the same size. "clipped" knows the distance, and clips at it plus 1, once;
-"centered" has ten steps, at a fifth of that or at 1, if that is more; "filtered" has one step, and pair radius 1.
+"filtered" has one step, and pair radius 1.
 """
 
 from __future__ import annotations
@@ -100,18 +100,10 @@ def _cross_entropy(score: Tensor, chance: Tensor) -> Tensor:
 
 
 def clipped(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
-    yield from _clipping(data, users, n, m, None)
-
-
-def centered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
-    yield from _clipping(data, users, n, m, 0.9)
-
-
-def _clipping(data: TensorDataset, users: Tensor, n: int, m: int, decay: float | None) -> Iterator[Tensor]:
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one", unit="user")
     for clip, lr in itertools.product(CLIPS, LRS):
         model = _model()
-        numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "center_decay": decay, "average": "weighted"}
+        numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "average": "weighted"}
         plan = dp.UserClippedSGD.plan(n_users=n, budget=budget, **numbers)
         optimizer = dp.UserClippedSGD(model.parameters(), plan)
         yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
@@ -149,7 +141,7 @@ def _model() -> nn.Linear:
     return model
 
 
-METHODS: dict[str, Fit] = {"clipped": clipped, "centered": centered, "filtered": filtered, "not private": public}
+METHODS: dict[str, Fit] = {"clipped": clipped, "filtered": filtered, "not private": public}
 
 
 def risk(name: str, n: int, m: int, runs: int, test: tuple[Tensor, Tensor]) -> float | None:
@@ -195,17 +187,13 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     model = nn.Linear(1, dim, bias=False)
     nn.init.zeros_(model.weight)
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one", unit="user")
-    shared, clip = {"n_users": n, "budget": budget, "lr": 1.0}, away + 1
+    shared = {"n_users": n, "budget": budget, "lr": 1.0}
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
         kept = calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
         optimizer = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last"))
-    elif name == "clipped":
-        optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=clip, steps=1, **shared))
     else:
-        clip = max(1.0, clip / 5)
-        plan = dp.UserClippedSGD.plan(clip=clip, steps=10, center_decay=0.5, **shared)
-        optimizer = dp.UserClippedSGD(model.parameters(), plan)
+        optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=away + 1, steps=1, **shared))
     data = TensorDataset(torch.ones(n, 1), values)
     dp.fit(model, optimizer, data, _half_square, users=torch.arange(n), loss_reduction="sum", progress=False)
     return float((model.weight.detach().squeeze(1) - values.mean(0)).norm())
@@ -216,7 +204,7 @@ def _half_square(answer: Tensor, values: Tensor) -> Tensor:
 
 
 def print_far(runs: int) -> None:
-    names = ("clipped", "centered", "filtered")
+    names = ("clipped", "filtered")
     print(f"{'n':>7}{'d':>6}{'away':>6}" + "".join(f"{name:>11}" for name in names))
     for n, dim, away in itertools.product((2000, 10_000), (10, 200), (0.0, 5.0, 50.0)):
         found = [statistics.median(far_fit(name, n, dim, away) for _ in range(runs)) for name in names]

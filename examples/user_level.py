@@ -1,6 +1,6 @@
-"""Whole aircraft protected, not single flights: user-level clipping, a moving center, and the outlier filter.
+"""Whole aircraft protected, not single flights: user-level clipping, and the outlier filter.
 
-    python examples/user_level.py                 # two losses x five methods, eps = 2 each, under a minute
+    python examples/user_level.py                 # two losses x four methods, eps = 2 each, under a minute
     python examples/user_level.py --items all     # all flights of an aircraft, ragged numbers, in place of 50
     python examples/user_level.py --quick         # 10 flights each and few steps, for a smoke test
     python examples/user_level.py --plot x.png    # draws the noise against the flights per aircraft (needs matplotlib)
@@ -10,7 +10,6 @@ known delay; their number, 2,086, is public, and the guarantee is for one of the
 flights. Predicted are the flights of the aircraft outside of the universe, which are taken as public.
 
 * clipped: each aircraft's mean gradient is clipped, and noise goes with the clip. The default recommendation.
-* centered: the same, but clipped around an average of what was released before.
 * filtered: a noisy test whether aircraft agree, then the mean of those that do; noise goes with the pair radius.
 * searched: the same with a pair radius that a private search finds first, by a part of the budget.
 * localized: the filter in phases on disjoint aircraft, of a strongly convex loss; at most half in each.
@@ -57,7 +56,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared": partial(dp.losses.Squared(), reduction="sum"),
 }
 STEPS, LR = 60, {"logistic": 4.0, "squared": 1.0}
-CLIP, CENTERED_CLIP, CENTER_DECAY = 0.2, 0.1, 0.9
+CLIP = 0.2
 PAIR_RADIUS = {"logistic": 1.0, "squared": 1.5}  # of means of LEAST flights
 FILTER_STEPS, FILTER_LR = 20, {"logistic": 4.0, "squared": 0.4}  # the more steps, the more noise in each
 SEARCH_EPSILON, SMALLEST_RADIUS = 0.3, 1e-3  # of the budget; 64 candidates, each 1.25 times the one before
@@ -103,7 +102,7 @@ def choose(owners: np.ndarray, n_users: int, items: int | None) -> np.ndarray:
     return np.concatenate([np.random.default_rng([0, k]).permutation(rows)[:items] for k, rows in enumerate(own)])
 
 
-# -- five private methods ---------------------------------------------------------------------------------------------
+# -- four private methods ---------------------------------------------------------------------------------------------
 
 
 class Setting(NamedTuple):
@@ -123,22 +122,12 @@ class Setting(NamedTuple):
 
 def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """User-level DP-SGD on all aircraft."""
-    return _clipped(model, setting, CLIP, None)
-
-
-def centered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
-    """Half the clip, hence half the noise, around a center that follows the releases."""
-    return _clipped(model, setting, CENTERED_CLIP, CENTER_DECAY)
-
-
-def _clipped(model: nn.Module, setting: Setting, clip: float, decay: float | None) -> dp.PrivateOptimizer:
     plan = dp.UserClippedSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
-        clip=clip,
+        clip=CLIP,
         lr=LR[setting.loss],
         steps=min(STEPS, setting.most_steps),
-        center_decay=decay,
         average="weighted",
         dim=model,
     )
@@ -185,7 +174,6 @@ def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 
 METHODS: dict[str, Callable[[nn.Module, Setting], dp.PrivateOptimizer]] = {
     "clipped": clipped,
-    "centered": centered,
     "filtered": filtered,
     "searched": searched,
     "localized": localized,
@@ -270,7 +258,6 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
     far = [pair_radius_iid(LIPSCHITZ["logistic"], m, n_users, 0.01 / STEPS) for m in items]
     lines = {
         f"clipped at {CLIP}": [fixed for _ in items],
-        "centered, clip as 1/sqrt(flights)": [fixed * CENTERED_CLIP / CLIP * math.sqrt(LEAST / m) for m in items],
         "filtered, guessed pair radius": [of_filter * PAIR_RADIUS["logistic"] * math.sqrt(LEAST / m) for m in items],
         "filtered, pair radius from the Lipschitz bound": [of_filter * radius for radius in far],
     }

@@ -96,7 +96,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "UserClippedSGD, all": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, batch_size=None, dim=DIM + 1)),
     "UserClippedSGD, noise": (
         dp.UserClippedSGD,
-        clipped_users(noise_multiplier=3.0, steps=3, adjacency="zero_out", center_decay=0.5, min_items=2),
+        clipped_users(noise_multiplier=3.0, steps=3, adjacency="zero_out", min_items=2),
     ),
     "UserFilteredSGD": (dp.UserFilteredSGD, filtered_users()),
     "UserFilteredSGD, promises": (

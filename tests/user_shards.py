@@ -36,10 +36,8 @@ def summed_layer(**options: Any) -> nn.Linear:
 def built(kind: str, model: nn.Module, noise: float = 1.0, accountant: Any = None, **options: Any) -> dp.UserClippedSGD:
     given: dict[str, Any] = {"n_users": USERS, "clip": CLIP, "lr": 0.1, "noise_multiplier": noise, "steps": 4}
     given |= {"batch_size": 4, "sampling": "poisson"} if kind == "poisson" else {"sampling": "full"}
-    given |= {"center_decay": 0.5} if kind == "centered" else {}
-    center = [torch.full_like(p, 0.1) for p in model.parameters()] if kind == "centered" else None
     plan = dp.UserClippedSGD.plan(**given | options)
-    return dp.UserClippedSGD(model.parameters(), plan, center=center, accountant=accountant)
+    return dp.UserClippedSGD(model.parameters(), plan, accountant=accountant)
 
 
 def backward(model: nn.Module, optimizer: dp.PrivateOptimizer, x: Tensor, y: Tensor) -> None:

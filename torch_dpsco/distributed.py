@@ -49,7 +49,7 @@ from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.oracles.users.centered import Centered
+from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rng import Source, sampling_key
 from torch_dpsco.sampling import (
     DesignSampler,
@@ -358,7 +358,7 @@ class World:
 
 def _adding(oracle: MeanOracle) -> MeanOracle:
     """Returns the oracle that adds rows: of users' clipped means their clipping, else the oracle itself."""
-    return oracle.clipping if type(oracle) is Centered else oracle
+    return oracle.clipping if type(oracle) is UserClipped else oracle
 
 
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
@@ -513,7 +513,6 @@ class Ranks(World):
         if getattr(_adding(run.oracle), "processes", 1) != self._group.processes:
             raise SequenceError("batches must come from optimizer.loader(dataset), called in this process group")
         self._stage = _CALLING
-        center = getattr(run.oracle, "center", None)  # of users
         # PRIVACY: else sums of different steps, or of rows clipped differently, would be added
         # (test_ranks_at_different_steps_are_refused)
         self._group.compare(
@@ -522,22 +521,19 @@ class Ranks(World):
             steps=run.steps,
             draw=draw.index,
             charges=len(run.accountant),
-            mechanism=digest(
-                *(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
-                *(() if center is None else (read_bytes(center),)),
-            ),
+            mechanism=digest(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
         )
         self._stage = _AGREED
 
     def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
-        summed = oracle.clip_users() if type(oracle) is Centered else oracle
+        summed = oracle.clip_users() if type(oracle) is UserClipped else oracle
         assert isinstance(summed, ClippedMean)
         self._stage = _CALLING
         answer = Release(self._answer(summed, noise))
         oracle.discard()
         self._stage = _COLLECTING
-        return oracle.around_center(answer) if type(oracle) is Centered else answer
+        return answer
 
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""

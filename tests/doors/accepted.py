@@ -72,7 +72,7 @@ FINE = {
     ),
     # shares, 0 included, and counts, 0 included
     **dict.fromkeys(
-        ["center_decay", "decay", "delta", "failure", "holder_exponent", "q", "quantile", "sample_rate", "target"],
+        ["delta", "failure", "holder_exponent", "q", "quantile", "sample_rate", "target"],
         SHARE,
     ),
     **dict.fromkeys(["copy", "count", "num_workers"], COUNT),
@@ -144,7 +144,7 @@ FINE = {
     "dp.oracles.HolderAbsolute.noise_std": "zero part huge tuple list",
     "attack_norm": "inf",
     "clip0": POSITIVE,
-    "dp.oracles.Centered.clipping": "Oracle",
+    "dp.oracles.UserClipped.clipping": "Oracle",
     "coupling_failure": "zero",
     "high": POSITIVE,
     "normalizer": POSITIVE,

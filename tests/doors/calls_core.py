@@ -196,7 +196,7 @@ simple(
 )
 simple("dp.oracles.AdaptiveClipped", dp.oracles.AdaptiveClipped, clip0=1.0, noise_multiplier=2.0, batch_size=6)
 simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
-simple("dp.oracles.Centered", dp.oracles.Centered, clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6), n_users=24)
+simple("dp.oracles.UserClipped", dp.oracles.UserClipped, clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6), n_users=24)
 simple("dp.oracles.Coordinatewise", dp.oracles.Coordinatewise, clip=1.0, noise_multiplier=1.0, batch_size=6, groups=3)
 simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
 simple("dp.oracles.Filter", dp.oracles.Filter, n_users=USERS, score_floor=300.0, ramp_end=280)

@@ -25,7 +25,7 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
 )
-from torch_dpsco.oracles import AdaptiveClipped, Centered, Clipped
+from torch_dpsco.oracles import AdaptiveClipped, Clipped, UserClipped
 from torch_dpsco.plan import Plan
 
 # Seeds warn in every test here.
@@ -74,17 +74,16 @@ def person(data: st.DataObject) -> np.ndarray:
 
 
 @settings(max_examples=120, deadline=None)
-@given(data=st.data(), center=st.booleans(), chunk=st.sampled_from([None, 3]))
+@given(data=st.data(), chunk=st.sampled_from([None, 3]))
 def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
-    data: st.DataObject, center: bool, chunk: int | None
+    data: st.DataObject, chunk: int | None
 ) -> None:
     others = [np.ones((2, 2)), -3 * np.ones((1, 2)), np.zeros((0, 2)), np.array([[0.1, 0.0]])]
     ends = []
     for mine in (person(data), person(data)):
         people = [mine, *others]
         ids = np.repeat(np.arange(5), [len(rows) for rows in people])
-        own = [torch.tensor([[0.3, -0.4]], dtype=torch.float64)] if center else None
-        run = runs.clipped(5, clip=0.7, center=own)
+        run = runs.clipped(5, clip=0.7)
         run.train(runs.dataset(np.concatenate(people)), ids, physical_batch_size=chunk)
         ends.append((run.weights, run.opt.oracle.sensitivity("replace_one")))
     (one, bound), (other, _) = ends
@@ -136,35 +135,11 @@ def test_a_user_with_many_rows_counts_as_one_user() -> None:
 # -- clipping ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_public_center_keeps_users_near_it_whole() -> None:
-    data, ids = runs.agreeing(20, rows=3)
-    center = [torch.tensor([[-1.0, 0.0]], dtype=torch.float64)]  # of gradients, which are -x
-    near = runs.clipped(20, clip=0.25, center=center).train(data, ids)
-    mean = runs.user_means(data, ids, 20).mean(axis=0)
-    torch.testing.assert_close(near.weights, torch.tensor(mean), rtol=0, atol=1e-6)
-    far = runs.clipped(20, clip=0.25).train(data, ids)
-    assert float(far.weights.norm()) <= 0.25
-
-
-def test_a_center_that_follows_releases_removes_the_bias() -> None:
-    data, ids = runs.agreeing(20, rows=3)
-    run = runs.clipped(20, clip=0.5, center_decay=0.0, lr=1.0, steps=6)
-    mean, w, steps = torch.tensor(runs.user_means(data, ids, 20).mean(axis=0)), torch.zeros(2, dtype=torch.float64), []
-    for batch in run.loader(data, ids):
-        run.step(batch)
-        steps.append(run.weights - w)
-        w = run.weights
-    assert float(steps[0].norm()) <= 0.5 + 1e-9
-    torch.testing.assert_close(steps[-1], mean, rtol=0, atol=1e-6)
-    run = runs.clipped(20, clip=0.5, center_decay=0.0, steps=6)
-    assert run.opt.oracle.center is None
-
-
 def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
     data, ids = runs.agreeing(40, rows=3)
     layer, clipping = runs.model(), AdaptiveClipped(0.01, 2.0, 40, count_noise=2.0)
     opt = dp.PrivateOptimizer(
-        layer.parameters(), 1.0, oracle=Centered(clipping, 40), rule=dp.rules.SGD(), design=dp.Full(40),
+        layer.parameters(), 1.0, oracle=UserClipped(clipping, 40), rule=dp.rules.SGD(), design=dp.Full(40),
         schedule=dp.Schedule((dp.Phase(8),)), accountant=dp.Accountant(runs.budget(epsilon=20.0)),
     )  # fmt: skip
     run = runs.Run(layer, opt).train(data, ids)
@@ -254,11 +229,11 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
 # -- copies, checkpoints, reports -------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_goes_on_where_it_was_with_the_center_it_had() -> None:
+def test_a_checkpoint_goes_on_where_it_was() -> None:
     data, ids = runs.agreeing(20, rows=3)
 
     def make() -> runs.Run:
-        return runs.clipped(20, clip=0.5, center_decay=0.5, steps=4)
+        return runs.clipped(20, clip=0.5, steps=4)
 
     whole, first = make().train(data, ids), make()
     for batch in itertools.islice(first.loader(data, ids), 2):
@@ -363,8 +338,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "design": ({"sampling": dp.Poisson(5, 11)}, "n must be 11"),
     "steps": ({"steps": 0}, "steps must be"),
     "no-noise": ({"noise_multiplier": None}, "budget or noise_multiplier must be given"),
-    "center-nan": ({"center": [torch.tensor([math.nan, 0.0])]}, "center must be finite"),
-    "center-decay": ({"center_decay": 1.0}, r"decay must be in \[0, 1\)"),
     "min-items": ({"min_items": 0}, "min_items must be"),
     "adjacency": ({"adjacency": "neighbors"}, "adjacency must be"),
     "average": ({"average": "median"}, "average must be"),
@@ -398,13 +371,6 @@ def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: 
     arguments = {"n_users": 40, "budget": runs.budget(), "clip": 1.0, "lr": 0.1, "batch_size": 8, **changes}
     with pytest.raises(ValueError, match=message):
         dp.UserClippedSGD.plan(**arguments)
-
-
-def test_a_center_of_another_size_is_refused_before_anything_is_charged() -> None:
-    run = runs.clipped(10, center=[torch.zeros(3)])
-    with pytest.raises(ValueError, match="center must have 2 numbers"):
-        run.train(*runs.agreeing(10))
-    assert len(run.opt.accountant) == 0
 
 
 def test_a_plan_serves_several_optimizers_with_an_oracle_each() -> None:
@@ -480,13 +446,6 @@ def test_what_is_given_of_users_wins_one_by_one() -> None:
     assert (explicit.steps, explicit.momentum, explicit.average) == (30, 0, "last")
     with pytest.raises(MissingConstantError, match="clip and lr must be given beside noise_multiplier"):
         dp.UserClippedSGD.plan(n_users=20, noise_multiplier=1.0, steps=3)
-
-
-def test_a_searched_clip_has_no_center() -> None:
-    with pytest.raises(ValueError, match="clip must be given beside a center"):
-        searched(center_decay=0.9)
-    with pytest.raises(ValueError, match="clip must be given beside a center"):
-        dp.UserClippedSGD(runs.model(3, None).parameters(), searched(), center=[torch.zeros(1, 3)])
 
 
 def test_a_searched_clip_is_printed_and_saved() -> None:

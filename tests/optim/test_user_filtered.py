@@ -512,6 +512,13 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
         runs.filtered(own.pop("own"), **own)
 
 
+def test_a_center_of_another_size_is_refused_before_anything_is_charged() -> None:
+    run = private(center=[torch.zeros(3)])
+    with pytest.raises(ValueError, match="center must have 2 numbers"):
+        run.train(*runs.agreeing(200))
+    assert len(run.opt.accountant) == 0
+
+
 def test_the_pure_mean_and_the_run_agree_on_any_users() -> None:
     draw = np.random.default_rng(5)
     rows = draw.normal(size=(20, 2)) * draw.choice([0.2, 3.0], size=(20, 1), p=[0.95, 0.05])

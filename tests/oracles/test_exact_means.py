@@ -160,9 +160,9 @@ def test_pilots_and_phases_become_exact_together():
     phased = oracles.Phased([(pilot, 1), (inner, 3)])
     phased.use_exact_noise()
     assert inner.event().exact
-    centered = oracles.Centered(oracles.Clipped(CLIP, 1.0, BATCH), 50)
-    centered.use_exact_noise()
-    assert centered.event().exact
+    users = oracles.UserClipped(oracles.Clipped(CLIP, 1.0, BATCH), 50)
+    users.use_exact_noise()
+    assert users.event().exact
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

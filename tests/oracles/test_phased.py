@@ -153,9 +153,9 @@ def test_numbers_of_phases_are_fixed() -> None:
 
 
 def test_phases_of_different_units_are_refused() -> None:
-    from torch_dpsco.oracles.users.centered import Centered
+    from torch_dpsco.oracles.users.clipped import UserClipped
 
-    users = Centered(Clipped(1.0, 1.0, 5), n_users=5)
+    users = UserClipped(Clipped(1.0, 1.0, 5), n_users=5)
     assert Phased([(users, 2)]).unit == "user"
     with pytest.raises(ValueError, match="the same unit in each phase"):
-        Phased([(Clipped(1.0, 1.0, 5), 1), (Centered(Clipped(1.0, 1.0, 5), n_users=5), 2)])
+        Phased([(Clipped(1.0, 1.0, 5), 1), (UserClipped(Clipped(1.0, 1.0, 5), n_users=5), 2)])

@@ -17,7 +17,7 @@ from tests.reference.papers.output import ball_marginal_cdf, ball_marginal_varia
 from tests.reference.papers.user_level import item_level_user_delta, sketch_failure
 from torch_dpsco.errors import InfeasibleError
 from torch_dpsco.theory.smoothing import ball_mean_norm, smoothing_bias
-from torch_dpsco.theory.user_level.filter import centered_sensitivity, clipping_noise_std
+from torch_dpsco.theory.user_level.filter import clipped_sensitivity, clipping_noise_std
 from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
 from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search, typical_score
 from torch_dpsco.theory.user_level.schedules import best_steps, filtered_schedule, schedule
@@ -167,11 +167,11 @@ def test_sketches_fail_as_rarely_as_the_chi_square_says():
 
 
 def test_clipping_costs_twice_as_much_for_a_replaced_user():
-    assert centered_sensitivity(2.0, 50, "replace_one") == 2 * centered_sensitivity(2.0, 50, "add_remove")
+    assert clipped_sensitivity(2.0, 50, "replace_one") == 2 * clipped_sensitivity(2.0, 50, "add_remove")
     one, two = (clipping_noise_std(100, 10, 1.0, 1e-6, 1.0, kind) for kind in ("zero_out", "replace_one"))
     assert two == pytest.approx(2 * one)
     with pytest.raises(ValueError, match="sample_rate must be"):
-        centered_sensitivity(1.0, 10, "add_remove", 1.5)
+        clipped_sensitivity(1.0, 10, "add_remove", 1.5)
 
 
 def test_item_level_noise_protects_a_user_less_the_more_items_they_have():

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.adjacency import Adjacency, below_one
+from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
+    PlannedOptimizer,
     agreed_adjacency,
     dimension,
     drawn,
@@ -27,11 +28,11 @@ from torch_dpsco.optim.planned import (
     sampled,
 )
 from torch_dpsco.optim.step_rule import loudness
-from torch_dpsco.optim.user_plan import UserOptimizer, UserPlan
+from torch_dpsco.optim.user_plan import UserPlan
 from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
-from torch_dpsco.oracles.users.centered import Centered
+from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.theory.steps import Pace, noise_of_mean, relative_pace, relative_steps
@@ -78,31 +79,22 @@ class UserClippedPlan(UserPlan):
     """Public numbers of a run of UserClippedSGD.
 
     Args:
-        clip: of a user's mean gradient, or of its distance from the center; the first one of a search.
+        clip: of a user's mean gradient; the first one of a search.
         noise_multiplier: noise std on the sum over users over the clip; of a search that of a whole step, in which sum
             and votes are released together.
         search: how the clip is found; None keeps it. With a search, means are divided by the clip: lr is in its units.
-        center_decay: of the average of releases that the center follows; None keeps it.
     """
 
     clip: float
     noise_multiplier: float
     search: ClipSearch | None = None
-    center_decay: float | None = None
 
     values: ClassVar[tuple[type, ...]] = (ClipSearch,)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.search is not None and self.center_decay is not None:
-            raise ValueError(f"clip must be given beside a center (got {self.center_decay} as center_decay)")
-
-    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> Centered:
+    def oracle(self, prox: Prox) -> UserClipped:
         """Returns a new oracle with the plan's numbers."""
         clipping: ClippedMean = Clipped(self.clip, self.noise_multiplier, self.batch_size)
         if self.search is not None:
-            if center is not None:
-                raise ValueError("clip must be given beside a center (got a center, and a clip that is searched)")
             own = self.search
             clipping = AdaptiveClipped(
                 self.clip,
@@ -114,7 +106,7 @@ class UserClippedPlan(UserPlan):
                 count_noise=own.count_noise,
                 total_noise_multiplier=self.noise_multiplier,
             )
-        return Centered(clipping, self.n, center=center, decay=self.center_decay, min_items=self.min_items)
+        return UserClipped(clipping, self.n, min_items=self.min_items)
 
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
         """Yields the noise on the mean of users; see `Plan.noise_shares`."""
@@ -141,18 +133,15 @@ class UserClippedPlan(UserPlan):
                 f"{self.search.target:g} quantile of the lengths of users' mean gradients; a user should have some ten "
                 f"rows",
             )
-        if self.center_decay is not None:
-            yield "center", f"gradients are measured from a running average of releases, of decay {self.center_decay:g}"
         yield "assumed", self.assumed
 
 
-class UserClippedSGD(UserOptimizer):
+class UserClippedSGD(PlannedOptimizer):
     """SGD on the mean of users' clipped mean gradients: user-level DP-SGD, the default recommendation.
 
     Args:
         params: parameters or groups; all of them count as one vector.
         plan: from `UserClippedSGD.plan`.
-        center: public vector that users' mean gradients are measured from, a tensor per parameter; None for 0.
         rule: another update rule, e.g. `rules.TorchRule(torch.optim.Adam(...))`; it has averages of its own.
         prox: constraint or penalty.
         reg: lambda of (lambda/2)|w|^2, see `PrivateOptimizer`.
@@ -195,7 +184,6 @@ class UserClippedSGD(UserOptimizer):
         steps: int | None = None,
         epochs: float | None = None,
         sampling: str | Design | None = None,
-        center_decay: float | None = None,
         min_items: int = 1,
         average: str | None = None,
         adjacency: Adjacency | None = None,
@@ -209,8 +197,7 @@ class UserClippedSGD(UserOptimizer):
 
         Args:
             n_users: public number of users (a reference under add_remove).
-            clip: C > 0, of each user's mean gradient (its distance from the center), public; default a search in the
-                run, whose cost is in the noise.
+            clip: C > 0, of each user's mean gradient, public; default a search in the run, whose cost is in the noise.
             lr: step size, > 0, without momentum; default by the step rule. With a search in units of the clip.
             budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
                 limits the run.
@@ -224,7 +211,6 @@ class UserClippedSGD(UserOptimizer):
             sampling: "poisson" (default, but "assigned" for exactly one pass), "fixed" (either with a batch of all
                 users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
-            center_decay: in [0, 1): the center follows the releases; None keeps it.
             min_items: rows that a user must have, public; others contribute 0.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "replace_one".
@@ -285,7 +271,6 @@ class UserClippedSGD(UserOptimizer):
             clip=_START if clip is None else check.positive(clip=clip),
             noise_multiplier=noise,
             search=search,
-            center_decay=None if center_decay is None else below_one(center_decay=center_decay),
             min_items=min_items,
         )
 

@@ -32,8 +32,8 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantE
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
+    FilterOptimizer,
     FilterPlan,
-    UserOptimizer,
     disagreement,
     lipschitz_of,
     near,
@@ -102,7 +102,7 @@ class UserFilteredPlan(FilterPlan):
         yield from self.ending()
 
 
-class UserFilteredSGD(UserOptimizer):
+class UserFilteredSGD(FilterOptimizer):
     """SGD on filtered means of users: noise is proportional to the distance between users, not to gradient length.
 
     Args:

@@ -23,8 +23,8 @@ from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
+    FilterOptimizer,
     FilterPlan,
-    UserOptimizer,
     disagreement,
     lipschitz_of,
     near,
@@ -65,7 +65,7 @@ class UserLocalizedPlan(FilterPlan):
         yield from self.ending()
 
 
-class LocalizedUserSGD(UserOptimizer):
+class LocalizedUserSGD(FilterOptimizer):
     """Phases of filtered means on disjoint users, for strongly convex losses: Algorithm 4.
 
     Args:

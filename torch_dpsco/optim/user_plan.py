@@ -45,10 +45,6 @@ class UserPlan(StepPlan):
         super().__post_init__()
         check.positive_count(min_items=self.min_items)
 
-    @abstractmethod
-    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> MeanOracle:
-        """Returns a new oracle with the plan's numbers, that measures users from a center."""
-
     @property
     def assumed(self) -> str:
         """What is assumed, in words."""
@@ -56,8 +52,48 @@ class UserPlan(StepPlan):
         return f"ids are right; rows of a user do not depend on other users{known}"
 
 
-class UserOptimizer(PlannedOptimizer):
-    """Base of the named optimizers that protect users; `loader` draws users, and tells `step` whose rows it delivered.
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan(UserPlan):
+    """Public numbers of a run on filtered means of users.
+
+    Args:
+        reach: users farther than reach * pair_radius from the center are isolated.
+        risk_bound: on the expected excess risk of the answer; None where no theorem chose the step size.
+    """
+
+    values: ClassVar[tuple[type, ...]] = (UserFilterPlan, UserPhase, PairRadiusSearch)
+    reach: float = 1000.0
+    risk_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.between(1.0, 1e6, reach=self.reach)
+
+    @abstractmethod
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers, that measures users from a center."""
+
+    def of_all_users(
+        self, plan: UserFilterPlan, center: Sequence[Tensor] | None, search: PairRadiusSearch | None = None
+    ) -> UserFiltered:
+        """Returns the oracle of a filter, with a search in its first release if there is one."""
+        kept = Filter(plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure)
+        test = ("steps", "threshold", "threshold_scale", "query_scale")
+        numbers: dict[str, Any] = {name: getattr(plan, name) for name in test}
+        numbers |= {"center": center, "reach": self.reach, "min_items": self.min_items, "ids": self.n}
+        if search is not None:
+            return UserSearched(search, kept, plan.noise_std / plan.pair_radius, **numbers)
+        return UserFiltered(kept, plan.pair_radius, plan.noise_std, **numbers)
+
+    def ending(self) -> Iterator[tuple[str, str]]:
+        """Yields the last lines of the table."""
+        yield "assumed", self.assumed
+        if self.risk_bound is not None:
+            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+
+
+class FilterOptimizer(PlannedOptimizer):
+    """Base of the named optimizers on filtered means of users.
 
     Args:
         params: parameters or groups; all of them count as one vector.
@@ -89,44 +125,8 @@ class UserOptimizer(PlannedOptimizer):
         )
 
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
-        assert isinstance(plan, UserPlan)
+        assert isinstance(plan, FilterPlan)
         return plan.oracle(prox, self._center)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterPlan(UserPlan):
-    """Public numbers of a run on filtered means of users.
-
-    Args:
-        reach: users farther than reach * pair_radius from the center are isolated.
-        risk_bound: on the expected excess risk of the answer; None where no theorem chose the step size.
-    """
-
-    values: ClassVar[tuple[type, ...]] = (UserFilterPlan, UserPhase, PairRadiusSearch)
-    reach: float = 1000.0
-    risk_bound: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.between(1.0, 1e6, reach=self.reach)
-
-    def of_all_users(
-        self, plan: UserFilterPlan, center: Sequence[Tensor] | None, search: PairRadiusSearch | None = None
-    ) -> UserFiltered:
-        """Returns the oracle of a filter, with a search in its first release if there is one."""
-        kept = Filter(plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure)
-        test = ("steps", "threshold", "threshold_scale", "query_scale")
-        numbers: dict[str, Any] = {name: getattr(plan, name) for name in test}
-        numbers |= {"center": center, "reach": self.reach, "min_items": self.min_items, "ids": self.n}
-        if search is not None:
-            return UserSearched(search, kept, plan.noise_std / plan.pair_radius, **numbers)
-        return UserFiltered(kept, plan.pair_radius, plan.noise_std, **numbers)
-
-    def ending(self) -> Iterator[tuple[str, str]]:
-        """Yields the last lines of the table."""
-        yield "assumed", self.assumed
-        if self.risk_bound is not None:
-            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
 
 
 def near(plan: UserFilterPlan) -> str:

@@ -9,14 +9,13 @@ from torch_dpsco.oracles.exact import Exact
 from torch_dpsco.oracles.holder import HolderAbsolute, HolderClipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
-from torch_dpsco.oracles.users.centered import Centered
+from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
 from torch_dpsco.oracles.users.search import UserSearched
 
 __all__ = [
     "AdaptiveClipped",
     "AutoClip",
-    "Centered",
     "Charge",
     "Clipped",
     "ClippedMean",
@@ -33,6 +32,7 @@ __all__ = [
     "Release",
     "ShuffledClipped",
     "ShuffledMedian",
+    "UserClipped",
     "UserFiltered",
     "UserSearched",
     "clip_weights",

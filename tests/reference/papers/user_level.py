@@ -82,8 +82,6 @@ def min_users_paper(steps: int, delta: float, epsilon: float, corrected: bool) -
 def centered_clip_mean(rows: Any, center: Any, clip: float) -> Tensor:
     """Returns c + (1/n) sum_j clip(x_j - c, C) of (n, D) means of users, without noise.
 
-    Source: docs/proofs/user_level.md#clipped-means-of-users.
-
     Example:
         >>> centered_clip_mean([[3.0], [0.0]], [0.0], 1.0).tolist()
         [0.5]

@@ -193,7 +193,8 @@ class UserFiltered(UserMean):
         ids: int | None = None,
     ) -> None:
         n = filter.n_users
-        super().__init__(n, n if ids is None else check.positive_count(ids=ids), center, min_items, exact=True)
+        super().__init__(n, n if ids is None else check.positive_count(ids=ids), min_items, exact=True)
+        self._center = _flat(center)
         self.filter = filter
         self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
         self.reach = check.between(1.0, 1e6, reach=reach)
@@ -264,6 +265,12 @@ class UserFiltered(UserMean):
     def halted(self) -> bool:
         """Whether the test has failed, so that nothing more is released: public."""
         return self._test.halted
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; forgets an unfinished one. Raises ValueError for another center's dim."""
+        super().open(query, step)
+        if self._center is not None and len(self._center) != self._users.dim:
+            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""
@@ -342,3 +349,17 @@ class UserFiltered(UserMean):
         if not self._users.shapes:
             return {}
         return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(self._test.asked)}
+
+
+def _flat(center: Sequence[Tensor] | None) -> Tensor | None:
+    """Returns a public vector of one tensor per parameter, side by side in float64: (D,); None for 0.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    if center is None:
+        return None
+    flat = torch.cat([part.detach().reshape(-1).double() for part in center])
+    if not bool(torch.isfinite(flat).all()):
+        raise ValueError("center must be finite")
+    return flat

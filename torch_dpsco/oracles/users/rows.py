@@ -19,20 +19,6 @@ from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.rows import GradBatch
 
 
-def flat_center(center: Sequence[Tensor] | None) -> Tensor | None:
-    """Returns a public vector of one tensor per parameter, side by side in float64: (D,); None for 0.
-
-    Raises:
-        ValueError: it is not finite.
-    """
-    if center is None:
-        return None
-    flat = torch.cat([part.detach().reshape(-1).double() for part in center])
-    if not bool(torch.isfinite(flat).all()):
-        raise ValueError("center must be finite")
-    return flat
-
-
 class UserRows:
     """Sums and counts per user; users get places in order of appearance.
 
@@ -49,12 +35,10 @@ class UserRows:
         self.shapes: list[torch.Size] = []
         self._sums: Tensor | None = None
 
-    def open(self, query: Sequence[Tensor], center: Tensor | None = None) -> None:
-        """Fixes shapes, precision and device by the query; forgets rows. Raises ValueError for another center's dim."""
+    def open(self, query: Sequence[Tensor]) -> None:
+        """Fixes shapes, precision and device by the query; forgets rows."""
         self.discard()
         self.shapes = [p.shape for p in query]
-        if center is not None and len(center) != self.dim:
-            raise ValueError(f"center must have {self.dim} numbers, as the query (got {len(center)})")
         self._device = query[0].device
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
 
@@ -136,29 +120,25 @@ class UserRows:
 
 
 class UserMean(MeanOracle):
-    """Collects the means of users, measured from a public center.
+    """Collects the means of users.
 
     Args:
         batch_size: public divisor of the mean, in users.
         n_users: ids are in [0, n_users).
-        center: public vector, a tensor per parameter; None for 0.
         min_items: rows that a user must have, public.
         exact: see `UserRows`.
     """
 
     unit = "user"
 
-    def __init__(
-        self, batch_size: int, n_users: int, center: Sequence[Tensor] | None, min_items: int, *, exact: bool = False
-    ) -> None:
+    def __init__(self, batch_size: int, n_users: int, min_items: int, *, exact: bool = False) -> None:
         super().__init__(batch_size)
         self.min_items = check.positive_count(min_items=min_items)
         self._users = UserRows(n_users, batch_size, exact=exact)
-        self._center = flat_center(center)
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query, self._center)
+        self._users.open(query)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""

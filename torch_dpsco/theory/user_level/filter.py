@@ -15,10 +15,8 @@ factor of beta is a reserve: a ledger that knows failures of kind "transcript" c
 All this is about real numbers. Whoever computes distances and means in floating point enlarges radii and noise by its
 rounding errors, in proportion, so that the plan's ratio of noise and sensitivity stays (`oracles.users.filtered`).
 
-A filter must beat clipping users' gradients, around 0 or a public center. Centered clipping, g = c + (1/n) sum_j (x_j -
-c) min(1, C/|x_j - c|) with c a function of earlier releases, moves by 2C/n when a user is replaced and by C/(qn) when
-one is added to Poisson samples with the fixed divisor qn. No test, no failure, no halt. User-level DP-SGD is the case c
-= 0.
+A filter must beat clipping users' gradients: g = (1/n) sum_j x_j min(1, C/|x_j|) moves by 2C/n when a user is replaced
+and by C/(qn) when one is added to Poisson samples with the fixed divisor qn. No test, no failure, no halt.
 
 The filter has less noise than full-batch clipping at C if C > `break_even_clip`: a mean gradient several times the
 largest distance of honest users. Near an optimum the mean gradient vanishes, and clipping wins.
@@ -203,8 +201,8 @@ class UserFilterPlan:
         return min(1.0, self.steps * laplace_difference_tail(margin, self.threshold_scale, self.query_scale))
 
 
-def centered_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0) -> float:
-    """Returns the L2 sensitivity of the mean of rows clipped at C around a public center.
+def clipped_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0) -> float:
+    """Returns the L2 sensitivity of the mean of rows clipped at C.
 
     Args:
         clip: C > 0.
@@ -215,7 +213,7 @@ def centered_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate:
     Source: docs/proofs/user_level.md#clipped-means-of-users.
 
     Example:
-        >>> centered_sensitivity(1.0, 100, "replace_one"), centered_sensitivity(1.0, 100, "add_remove", 0.5)
+        >>> clipped_sensitivity(1.0, 100, "replace_one"), clipped_sensitivity(1.0, 100, "add_remove", 0.5)
         (0.02, 0.02)
     """
     kind = check.choice(("replace_one", "add_remove", "zero_out"), adjacency=adjacency)
@@ -236,7 +234,7 @@ def clipping_noise_std(
         >>> round(clipping_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
         84
     """
-    sensitivity = centered_sensitivity(clip, n_users, adjacency)
+    sensitivity = clipped_sensitivity(clip, n_users, adjacency)
     return sensitivity * math.sqrt(check.positive_count(steps=steps)) / gaussian_mu(epsilon, delta) * (1 + 1e-14)
 
 
