@@ -215,12 +215,11 @@ def refusals(rank: int) -> dict[str, str]:
     order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
     shuffled = TensorDataset(*(t[order] for t in data.tensors))
 
-    def own(design: Any, oracle: Any, schedule: Any = None) -> Callable[[], Any]:
+    def own(design: Any, oracle: Any) -> Callable[[], Any]:
         params = list(layer().parameters())
-        return lambda: dp.PrivateOptimizer(params, 0.1, oracle=oracle, rule=SGD(), design=design, schedule=schedule)
+        return lambda: dp.PrivateOptimizer(params, 0.1, oracle=oracle, rule=SGD(), design=design)
 
     adaptive = AdaptiveClipped(1.0, 1.0, 6, count_noise=5.0)
-    smooth = dp.Schedule((dp.Phase(3, smoothing=0.1),))
     all_positions = DataLoader(data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(6, N)))
     poisson = holder(layer(), noise=1.0)
     refused = {
@@ -238,7 +237,6 @@ def refusals(rank: int) -> dict[str, str]:
             dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=8, n=N, sampling="shuffled"),
         ),
         "adaptive": own(dp.Poisson(6, N), adaptive),
-        "smoothing": own(dp.Poisson(6, N), Clipped(1.0, 1.0, 6), smooth),
         "sampler": lambda: poisson.bind(all_positions),
         "users": lambda: dp.UserClippedSGD(  # who vote on the clip
             layer().parameters(), dp.UserClippedSGD.plan(n_users=500, budget=dp.Budget(8.0, 1e-3, unit="user"))
@@ -431,7 +429,6 @@ def test_ranks_at_different_steps_are_refused(failed: list[dict[str, Any]]) -> N
         ("fixed", "UnknownSamplerError: design must be Poisson or Full"),
         ("shuffled", "UnknownSamplerError: design must be Poisson or Full"),
         ("one pass", "UnknownSamplerError: design must be Poisson or Full"),
-        ("smoothing", "SequenceError: smoothing must be 0"),
         ("replicated", "ValueError: model must not be replicated"),
         ("row free", "SequenceError: world_size must be 1 for this optimizer"),
     ],

@@ -28,7 +28,7 @@ ORDER = (
     "theory",
     "problem schedule",
     "accounting",
-    "noise rng secret coupling rows sampling rules prox mechanisms smoothing losses per_record",
+    "noise rng secret coupling rows sampling rules prox mechanisms losses per_record",
     "plan clip_selection",
     "oracles",
     "distributed",

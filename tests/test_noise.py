@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -27,7 +26,6 @@ from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
 from torch_dpsco.rng import Keystream, Stream, noise_generator
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler
-from torch_dpsco.smoothing import Shifts
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 FALSE_ALARM = 1e-6
@@ -302,7 +300,6 @@ RELEASES: dict[str, Callable[[], Any]] = {
     "quantile": lambda: draw_quantile(X[:, 0], [0.0, 1.0], 0.5, 1.0, len(X), noise_generator(torch.device("cpu"))),
     "ranks": lambda: list(RankSampler(dp.Poisson(5, 50), rank=1, processes=2, key=bytes(32), steps=3).draws()),
     "fixed": lambda: list(make_sampler(dp.Fixed(5, 50)).draws()),
-    "shift": lambda: Shifts(torch.device("cpu")).place([torch.zeros(3)], defaultdict(dict), 1.0),
 }
 
 

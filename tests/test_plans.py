@@ -101,9 +101,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "UserFilteredSGD": (dp.UserFilteredSGD, filtered_users()),
     "UserFilteredSGD, promises": (
         dp.UserFilteredSGD,
-        filtered_users(
-            problem=dp.Problem(lipschitz=1.0, radius=2.0), lr=None, steps=None, max_steps=5, dim=DIM + 1, smoothing=0.1
-        ),
+        filtered_users(problem=dp.Problem(lipschitz=1.0, radius=2.0), lr=None, steps=None, max_steps=5, dim=DIM + 1),
     ),
     "UserFilteredSGD, searched": (
         dp.UserFilteredSGD,

@@ -392,8 +392,6 @@ class Ranks(World):
     def _share(self, run: Run) -> None:
         if not isinstance(run.design, Assigned) or not run.design.amplification:
             require_divisible(run.design)
-        if any(phase.smoothing for phase in run.schedule.phases):
-            raise SequenceError("smoothing must be 0 in a run of several processes, whose random points would differ")
         oracle = _adding(run.oracle)
         kind = type(oracle)
         own = (kind.observe, kind.release, kind.charge)

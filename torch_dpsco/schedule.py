@@ -20,7 +20,6 @@ class Phase:
         radius: of the ball around c that the phase stays in; inf for none.
         copy: which of several phases that start at one point this is, 0 <= copy < copies.
         copies: number of these phases; the rule selects among their answers.
-        smoothing: radius >= 0 of the ball from which gradients are taken around each iterate; see `smoothing`.
     """
 
     steps: int | None = None
@@ -29,7 +28,6 @@ class Phase:
     radius: float = math.inf
     copy: int = 0
     copies: int = 1
-    smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -38,7 +36,6 @@ class Phase:
         if self.lr is not None:
             object.__setattr__(self, "lr", check.positive(lr=self.lr))
         check.positive(reg=self.reg), check.positive(radius=self.radius, allow_inf=True)
-        check.nonnegative(smoothing=self.smoothing)
         if not check.count(copy=self.copy) < check.positive_count(copies=self.copies):
             raise ValueError(f"copy must be < copies={self.copies} (got {self.copy})")
 

@@ -216,9 +216,7 @@ def _searched(lr: float) -> Any:
 
 
 def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    phase = UserPhase(
-        index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=STEPS, bound=None
-    )
+    phase = UserPhase(index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, uncapped_steps=STEPS, bound=None)
     plan = dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=(phase,), n_users=200))
     return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
 

@@ -90,9 +90,7 @@ def phases() -> LocalizedSchedule:
 
 
 def user_phases() -> LocalizedUserPlan:
-    phase = UserPhase(
-        index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, smoothing_radius=0.0, uncapped_steps=4, bound=None
-    )
+    phase = UserPhase(index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, uncapped_steps=4, bound=None)
     return LocalizedUserPlan(phases=(phase,), n_users=USERS)
 
 

@@ -382,18 +382,6 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
         runs.localized(own.pop("own"), **own)
 
 
-def test_phases_of_the_paper_take_their_gradients_in_balls() -> None:
-    own = localized_user_plan(
-        n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
-        pair_radius=1.0, max_steps=3, score_share=1.0, schedule="theorem_4_1",
-    )  # fmt: skip
-    run = runs.localized(own)
-    assert [phase.smoothing for phase in run.opt.schedule.phases] == [phase.smoothing_radius for phase in own.phases]
-    (weight,) = run.opt.param_groups[0]["params"]
-    gap = float((weight - run.opt.state[weight]["iterate"]).norm().detach())
-    assert 0 < gap <= own.phases[0].smoothing_radius * (1 + 1e-9)
-
-
 def test_a_data_set_of_another_universe_is_refused() -> None:
     run = private()
     with pytest.raises(UnitError, match="users must be < n_users=520"):

@@ -251,27 +251,6 @@ def test_a_public_move_ends_in_the_feasible_set() -> None:
     assert float(optimizer.state[model.weight]["average"].norm()) <= 0.5 + 1e-6
 
 
-def test_with_smoothing_the_block_sees_the_iterate() -> None:
-    model = dp.attach(nn.Linear(DIM, 1, bias=False))
-    optimizer = dp.PrivateOptimizer(
-        model.parameters(),
-        0.1,
-        oracle=dp.oracles.Clipped(1.0, 0.0, N),
-        rule=dp.rules.SGD(),
-        design=dp.Full(N),
-        schedule=dp.Schedule((dp.Phase(3, smoothing=2.0),)),
-    )
-    step(model, optimizer)
-    iterate = optimizer.state[model.weight]["iterate"].clone()
-    with dp.public(model), torch.no_grad():
-        assert torch.equal(model.weight, iterate)
-        model.weight.add_(1.0)
-    assert torch.equal(optimizer.state[model.weight]["iterate"], iterate + 1.0)
-    assert not torch.equal(model.weight, iterate + 1.0)
-    with optimizer.released():
-        assert torch.equal(model.weight, iterate + 1.0)
-
-
 def test_an_error_in_the_block_leaves_a_run_that_goes_on() -> None:
     model = dp.attach(nn.Linear(DIM, 1))
     optimizer = private(model, average="uniform")

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, UnitError, UtilityWarning
 from torch_dpsco.prox import Ball, Identity
-from torch_dpsco.theory.smoothing import smoothing_bias
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.localized import localized_user_plan
 from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search
@@ -71,19 +70,16 @@ def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
     assert (made.filter, made.lr, made.risk_bound) == (expected, 0.1, None)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_promises_choose_radius_steps_and_step_size(smoothing: float) -> None:
+def test_promises_choose_radius_steps_and_step_size() -> None:
     made = dp.UserFilteredSGD.plan(
-        n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30, smoothing=smoothing
+        n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30
     )
     radius = pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
     expected = filtered_schedule(
         n_users=USERS, items_per_user=ITEMS, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, radius=3.0,
         pair_radius=radius, max_steps=30,
     )  # fmt: skip
-    assert (made.filter, made.lr) == (expected.plan, expected.lr)
-    assert expected.bound is not None
-    assert made.risk_bound == pytest.approx(expected.bound + smoothing_bias(2.0, DIM, smoothing), rel=1e-12)
+    assert (made.filter, made.lr, made.risk_bound) == (expected.plan, expected.lr, expected.bound)
 
 
 def test_a_step_size_alone_is_chosen_too() -> None:
@@ -187,13 +183,6 @@ def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> Non
     assert isinstance(planned()[1].prox, Identity)
 
 
-def test_smoothing_is_handed_to_the_run() -> None:
-    made, optimizer = planned(smoothing=0.3, on_halt="initial")
-    assert optimizer.schedule.phases[0].smoothing == 0.3
-    assert torch.equal(optimizer.state[made.weight]["initial"], torch.zeros(1, DIM, dtype=torch.float64))
-    assert 0 < float(made.weight.detach().norm()) <= 0.3
-
-
 # -- wrong inputs -----------------------------------------------------------------------------------------------------
 
 SEARCH = pair_radius_search(USERS, 1.0, 0.01)
@@ -207,7 +196,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
     "search-lr": ({"pair_radius": SEARCH, "lr": None}, MissingConstantError, "beside a search"),
     "search-budget": ({"pair_radius": pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
-    "smoothing": ({"smoothing": -1.0}, ValueError, "smoothing must be >= 0"),
     "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, AdjacencyError, "the budget"),
 }
 

@@ -175,7 +175,6 @@ def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) 
             plan=own,
             lr=lr / 2**k,
             start_radius=1.0,
-            smoothing_radius=0.0,
             uncapped_steps=own.steps,
             bound=None,
         )

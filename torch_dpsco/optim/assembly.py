@@ -45,7 +45,6 @@ from torch_dpsco.sampling import (
     user_ids,
 )
 from torch_dpsco.schedule import Schedule
-from torch_dpsco.smoothing import Shifts
 from torch_dpsco.theory.rounding import asks_exact
 
 
@@ -81,7 +80,6 @@ class Assembly(CommonOptimizer):
         self.oracle, self.rule, self.design = oracle, rule, design
         self.schedule = schedule or Schedule()
         self._planned = self.schedule.steps
-        self._smooths = any(phase.smoothing for phase in self.schedule.phases)
         rule.check_schedule(self.schedule)
         self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
@@ -123,15 +121,12 @@ class Assembly(CommonOptimizer):
             checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")
         self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
-        self._shifts = Shifts(device)
         oracle.take()
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
         if not self._adaptive:
             self.accountant.expect(*((self.ahead(1), None) if self._planned is None else (self.ahead(), 1)))
-        with torch.no_grad():
-            self._place()
         note_owner(self._all_params(), self)
 
     def __copy__(self) -> Assembly:
@@ -142,13 +137,6 @@ class Assembly(CommonOptimizer):
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def _place(self) -> None:
-        """Leaves the next query in the parameters, which hold the iterate: another point where losses are smoothed."""
-        if self._smooths and (self._planned is None or self._steps < self._planned):
-            radius = self.schedule.phases[self.schedule.locate(self._steps)[0]].smoothing
-            if radius:
-                self._shifts.place(self._trained(), self.state, radius)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ moves the parameters by is added to each of them, so that the run goes on as if 
 
     w_after = Proj(w_before + what the plain steps added up to),    kept <- Proj(kept + w_after - w_before)
 
-Gradients and momenta of private steps stay. With smoothing the block sees the iterate, and the next query is drawn
-anew. That is post-processing: later queries depend on released means and on public data, which adaptive composition
-covers. Runs whose noise, tests or phases are made for the run as a whole refuse.
+Gradients and momenta of private steps stay. That is post-processing: later queries depend on released means and on
+public data, which adaptive composition covers. Runs whose noise, tests or phases are made for the run as a whole
+refuse.
 
 Source: docs/proofs/accounting.md#composition.
 """

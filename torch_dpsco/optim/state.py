@@ -41,7 +41,6 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
-from torch_dpsco.smoothing import Shifts
 
 _KEY = "dpsco"
 _VERSION = 3
@@ -302,11 +301,7 @@ class Saved(Assembly):
             refuse_copy(self._sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_noise", "_batch", "_shifts", "_world", "step")
-        }
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "_world", "step")}
         # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
         return {**kept, "_partition": self._batch.sealed()}
 
@@ -316,7 +311,7 @@ class Saved(Assembly):
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
         device = checks.one_device(self._all_params())
-        self._noise, self._seeded, self._shifts = noise_generator(device), False, Shifts(device)
+        self._noise, self._seeded = noise_generator(device), False
         self._batch, self._world = LogicalBatch(self.design, in_order=self._in_order), join(device)
         if partition is not None:
             self._batch.resume(partition)

@@ -268,8 +268,6 @@ class PrivateOptimizer(Saved):
         return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
-        if self._smooths:
-            self._shifts.lift(self._all_params(), self.state)
         phases = self.schedule.phases
         index, k = self.schedule.locate(self._steps)
         phase = phases[index]
@@ -282,7 +280,6 @@ class PrivateOptimizer(Saved):
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             self.rule.end_phase(self.param_groups, self.state, phase)
-        self._place()
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         for p, mean in zip(params, release.mean, strict=True):
@@ -319,7 +316,6 @@ class PrivateOptimizer(Saved):
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     def _install_answer(self) -> None:
-        self._shifts.lift(self._all_params(), self.state)
         for p in self._trained():
             p.copy_(self.rule.answer(p, self.state))
 
@@ -374,9 +370,7 @@ class PrivateOptimizer(Saved):
                 "dp.public must not begin inside of released(), or between the parts of a private batch"
             )
         params = self._trained()
-        with torch.no_grad():
-            self._shifts.lift(params, self.state)
-            before = [p.detach().clone() for p in params]
+        before = [p.detach().clone() for p in params]
         self._in_public = True
         try:
             yield
@@ -384,7 +378,6 @@ class PrivateOptimizer(Saved):
             self._in_public = False
             with torch.no_grad():
                 self._carry(params, before)
-                self._place()
         self._world.end(self)  # the same moves on all ranks
 
     def _carry(self, params: list[nn.Parameter], before: list[Tensor]) -> None:

@@ -11,8 +11,8 @@ It tests whether users agree, and then averages those who do, with noise in prop
 and Liu 2023, Algorithms 2 and 3). `UserClippedSGD`, which clips each user's mean gradient, is the one to start with.
 
 Differs from the paper in: 1. every constant of the filter is proved (`theory.user_level`): the published noise is not
-private; 2. smoothing is off by default, since it is not needed for the rate; 3. a test that fails ends the run for
-good, and the average of the iterates so far is kept.
+private; 2. gradients are not smoothed by random shifts, which the rate does not need (docs/errata.md, paper 3, E10);
+3. a test that fails ends the run for good, and the average of the iterates so far is kept.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.users.filtered import UserFiltered
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.smoothing import smoothing_bias
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid
@@ -61,26 +59,20 @@ class UserFilteredPlan(FilterPlan):
         filter: of all users in each step.
         search: of the pair radius, made by the first step, which moves nothing; the noise scales with what it finds.
             None: the filter has it.
-        smoothing: radius of the ball around each iterate from which gradients are taken; 0 for none.
         on_halt: "keep" the average so far once a test has failed, or go back to the "initial" parameters.
     """
 
     filter: UserFilterPlan
     search: PairRadiusSearch | None = None
-    smoothing: float = 0.0
     on_halt: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.nonnegative(smoothing=self.smoothing), check.choice(("keep", "initial"), on_halt=self.on_halt)
+        check.choice(("keep", "initial"), on_halt=self.on_halt)
 
     def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> UserFiltered:
         """Returns a new oracle with the plan's numbers."""
         return self.of_all_users(self.filter, center, self.search)
-
-    def schedule(self) -> Schedule:
-        """Returns the one phase."""
-        return Schedule((Phase(self.steps, smoothing=self.smoothing),))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -157,7 +149,6 @@ class UserFilteredSGD(FilterOptimizer):
         distance: float | None = None,
         typical_score: float | None = None,
         halt_probability: float = 0.01,
-        smoothing: float = 0.0,
         on_halt: str = "keep",
         reach: float = 1000.0,
         average: str = "uniform",
@@ -181,8 +172,6 @@ class UserFilteredSGD(FilterOptimizer):
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
             typical_score: public guess, see `calibrate_filter`.
             halt_probability: see there.
-            smoothing: radius >= 0 of the ball around each iterate from which its gradients are taken (one point for all
-                users of a step), for losses with kinks; 0 for none. It enters the bound.
             on_halt: "keep" the average of the iterates released so far, or go back to the "initial" parameters, once
                 the test has failed.
             reach: users farther than reach * pair_radius from the center are isolated.
@@ -200,8 +189,7 @@ class UserFilteredSGD(FilterOptimizer):
         if adjacency != REPLACE_ONE:
             raise AdjacencyError(f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})")
         dim, items = dimension(dim), check.positive_count(min_items=min_items)
-        check.positive_count(max_steps=max_steps), check.nonnegative(smoothing=smoothing)
-        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
+        check.positive_count(max_steps=max_steps), check.open_interval(0.0, 1.0, halt_probability=halt_probability)
         if distance is not None:
             check.positive(distance=distance)
         search = pair_radius if isinstance(pair_radius, PairRadiusSearch) else None
@@ -250,7 +238,7 @@ class UserFilteredSGD(FilterOptimizer):
             bound, sigma_1 = lipschitz_of(problem, "lr"), filter.noise_std / math.sqrt(filter.steps)
             dim, scale = _needed(dim, "lr"), _distance(problem, distance)
             best = schedule(bound, scale, filter.n_users * items, filter.steps, dim, sigma_1)
-            lr, risk = best.lr, best.bound + smoothing_bias(bound, dim, smoothing)
+            lr, risk = best.lr, best.bound
         if search is None:
             warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
         return UserFilteredPlan(
@@ -266,15 +254,8 @@ class UserFilteredSGD(FilterOptimizer):
             risk_bound=risk,
             filter=filter,
             search=search,
-            smoothing=smoothing,
             on_halt=on_halt,
         )
-
-    def _place(self) -> None:
-        if not self._steps:
-            for p in self._trained():
-                self.state[p].setdefault("initial", p.detach().clone())
-        super()._place()
 
     def _install_answer(self) -> None:
         if self.halted and self._plan.on_halt == "initial":
@@ -284,6 +265,9 @@ class UserFilteredSGD(FilterOptimizer):
         super()._install_answer()
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        if not self._steps:
+            for p in params:
+                self.state[p].setdefault("initial", p.detach().clone())
         first, radius = self._steps == (self._plan.search is not None), self.oracle.metrics().get("pair_radius")
         if first and radius is not None and release.still and release.mean:  # an answer that is lost has none
             warn(  # of what is released: that a test has failed

@@ -53,7 +53,7 @@ class UserLocalizedPlan(FilterPlan):
 
     def schedule(self) -> Schedule:
         """Returns the phases."""
-        return Schedule(tuple(Phase(phase.steps, phase.lr, smoothing=phase.smoothing_radius) for phase in self.phases))
+        return Schedule(tuple(Phase(phase.steps, phase.lr) for phase in self.phases))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -133,7 +133,7 @@ class LocalizedUserSGD(FilterOptimizer):
             filter: see `calibrate.calibrate_filter`.
             score_share: public guess of the score over the users of a phase.
             halt_probability: of each phase.
-            schedule: "explicit", or "theorem_4_1" with the paper's step sizes and smoothing.
+            schedule: "explicit", or "theorem_4_1" with the paper's step sizes.
             reach: users farther than reach * pair_radius from the center are isolated.
             dim: number of parameters, or the model; needed unless phases are given.
 

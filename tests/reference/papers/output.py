@@ -24,7 +24,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.special import betainc
 from torch import Tensor
 
 from torch_dpsco import _validate as check
@@ -368,51 +367,6 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
         0.02
     """
     return erm_sensitivity(lipschitz, strong_convexity, n)
-
-
-def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
-    """Returns P[y_1 <= value] = 1/2 + sign(t) I_{(t/r)^2}(1/2, (d+1)/2)/2 for y uniform in the ball.
-
-    Args:
-        dim: d >= 1.
-        radius: r > 0.
-        value: t, any finite number.
-
-    Source: docs/proofs/holder.md#randomized-smoothing.
-
-    Example:
-        >>> ball_marginal_cdf(1, 2.0, 1.0)
-        0.75
-    """
-    d, r, t = check.positive_count(dim=dim), check.positive(radius=radius), check.finite(value=value)
-    share = min(1.0, abs(t) / r)
-    middle = float(betainc(0.5, (d + 1) / 2, share * share)) / 2
-    if middle < 0.25:  # (1 - share)(1 + share) would round a small share away
-        return 0.5 + math.copysign(middle, t)
-    tail = float(betainc((d + 1) / 2, 0.5, (1 - share) * (1 + share))) / 2  # keeps its digits where it is tiny
-    return tail if t < 0 else 1 - tail
-
-
-def ball_marginal_variance(dim: int, radius: float) -> float:
-    """Returns r^2/(d + 2), the variance of a coordinate.
-
-    Example:
-        >>> ball_marginal_variance(2, 2.0)
-        1.0
-    """
-    return check.positive(radius=radius) ** 2 / (check.positive_count(dim=dim) + 2)
-
-
-def smoothing_smoothness(lipschitz: float, dim: int, radius: float) -> float:
-    """Returns G sqrt(d)/r, a Lipschitz constant of the gradient of the smoothed loss.
-
-    Example:
-        >>> smoothing_smoothness(1.0, 4, 0.5)
-        4.0
-    """
-    return (
-        check.positive(lipschitz=lipschitz) * math.sqrt(check.positive_count(dim=dim)) / check.positive(radius=radius)
-    )
 
 
 def tilted_sensitivity_paper(

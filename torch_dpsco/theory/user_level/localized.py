@@ -6,11 +6,12 @@ maximum over phases. The smallest phase decides whether a filter is proved at al
 phases for which every one is.
 
 Schedule "explicit" (default): with E excess_j <= B_j of `schedules.schedule` at the distance Rhat_j, strong
-convexity gives Rhat_{j+1} = min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu). Schedule "theorem_4_1": step sizes,
-smoothing and distances of the paper, with its hidden constant C.
+convexity gives Rhat_{j+1} = min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu). Schedule "theorem_4_1": step sizes
+and distances of the paper, with its hidden constant C.
 
 Differs from the paper in: 1. distances proved from explicit bounds; 2. steps are capped (the paper's are (m n_j)^2);
-3. every phase has a calibration of its own; 4. k is what is feasible.
+3. every phase has a calibration of its own; 4. k is what is feasible; 5. schedule "theorem_4_1" does not smooth
+gradients by random shifts either, which does not improve the rate (docs/errata.md, paper 3, E10).
 
 Source: docs/proofs/user_level.md#phases-on-disjoint-users, docs/proofs/user_level.md#distances-of-phases;
 Asi and Liu, Algorithm 4.
@@ -38,7 +39,6 @@ class UserPhase:
         plan: filter, noise and guarantee; its n_users and steps are those of the phase.
         lr: eta > 0.
         start_radius: Rhat, bound on the distance of the start to the minimizer (in the mean square).
-        smoothing_radius: r >= 0.
         uncapped_steps: T without `max_steps`.
         bound: on the expected excess risk after the phase; None for the paper's schedule.
     """
@@ -47,7 +47,6 @@ class UserPhase:
     plan: UserFilterPlan
     lr: float
     start_radius: float
-    smoothing_radius: float
     uncapped_steps: int
     bound: float | None
 
@@ -192,13 +191,12 @@ def localized_user_plan(
             plan=plan,
             lr=made.lr,
             start_radius=start,
-            smoothing_radius=0.0,
             uncapped_steps=max(steps, plan.steps),
             bound=made.bound,
         )
 
     def published(j: int, users: int, distance: float) -> UserPhase:
-        """Returns a phase of the paper: its radii (capped), step size and smoothing; tau and noise are ours."""
+        """Returns a phase of the paper: its radii (capped) and step size; tau and noise are ours."""
         start, wanted = min(farthest, distance), (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
         steps = min(wanted, cap)
         made = schedules.schedule_paper(users, m, d, epsilon, delta, G, start, steps)
@@ -207,7 +205,6 @@ def localized_user_plan(
             plan=calibrated(users, steps),
             lr=made.lr,
             start_radius=start,
-            smoothing_radius=made.smoothing_radius,
             uncapped_steps=wanted,
             bound=None,
         )

@@ -1,7 +1,7 @@
 """Steps and step sizes of the filtered method: explicit constants, and the paper's numbers for reference.
 
 With noise sigma = sigma_1 sqrt(T) per step, projected subgradient steps and average iterate, regret plus uniform
-argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. items each, r = 0,
+argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. items each,
 
     E excess risk <= R^2/(2 eta T) + eta A,   A = (G^2 + d T sigma_1^2)/2 + 2 G^2 sqrt(T) + 4 G^2 T/(nm),
 
@@ -41,7 +41,7 @@ class FilteredSchedule(NamedTuple):
 
 
 class PaperSchedule(NamedTuple):
-    """The numbers of Theorem 4.1, constants 1."""
+    """The numbers of Theorem 4.1, constants 1; the radius is of a smoothing that no optimizer does."""
 
     smoothing_radius: float
     lr: float
