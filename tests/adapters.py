@@ -192,6 +192,7 @@ def _start(
     weight = torch.nn.Parameter(torch.tensor([w0], dtype=torch.float64))
     n = len(X)
     run = {"noise_multiplier": 0.0, "batch_size": n // steps, "n": n, "steps": steps, "clip": clip}
+    run["sampling"] = "shuffled"  # whose partition may be given
     return weight, torch.tensor(X, dtype=torch.float64), torch.tensor(y, dtype=torch.float64), run
 
 
@@ -217,16 +218,17 @@ def strongly_convex_trajectory(
     radius: float,
 ) -> dict[str, list[float]]:
     """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
-    weight, x, target, run = _start(X, y, w0, steps, clip)
     made = resolve("torch_dpsco.theory.heavy_tailed.averaged", "averaging_schedule")(
         strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
     )
-    rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], made.weights)
-    ball = resolve("torch_dpsco.prox", "Ball")(radius)
-    kind = resolve("torch_dpsco", "ClippedSGD")
-    optimizer = kind([weight], kind.plan(lr=made.lr[0], **run), rule=rule, prox=ball)
-    *_, average = itertools.islice(_run(optimizer, w0, x, target), steps)
-    return {"average": average, "last": weight.detach().flatten().tolist()}
+    kind, answers = resolve("torch_dpsco", "ClippedSGD"), {}
+    for name, weights in {"average": made.weights, "last": [0.0] * (steps - 1) + [1.0]}.items():
+        weight, x, target, run = _start(X, y, w0, steps, clip)
+        rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], weights)
+        ball = resolve("torch_dpsco.prox", "Ball")(radius)
+        optimizer = kind([weight], kind.plan(lr=made.lr[0], **run), rule=rule, prox=ball)
+        *_, answers[name] = itertools.islice(_run(optimizer, w0, x, target), steps)
+    return answers
 
 
 def proximal_trajectory(
