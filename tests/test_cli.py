@@ -257,7 +257,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso", "--model must be one of .*'Lasso'"),
         (
             "fit table.csv --schema schema.toml --epsilon 1 --out o --model Ridge",
-            "--model must be one for 2 labels .*Ridge",
+            "--model must be one for 2 labels, .*Ridge",
         ),
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --adjacency add_remove", "--n must be given"),
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --level 2", "--level must be"),

@@ -107,7 +107,7 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
     with pytest.raises(UnknownSamplerError, match="DataLoaderShard"):
         prepare(accelerator, model, optimizer, accelerator.prepare(DataLoader(records())))
     with pytest.raises(UnknownSamplerError, match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)"):
-        prepare(accelerator, model, optimizer, DataLoader(records()))
+        prepare(accelerator, model, optimizer, DataLoader(records(), shuffle=True))
     with pytest.raises(ValueError, match="must be a private one"):
         prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
