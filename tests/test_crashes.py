@@ -311,27 +311,12 @@ def test_steps_without_their_charges_are_refused(tmp_path: Path) -> None:
         with pytest.raises(PrivacyError, match="must hold the charges of its 4 steps"):
             fresh.load_state_dict(forged)
         assert fresh.steps == 0
-    forged["dpsco"]["version"] = 2
-    for name in ("run", "since"):
-        del forged["dpsco"][name]
+    del forged["dpsco"]["since"]
     with pytest.raises(PrivacyError, match="must hold the charges of its 4 steps"):
         fresh.load_state_dict(forged)
-
-
-def test_a_state_of_version_2_loads_but_is_not_resumed(tmp_path: Path) -> None:
-    optimizer, state = begun(tmp_path / "ledger")
-    old = copy.deepcopy(state)
-    old["dpsco"]["version"] = 2
-    for name in ("run", "since"):
-        del old["dpsco"][name]
-    optimizer.accountant.close()
-    case = CASES["holder-poisson"]
-    fresh = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget))
-    fresh.load_state_dict(old)
-    assert (fresh.steps, len(fresh.accountant)) == (2, 2)
-    accountant = dp.Accountant(case.budget, ledger_path=tmp_path / "ledger")
-    with pytest.raises(ValueError, match="must be of version 3 to be resumed"):
-        case.build(dp.attach(case.model()).parameters(), accountant).resume(old)
+    del forged["dpsco"]["run"]
+    with pytest.raises(ValueError, match=r"as it was written \(got one without run\)"):
+        fresh.load_state_dict(forged)
 
 
 def test_a_copy_is_another_run_in_the_ledger(tmp_path: Path) -> None:

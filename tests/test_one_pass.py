@@ -181,10 +181,10 @@ def test_samplers_are_of_their_designs_and_sizes() -> None:
             make_sampler(design, size=23)
 
 
-def test_a_cut_of_an_older_version_is_refused() -> None:
-    """Its keys came from another generator: what is left of it would be other parts, and records be used twice."""
+def test_a_cut_that_is_no_key_is_refused() -> None:
+    """What is left of it would be other parts, and records be used twice."""
     for cut in (np.arange(4), np.zeros(31, dtype=np.uint8), np.zeros(32)):
-        with pytest.raises(SequenceError, match="resume must be of this version"):
+        with pytest.raises(SequenceError, match="resume must be a partition as it was written"):
             drawn(make_sampler(dp.Assigned(5, 24), resume=Partition(cut, made=1, size=24)))
 
 

@@ -105,10 +105,8 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [dp.HolderOutputSGD, dp.BoltOnPSGD])
-def test_the_way_before_plans_says_what_to_write(cls: Any) -> None:
+def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any) -> None:
     params, name = list(nn.Linear(DIM, 1).double().parameters()), cls.__name__
-    with pytest.raises(AttributeError, match=rf"{name}.calibrated is now {name}\(params, {name}.plan\(...\)\)"):
-        cls.calibrated(params, n=N, budget=BUDGET)
     plan = holder(budget=BUDGET)() if cls is dp.HolderOutputSGD else bolt_on(budget=BUDGET)()
     with pytest.raises(ValueError, match=rf"problem must be given to {name}.plan\(...\)"):
         cls(params, plan=plan, problem=LOGISTIC.problem(bound_x=2.0))

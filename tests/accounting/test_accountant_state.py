@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import io
 import json
 import math
@@ -91,8 +90,8 @@ def test_loading_never_forgets_what_was_charged_here():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 4}, r"version must be 1, 2 or 3 \(got 4\)"),
-        ({"version": None}, r"version must be 1, 2 or 3 \(got None\)"),
+        ({"version": 2}, r"version must be 3 \(got 2\)"),
+        ({"version": None}, r"version must be 3 \(got None\)"),
         ({"mechanism": "opacus"}, r"mechanism must be 'dpsco' \(got 'opacus'\)"),
         ({"mechanism": None}, r"mechanism must be 'dpsco' \(got None\)"),
         ({"config": {"adjacency": ADD_REMOVE, "unit": "example"}}, "digest must match the ledger"),
@@ -135,52 +134,6 @@ def test_a_state_of_another_adjacency_or_unit_is_refused():
         with pytest.raises(ValueError, match=message):
             target.load_state_dict(source.state_dict())
         assert image(target) == before
-
-
-def version_1(accountant: Accountant) -> dict:
-    """What the first version of the library wrote."""
-    state = accountant.state_dict()
-    content = json.dumps([accountant.ledger.digest(), state["runs"]])
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return {"version": 1} | state["config"] | {key: state[key] for key in ("ledger", "runs")} | {"digest": digest}
-
-
-def test_a_state_of_version_1_is_migrated_and_one_that_was_altered_is_not():
-    source = Accountant()
-    source.authorize(STEP, 5)
-    source.authorize(part("0"))
-    old, target = version_1(source), Accountant()
-    target.load_state_dict(old)
-    assert target.ledger.to_json() == source.ledger.to_json()
-    assert target.get_epsilon(DELTA) == source.get_epsilon(DELTA)
-    target.load_state_dict(source.state_dict())  # one history, whatever the version
-    assert len(target) == 6
-    with pytest.raises(ValueError, match="digest must match"):
-        Accountant().load_state_dict(old | {"ledger": old["ledger"][:1]})
-    with pytest.raises(ValueError, match="adjacency must be 'add_remove'"):
-        Accountant(adjacency=ADD_REMOVE).load_state_dict(old)
-
-
-def version_2(accountant: Accountant) -> dict:
-    """What the second version of the library wrote."""
-    state = accountant.state_dict()
-    content = json.dumps([accountant.ledger.digest(), state["runs"], state["config"]], sort_keys=True)
-    kept = {key: value for key, value in state.items() if key not in ("id", "releases")}
-    return kept | {"version": 2, "digest": hashlib.sha256(content.encode()).hexdigest()}
-
-
-def test_a_state_of_version_2_is_migrated_and_one_that_was_altered_is_not():
-    source = Accountant()
-    source.authorize(STEP, 5)
-    old, first, second = version_2(source), Accountant(), Accountant()
-    for target in (first, second):
-        target.load_state_dict(old)
-        assert target.ledger.to_json() == source.ledger.to_json()
-    assert first.ledger_id == second.ledger_id  # that of its first run
-    with pytest.raises(ValueError, match="digest must match"):
-        Accountant().load_state_dict(old | {"ledger": []})
-    with pytest.raises(ValueError, match="digest must match"):
-        Accountant().load_state_dict(source.state_dict() | {"version": 2})
 
 
 def test_a_state_nested_without_end_is_refused():

@@ -122,7 +122,7 @@ def test_a_state_of_another_plan_is_refused(row: Row, changes: dict[str, float])
 
 def test_a_state_of_a_torch_optimizer_or_with_a_forged_ledger_is_refused(row: Row) -> None:
     run = row.make()
-    with pytest.raises(ValueError, match="a private optimizer's, version 2 or 3"):
+    with pytest.raises(ValueError, match="a private optimizer's, version 3"):
         run.opt.load_state_dict(torch.optim.SGD(zeros().parameters(), lr=0.1).state_dict())
     state = copy.deepcopy(row.make().train(2).opt.state_dict())
     state["dpsco"]["ledger"]["ledger"] = []

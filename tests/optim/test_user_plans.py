@@ -242,12 +242,10 @@ def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[E
         (dp.LocalizedUserSGD, {"schedule": None}),
     ],
 )
-def test_the_way_before_plans_says_what_to_write(cls: Any, old: dict[str, Any]) -> None:
+def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any, old: dict[str, Any]) -> None:
     params, name = model().parameters(), cls.__name__
     with pytest.raises(ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"):
         cls(params, **old)
-    with pytest.raises(AttributeError, match=rf"{name}.calibrated is now {name}\(params, {name}.plan\(...\)\)"):
-        cls.calibrated(params, n_users=10)
 
 
 def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:

@@ -282,11 +282,6 @@ class FromPlan:
             checks.require_budget(accountant, plan.budget)
         return accountant
 
-    @classmethod
-    def calibrated(cls, *args: Any, **kwargs: Any) -> None:
-        """Raises: it was the way in before plans were."""
-        raise AttributeError(f"{cls.__name__}.calibrated is now {cls.__name__}(params, {cls.__name__}.plan(...))")
-
 
 class PlannedOptimizer(FromPlan, PrivateOptimizer):
     """Base of the named optimizers that make private steps: a plan in, everything else follows.

@@ -406,7 +406,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
         self._given_up = private["given_up"]
         self._kept.note(private.get("iterates"))
-        self._run, self._log = private.get("run", self._run), None
+        self._run, self._log = private["run"], None
         self.zero_grad()
 
     @in_turn

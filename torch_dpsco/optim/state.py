@@ -78,8 +78,10 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
     if not isinstance(state, Mapping):
         raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     private = state.get(_KEY)
-    if private is None or private.get("version") not in (2, _VERSION):
-        raise ValueError(f"state_dict must be a private optimizer's, version 2 or {_VERSION} (got {sorted(state)})")
+    if private is None or private.get("version") != _VERSION:
+        raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})")
+    if missing := {"digest", "settings", "t", "run", "ledger", "finalized"} - set(private):
+        raise ValueError(f"state_dict must be as it was written (got one without {', '.join(sorted(missing))})")
     if private["digest"] != _digest(settings):
         saved = private["settings"]
         differ = [name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)]
@@ -99,7 +101,7 @@ def require_charged(private: dict[str, Any], *, shared: bool) -> None:
         shared: whether steps share a charge.
     """
     steps, ledger = private["t"], read_state(private["ledger"])
-    marked = ledger.releases.get(private.get("run", ""), private.get("since", steps))
+    marked = ledger.releases.get(private["run"], private.get("since", steps))
     if len(ledger.ledger) < (min(steps, 1) if shared else steps) or marked < steps:
         # PRIVACY: a checkpoint whose ledger was emptied or exchanged (test_steps_without_their_charges_are_refused)
         raise PrivacyError(
@@ -129,8 +131,6 @@ def unpacked(
     if run.steps or run.finalized:
         raise SequenceError("resume must be called on a new optimizer (got one that has made steps)")
     public, private = split_private_state(state, settings)
-    if "run" not in private:
-        raise ValueError(f"state_dict must be of version {_VERSION} to be resumed (got {private['version']})")
     # PRIVACY: only its own ledger knows what was released since (test_a_run_is_resumed_with_its_own_ledger_file_only)
     return public, private, run.accountant.continue_from(private["ledger"])
 
@@ -230,7 +230,7 @@ class Saved(Assembly):
             saved = private["partition"]
             self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
         self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
-        self._stills, self._run = private["still"], private.get("run", self._run)
+        self._stills, self._run = private["still"], private["run"]
         self._paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
         self._since, self._public = private.get("since", self._steps), private.get("public", 0)
 
@@ -255,7 +255,7 @@ class Saved(Assembly):
         public, private, marked = unpacked(self, self.settings(), state_dict)
         require_charged(private, shared=bool(self._sharing))
         if self._sharing and "paid" not in private:
-            raise ValueError("state_dict must say what was paid for (got one of an older version): start the run again")
+            raise ValueError("state_dict must be as it was written (got one without what was paid for)")
         self.discard()
         self._restore(public, private)
         partition, made = self._batch.partition, self._steps

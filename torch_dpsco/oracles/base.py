@@ -27,8 +27,6 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, Seq
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, LinearBlock, row_norm
 
-_FLAGS = {"adaptive", "confidential", "ordered", "per_run", "sampled"}  # what oracles said before charges did
-
 
 class Charge(NamedTuple):
     """What a release is charged, before it is made.
@@ -77,11 +75,6 @@ class MeanOracle(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         type_members(cls, "__init__", "calibrated")
-        if flags := _FLAGS & cls.__dict__.keys():
-            # PRIVACY: (test_flags_of_before_charges_are_refused_by_name)
-            raise TypeError(
-                f"{', '.join(sorted(flags))} of {cls.__name__} must be said by charge(design, draw): see Charge"
-            )
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size

@@ -177,8 +177,8 @@ class _KeyedSampler(OnePassSampler):
 
     def _require_key(self, cut: _Indices) -> None:
         if cut.dtype != np.uint8 or len(cut) != _KEY:
-            # PRIVACY: other keys would be drawn from it (test_a_cut_of_an_older_version_is_refused)
-            raise SequenceError("resume must be of this version: an older one drew other parts from a partition")
+            # PRIVACY: other keys would be drawn from it (test_a_cut_that_is_no_key_is_refused)
+            raise SequenceError("resume must be a partition as it was written: its cut is the key of the parts")
 
 
 class AssignedSampler(_KeyedSampler):

@@ -56,10 +56,7 @@ class Book:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
-        """Builds a book from primitives; raises ValueError for malformed ones.
-
-        Those of before version 3 have no id: they get that of their first run, so that all their states share it.
-        """
+        """Builds a book from primitives; raises ValueError for malformed ones."""
         config, runs, releases = row.get("config", {}), row.get("runs", ()), row.get("releases", {})
         pairs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
         if not pairs or not isinstance(config, Mapping) or not isinstance(releases, Mapping):
@@ -67,16 +64,13 @@ class Book:
         try:
             runs = [(str(token), check.count(start=start)) for token, start in runs]
             known = {str(run): check.count(releases=made) for run, made in releases.items()}
-            name = str(row.get("id") or (runs[0][0] if runs else secrets.token_hex(16)))
-            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config), name, known)
+            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config), _id_of(row), known)
         except (TypeError, AttributeError, RecursionError) as error:  # the last one: nested without end
             raise ValueError(f"state must hold ledger, runs and config as they were written ({error})") from error
 
-    def digest(self, version: int = _VERSION) -> str:
-        """Returns the SHA-256 of everything that a format knows."""
-        content = [self.ledger.digest(), self.runs, self.config]
-        if version > 2:
-            content += [self.id, self.releases]
+    def digest(self) -> str:
+        """Returns the SHA-256 of everything."""
+        content = [self.ledger.digest(), self.runs, self.config, self.id, self.releases]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def knows(self, other: Book) -> bool:
@@ -180,7 +174,7 @@ def write_state(book: Book) -> Row:
 
 
 def read_state(state: Mapping[str, Any] | None) -> Book:
-    """Returns the book of a state dict, sharing nothing with it; reads versions 1 and 2 too.
+    """Returns the book of a state dict, sharing nothing with it.
 
     Raises:
         ValueError: empty, of another accountant or version, malformed, altered or damaged.
@@ -195,15 +189,14 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
             f"mechanism must be {MECHANISM!r} (got {mechanism!r}): load_state_dict(state, import_foreign=True) takes "
             f"the states of Opacus' accountants, whose sampling is then taken on trust"
         )
-    if version == 1 and mechanism is None:
-        return _read_version_1(state)
     if mechanism != MECHANISM:
         raise ValueError(f"mechanism must be {MECHANISM!r} (got {mechanism!r})")
-    if version not in (2, _VERSION):
-        raise ValueError(f"version must be 1, 2 or {_VERSION} (got {version!r})")
+    if version != _VERSION:
+        raise ValueError(f"version must be {_VERSION} (got {version!r})")
     book = Book.from_row(state)
     # PRIVACY: (test_one_altered_count_or_bit_of_a_float_is_noticed)
-    _require_digest(state, book.digest(version))
+    if state.get("digest") != book.digest():
+        raise ValueError("digest must match the ledger: the state was altered or is damaged")
     history = state.get("history", ())
     known = [list(entry) for entry in history_of(book.ledger)]
     if not isinstance(history, Sequence) or [list(entry) for entry in history] != known:
@@ -211,13 +204,9 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
     return book
 
 
-def _read_version_1(state: Mapping[str, Any]) -> Book:
-    book = Book.from_row({key: state.get(key, ()) for key in ("ledger", "runs")})
-    _require_digest(state, hashlib.sha256(json.dumps([book.ledger.digest(), book.runs]).encode()).hexdigest())
-    book.config |= {"adjacency": state.get("adjacency"), "unit": state.get("unit")}
-    return book
-
-
-def _require_digest(state: Mapping[str, Any], digest: str) -> None:
-    if state.get("digest") != digest:
-        raise ValueError("digest must match the ledger: the state was altered or is damaged")
+def _id_of(row: Mapping[str, Any]) -> str:
+    """Returns the id of a ledger in a row of primitives; raises TypeError where there is none."""
+    name = row.get("id")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"id must be a name (got {name!r})")
+    return name

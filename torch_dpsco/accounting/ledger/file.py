@@ -284,8 +284,8 @@ class LedgerFile:
             )
         if known is None and len(book.ledger):
             warnings.warn(
-                f"ledger file {self.path!r} has no mark {self._mark.path!r} (it is of an earlier version, or was "
-                f"copied without): whether it is the newest copy is not known",
+                f"ledger file {self.path!r} has no mark {self._mark.path!r} (it was copied "
+                f"without): whether it is the newest copy is not known",
                 UtilityWarning,
                 stacklevel=2,
             )
