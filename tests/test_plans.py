@@ -148,8 +148,10 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
 def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
     model = dp.attach(nn.Linear(DIM, 1), loss_reduction="sum")
     optimizer = cls(model.parameters(), plan)
-    data = TensorDataset(torch.randn(plan.n, DIM), torch.ones(plan.n, 1))
-    users = torch.arange(plan.n) if plan.unit == "user" else None
+    rows, users = torch.randn(plan.n, DIM), None
+    if plan.unit == "user":
+        rows, users = 1.0 + 0.02 * rows, torch.arange(plan.n)  # who agree: a filter that halts shows nothing
+    data = TensorDataset(rows, torch.ones(plan.n, 1))
     for x, y, *_ in optimizer.loader(data, users, steps=plan.steps):
         optimizer.zero_grad()
         LOSS(model(x), y, reduction="sum").backward()
