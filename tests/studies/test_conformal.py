@@ -268,7 +268,9 @@ def test_an_error_on_an_edge_is_covered_by_it() -> None:
     assert calibrated(*table([np.nextafter(1.0, 2.0)] * 500), **more).threshold == 1.25
 
 
-def test_few_records_give_everything() -> None:
+def test_few_records_give_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly always: a finite threshold is drawn once in 140 times, here the likeliest one is."""
+    monkeypatch.setattr(module, "draw", lambda law, source: int(np.argmax(law)))
     for n in (0, 1, 20):
         X, y = table(np.zeros(n))
         assert calibrated(X, y).threshold == math.inf
