@@ -91,7 +91,7 @@ def solve(
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
     point = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device) if start is None else start
     require_double(point, objective.dim)
-    # a loop that diverged is no start; no certificate holds there, so that the answer is as good without this line
+    # a loop that diverged is no start: its point would fail its certificate, and the solver begin again from 0
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
     with torch.no_grad():
         if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
