@@ -27,7 +27,13 @@ from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, RandomAllocation, Repeat, WORGaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    PoissonGaussian,
+    RandomAllocation,
+    Repeat,
+    WORGaussian,
+)
 from torch_dpsco.accounting.ledger.store import Ledger
 
 N, BATCH, STEPS, DELTA = 60_000, 256, 235, 1e-5
@@ -64,7 +70,9 @@ def calls(noises: int) -> list[tuple[str, Callable[[], object], str, int]]:
     for k in range(noises):
         many.record(PoissonGaussian(1.0 + k / 1000, RATE), 1000)
     opacus = RDPAccountant()
-    target = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
+    target = iter(
+        1.0 + k / 100 for k in range(1, 100)
+    )  # nothing of an earlier call can be used again
 
     def steps(one: IAccountant) -> None:
         for _ in range(1000):
@@ -81,7 +89,9 @@ def calls(noises: int) -> list[tuple[str, Callable[[], object], str, int]]:
         full.get_epsilon(DELTA)
 
     def calibration() -> None:
-        noise_multiplier(next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove")
+        noise_multiplier(
+            next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove"
+        )
 
     def schedule() -> None:
         varied = Accountant(adjacency="add_remove")
@@ -95,10 +105,30 @@ def calls(noises: int) -> list[tuple[str, Callable[[], object], str, int]]:
         ("Opacus RDPAccountant.step(), times 1000", lambda: steps(opacus), "", 3),
         ("get_epsilon by Renyi divergences, of a new (noise, rate)", first, "<= 2", 7),
         ("get_epsilon, the same question again", lambda: short.get_epsilon(DELTA), "<= 1", 7),
-        ("get_epsilon after one more step, 1 noise (loss distribution)", lambda: one_more(alike), "<= 2", 7),
-        (f"{20 * noises} different noises, charged one by one, with a query", fresh(schedule), "<= 1000", 3),
-        (f"get_epsilon of {noises} noises x 1000 steps, first time", lambda: many.get_epsilon(DELTA), "", 1),
-        (f"get_epsilon after one more step, {noises} noises (Renyi)", lambda: one_more(many), "<= 1", 7),
+        (
+            "get_epsilon after one more step, 1 noise (loss distribution)",
+            lambda: one_more(alike),
+            "<= 2",
+            7,
+        ),
+        (
+            f"{20 * noises} different noises, charged one by one, with a query",
+            fresh(schedule),
+            "<= 1000",
+            3,
+        ),
+        (
+            f"get_epsilon of {noises} noises x 1000 steps, first time",
+            lambda: many.get_epsilon(DELTA),
+            "",
+            1,
+        ),
+        (
+            f"get_epsilon after one more step, {noises} noises (Renyi)",
+            lambda: one_more(many),
+            "<= 1",
+            7,
+        ),
         ("100 full batches of new noises, with a query", fresh(full_batches), "<= 2", 7),
         ("calibration of the noise", calibration, "", 3),
         *conversions(),
@@ -109,7 +139,9 @@ def conversions() -> list[tuple[str, Callable[[], object], str, int]]:
     """Returns the rows of loss distributions, and of Opacus' accountants."""
     rows = []
     for grid in (1e-3, 1e-4):
-        noise = iter(1.0 + k / 100 for k in range(1, 100))  # nothing of an earlier call can be used again
+        noise = iter(
+            1.0 + k / 100 for k in range(1, 100)
+        )  # nothing of an earlier call can be used again
 
         def composed(noise: Iterator[float] = noise, grid: float = grid) -> float:
             return pld_epsilon([(PoissonLoss(RATE, next(noise)), STEPS)], DELTA, grid=grid)
@@ -118,7 +150,14 @@ def conversions() -> list[tuple[str, Callable[[], object], str, int]]:
     for kind in (RDPAccountant, PRVAccountant):
         theirs = kind()
         theirs.history = [(1.0, RATE, STEPS)]
-        rows.append((f"Opacus {kind.__name__}.get_epsilon", lambda t=theirs: t.get_epsilon(delta=DELTA), "", 7))
+        rows.append(
+            (
+                f"Opacus {kind.__name__}.get_epsilon",
+                lambda t=theirs: t.get_epsilon(delta=DELTA),
+                "",
+                7,
+            )
+        )
     return rows
 
 
@@ -153,7 +192,10 @@ def table() -> list[tuple[str, list[float]]]:
         return WORGaussian(noise, BATCH, N)
 
     def passes(adjacency: str) -> list[float]:
-        return [Ledger([Gaussian(noise, CLIP_UNITS)] * epochs).epsilon(DELTA, adjacency) for epochs, noise in cells]
+        return [
+            Ledger([Gaussian(noise, CLIP_UNITS)] * epochs).epsilon(DELTA, adjacency)
+            for epochs, noise in cells
+        ]
 
     return [
         ("Poisson, add/remove, loss distribution", row(poisson, "add_remove", "pld")),
@@ -171,9 +213,13 @@ def table() -> list[tuple[str, list[float]]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the times, or the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="short histories")
-    parser.add_argument("--table", action="store_true", help="epsilon per sampling scheme instead of times")
+    parser.add_argument(
+        "--table", action="store_true", help="epsilon per sampling scheme instead of times"
+    )
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # Opacus on its range of orders
     if args.table:

@@ -40,8 +40,16 @@ EPSILONS, SEEDS, SMOKE_ROWS = (0.1, 0.5, 1.0, 3.0), 5, 1_500
 EQUAL_LOSS, EQUAL_AUC = 1e-3, 1e-3
 REFUSED = (TypeError, ValueError, errors.DpscoError)  # of what does not exist, or cannot be planned
 
-GOALS = {"estimator": 0.7, "fit": 0.5, "user": 0.7, "user estimator": 0.7}  # share of cells that are at least equal
-FOR_MAE, MAE_GOAL = ("QuantileRegressor", 'HuberRegressor, threshold="auto"'), 0.8  # share of cells that are ahead
+GOALS = {
+    "estimator": 0.7,
+    "fit": 0.5,
+    "user": 0.7,
+    "user estimator": 0.7,
+}  # share of cells that are at least equal
+FOR_MAE, MAE_GOAL = (
+    ("QuantileRegressor", 'HuberRegressor, threshold="auto"'),
+    0.8,
+)  # share of cells that are ahead
 
 # -- cells ------------------------------------------------------------------------------------------------------------
 
@@ -51,7 +59,9 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.found: dict[str, dict] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.found: dict[str, dict] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {}
+        )
 
     def add(self, table: str, epsilon: str, name: str, value: object) -> None:
         """Keeps what a method did in a cell, and writes the file."""
@@ -66,7 +76,9 @@ class Results:
         return self.found.get(table, {}).get(epsilon, {}).get(name)
 
 
-def measured(method: Method, table: Table, epsilon: float, seeds: int) -> dict[str, list[float]] | str:
+def measured(
+    method: Method, table: Table, epsilon: float, seeds: int
+) -> dict[str, list[float]] | str:
     """Returns the runs of a method by score, or why it is not available."""
     runs = []
     for _ in range(seeds):
@@ -81,7 +93,11 @@ def measured(method: Method, table: Table, epsilon: float, seeds: int) -> dict[s
 def best_anchor(anchors: Results, table: str, epsilon: str, score: str) -> float | None:
     """Returns the best median of the anchors of a cell."""
     found = anchors.found.get(table, {}).get(epsilon, {})
-    medians = [statistics.median(by_score[score]["runs"]) for by_score in found.values() if score in by_score]
+    medians = [
+        statistics.median(by_score[score]["runs"])
+        for by_score in found.values()
+        if score in by_score
+    ]
     return (max if score in LARGER else min)(medians, default=None)
 
 
@@ -96,7 +112,9 @@ def verdict(score: str, ours: float, anchor: float) -> str:
     return "equal" if abs(gain) <= margin else "better" if gain > 0 else "worse"
 
 
-def verdicts(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[tuple[Method, str, str, str, str]]:
+def verdicts(
+    ours: Results, anchors: Results, names: Sequence[str]
+) -> Iterator[tuple[Method, str, str, str, str]]:
     """Yields method, score, table, epsilon and verdict of all cells that have both."""
     for name in names:
         for epsilon, cell in ours.found.get(name, {}).items():
@@ -105,7 +123,13 @@ def verdicts(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[
                 for score in method.aims if isinstance(runs, dict) else ():
                     anchor = best_anchor(anchors, name, epsilon, score)
                     if anchor is not None and score in runs:
-                        yield method, score, name, epsilon, verdict(score, statistics.median(runs[score]), anchor)
+                        yield (
+                            method,
+                            score,
+                            name,
+                            epsilon,
+                            verdict(score, statistics.median(runs[score]), anchor),
+                        )
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -116,20 +140,28 @@ def count(found: Sequence[str]) -> str:
     return " / ".join(str(found.count(word)) for word in ("better", "equal", "worse"))
 
 
-def counts_table(ours: Results, anchors: Results, names: Sequence[str], epsilons: Sequence[str]) -> str:
+def counts_table(
+    ours: Results, anchors: Results, names: Sequence[str], epsilons: Sequence[str]
+) -> str:
     """Returns a table in Markdown of verdicts: method and score by epsilon."""
     judged = list(verdicts(ours, anchors, names))
     lines = [
-        "| better / equal / worse than the best anchor, at epsilon = | " + " | ".join([*epsilons, "all", ""]) + " |"
+        "| better / equal / worse than the best anchor, at epsilon = | "
+        + " | ".join([*epsilons, "all", ""])
+        + " |"
     ]
     lines.append("|---" * (len(epsilons) + 3) + "|")
     for method in METHODS:
         for score in method.aims:
             mine = [(e, v) for m, s, _, e, v in judged if m is method and s == score]
             if mine:
-                cells = [count([v for at, v in mine if at == e]) for e in epsilons] + [count([v for _, v in mine])]
+                cells = [count([v for at, v in mine if at == e]) for e in epsilons] + [
+                    count([v for _, v in mine])
+                ]
                 share = sum(v != "worse" for _, v in mine) / len(mine)
-                lines.append(f"| {method.name}: {score.replace('_', '-')} | {' | '.join(cells)} | {share:.0%} |")
+                lines.append(
+                    f"| {method.name}: {score.replace('_', '-')} | {' | '.join(cells)} | {share:.0%} |"
+                )
     return "\n".join(lines)
 
 
@@ -143,12 +175,20 @@ def goals(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[str
     for name in FOR_MAE:
         mine = [v for m, score, *_, v in judged if score == "mae" and m.name == name]
         if mine:
-            shares = [sum(v in words for v in mine) / len(mine) for words in (("better",), ("better", "equal"))]
+            shares = [
+                sum(v in words for v in mine) / len(mine)
+                for words in (("better",), ("better", "equal"))
+            ]
             yield f"MAE of {name}: ahead in {shares[0]:.0%}, at least equal in {shares[1]:.0%}; goal {MAE_GOAL:.0%}"
 
 
 def shown_cell(
-    table: Table, epsilon: str, ours: Results, anchors: Results, public: dict[str, float], constant: dict[str, float]
+    table: Table,
+    epsilon: str,
+    ours: Results,
+    anchors: Results,
+    public: dict[str, float],
+    constant: dict[str, float],
 ) -> Iterator[str]:
     """Yields lines of a cell: medians, with the lowest and highest run, of anchors, ours, and what is not private."""
     yield f"\n{table.name} [{table.split}], epsilon = {epsilon}"
@@ -179,7 +219,12 @@ def few(table: Table) -> Table:
     """Returns the first rows of a table only."""
     kept = np.arange(len(table.rows)) % max(1, len(table.rows) // SMOKE_ROWS) == 0
     users = None if table.users is None else np.unique(table.users[kept], return_inverse=True)[1]
-    parts = {"rows": table.rows[kept], "targets": table.targets[kept], "test": table.test[kept], "users": users}
+    parts = {
+        "rows": table.rows[kept],
+        "targets": table.targets[kept],
+        "test": table.test[kept],
+        "users": users,
+    }
     return dataclasses.replace(table, **parts)
 
 
@@ -190,7 +235,9 @@ def compare(table: Table, args: argparse.Namespace, ours: Results, anchors: Resu
     for name in methods(table):
         missing = [e for e in args.epsilons if anchors.get(table.name, f"{e:g}", name) is None]
         if missing and "anchors" in args.methods:
-            for epsilon, by_score in tuned(table, name, missing, args.seeds, 4 if args.smoke else None).items():
+            for epsilon, by_score in tuned(
+                table, name, missing, args.seeds, 4 if args.smoke else None
+            ).items():
                 anchors.add(table.name, epsilon, name, by_score)
     for epsilon in epsilons:
         for method in methods_of(table):
@@ -198,10 +245,17 @@ def compare(table: Table, args: argparse.Namespace, ours: Results, anchors: Resu
                 ours.get(table.name, epsilon, method.name), dict
             )  # what was not available is tried again
             if method.name in args.methods and not known:
-                ours.add(table.name, epsilon, method.name, measured(method, table, float(epsilon), args.seeds))
+                ours.add(
+                    table.name,
+                    epsilon,
+                    method.name,
+                    measured(method, table, float(epsilon), args.seeds),
+                )
         fits = args.peer is not None and table.users is None and table.kind == "binary"
         if fits and ours.get(table.name, epsilon, PEER) is None:
-            ours.add(table.name, epsilon, PEER, by_peer(args.peer, table, float(epsilon), args.seeds))
+            ours.add(
+                table.name, epsilon, PEER, by_peer(args.peer, table, float(epsilon), args.seeds)
+            )
         print("\n".join(shown_cell(table, epsilon, ours, anchors, public, constant)), flush=True)
 
 
@@ -214,25 +268,42 @@ def by_peer(python: Path, table: Table, epsilon: float, seeds: int) -> dict[str,
 
     train, test = with_bias(table.rows[~table.test]), with_bias(table.rows[table.test])
     bound = math.hypot(table.bound_x, 1.0)
-    task = Task(table.name, train, table.targets[~table.test], test, table.targets[table.test], bound)
-    runs = [scores(table, test @ weights) for weights in by_diffprivlib(python, [(task, epsilon)] * seeds)]
+    task = Task(
+        table.name, train, table.targets[~table.test], test, table.targets[table.test], bound
+    )
+    runs = [
+        scores(table, test @ weights)
+        for weights in by_diffprivlib(python, [(task, epsilon)] * seeds)
+    ]
     return {name: [run[name] for run in runs] for name in runs[0]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the options ask for, and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", nargs="+", choices=TABLES, metavar="NAME", default=list(TABLES))
     parser.add_argument("--split", choices=("develop", "score"), help="tables of this group only")
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     known = ["anchors", *(method.name for method in METHODS)]
     parser.add_argument("--methods", nargs="+", choices=known, default=known, metavar="NAME")
-    parser.add_argument("--json", type=Path, help="file of raw results of ours: what is in it is not run again")
+    parser.add_argument(
+        "--json", type=Path, help="file of raw results of ours: what is in it is not run again"
+    )
     parser.add_argument("--anchors", type=Path, help="the same of the anchors")
-    parser.add_argument("--environment", type=Path, help="folder of an environment with diffprivlib; default: without")
-    parser.add_argument("--update", type=Path, help="document whose table is to be exchanged for this one")
-    parser.add_argument("--smoke", action="store_true", help="few rows and settings, one seed, epsilon = 1")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help="folder of an environment with diffprivlib; default: without",
+    )
+    parser.add_argument(
+        "--update", type=Path, help="document whose table is to be exchanged for this one"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="few rows and settings, one seed, epsilon = 1"
+    )
     args = parser.parse_args(argv)
     if args.smoke:
         args.tables, args.epsilons, args.seeds = ["adult", "flights_delay", "aircraft"], (1.0,), 1

@@ -34,7 +34,10 @@ from torch_dpsco.accounting.calibrate import noise_multiplier
 
 DELTA = 1e-6
 CLIPS = (0.03, 0.1, 0.3, 1.0)  # of the largest possible norm of a gradient
-RATES, STEPS = (0.3, 1.0, 3.0, 10.0, 30.0), (30, 100, 400)  # rate 1 with clip 1: a step of 1/smoothness
+RATES, STEPS = (
+    (0.3, 1.0, 3.0, 10.0, 30.0),
+    (30, 100, 400),
+)  # rate 1 with clip 1: a step of 1/smoothness
 BATCHES, BATCH_CLIPS = (512, 2048), (0.1, 0.3, 1.0)
 BATCH_RATES, BATCH_STEPS = (0.3, 1.0, 3.0, 10.0), (400, 1600, 6400)
 USER_CLIPS, USER_STEPS = (0.01, 0.03, 0.1, 0.3), (10, 30, 100, 300, 1000)
@@ -73,9 +76,12 @@ def grid(table: Table, method: str) -> list[Setting]:
     losses = ("logistic",) if table.kind == "binary" else ("absolute", "huber")
     if method == "DP-SGD":
         return [
-            Setting(*numbers) for numbers in itertools.product(losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES)
+            Setting(*numbers)
+            for numbers in itertools.product(losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES)
         ]
-    numbers = (CLIPS, RATES, STEPS) if table.users is None else (USER_CLIPS, BATCH_RATES, USER_STEPS)
+    numbers = (
+        (CLIPS, RATES, STEPS) if table.users is None else (USER_CLIPS, BATCH_RATES, USER_STEPS)
+    )
     return [Setting(*setting) for setting in itertools.product(losses, *numbers)]
 
 
@@ -105,7 +111,11 @@ class Data:
     def slope(self, loss: str) -> tuple[float, float]:
         """Returns the largest slope of a loss, and slope over curvature: what a step of 1/smoothness may move."""
         threshold = self.table.threshold
-        return {"logistic": (1.0, 4.0), "absolute": (1.0, threshold), "huber": (threshold, threshold)}[loss]
+        return {
+            "logistic": (1.0, 4.0),
+            "absolute": (1.0, threshold),
+            "huber": (threshold, threshold),
+        }[loss]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +159,9 @@ def descend(data: Data, jobs: Sequence[Job], generator: torch.Generator) -> tupl
     clips = torch.tensor([job.setting.clip * largest * data.bound for job in jobs])
     batch = data.count if first.batch is None else min(first.batch, data.count)
     rates = torch.tensor([job.setting.rate * move / data.bound for job in jobs])
-    levels = torch.tensor([noise(job.epsilon, data.count, first.batch, first.steps) for job in jobs])
+    levels = torch.tensor(
+        [noise(job.epsilon, data.count, first.batch, first.steps) for job in jobs]
+    )
     batches = np.random.default_rng(generator.initial_seed())
     weights = torch.zeros(data.rows.shape[1], len(jobs))
     total, half = torch.zeros_like(weights), first.steps // 2
@@ -171,9 +183,13 @@ def sum_of_clipped(
     if setting.batch is not None:
         size = batches.binomial(data.count, min(setting.batch, data.count) / data.count)
         picks = torch.from_numpy(batches.choice(data.count, size, replace=False, shuffle=False))
-        parts: Iterable[tuple[Tensor, ...]] = ((data.rows[picks], data.targets[picks], data.norms[picks]),)
+        parts: Iterable[tuple[Tensor, ...]] = (
+            (data.rows[picks], data.targets[picks], data.norms[picks]),
+        )
     else:
-        parts = zip(*(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)), strict=True)
+        parts = zip(
+            *(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)), strict=True
+        )
     total = torch.zeros_like(weights)
     for rows, targets, norms in parts:
         slopes = slopes_of(data.table, setting.loss, rows @ weights, targets)
@@ -182,12 +198,15 @@ def sum_of_clipped(
     return total
 
 
-def sum_of_users(table: Table, groups: Sequence[Users], loss: str, weights: Tensor, clips: Tensor) -> Tensor:
+def sum_of_users(
+    table: Table, groups: Sequence[Users], loss: str, weights: Tensor, clips: Tensor
+) -> Tensor:
     """Returns the sum over users of their clipped mean gradients."""
     total = torch.zeros_like(weights)
     for group in groups:
         parts = (
-            values.split(max(1, BLOCK // group.rows.shape[1])) for values in (group.rows, group.targets, group.counts)
+            values.split(max(1, BLOCK // group.rows.shape[1]))
+            for values in (group.rows, group.targets, group.counts)
         )
         for rows, targets, counts in zip(*parts, strict=True):
             slopes = slopes_of(table, loss, rows @ weights, targets)
@@ -205,12 +224,16 @@ def slopes_of(table: Table, loss: str, answers: Tensor, targets: Tensor) -> Tens
     return miss.sign_() if loss == "absolute" else miss.clamp_(-table.threshold, table.threshold)
 
 
-def run(data: Data, jobs: Sequence[Job], seed: int, copies: int) -> dict[tuple[Job, str], list[Scores]]:
+def run(
+    data: Data, jobs: Sequence[Job], seed: int, copies: int
+) -> dict[tuple[Job, str], list[Scores]]:
     """Returns the test scores of so many runs of each job, by job and average; the runs of a pass share its batches."""
     found: dict[tuple[Job, str], list[Scores]] = {}
     groups: dict[tuple[str, int, int | None], list[Job]] = {}
     for job in jobs:
-        groups.setdefault((job.setting.loss, job.setting.steps, job.setting.batch), []).extend([job] * copies)
+        groups.setdefault((job.setting.loss, job.setting.steps, job.setting.batch), []).extend(
+            [job] * copies
+        )
     generator = torch.Generator().manual_seed(seed)
     for group in groups.values():
         for average, weights in zip(AVERAGES, descend(data, group, generator), strict=True):
@@ -223,11 +246,15 @@ def run(data: Data, jobs: Sequence[Job], seed: int, copies: int) -> dict[tuple[J
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
-def best(found: dict[tuple[Job, str], list[Scores]], score: str, epsilon: float, count: int) -> list[tuple[Job, str]]:
+def best(
+    found: dict[tuple[Job, str], list[Scores]], score: str, epsilon: float, count: int
+) -> list[tuple[Job, str]]:
     """Returns the settings of the best medians at an epsilon."""
     sign = -1.0 if score in LARGER else 1.0
     here = [key for key in found if key[0].epsilon == epsilon]
-    return sorted(here, key=lambda key: sign * statistics.median(s[score] for s in found[key]))[:count]
+    return sorted(here, key=lambda key: sign * statistics.median(s[score] for s in found[key]))[
+        :count
+    ]
 
 
 def fresh(data: Data, jobs: Sequence[Job], seeds: int) -> dict[tuple[Job, str], list[Scores]]:
@@ -238,24 +265,33 @@ def fresh(data: Data, jobs: Sequence[Job], seeds: int) -> dict[tuple[Job, str], 
     return {key: [scored[key][0] for scored in passes] for key in passes[0]}
 
 
-def tuned(table: Table, method: str, epsilons: Sequence[float], seeds: int, few: int | None = None) -> dict[str, dict]:
+def tuned(
+    table: Table, method: str, epsilons: Sequence[float], seeds: int, few: int | None = None
+) -> dict[str, dict]:
     """Returns, by epsilon (as text) and score, the best setting (of the first `few`) and its scores on fresh seeds."""
     data = Data(table)
     settings = grid(table, method)[:few]
     names = list(scores(table, np.zeros(int(table.test.sum()))))
     found = run(data, [Job(setting, e) for setting in settings for e in epsilons], 1, 1)
-    finalists = dict.fromkeys(key[0] for e in epsilons for name in names for key in best(found, name, e, FINALISTS))
+    finalists = dict.fromkeys(
+        key[0] for e in epsilons for name in names for key in best(found, name, e, FINALISTS)
+    )
     found = run(data, list(finalists), 2, FINAL_RUNS)
     chosen = {(e, name): best(found, name, e, 1)[0] for e in epsilons for name in names}
     final = fresh(data, list(dict.fromkeys(job for job, _ in chosen.values())), seeds)
     answer: dict[str, dict] = {f"{e:g}": {} for e in epsilons}
     for (epsilon, name), key in chosen.items():
         setting = dataclasses.asdict(key[0].setting) | {"average": key[1]}
-        answer[f"{epsilon:g}"][name] = {"setting": setting, "runs": [scored[name] for scored in final[key]]}
+        answer[f"{epsilon:g}"][name] = {
+            "setting": setting,
+            "runs": [scored[name] for scored in final[key]],
+        }
     return answer
 
 
 def grid_size(table: Table) -> int:
     """Returns how many runs the search of one cell has cost, of all methods, without those of the final seeds."""
     names = len(scores(table, np.zeros(int(table.test.sum()))))
-    return sum(len(grid(table, method)) + FINALISTS * names * FINAL_RUNS for method in methods(table))
+    return sum(
+        len(grid(table, method)) + FINALISTS * names * FINAL_RUNS for method in methods(table)
+    )

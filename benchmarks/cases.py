@@ -61,7 +61,11 @@ class Block(nn.Module):
         size, length, width = x.shape
         parts = self.qkv(self.norm1(x)).view(size, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(size, length, width)
+        mixed = (
+            F.scaled_dot_product_attention(query, key, value)
+            .transpose(1, 2)
+            .reshape(size, length, width)
+        )
         x = x + self.out(mixed)
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         return self.classify(x.mean(dim=1))
@@ -102,7 +106,9 @@ def _cnn(size: int) -> Case:
 
 def _transformer(width: int, length: int, hidden: int, size: int) -> Case:
     batch = (torch.randn(size, length, width), torch.randint(10, (size,)))
-    return Case(f"transformer block b={size}", lambda: Block(width, 4, hidden), batch, nn.CrossEntropyLoss())
+    return Case(
+        f"transformer block b={size}", lambda: Block(width, 4, hidden), batch, nn.CrossEntropyLoss()
+    )
 
 
 class LoRA(nn.Module):
@@ -148,7 +154,9 @@ class Words(nn.Module):
 def _embedding(words: int, width: int, length: int, size: int) -> Case:
     batch = (torch.randint(words, (size, length)), torch.randint(10, (size,)))
     name = f"embedding {words}x{width} b={size}"
-    return Case(name, lambda: Words(words, width), batch, nn.CrossEntropyLoss(), only=("plain", "loop"))
+    return Case(
+        name, lambda: Words(words, width), batch, nn.CrossEntropyLoss(), only=("plain", "loop")
+    )
 
 
 def more(*, smoke: bool = False) -> list[Case]:
@@ -168,8 +176,19 @@ def cases(*, smoke: bool = False) -> list[Case]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if smoke:
-            return [_logistic(20, 32), _softmax(20, 32), mlp((20, 16, 10), 32), _cnn(4), _transformer(8, 4, 16, 4)]
+            return [
+                _logistic(20, 32),
+                _softmax(20, 32),
+                mlp((20, 16, 10), 32),
+                _cnn(4),
+                _transformer(8, 4, 16, 4),
+            ]
         return [
             *(_logistic(dim, size) for dim in (100, 1000, 10000) for size in (256, 4096)),
-            *(_softmax(1000, 256), mlp((784, 512, 256, 10), 256), _cnn(64), _transformer(128, 64, 512, 32)),
+            *(
+                _softmax(1000, 256),
+                mlp((784, 512, 256, 10), 256),
+                _cnn(64),
+                _transformer(128, 64, 512, 32),
+            ),
         ]

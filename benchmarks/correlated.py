@@ -34,10 +34,14 @@ LRS = {"synthetic": (0.003, 0.01, 0.03, 0.1, 0.3), "flights": (0.3, 1.0, 3.0, 10
 Loss = Callable[..., Tensor]
 
 
-def poisson(params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, lr: float, budget: dp.Budget) -> object:
+def poisson(
+    params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, lr: float, budget: dp.Budget
+) -> object:
     """Returns DP-SGD on Poisson batches."""
     design, steps = dp.Poisson(batch, n), epochs * -(-n // batch)
-    noise = noise_multiplier(budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency)
+    noise = noise_multiplier(
+        budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency
+    )
     return dp.PrivateOptimizer(
         params,
         lr,
@@ -50,9 +54,13 @@ def poisson(params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, lr:
     )
 
 
-def correlated(params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, lr: float, budget: dp.Budget) -> object:
+def correlated(
+    params: Sequence[nn.Parameter], n: int, batch: int, epochs: int, lr: float, budget: dp.Budget
+) -> object:
     """Returns SGD with correlated noise."""
-    plan = dp.CorrelatedSGD.plan(n=n, budget=budget, clip=1.0, lr=lr, batch_size=batch, epochs=epochs, radius=RADIUS)
+    plan = dp.CorrelatedSGD.plan(
+        n=n, budget=budget, clip=1.0, lr=lr, batch_size=batch, epochs=epochs, radius=RADIUS
+    )
     return dp.CorrelatedSGD(params, plan)
 
 
@@ -60,7 +68,12 @@ METHODS = {"Poisson": poisson, "correlated": correlated}
 
 
 def cell(
-    method: str, data: TensorDataset, loss: Loss, score: Callable[[nn.Linear], float], lrs: Sequence[float], *run: float
+    method: str,
+    data: TensorDataset,
+    loss: Loss,
+    score: Callable[[nn.Linear], float],
+    lrs: Sequence[float],
+    *run: float,
 ) -> float:
     """Returns the median score at the best step size."""
     epsilon, epochs, batch, runs = run
@@ -71,7 +84,9 @@ def cell(
             model = nn.Linear(data.tensors[0].shape[1], 1, bias=False, dtype=data.tensors[0].dtype)
             nn.init.zeros_(model.weight)
             budget = dp.Budget(epsilon, DELTA)
-            optimizer = METHODS[method](list(model.parameters()), len(data), int(batch), int(epochs), lr, budget)
+            optimizer = METHODS[method](
+                list(model.parameters()), len(data), int(batch), int(epochs), lr, budget
+            )
             dp.fit(model, optimizer, data, loss, progress=False)
             scores.append(score(model))
         found.append(statistics.median(scores))
@@ -81,32 +96,56 @@ def cell(
 def tasks(smoke: bool) -> dict[str, tuple[TensorDataset, Loss, Callable[[nn.Linear], float], int]]:
     """Returns data, loss, score and batch size by name."""
     task = Task(0, unseen=1000 if smoke else 100_000)
-    made = {"synthetic": (task.draw(400 if smoke else 8_000), LOSS, lambda m: task.excess(m.weight[0].detach()), 50)}
+    made = {
+        "synthetic": (
+            task.draw(400 if smoke else 8_000),
+            LOSS,
+            lambda m: task.excess(m.weight[0].detach()),
+            50,
+        )
+    }
     rows = load_flights()
     width, size = NUM_FEATURES["predep"], 4096 if smoke else len(rows.train_hours)
     train = TensorDataset(rows.train_features[:size, :width], rows.train_hours[:size, None])
 
     def error(model: nn.Linear) -> float:
         with torch.no_grad():
-            return float((model(rows.test_features[:, :width])[:, 0] - rows.test_hours).abs().mean())
+            return float(
+                (model(rows.test_features[:, :width])[:, 0] - rows.test_hours).abs().mean()
+            )
 
-    return made | {"flights": (train, dp.losses.Huber(threshold=0.25), error, 512 if smoke else 4096)}
+    return made | {
+        "flights": (train, dp.losses.Huber(threshold=0.25), error, 512 if smoke else 4096)
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny numbers: shows that it runs")
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args(argv)
     smoke = options.smoke
-    print("| task, passes | " + " | ".join(f"epsilon {e:g}, {m}" for e in EPSILONS for m in METHODS) + " |")
+    print(
+        "| task, passes | "
+        + " | ".join(f"epsilon {e:g}, {m}" for e in EPSILONS for m in METHODS)
+        + " |"
+    )
     print("| --- |" + " --- |" * len(EPSILONS) * len(METHODS))
     for name, (data, loss, score, batch) in tasks(smoke).items():
         for epochs in EPOCHS[: 1 if smoke else None]:
             lrs, runs = LRS[name][: 1 if smoke else None], 1 if smoke else options.runs
-            cells = [cell(m, data, loss, score, lrs, e, epochs, batch, runs) for e in EPSILONS for m in METHODS]
-            print(f"| {name}, {epochs} | " + " | ".join(f"{value:.4f}" for value in cells) + " |", flush=True)
+            cells = [
+                cell(m, data, loss, score, lrs, e, epochs, batch, runs)
+                for e in EPSILONS
+                for m in METHODS
+            ]
+            print(
+                f"| {name}, {epochs} | " + " | ".join(f"{value:.4f}" for value in cells) + " |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -85,7 +85,12 @@ def errors(case: Case, peers: Sequence[Peer] = ()) -> dict[str, float]:
 def tables(*, smoke: bool, peers: Sequence[Peer] = ()) -> dict[str, str]:
     """Returns the table "equality"; raises AssertionError if a variant makes another update."""
     found = {case.name: errors(case, peers) for case in few(smoke=smoke)}
-    wrong = [(case, name, e) for case, line in found.items() for name, e in line.items() if not e <= TOLERANCE]
+    wrong = [
+        (case, name, e)
+        for case, line in found.items()
+        for name, e in line.items()
+        if not e <= TOLERANCE
+    ]
     if wrong:
         raise AssertionError(f"these do other work than the reference: {wrong}")
     names = list(next(iter(found.values())))
@@ -100,7 +105,9 @@ def few(*, smoke: bool) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="small models")
     add_options(parser)
     args = parser.parse_args(argv)

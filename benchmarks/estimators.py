@@ -42,7 +42,9 @@ def seconds(fit: Callable[[], object]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args(arguments)
@@ -54,7 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
         rows, labels = made(n, d)
 
         def ours(rows: np.ndarray = rows, labels: np.ndarray = labels, n: int = n) -> object:
-            return LogisticRegression(epsilon=1.0, delta=1e-6, n=n, bound_x=1.0, classes=(0.0, 1.0)).fit(rows, labels)
+            return LogisticRegression(
+                epsilon=1.0, delta=1e-6, n=n, bound_x=1.0, classes=(0.0, 1.0)
+            ).fit(rows, labels)
 
         def plain(rows: np.ndarray = rows, labels: np.ndarray = labels) -> object:
             return Plain().fit(rows, labels)

@@ -37,7 +37,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from linear_models import Array, Fit, Task, adult, by_diffprivlib, by_estimator, peer_python, public, score
+from linear_models import (
+    Array,
+    Fit,
+    Task,
+    adult,
+    by_diffprivlib,
+    by_estimator,
+    peer_python,
+    public,
+    score,
+)
 from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,7 +94,9 @@ def by_holder_sgd(task: Task, epsilon: float) -> Array:
     model, dataset = data_of(task)
     problem = dp.losses.Logistic().problem(bound_x=task.bound_x)
     budget = dp.Budget(epsilon, task.delta, adjacency="add_remove")
-    optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(problem=problem, n=len(dataset), budget=budget))
+    optimizer = dp.HolderSGD(
+        model.parameters(), dp.HolderSGD.plan(problem=problem, n=len(dataset), budget=budget)
+    )
     dp.fit(model, optimizer, dataset, nn.BCEWithLogitsLoss(), progress=False)
     return weights_of(model)
 
@@ -132,18 +144,27 @@ DRAWN = {  # color, style and marker: lines differ without color, too
 }
 
 
-def compare(task: Task, epsilons: Sequence[float], seeds: int, peer: Path | None) -> dict[str, Scores]:
+def compare(
+    task: Task, epsilons: Sequence[float], seeds: int, peer: Path | None
+) -> dict[str, Scores]:
     """Returns the accuracies of all methods on the test set, one per seed."""
 
     def accuracies(fit: Fit, epsilon: float) -> list[float]:
         return [score(task, fit(task, epsilon))[0] for _ in range(seeds)]
 
-    found = {name: {epsilon: accuracies(fit, epsilon) for epsilon in epsilons} for name, fit in METHODS.items()}
+    found = {
+        name: {epsilon: accuracies(fit, epsilon) for epsilon in epsilons}
+        for name, fit in METHODS.items()
+    }
     tuned = {epsilon: partial(by_opacus, lr=best_lr(task, epsilon)) for epsilon in epsilons}
     found[TUNED] = {epsilon: accuracies(fit, epsilon) for epsilon, fit in tuned.items()}
     if peer is not None:
-        answers = iter(by_diffprivlib(peer, [(task, epsilon) for epsilon in epsilons for _ in range(seeds)]))
-        found[PEER] = {epsilon: [score(task, next(answers))[0] for _ in range(seeds)] for epsilon in epsilons}
+        answers = iter(
+            by_diffprivlib(peer, [(task, epsilon) for epsilon in epsilons for _ in range(seeds)])
+        )
+        found[PEER] = {
+            epsilon: [score(task, next(answers))[0] for _ in range(seeds)] for epsilon in epsilons
+        }
     return found
 
 
@@ -157,7 +178,9 @@ def table(found: Mapping[str, Scores], baseline: float, trivial: float) -> str:
         "|---|---|" + "---|" * len(epsilons),
     ]
     for name, scores in found.items():
-        cells = [f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})" for s in scores.values()]
+        cells = [
+            f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})" for s in scores.values()
+        ]
         guarantee = STRICT if name.endswith("delta 0") else OURS
         lines.append(f"| {name} | {guarantee} | " + " | ".join(cells) + " |")
     for name, value in (("not private", baseline), ("always no", trivial)):
@@ -175,29 +198,52 @@ def picture(found: Mapping[str, Scores], baseline: float, trivial: float) -> Fig
             epsilons, scores = list(found[name]), list(found[name].values())
             medians = [statistics.median(s) for s in scores]
             axes.plot(epsilons, medians, linestyle=style, color=color, marker=marker, label=name)
-            axes.fill_between(epsilons, list(map(min, scores)), list(map(max, scores)), color=color, alpha=0.2, lw=0)
-        axes.axhline(baseline, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="not private")
+            axes.fill_between(
+                epsilons,
+                list(map(min, scores)),
+                list(map(max, scores)),
+                color=color,
+                alpha=0.2,
+                lw=0,
+            )
+        axes.axhline(
+            baseline, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="not private"
+        )
         axes.axhline(trivial, color="#777777", linewidth=0.8, label='always answers "no"')
         axes.set_xscale("log")
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         axes.set(xlabel="epsilon (smaller: more private)", ylabel="accuracy on the public test set")
         axes.legend(loc="lower right")
 
-    figure = plots.figure("Is the yearly income above 50,000 dollars? (UCI Adult, logistic regression)", panel)
+    figure = plots.figure(
+        "Is the yearly income above 50,000 dollars? (UCI Adult, logistic regression)", panel
+    )
     figure.set_size_inches(7.2, 4.4)
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table, and draws it where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="draw the picture into this .svg file")
-    parser.add_argument("--environment", type=Path, help="folder of the environment of diffprivlib; default: temporary")
-    parser.add_argument("--smoke", action="store_true", help="1,000 records, one seed, one epsilon, no diffprivlib")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="draw the picture into this .svg file"
+    )
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help="folder of the environment of diffprivlib; default: temporary",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="1,000 records, one seed, one epsilon, no diffprivlib"
+    )
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", category=UserWarning)  # of Opacus, about its generator and hooks
+    warnings.filterwarnings(
+        "ignore", category=UserWarning
+    )  # of Opacus, about its generator and hooks
     torch.set_num_threads(1)
 
     task = replace(adult(), delta=DELTA)
@@ -212,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(found, baseline, trivial))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch_dpsco", "torch", "opacus"))
     machine = f"{os.cpu_count()} cores, {platform.machine()}, one thread"
-    print(f"\nMedians of {seeds} seeds (lowest to highest); {versions}; {machine}; {datetime.date.today()}.")
+    print(
+        f"\nMedians of {seeds} seeds (lowest to highest); {versions}; {machine}; {datetime.date.today()}."
+    )
     if peer is None:
         print(f"diffprivlib is left out: {reason}")
     if args.write is not None:

@@ -88,7 +88,11 @@ def draw(task: Task, seed: int) -> tuple[Array, NDArray[np.int64]]:
     means = task.spread * rng.normal(size=(task.classes, task.rank))
     inner = (means[labels] + rng.normal(size=(count, task.rank))) * sizes
     basis = np.linalg.qr(rng.normal(size=(task.d, task.rank)))[0]
-    rows = inner @ basis.T + task.noise * rng.normal(size=(count, task.d)) + task.shift * rng.normal(size=task.d)
+    rows = (
+        inner @ basis.T
+        + task.noise * rng.normal(size=(count, task.d))
+        + task.shift * rng.normal(size=task.d)
+    )
     rows = np.maximum(rows, 0.0) if task.relu else rows
     return rows / np.linalg.norm(rows, axis=1, keepdims=True), labels
 
@@ -100,7 +104,9 @@ def digits(seed: int) -> tuple[Array, NDArray[np.int64]]:
     return rows[order] / 16, labels[order]
 
 
-def holder(rows: Array, labels: NDArray[np.int64], test: Array, classes: int, bound: float, epsilon: float) -> Array:
+def holder(
+    rows: Array, labels: NDArray[np.int64], test: Array, classes: int, bound: float, epsilon: float
+) -> Array:
     """Returns the classes that HolderSGD predicts, by default settings."""
     problem, model = dp.losses.SoftmaxCrossEntropy(classes), nn.Linear(rows.shape[1], classes)
     budget = dp.Budget(epsilon, DELTA, adjacency="add_remove")
@@ -114,12 +120,18 @@ def holder(rows: Array, labels: NDArray[np.int64], test: Array, classes: int, bo
 
 
 def show(
-    name: str, n: int, bound: float, drawn: list[tuple[Array, NDArray[np.int64]]], epsilons: Sequence[float]
+    name: str,
+    n: int,
+    bound: float,
+    drawn: list[tuple[Array, NDArray[np.int64]]],
+    epsilons: Sequence[float],
 ) -> None:
     """Prints a row of the table for each epsilon: medians over what was drawn."""
     classes, width = int(drawn[0][1].max()) + 1, drawn[0][0].shape[1]
     split = [(X[:n], y[:n], X[n:], y[n:]) for X, y in drawn]
-    public = [LogisticRegression(C=10.0, max_iter=300).fit(X, y).score(*test) for X, y, *test in split]
+    public = [
+        LogisticRegression(C=10.0, max_iter=300).fit(X, y).score(*test) for X, y, *test in split
+    ]
     for epsilon in epsilons:
         found: dict[str, list[float]] = {}
         for X, y, *test in split:
@@ -127,7 +139,9 @@ def show(
                 if kind == "objective" and classes * width > WIDEST:
                     continue
                 public_numbers = {"n": n, "bound_x": bound, "classes": tuple(range(classes))}
-                model = SoftmaxRegression(epsilon=epsilon, delta=DELTA, **public_numbers, **settings)
+                model = SoftmaxRegression(
+                    epsilon=epsilon, delta=DELTA, **public_numbers, **settings
+                )
                 found.setdefault(kind, []).append(model.fit(X, y).score(*test))
             right = holder(X, y, test[0], classes, bound, epsilon) == test[1]
             found.setdefault("HolderSGD", []).append(float(right.mean()))
@@ -138,8 +152,12 @@ def show(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="one small task and digits, one epsilon, one fit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="one small task and digits, one epsilon, one fit"
+    )
     smoke = parser.parse_args(argv).smoke
     warnings.filterwarnings("ignore")
     epsilons, seeds = (EPSILONS[-1:], 1) if smoke else (EPSILONS, SEEDS)

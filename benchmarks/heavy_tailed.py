@@ -107,7 +107,15 @@ def one_pass(kind: Any, problem: dp.Problem, rule: str, batches: int) -> Fit:
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
         clip = dp.Pilot(rule=rule, c_max=LARGEST_CLIP)
-        plan = kind.plan(problem=problem, n=n, budget=BUDGET, dim=DIM, steps=batches, clip=clip, sampling="shuffled")
+        plan = kind.plan(
+            problem=problem,
+            n=n,
+            budget=BUDGET,
+            dim=DIM,
+            steps=batches,
+            clip=clip,
+            sampling="shuffled",
+        )
         return kind(model.parameters(), plan)
 
     return lambda data: trained(build, data)
@@ -118,7 +126,9 @@ def by_default(rule: str) -> Fit:
 
     def build(model: nn.Module, n: int) -> dp.PrivateOptimizer:
         clip = dp.Pilot(rule=rule, c_max=LARGEST_CLIP)
-        plan = dp.ClippedSGD.plan(problem=SMOOTH, n=n, budget=BUDGET, dim=DIM, sampling="poisson", clip=clip)
+        plan = dp.ClippedSGD.plan(
+            problem=SMOOTH, n=n, budget=BUDGET, dim=DIM, sampling="poisson", clip=clip
+        )
         return dp.ClippedSGD(model.parameters(), plan)
 
     return lambda data: trained(build, data)
@@ -168,13 +178,19 @@ def by_opacus(data: TensorDataset, clip: float, lr: float) -> Tensor:
     x, y = data.tensors
     # in units of the clip; replacing a record moves the sum by two of them
     noise = noise_multiplier(
-        BUDGET.epsilon, BUDGET.delta, design=dp.Full(len(data)), steps=FULL_STEPS, adjacency="replace_one"
+        BUDGET.epsilon,
+        BUDGET.delta,
+        design=dp.Full(len(data)),
+        steps=FULL_STEPS,
+        adjacency="replace_one",
     )
     layer = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(layer.weight)
     model = GradSampleModule(layer)
     inner = torch.optim.SGD(model.parameters(), lr=lr)
-    optimizer = DPOptimizer(inner, noise_multiplier=noise, max_grad_norm=clip, expected_batch_size=len(data))
+    optimizer = DPOptimizer(
+        inner, noise_multiplier=noise, max_grad_norm=clip, expected_batch_size=len(data)
+    )
     mean = torch.zeros(1, DIM)
     for step in range(1, FULL_STEPS + 1):
         optimizer.zero_grad()
@@ -224,7 +240,9 @@ def print_risk(runs: int, sizes: Sequence[int], only: str, batches: int) -> None
     """Prints median excess risks per n, and their slopes on log-log; of the methods whose names contain `only`."""
     generator = np.random.default_rng(0)
     for skewed in (False, True):
-        print(f"{'skewed' if skewed else 'symmetric'} noise: excess risk, medians of {runs} runs; zero has 0.5")
+        print(
+            f"{'skewed' if skewed else 'symmetric'} noise: excess risk, medians of {runs} runs; zero has 0.5"
+        )
         table: dict[str, list[float]] = {}
         choices = []
         for n in sizes:
@@ -242,7 +260,11 @@ def print_risk(runs: int, sizes: Sequence[int], only: str, batches: int) -> None
                 table.setdefault(name, []).append(statistics.median(found))
         print(f"{'n':<26}" + "".join(f"{n:>10}" for n in sizes) + f"{'slope':>9}")
         for name, risks in table.items():
-            slope = np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0] if len(sizes) > 1 else np.nan
+            slope = (
+                np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0]
+                if len(sizes) > 1
+                else np.nan
+            )
             print(f"{name:<26}" + "".join(f"{risk:>10.5f}" for risk in risks) + f"{slope:>9.2f}")
         print(f"Opacus was tuned to: {'; '.join(choices)}\n" if choices else "", flush=True)
 
@@ -277,7 +299,12 @@ def planned(name: str, k: float, n: int) -> float:
         ).risk_bound
     if name == "LocalizedSGD, reduction":
         return reduction_schedule(
-            **common, **many, moment_order=2.0 * k, moment_2k=1.0, strong_convexity=0.25, diameter=2.0
+            **common,
+            **many,
+            moment_order=2.0 * k,
+            moment_2k=1.0,
+            strong_convexity=0.25,
+            diameter=2.0,
         ).risk_bound
     assert name == "LocalizedSGD, boosted"
     return boosted_localized_schedule(**common, **many, **moments, diameter=2.0).bound
@@ -296,8 +323,14 @@ EXPONENTS: dict[str, Callable[[float], float]] = {
 
 def print_bounds() -> None:
     """Prints planned bounds for large n, their slopes, and the exponents of the theorems."""
-    print(f"planned bounds, d = {BOUND_DIM}, rho = {RHO}, D = 2, r_k = 1 (localized: order 2k), smoothness 1")
-    print(f"{'':<26}{'k':>5}" + "".join(f"{f'n={n:.0e}':>11}" for n in LARGE) + f"{'slope':>8}{'theory':>8}{'off':>7}")
+    print(
+        f"planned bounds, d = {BOUND_DIM}, rho = {RHO}, D = 2, r_k = 1 (localized: order 2k), smoothness 1"
+    )
+    print(
+        f"{'':<26}{'k':>5}"
+        + "".join(f"{f'n={n:.0e}':>11}" for n in LARGE)
+        + f"{'slope':>8}{'theory':>8}{'off':>7}"
+    )
     for name, exponent in EXPONENTS.items():
         for k in (2.0, 3.0):
             bounds = [planned(name, k, n) for n in LARGE]
@@ -314,7 +347,10 @@ OPTIMIZERS = ("HolderSGD", "AcceleratedSGD", "ClippedSGD")
 
 
 def timed(
-    model: nn.Module, optimizer: dp.PrivateOptimizer, loss: nn.Module, batches: Iterator[Sequence[Tensor]]
+    model: nn.Module,
+    optimizer: dp.PrivateOptimizer,
+    loss: nn.Module,
+    batches: Iterator[Sequence[Tensor]],
 ) -> Step:
     """Returns an iteration as the user writes it, less the loading; its times are whole and of step(), microseconds."""
 
@@ -331,13 +367,20 @@ def timed(
     return step
 
 
-def without_budget(build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], loss: nn.Module) -> dict[str, Step]:
+def without_budget(
+    build: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], loss: nn.Module
+) -> dict[str, Step]:
     """Returns an iteration of each optimizer on one batch in memory; no sampling is claimed, and all is recorded."""
     made = {}
     for name in OPTIMIZERS:
         model = dp.attach(build())
         size = len(batch[0])
-        common = {"lr": 1e-4, "noise_multiplier": 1.0, "batch_size": size, "adjacency": "replace_one"}
+        common = {
+            "lr": 1e-4,
+            "noise_multiplier": 1.0,
+            "batch_size": size,
+            "adjacency": "replace_one",
+        }
         if name == "HolderSGD":
             plan: Any = dp.HolderSGD.plan(problem=dp.Problem(lipschitz=1.0), **common)
             optimizer: dp.PrivateOptimizer = dp.HolderSGD(model.parameters(), plan)
@@ -378,26 +421,44 @@ def print_speed(rounds: int) -> None:
     images = (torch.randn(256, 784), torch.randint(10, (256,)))
 
     def network() -> nn.Module:
-        layers = (nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+        layers = (
+            nn.Linear(784, 512),
+            nn.ReLU(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, 10),
+        )
         return nn.Sequential(*layers)
 
     cases = {
-        "logistic d=1000 b=256": (without_budget(lambda: nn.Linear(1000, 1), logistic, nn.BCEWithLogitsLoss()), 20),
+        "logistic d=1000 b=256": (
+            without_budget(lambda: nn.Linear(1000, 1), logistic, nn.BCEWithLogitsLoss()),
+            20,
+        ),
         "784-512-256-10 b=256": (without_budget(network, images, nn.CrossEntropyLoss()), 3),
         "logistic d=100 b=64, budget": (with_budget(100, 64, 2_000), 20),
     }
-    print(f"{'microseconds':<30}{'':<16}{'whole':>10}{'more':>8}{'ratio':>7}{'step()':>10}{'more':>8}{'ratio':>7}")
+    print(
+        f"{'microseconds':<30}{'':<16}{'whole':>10}{'more':>8}{'ratio':>7}{'step()':>10}{'more':>8}{'ratio':>7}"
+    )
     for case, (steps, turn) in cases.items():
         seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
         for k in range(rounds + 1):
             for name, step in steps.items():
                 laps = [step() for _ in range(turn + 1)][1:]
                 if k:  # the first round warms up
-                    seen[name].append(tuple(statistics.median(column) for column in zip(*laps, strict=True)))
-        medians = {name: [statistics.median(c) for c in zip(*each, strict=True)] for name, each in seen.items()}
+                    seen[name].append(
+                        tuple(statistics.median(column) for column in zip(*laps, strict=True))
+                    )
+        medians = {
+            name: [statistics.median(c) for c in zip(*each, strict=True)]
+            for name, each in seen.items()
+        }
         base = medians["HolderSGD"]
         for name, found in medians.items():
-            columns = "".join(f"{x:>10.1f}{x - y:>+8.1f}{x / y:>7.3f}" for x, y in zip(found, base, strict=True))
+            columns = "".join(
+                f"{x:>10.1f}{x - y:>+8.1f}{x / y:>7.3f}" for x, y in zip(found, base, strict=True)
+            )
             print(f"{case:<30}{name:<16}{columns}")
 
 
@@ -406,10 +467,17 @@ def print_memory(steps: int, batch_size: int = 4) -> None:
     data = TensorDataset(torch.randn(steps * batch_size, DIM), torch.randn(steps * batch_size, 1))
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
     plan = dp.AcceleratedSGD.plan(
-        n=len(data), lr=1e-6, clip=1.0, noise_multiplier=8.0, batch_size=batch_size, sampling="shuffled"
+        n=len(data),
+        lr=1e-6,
+        clip=1.0,
+        noise_multiplier=8.0,
+        batch_size=batch_size,
+        sampling="shuffled",
     )
     optimizer = dp.AcceleratedSGD(model.parameters(), plan)
-    print(f"{'AcceleratedSGD, steps':<22}{'resident, MB':>15}{'Python objects':>16}{'floats in the state':>21}")
+    print(
+        f"{'AcceleratedSGD, steps':<22}{'resident, MB':>15}{'Python objects':>16}{'floats in the state':>21}"
+    )
     for k, (x, y) in enumerate(optimizer.loader(data), start=1):
         optimizer.zero_grad()
         LOSS(model(x), y).backward()
@@ -418,19 +486,25 @@ def print_memory(steps: int, batch_size: int = 4) -> None:
             gc.collect()
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             resident, objects = pages * resource.getpagesize() / 2**20, len(gc.get_objects())
-            floats = sum(t.numel() for t in _tensors(optimizer.state_dict()) if t.is_floating_point())
+            floats = sum(
+                t.numel() for t in _tensors(optimizer.state_dict()) if t.is_floating_point()
+            )
             print(f"{k:<22}{resident:>15.1f}{objects:>16}{floats:>21}", flush=True)
 
 
 def _tensors(item: object) -> list[Tensor]:
     if isinstance(item, Tensor):
         return [item]
-    parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    parts = (
+        item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    )
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=RUNS, help="of each method and size")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--batches", type=int, default=BATCHES, help="of one pass")
@@ -443,7 +517,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="risk, speed and memory, tiny")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    warnings.filterwarnings("ignore", category=UtilityWarning)  # small pilots: the table shows what comes of it
+    warnings.filterwarnings(
+        "ignore", category=UtilityWarning
+    )  # small pilots: the table shows what comes of it
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
     if args.smoke:

@@ -57,32 +57,59 @@ GRADIENT_CASES = ((1_000, 2.0), (10_000, 1.0), (10_000, 4.0), (100_000, 1.0))
 
 def print_noise() -> None:
     """Prints std of the noise on the answer (output) and on the sum over 2G (gradient): published, and ours."""
-    print("output perturbation: std of the noise on the answer, q-hinge, B = R = 1, T = n, batches of 1, epsilon 1")
-    print(f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'fixed':>10}{'shuffled':>10}{'of it rounding':>16}")
+    print(
+        "output perturbation: std of the noise on the answer, q-hinge, B = R = 1, T = n, batches of 1, epsilon 1"
+    )
+    print(
+        f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'fixed':>10}{'shuffled':>10}{'of it rounding':>16}"
+    )
     for power, n, lr in OUTPUT_CASES:
-        request = {"problem": hinge_problem(power), "n": n, "budget": dp.Budget(1.0, DELTA), "dim": 20, "lr": lr}
+        request = {
+            "problem": hinge_problem(power),
+            "n": n,
+            "budget": dp.Budget(1.0, DELTA),
+            "dim": 20,
+            "lr": lr,
+        }
         plans = [
             dp.HolderOutputSGD.plan(**request, epochs=1, mode=mode, sampling=sampling)
             for mode, sampling in (("paper", "fixed"), ("tight", "fixed"), ("tight", "shuffled"))
         ]
         sigmas = "".join(f"{plan.noise_scale:>10.4g}" for plan in plans)
         print(f"{power:>4g}{n:>9}{lr:>11.3g}{sigmas}{plans[-1].rounding_share:>16.1e}")
-    print("\ngradient perturbation: std of the noise on the sum over 2G, T = n, batches of 1 without replacement,")
+    print(
+        "\ngradient perturbation: std of the noise on the sum over 2G, T = n, batches of 1 without replacement,"
+    )
     print(f"delta = 1/n^2, replace_one\n{'n':>13}{'epsilon':>9}{'paper':>10}{'tight':>10}")
     for n, epsilon in GRADIENT_CASES:
-        request = {"problem": hinge_problem(1.5), "n": n, "budget": dp.Budget(epsilon, n**-2.0), "dim": 20}
+        request = {
+            "problem": hinge_problem(1.5),
+            "n": n,
+            "budget": dp.Budget(epsilon, n**-2.0),
+            "dim": 20,
+        }
         ratios = [
-            dp.HolderSGD.plan(**request, batch_size=1, epochs=1, sampling="fixed", mode=mode).noise_multiplier / 2
+            dp.HolderSGD.plan(
+                **request, batch_size=1, epochs=1, sampling="fixed", mode=mode
+            ).noise_multiplier
+            / 2
             for mode in ("paper", "tight")
         ]
         print(f"{n:>13}{epsilon:>9g}" + "".join(f"{ratio:>10.4g}" for ratio in ratios))
     print(
         "\ndimension: n = 10,000, q = 1.5, batches of 10, balanced step sizes, epsilon 1, replace_one: expected norm of"
     )
-    print("the noise on the answer, and bounds on the expected excess risk (1 is what the zero model loses)")
+    print(
+        "the noise on the answer, and bounds on the expected excess risk (1 is what the zero model loses)"
+    )
     print(f"{'d':>13}{'norm of noise':>15}{'output':>10}{'gradient':>10}")
     for dim in DIMS:
-        request = {"problem": hinge_problem(1.5), "n": 10_000, "budget": dp.Budget(1.0, DELTA), "dim": dim}
+        request = {
+            "problem": hinge_problem(1.5),
+            "n": 10_000,
+            "budget": dp.Budget(1.0, DELTA),
+            "dim": dim,
+        }
         output = dp.HolderOutputSGD.plan(**request, batch_size=10, epochs=1)
         gradient = dp.HolderSGD.plan(**request, batch_size=10, epochs=10, average="uniform")
         norm = output.noise_scale * dim**0.5
@@ -105,7 +132,9 @@ class Task:
 
     def __init__(self, seed: int, unseen: int = 100_000) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._truth = nn.functional.normalize(torch.randn(DIM, generator=self._generator), dim=0).double()
+        self._truth = nn.functional.normalize(
+            torch.randn(DIM, generator=self._generator), dim=0
+        ).double()
         self._unseen = self.draw(unseen)
         self.least = self._risk(fit_public(*self._unseen.tensors))
 
@@ -141,20 +170,26 @@ def fit_public(x: Tensor, y: Tensor) -> Tensor:
 def output_plan(n: int, batch_size: int, lr: float | None = None) -> HolderOutputPlan:
     """Returns the plan of one epoch of a permutation."""
     problem = hinge_problem(POWER, RADIUS)
-    return dp.HolderOutputSGD.plan(problem=problem, n=n, budget=BUDGET, dim=DIM, batch_size=batch_size, epochs=1, lr=lr)
+    return dp.HolderOutputSGD.plan(
+        problem=problem, n=n, budget=BUDGET, dim=DIM, batch_size=batch_size, epochs=1, lr=lr
+    )
 
 
 def by_output(data: TensorDataset, batch_size: int, lr: float | None) -> Tensor:
     """Returns weights by output perturbation in one epoch of a permutation."""
     model = nn.Linear(DIM, 1, bias=False).double()
-    with dp.HolderOutputSGD(model.parameters(), output_plan(len(data), batch_size, lr)) as optimizer:
+    with dp.HolderOutputSGD(
+        model.parameters(), output_plan(len(data), batch_size, lr)
+    ) as optimizer:
         for x, y in optimizer.loader(data):
             LOSS(model(x), y).backward()
             optimizer.step()
     return model.weight
 
 
-def by_gradient(data: TensorDataset, batch_size: int, epochs: int, lr: float | None, sampling: str) -> Tensor:
+def by_gradient(
+    data: TensorDataset, batch_size: int, epochs: int, lr: float | None, sampling: str
+) -> Tensor:
     """Returns weights by gradient perturbation, averaged over the iterates."""
     model = dp.attach(nn.Linear(DIM, 1, bias=False).double())
     nn.init.zeros_(model.weight)
@@ -183,7 +218,12 @@ def by_gradient(data: TensorDataset, batch_size: int, epochs: int, lr: float | N
 
 def by_opacus(data: TensorDataset, batch_size: int, clip: float, lr: float) -> Tensor:
     """Returns the average iterate of Opacus' DP-SGD with a constant clip, same sampling, noise and number of steps."""
-    request = {"problem": hinge_problem(POWER, RADIUS), "n": len(data), "budget": BUDGET, "dim": DIM}
+    request = {
+        "problem": hinge_problem(POWER, RADIUS),
+        "n": len(data),
+        "budget": BUDGET,
+        "dim": DIM,
+    }
     plan = dp.HolderSGD.plan(**request, batch_size=batch_size, epochs=EPOCHS)
     layer = nn.Linear(DIM, 1, bias=False).double()
     nn.init.zeros_(layer.weight)
@@ -224,12 +264,19 @@ def methods(task: Task, n: int) -> dict[str, tuple[str, Fit]]:
     """Returns what is compared, with what was chosen by looking."""
     balanced = output_plan(n, OUTPUT_BATCH_SIZE).lr
     output = {
-        f"lr x {factor:g}": lambda data, lr=factor * balanced: by_output(data, OUTPUT_BATCH_SIZE, lr)
+        f"lr x {factor:g}": lambda data, lr=factor * balanced: by_output(
+            data, OUTPUT_BATCH_SIZE, lr
+        )
         for factor in FACTORS
     }
-    gradient = {f"lr {lr:g}": lambda data, lr=lr: by_gradient(data, BATCH_SIZE, EPOCHS, lr, "poisson") for lr in LRS}
+    gradient = {
+        f"lr {lr:g}": lambda data, lr=lr: by_gradient(data, BATCH_SIZE, EPOCHS, lr, "poisson")
+        for lr in LRS
+    }
     opacus = {
-        f"clip {clip:g}, lr {lr:g}": lambda data, clip=clip, lr=lr: by_opacus(data, BATCH_SIZE, clip, lr)
+        f"clip {clip:g}, lr {lr:g}": lambda data, clip=clip, lr=lr: by_opacus(
+            data, BATCH_SIZE, clip, lr
+        )
         for clip in CLIPS
         for lr in LRS
     }
@@ -237,8 +284,14 @@ def methods(task: Task, n: int) -> dict[str, tuple[str, Fit]]:
         "output, theorem 10": ("", lambda data: by_output(data, 1, theorem_lr(10, n))),
         "output, balanced": ("", lambda data: by_output(data, OUTPUT_BATCH_SIZE, None)),
         "output, tuned": best(task, n, output),
-        "gradient, theorem 12": ("", lambda data: by_gradient(data, 1, 1, theorem_lr(12, n), "fixed")),
-        "gradient, balanced": ("", lambda data: by_gradient(data, BATCH_SIZE, EPOCHS, None, "poisson")),
+        "gradient, theorem 12": (
+            "",
+            lambda data: by_gradient(data, 1, 1, theorem_lr(12, n), "fixed"),
+        ),
+        "gradient, balanced": (
+            "",
+            lambda data: by_gradient(data, BATCH_SIZE, EPOCHS, None, "poisson"),
+        ),
         "gradient, tuned": best(task, n, gradient),
         "Opacus, tuned": best(task, n, opacus),
         "not private": ("", lambda data: fit_public(*data.tensors)),
@@ -248,7 +301,9 @@ def methods(task: Task, n: int) -> dict[str, tuple[str, Fit]]:
 def print_risk(runs: int, sizes: Sequence[int] = SIZES, unseen: int = 100_000) -> None:
     """Prints median excess risks per n, and their slopes on log-log."""
     task = Task(seed=0, unseen=unseen)
-    print(f"excess risk, medians of {runs} runs; the best model in the ball has {task.least:.4f}, the zero model 1")
+    print(
+        f"excess risk, medians of {runs} runs; the best model in the ball has {task.least:.4f}, the zero model 1"
+    )
     print(f"{'':<28}" + "".join(f"{n:>9}" for n in sizes) + f"{'slope':>9}")
     table: dict[str, list[float]] = {}
     for n in sizes:
@@ -259,7 +314,11 @@ def print_risk(runs: int, sizes: Sequence[int] = SIZES, unseen: int = 100_000) -
             chosen += [f"{name.split(',')[0]} {choice}"] if choice else []
         print(f"  tuned at n = {n}: {'; '.join(chosen)}", flush=True)
     for name, risks in table.items():
-        slope = np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0] if len(sizes) > 1 else np.nan
+        slope = (
+            np.polyfit(np.log(sizes), np.log(np.maximum(risks, 1e-9)), 1)[0]
+            if len(sizes) > 1
+            else np.nan
+        )
         print(f"{name:<28}" + "".join(f"{risk:>9.4f}" for risk in risks) + f"{slope:>9.2f}")
 
 
@@ -269,7 +328,10 @@ Lap = tuple[float, float, float]  # seconds per iteration: whole, without the lo
 
 
 def laps(
-    batches: Iterator[Sequence[Tensor]], model: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer
+    batches: Iterator[Sequence[Tensor]],
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> Iterator[Lap]:
     """Yields the times of the iterations of a training loop."""
     while True:
@@ -297,7 +359,9 @@ def endless(optimizer: dp.HolderOutputSGD, data: TensorDataset) -> Iterator[Sequ
     yield from optimizer.loader(data)
 
 
-def compare_speed(name: str, build: Callable[[], nn.Module], data: TensorDataset, setup: dict, rounds: int) -> None:
+def compare_speed(
+    name: str, build: Callable[[], nn.Module], data: TensorDataset, setup: dict, rounds: int
+) -> None:
     """Prints median times of iterations of torch.optim.SGD and HolderOutputSGD, which take turns."""
     loss, size = setup["loss"], 256
     ours, plain = build().double(), build().double()
@@ -316,11 +380,18 @@ def compare_speed(name: str, build: Callable[[], nn.Module], data: TensorDataset
         for kind, loop in loops.items():
             turn = [next(loop) for _ in range(setup["turn"])]
             if k:  # the first round warms up
-                found[kind].append(tuple(statistics.median(column) for column in zip(*turn, strict=True)))
-    medians = {kind: [statistics.median(column) for column in zip(*each, strict=True)] for kind, each in found.items()}
+                found[kind].append(
+                    tuple(statistics.median(column) for column in zip(*turn, strict=True))
+                )
+    medians = {
+        kind: [statistics.median(column) for column in zip(*each, strict=True)]
+        for kind, each in found.items()
+    }
     a, b = medians["torch.optim.SGD"], medians["HolderOutputSGD"]
     for label, x, y in zip(("with the loader", "without it", "step() alone"), a, b, strict=True):
-        print(f"{name:<24}{label:<17}{1e6 * x:>10.1f}{1e6 * y:>10.1f}{1e6 * (y - x):>+10.1f}{y / x:>9.2f}")
+        print(
+            f"{name:<24}{label:<17}{1e6 * x:>10.1f}{1e6 * y:>10.1f}{1e6 * (y - x):>+10.1f}{y / x:>9.2f}"
+        )
 
 
 def print_speed(rounds: int, plan_n: int = 10**6) -> None:
@@ -333,13 +404,21 @@ def print_speed(rounds: int, plan_n: int = 10**6) -> None:
         "logistic d=1000 b=256",
         lambda: nn.Linear(1000, 1, bias=False),
         TensorDataset(rows, labels),
-        {"loss": logistic, "private": {"problem": logistic.problem(bound_x=1.0, radius=1.0)}, "turn": 40},
+        {
+            "loss": logistic,
+            "private": {"problem": logistic.problem(bound_x=1.0, radius=1.0)},
+            "turn": 40,
+        },
         rounds,
     )
-    promises = dp.Problem(holder_exponent=1, holder_constant=1.0, grad_at_zero=1.0, lipschitz=1.0, radius=1.0)
+    promises = dp.Problem(
+        holder_exponent=1, holder_constant=1.0, grad_at_zero=1.0, lipschitz=1.0, radius=1.0
+    )
     compare_speed(
         "784-512-256-10 b=256",
-        lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)),
+        lambda: nn.Sequential(
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)
+        ),
         TensorDataset(torch.randn(256 * 10, 784), torch.randint(10, (2560,))),
         {
             "loss": nn.functional.cross_entropy,
@@ -353,14 +432,21 @@ def print_speed(rounds: int, plan_n: int = 10**6) -> None:
         for _ in range(3):
             start = time.perf_counter()
             dp.HolderOutputSGD.plan(
-                problem=hinge_problem(POWER), n=plan_n, budget=dp.Budget(1.0, 1e-8), dim=20, sampling=sampling, epochs=1
+                problem=hinge_problem(POWER),
+                n=plan_n,
+                budget=dp.Budget(1.0, 1e-8),
+                dim=20,
+                sampling=sampling,
+                epochs=1,
             )
             times.append(time.perf_counter() - start)
         print(f"planning, n = T = {plan_n:.0e}, {sampling}: {statistics.median(times):.2f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--risk", action="store_true", help="excess risk against n")
     parser.add_argument("--runs", type=int, default=RUNS, help="of --risk")
     parser.add_argument("--speed", action="store_true", help="times")
@@ -368,7 +454,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="--risk and --speed, tiny")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    warnings.filterwarnings("ignore", message="noise buries the signal")  # grids and published steps go so far
+    warnings.filterwarnings(
+        "ignore", message="noise buries the signal"
+    )  # grids and published steps go so far
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread\n")
     if args.smoke:

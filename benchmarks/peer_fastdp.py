@@ -19,7 +19,9 @@ from fastDP import PrivacyEngine
 from torch import nn
 
 
-def private_step(case: Case, path: str, setting: dict[str, float]) -> tuple[nn.Module, Callable[[], None]]:
+def private_step(
+    case: Case, path: str, setting: dict[str, float]
+) -> tuple[nn.Module, Callable[[], None]]:
     """Returns a model with the weights in the file, and a step."""
     model = case.build()
     with np.load(path) as arrays, torch.no_grad():

@@ -48,7 +48,9 @@ def mlp(p: Params, x: jax.Array) -> jax.Array:
 
 def cnn(p: Params, x: jax.Array) -> jax.Array:
     for k, pad in ((0, 3), (2, 0)):
-        x = lax.conv_general_dilated(x, p[k], (2, 2), [(pad, pad)] * 2, dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        x = lax.conv_general_dilated(
+            x, p[k], (2, 2), [(pad, pad)] * 2, dimension_numbers=("NCHW", "OIHW", "NCHW")
+        )
         x = jax.nn.relu(x + p[k + 1][:, None, None])
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "VALID")
     return mlp(p[4:], x.reshape(len(x), -1))
@@ -61,12 +63,16 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
 
 def transformer(p: Params, x: jax.Array, heads: int = 4) -> jax.Array:
     size, length, width = x.shape
-    qkv = dense(layer_norm(x, p[0], p[1]), p[4], p[5]).reshape(size, length, 3, heads, width // heads)
+    qkv = dense(layer_norm(x, p[0], p[1]), p[4], p[5]).reshape(
+        size, length, 3, heads, width // heads
+    )
     query, key, value = jnp.moveaxis(qkv, (2, 3), (0, 2))
     scores = jnp.einsum("bhqd,bhkd->bhqk", query, key) / (width // heads) ** 0.5
     mixed = jnp.moveaxis(jax.nn.softmax(scores) @ value, 1, 2).reshape(size, length, width)
     x = x + dense(mixed, p[6], p[7])
-    x = x + dense(jax.nn.gelu(dense(layer_norm(x, p[2], p[3]), p[8], p[9]), approximate=False), p[10], p[11])
+    x = x + dense(
+        jax.nn.gelu(dense(layer_norm(x, p[2], p[3]), p[8], p[9]), approximate=False), p[10], p[11]
+    )
     return dense(x.mean(1), p[12], p[13])
 
 
@@ -105,7 +111,11 @@ class Run:
         trials = []
         for micro in sizes:
             grad = clipping.clipped_grad(
-                loss, l2_clip_norm=setting["clip"], batch_argnums=(1, 2), normalize_by=size, microbatch_size=micro
+                loss,
+                l2_clip_norm=setting["clip"],
+                batch_argnums=(1, 2),
+                normalize_by=size,
+                microbatch_size=micro,
             )
             step = self._jit(grad, noise=setting["noise_multiplier"] * setting["clip"] / size)
             repeats = max(1, int(TRIAL_SECONDS / self.seconds(1, step)))
@@ -116,11 +126,16 @@ class Run:
         lr = self.setting["lr"]
 
         @jax.jit
-        def step(params: Params, key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
+        def step(
+            params: Params, key: jax.Array, x: jax.Array, y: jax.Array
+        ) -> tuple[Params, jax.Array]:
             mean = grad(params, x, y)
             key, *keys = jax.random.split(key, len(params) + 1)
             if noise:
-                mean = [g + noise * jax.random.normal(k, g.shape) for g, k in zip(mean, keys, strict=True)]
+                mean = [
+                    g + noise * jax.random.normal(k, g.shape)
+                    for g, k in zip(mean, keys, strict=True)
+                ]
             return [p - lr * g for p, g in zip(params, mean, strict=True)], key
 
         return lambda params, key: step(params, key, *self.batch)
@@ -138,7 +153,10 @@ class Run:
     def update(self) -> np.ndarray:
         """Returns (before - after) / lr, flat, in torch's layout."""
         after, _ = self.step(self.start, self.key)
-        moves = [np.asarray(p, np.float64) - np.asarray(q, np.float64) for p, q in zip(self.start, after, strict=True)]
+        moves = [
+            np.asarray(p, np.float64) - np.asarray(q, np.float64)
+            for p, q in zip(self.start, after, strict=True)
+        ]
         return np.concatenate([transposed(move).ravel() for move in moves]) / self.setting["lr"]
 
 

@@ -56,7 +56,11 @@ class Peer:
         script = Path(__file__).with_name(f"peer_{name}.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         self._process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         try:
             self.versions: str = self._read()["versions"]
@@ -86,7 +90,9 @@ class Peer:
         path = self._folder / "case.npz"
         arrays = {f"p{k}": p.detach().numpy() for k, p in enumerate(case.model().parameters())}
         np.savez(path, inputs=case.batch[0].numpy(), targets=case.batch[1].numpy(), **arrays)
-        self.ask(do="prepare", case=case.name, variant=variant, path=str(path), setting=asdict(setting))
+        self.ask(
+            do="prepare", case=case.name, variant=variant, path=str(path), setting=asdict(setting)
+        )
 
     def slot(self, case: Case, variant: str, setting: Setting) -> Slot:
         """Returns turns of a variant of the peer."""
@@ -114,7 +120,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name in PEERS:
         variable = ENVIRONMENT.format(name.upper())
         parser.add_argument(
-            f"--python-{name}", default=os.environ.get(variable, ""), help=f"interpreter with {name}; or {variable}"
+            f"--python-{name}",
+            default=os.environ.get(variable, ""),
+            help=f"interpreter with {name}; or {variable}",
         )
 
 

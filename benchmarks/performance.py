@@ -33,7 +33,9 @@ USER_SIZES = "1000x100,5000x100,1000x1000,5000x1000"
 Suite = Callable[[argparse.Namespace, Sequence[Peer]], dict[str, str]]
 SUITES: dict[str, Suite] = {
     "memory": lambda args, peers: memory.tables(smoke=args.smoke),
-    "users": lambda args, peers: user_level.tables(sizes=user_level.SMALL_SIZES if args.smoke else USER_SIZES),
+    "users": lambda args, peers: user_level.tables(
+        sizes=user_level.SMALL_SIZES if args.smoke else USER_SIZES
+    ),
     "equality": lambda args, peers: equality.tables(smoke=args.smoke, peers=peers),
     "step": lambda args, peers: step_time.tables(smoke=args.smoke, rounds=args.rounds, peers=peers),
     "loaders": lambda args, peers: loaders.tables(smoke=args.smoke, rounds=args.rounds),
@@ -48,16 +50,28 @@ def replaced(text: str, name: str, table: str) -> str:
     pattern = re.escape(BLOCK).replace(re.escape("{}"), "{}").format(re.escape(name), ".*?")
     found, count = re.subn(pattern, lambda _: BLOCK.format(name, table), text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"the document must have one block {BLOCK.format(name, '')!r} (got {count})")
+        raise ValueError(
+            f"the document must have one block {BLOCK.format(name, '')!r} (got {count})"
+        )
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=[*SUITES], action="append", help="only this one; may be repeated")
-    parser.add_argument("--rounds", type=int, default=0, help="of what takes turns; default 7, 2 with --smoke")
-    parser.add_argument("--smoke", action="store_true", help="everything tiny: shows that it runs, measures nothing")
-    parser.add_argument("--update", type=Path, help="document whose tables are to be exchanged for these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--suite", choices=[*SUITES], action="append", help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of what takes turns; default 7, 2 with --smoke"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="everything tiny: shows that it runs, measures nothing"
+    )
+    parser.add_argument(
+        "--update", type=Path, help="document whose tables are to be exchanged for these"
+    )
     add_options(parser)
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (2 if args.smoke else 7)

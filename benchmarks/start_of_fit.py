@@ -33,19 +33,32 @@ RECORDS = 2000
 
 def models(*, smoke: bool) -> list[Case]:
     """Returns small and large networks, and those of the other benchmarks."""
-    more = [mlp((20, 32, 2), 64)] if smoke else [mlp((20, 32, 2), 64), mlp((100, 1024, 1024, 10), 256)]
+    more = (
+        [mlp((20, 32, 2), 64)] if smoke else [mlp((20, 32, 2), 64), mlp((100, 1024, 1024, 10), 256)]
+    )
     return [*more, *(case for case in cases(smoke=smoke) if not case.is_linear)]
 
 
 def fit(case: Case, steps: int = 1) -> float:
     """Returns the milliseconds of a fit of some steps."""
-    inputs, targets = (part.repeat(RECORDS // len(part) + 1, *[1] * (part.dim() - 1))[:RECORDS] for part in case.batch)
+    inputs, targets = (
+        part.repeat(RECORDS // len(part) + 1, *[1] * (part.dim() - 1))[:RECORDS]
+        for part in case.batch
+    )
     model, size = case.model(), len(case.batch[0])
     begin = time.process_time()
-    plan = dp.ClippedSGD.plan(n=RECORDS, batch_size=size, steps=steps, noise_multiplier=1.0, clip=1.0, lr=0.1)
+    plan = dp.ClippedSGD.plan(
+        n=RECORDS, batch_size=size, steps=steps, noise_multiplier=1.0, clip=1.0, lr=0.1
+    )
     dp.attach(model, loss_reduction="sum")
     optimizer = dp.ClippedSGD(model.parameters(), plan)
-    dp.fit(model, optimizer, TensorDataset(inputs, targets), nn.CrossEntropyLoss(reduction="sum"), progress=False)
+    dp.fit(
+        model,
+        optimizer,
+        TensorDataset(inputs, targets),
+        nn.CrossEntropyLoss(reduction="sum"),
+        progress=False,
+    )
     return 1e3 * (time.process_time() - begin)
 
 
@@ -64,7 +77,9 @@ def plain(case: Case) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="small models")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -74,17 +89,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, way = args.child
         [case] = [case for case in models(smoke=args.smoke) if case.name == name]
         fits = [fit, lambda case: fit(case, steps=5)]
-        print(json.dumps(plain(case) if way == "plain" else [[run(case) for _ in range(6)] for run in fits]))
+        print(
+            json.dumps(
+                plain(case) if way == "plain" else [[run(case) for _ in range(6)] for run in fits]
+            )
+        )
         return
     rows = []
     for case in models(smoke=args.smoke):
         found = {}
         for way in ("fit", "plain"):
-            command = [sys.executable, __file__, "--child", case.name, way, *["--smoke"] * args.smoke]
-            found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                case.name,
+                way,
+                *["--smoke"] * args.smoke,
+            ]
+            found[way] = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
         (first, *short), long = found["fit"]
         step = (min(long) - min(short)) / 4
-        figures = first, min(short), step, min(short) - step, found["plain"][0], min(found["plain"][1:])
+        figures = (
+            first,
+            min(short),
+            step,
+            min(short) - step,
+            found["plain"][0],
+            min(found["plain"][1:]),
+        )
         rows.append([case.name, *(f"{value:.1f}" for value in figures)])
     print(machine(1))
     print(table(["model", "first", "again", "step", "start", "plain, first", "plain step"], rows))

@@ -28,13 +28,30 @@ from typing import NamedTuple
 import torch
 from cases import Case, cases, more
 from peers import PEERS, Peer, add_options, started
-from timing import Clock, Figure, Slot, cell, digits, figures, in_process, interleaved, machine, table
+from timing import (
+    Clock,
+    Figure,
+    Slot,
+    cell,
+    digits,
+    figures,
+    in_process,
+    interleaved,
+    machine,
+    table,
+)
 from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
 
 Found = Mapping[str, tuple[Figure, float]]  # per variant: ratio, milliseconds
 
 NOT_INSTALLED = "not installed"
-LOOP_GOALS = {"logistic 1000/256": 1.75, "logistic 1000/4096": 1.3, "MLP": 1.25, "CNN": 1.45, "transformer": 1.3}
+LOOP_GOALS = {
+    "logistic 1000/256": 1.75,
+    "logistic 1000/4096": 1.3,
+    "MLP": 1.25,
+    "CNN": 1.45,
+    "transformer": 1.3,
+}
 FIT_GOALS = {  # with the accelerator
     "logistic 100/256": 0.45,
     "logistic 100/4096": 0.65,
@@ -61,12 +78,17 @@ def goal(goals: Mapping[str, float], case: Case) -> str:
     return "" if found is None else f"<= {found}"
 
 
-def slots(case: Case, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu") -> dict[str, Slot]:
+def slots(
+    case: Case, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu"
+) -> dict[str, Slot]:
     """Returns the turns of all variants of a case."""
     setting, clock = Setting(), Clock(device, wall=torch.get_num_threads() > 1)
     case = replace(case, batch=(case.batch[0].to(device), case.batch[1].to(device)), device=device)
     builds = {name: build for name, build in VARIANTS.items() if name in (case.only or VARIANTS)}
-    found = {name: in_process(build(case, case.model(), setting), clock) for name, build in builds.items()}
+    found = {
+        name: in_process(build(case, case.model(), setting), clock)
+        for name, build in builds.items()
+    }
     seconds = 0.002 if smoke else 0.1
     if case.is_linear:
         found["fit"] = fit_slot(case, setting, clock, seconds=seconds)
@@ -93,11 +115,24 @@ def measure(
 
 def own_table(measured: Sequence[Measured]) -> str:
     """Returns our variants beside their goals."""
-    heads = ["case d/b", "plain", "loop", "ratio", "goal", "`fit`, compiled", "ratio", "goal", "dense rows, ratio"]
+    heads = [
+        "case d/b",
+        "plain",
+        "loop",
+        "ratio",
+        "goal",
+        "`fit`, compiled",
+        "ratio",
+        "goal",
+        "dense rows, ratio",
+    ]
     rows = []
     for case, found in measured:
         line: list[str] = [case.name, f"{digits(found['plain'][1])} ms"]
-        for name, goals in (("loop", LOOP_GOALS), ("fit" if case.is_linear else "compiled", FIT_GOALS)):
+        for name, goals in (
+            ("loop", LOOP_GOALS),
+            ("fit" if case.is_linear else "compiled", FIT_GOALS),
+        ):
             ratio, milliseconds = found.get(name, (None, 0.0))
             line += ["-", "-"] if ratio is None else [f"{digits(milliseconds)} ms", cell(ratio)]
             line.append(goal(goals, case))
@@ -108,12 +143,23 @@ def own_table(measured: Sequence[Measured]) -> str:
 def peer_table(measured: Sequence[Measured]) -> str:
     """Returns the variants of other libraries; jax* is not private."""
     others = [*OPACUS, *(name for names in PEERS.values() for name in names)]
-    heads = ["case d/b", "loop", "`fit`, compiled", *(f"Opacus {name}" if name in OPACUS else name for name in others)]
+    heads = [
+        "case d/b",
+        "loop",
+        "`fit`, compiled",
+        *(f"Opacus {name}" if name in OPACUS else name for name in others),
+    ]
     rows = []
     for case, found in measured:
         own = found.get("fit", found.get("compiled"))
-        line = [case.name, digits(found["loop"][0].median), "-" if own is None else digits(own[0].median)]
-        rows.append([*line, *(cell(found[name][0]) if name in found else NOT_INSTALLED for name in others)])
+        line = [
+            case.name,
+            digits(found["loop"][0].median),
+            "-" if own is None else digits(own[0].median),
+        ]
+        rows.append(
+            [*line, *(cell(found[name][0]) if name in found else NOT_INSTALLED for name in others)]
+        )
     return table(heads, rows)
 
 
@@ -137,20 +183,28 @@ def fresh(times: int, only: str, rounds: int) -> str:
     command = [sys.executable, __file__, "--cases", only, "--rounds", str(rounds)]
     lines: list[str] = []
     for _ in range(times):
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
+            "\n\n"
+        )
         lines += printed[2].splitlines()[0 if not lines else 2 :]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="small models")
     parser.add_argument("--more", action="store_true", help="the further cases")
     parser.add_argument("--threads", type=int, default=1, help="of torch; the accelerator has one")
-    parser.add_argument("--fresh", type=int, default=0, help="in so many processes, one after the other")
-    parser.add_argument("--device", default="cpu", help="cuda: times on the wall; nothing is compiled")
+    parser.add_argument(
+        "--fresh", type=int, default=0, help="in so many processes, one after the other"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: times on the wall; nothing is compiled"
+    )
     add_options(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

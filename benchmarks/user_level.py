@@ -83,7 +83,11 @@ def filter_call(rows: Tensor, tau: float) -> Callable[[], None]:
 
 def memory(field: str) -> float:
     """Returns resident memory in MiB: VmRSS now, VmHWM at its peak (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -102,7 +106,9 @@ def measure(name: str, n: int, dim: int) -> tuple[float, float]:
 
 
 def in_own_process(name: str, n: int, dim: int) -> tuple[float, float]:
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # what one leaves in memory is not there for the next
+    with multiprocessing.get_context("fork").Pool(
+        1
+    ) as pool:  # what one leaves in memory is not there for the next
         return pool.apply(measure, (name, n, dim))
 
 
@@ -112,13 +118,18 @@ def tables(*, sizes: str) -> dict[str, str]:
     for size in sizes.split(","):
         n, dim = map(int, size.split("x"))
         found = [in_own_process(name, n, dim) for name in VARIANTS]
-        cells = [f"{timing.digits(seconds)} s, {timing.digits(mebibytes)} MiB" for seconds, mebibytes in found]
+        cells = [
+            f"{timing.digits(seconds)} s, {timing.digits(mebibytes)} MiB"
+            for seconds, mebibytes in found
+        ]
         rows.append([f"{n:,}, {dim:,}", *cells, timing.digits(found[1][0] / found[0][0])])
     return {"users": timing.table(["users, d", *VARIANTS, "counts / gram32"], rows)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--counts", action="store_true", help="time and memory of one oracle call")
     parser.add_argument("--sizes", default=SIZES, help="users x dimension, separated by commas")
     parser.add_argument("--smoke", action="store_true", help="few users")
@@ -127,13 +138,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.counts, args.sizes = True, SMALL_SIZES
     if not args.counts:
         parser.error("give --counts")
-    print(f"torch {torch.__version__}, {platform.machine()}, one thread; CPU seconds, MiB above the rows, x gram32")
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, one thread; CPU seconds, MiB above the rows, x gram32"
+    )
     for size in args.sizes.split(","):
         n, dim = map(int, size.split("x"))
         found = {name: in_own_process(name, n, dim) for name in VARIANTS}
         for name, (seconds, mebibytes) in found.items():
             ratio = seconds / found["gram32"][0]
-            print(f"n={n:<6} d={dim:<5} {name:<8}{seconds:9.3f} s {mebibytes:9.1f} MiB {ratio:7.2f} x")
+            print(
+                f"n={n:<6} d={dim:<5} {name:<8}{seconds:9.3f} s {mebibytes:9.1f} MiB {ratio:7.2f} x"
+            )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,12 @@ EPSILON, DELTA = 2.0, 1e-6
 STEPS, LRS, FILTER_LRS = 30, (16.0, 48.0), (4.0, 16.0)
 CLIPS, RADII = (0.5, 1.0), (1.2, 1.6)  # both over sqrt(m)
 Grids = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-GRIDS: Grids = (1000, 20, (5, 20, 80), (500, 1000, 2000, 4000))  # n where m varies, m where n varies, all m, all n
+GRIDS: Grids = (
+    1000,
+    20,
+    (5, 20, 80),
+    (500, 1000, 2000, 4000),
+)  # n where m varies, m where n varies, all m, all n
 SMALL_GRIDS: Grids = (300, 2, (2,), (300,))
 LOSS, SUM = nn.BCEWithLogitsLoss(), nn.BCEWithLogitsLoss(reduction="sum")
 
@@ -68,7 +73,9 @@ def print_noise() -> None:
         least = clipping_noise_std(**budget, clip=1.0)
         even = break_even_clip(plan)
         row = f"{n:>8}{steps:>6}{epsilon:>9g}{delta:>8g}"
-        print(f"{row}{published * n:>11.0f}{plan.noise_std * n:>9.4g}{least * n:>9.4g}{even:>16.2f}")
+        print(
+            f"{row}{published * n:>11.0f}{plan.noise_std * n:>9.4g}{least * n:>9.4g}{even:>16.2f}"
+        )
 
 
 def draw(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -106,17 +113,23 @@ def clipped(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tens
         numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "average": "weighted"}
         plan = dp.UserClippedSGD.plan(n_users=n, budget=budget, **numbers)
         optimizer = dp.UserClippedSGD(model.parameters(), plan)
-        yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
+        yield dp.fit(
+            model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False
+        ).weight
 
 
 def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
     for radius, lr in itertools.product(RADII, FILTER_LRS):
         model = _model()
         tau = radius / math.sqrt(m)
-        kept = calibrate_filter(n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau)
+        kept = calibrate_filter(
+            n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau
+        )
         plan = dp.UserFilteredSGD.plan(filter=kept, lr=lr, average="weighted")
         optimizer = dp.UserFilteredSGD(model.parameters(), plan)
-        yield dp.fit(model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False).weight
+        yield dp.fit(
+            model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False
+        ).weight
 
 
 def public(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
@@ -147,7 +160,10 @@ METHODS: dict[str, Fit] = {"clipped": clipped, "filtered": filtered, "not privat
 def risk(name: str, n: int, m: int, runs: int, test: tuple[Tensor, Tensor]) -> float | None:
     """Returns the best median over the grid; None if nothing is proved for so few users."""
     try:
-        rows = [[excess(w, test) for w in METHODS[name](*made(n, m, seed), n, m)] for seed in range(runs)]
+        rows = [
+            [excess(w, test) for w in METHODS[name](*made(n, m, seed), n, m)]
+            for seed in range(runs)
+        ]
     except InfeasibleError:
         return None
     return min(statistics.median(column) for column in zip(*rows, strict=True))
@@ -155,7 +171,9 @@ def risk(name: str, n: int, m: int, runs: int, test: tuple[Tensor, Tensor]) -> f
 
 def slope(sizes: Sequence[int], found: Sequence[float | None]) -> str:
     """Returns the least-squares slope on log-log of what there is, if it is two points or more."""
-    points = [(math.log(size), math.log(value)) for size, value in zip(sizes, found, strict=True) if value]
+    points = [
+        (math.log(size), math.log(value)) for size, value in zip(sizes, found, strict=True) if value
+    ]
     if len(points) < 2:
         return "-"
     return f"{statistics.linear_regression(*zip(*points, strict=True)).slope:.2f}"
@@ -163,7 +181,9 @@ def slope(sizes: Sequence[int], found: Sequence[float | None]) -> str:
 
 def print_risk(names: Sequence[str], runs: int, grids: Grids = GRIDS) -> None:
     test = draw(TEST_ROWS, torch.Generator().manual_seed(10**6))
-    print(f"excess risk, epsilon = {EPSILON:g}, {STEPS} steps; zero has {excess(torch.zeros(DIM), test):.3f}")
+    print(
+        f"excess risk, epsilon = {EPSILON:g}, {STEPS} steps; zero has {excess(torch.zeros(DIM), test):.3f}"
+    )
     users, items, grid_m, grid_n = grids
     for title, sizes, cell in (
         (f"m, at n = {users}", grid_m, lambda size: (users, size)),
@@ -172,7 +192,9 @@ def print_risk(names: Sequence[str], runs: int, grids: Grids = GRIDS) -> None:
         print(f"\n{title:<16}" + "".join(f"{size:>12}" for size in sizes) + f"{'slope':>8}")
         for name in names:
             found = [risk(name, *cell(size), runs, test) for size in sizes]
-            shown = "".join(f"{'infeasible' if value is None else f'{value:.2g}':>12}" for value in found)
+            shown = "".join(
+                f"{'infeasible' if value is None else f'{value:.2g}':>12}" for value in found
+            )
             print(f"{name:<16}{shown}{slope(sizes, found):>8}", flush=True)
 
 
@@ -191,11 +213,23 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
         kept = calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
-        optimizer = dp.UserFilteredSGD(model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last"))
+        optimizer = dp.UserFilteredSGD(
+            model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last")
+        )
     else:
-        optimizer = dp.UserClippedSGD(model.parameters(), dp.UserClippedSGD.plan(clip=away + 1, steps=1, **shared))
+        optimizer = dp.UserClippedSGD(
+            model.parameters(), dp.UserClippedSGD.plan(clip=away + 1, steps=1, **shared)
+        )
     data = TensorDataset(torch.ones(n, 1), values)
-    dp.fit(model, optimizer, data, _half_square, users=torch.arange(n), loss_reduction="sum", progress=False)
+    dp.fit(
+        model,
+        optimizer,
+        data,
+        _half_square,
+        users=torch.arange(n),
+        loss_reduction="sum",
+        progress=False,
+    )
     return float((model.weight.detach().squeeze(1) - values.mean(0)).norm())
 
 
@@ -207,13 +241,21 @@ def print_far(runs: int) -> None:
     names = ("clipped", "filtered")
     print(f"{'n':>7}{'d':>6}{'away':>6}" + "".join(f"{name:>11}" for name in names))
     for n, dim, away in itertools.product((2000, 10_000), (10, 200), (0.0, 5.0, 50.0)):
-        found = [statistics.median(far_fit(name, n, dim, away) for _ in range(runs)) for name in names]
-        print(f"{n:>7}{dim:>6}{away:>6g}" + "".join(f"{error:>11.3g}" for error in found), flush=True)
+        found = [
+            statistics.median(far_fit(name, n, dim, away) for _ in range(runs)) for name in names
+        ]
+        print(
+            f"{n:>7}{dim:>6}{away:>6g}" + "".join(f"{error:>11.3g}" for error in found), flush=True
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--noise", action="store_true", help="proved noise beside the published one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--noise", action="store_true", help="proved noise beside the published one"
+    )
     parser.add_argument("--risk", action="store_true", help="excess risk against m and n")
     parser.add_argument("--far", action="store_true", help="a mean far from the start")
     parser.add_argument("--method", choices=(*METHODS, "all"), default="all", help="of --risk")

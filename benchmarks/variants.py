@@ -36,7 +36,9 @@ from torch_dpsco.sampling import Chunk, DesignSampler
 
 __all__ = ["CAN_COMPILE", "VARIANTS", "Setting", "compiled_step", "fit", "fit_slot"]
 
-CAN_COMPILE = importlib.util.find_spec("torch_dpsco.optim.compiled") is not None  # not in all versions
+CAN_COMPILE = (
+    importlib.util.find_spec("torch_dpsco.optim.compiled") is not None
+)  # not in all versions
 
 Step = Callable[[], None]
 
@@ -56,7 +58,10 @@ def plain_step(case: Case, model: nn.Module, setting: Setting) -> Step:
 
 
 def _training_step(
-    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor, Tensor], Tensor]
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Step:
     inputs, targets = case.batch
 
@@ -68,7 +73,9 @@ def _training_step(
     return step
 
 
-def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Fixed | dp.Full) -> dp.HolderSGD:
+def _optimizer(
+    model: nn.Module, setting: Setting, size: int, design: dp.Fixed | dp.Full
+) -> dp.HolderSGD:
     return dp.HolderSGD(
         model.parameters(),
         dp.HolderSGD.plan(
@@ -82,7 +89,9 @@ def _optimizer(model: nn.Module, setting: Setting, size: int, design: dp.Fixed |
     )
 
 
-def _outstanding(model: nn.Module, setting: Setting, size: int) -> tuple[dp.HolderSGD, Callable[[], None]]:
+def _outstanding(
+    model: nn.Module, setting: Setting, size: int
+) -> tuple[dp.HolderSGD, Callable[[], None]]:
     """Returns an optimizer, and what makes a batch outstanding: what the loader does, without its gathering."""
     design = dp.Fixed(size, 100 * size)  # of a public size, so that nothing is filled up
     optimizer = _optimizer(model, setting, size, design)
@@ -145,7 +154,10 @@ def _ghost(case: Case, model: nn.Module, setting: Setting) -> Step:
         expected_batch_size=len(case.batch[0]),
     )
     return _training_step(
-        case, wrapped, optimizer, DPLossFastGradientClipping(wrapped, optimizer, _PerRecord(case.loss))
+        case,
+        wrapped,
+        optimizer,
+        DPLossFastGradientClipping(wrapped, optimizer, _PerRecord(case.loss)),
     )
 
 
@@ -160,13 +172,17 @@ VARIANTS: dict[str, Callable[[Case, nn.Module, Setting], Step]] = {
 }
 
 
-def compiled_step(case: Case, model: nn.Module, setting: Setting, *, backend: str | None = "inductor") -> Step:
+def compiled_step(
+    case: Case, model: nn.Module, setting: Setting, *, backend: str | None = "inductor"
+) -> Step:
     """Returns a step by rows that are compiled (backend None: vectorized only), which takes a while.
 
     Micro-batches are those of `dp.fit` for batches of a fixed size, as all variants have them here: none is filled up.
     """
     inputs, targets = case.batch
-    size = importlib.import_module("torch_dpsco.rows.micro_batches").micro_batch_size(model, dp.Full(len(inputs)))
+    size = importlib.import_module("torch_dpsco.rows.micro_batches").micro_batch_size(
+        model, dp.Full(len(inputs))
+    )
     optimizer, deliver = _outstanding(model, setting, len(inputs))
     rows = importlib.import_module("torch_dpsco.optim.compiled").CompiledRows(
         model, case.loss, micro_batch_size=size, backend=backend
@@ -191,7 +207,9 @@ class _Ends(dp.loggers.Logger):
         self.seconds.append(self.clock())
 
 
-def fit(case: Case, model: nn.Module, setting: Setting, steps: int, clock: Clock | None = None) -> float:
+def fit(
+    case: Case, model: nn.Module, setting: Setting, steps: int, clock: Clock | None = None
+) -> float:
     """Trains by `dp.fit` on draws of all records and returns the CPU seconds of a step, after the first one.
 
     The loss of a linear model is the library's own, with the targets that it takes: of known derivative, it needs no
@@ -215,10 +233,14 @@ def fit(case: Case, model: nn.Module, setting: Setting, steps: int, clock: Clock
         progress=False,
         log=ends,
     )
-    return (ends.seconds[steps - 1] - ends.seconds[0]) / max(1, steps - 1)  # once more at the end of the run
+    return (ends.seconds[steps - 1] - ends.seconds[0]) / max(
+        1, steps - 1
+    )  # once more at the end of the run
 
 
-def fit_slot(case: Case, setting: Setting, clock: Clock | None = None, *, seconds: float = 0.1) -> Slot:
+def fit_slot(
+    case: Case, setting: Setting, clock: Clock | None = None, *, seconds: float = 0.1
+) -> Slot:
     """Returns turns of `dp.fit`, without its setup and its first step."""
 
     def run(repeats: int) -> float:

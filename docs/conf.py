@@ -113,7 +113,8 @@ def as_rst(text: str) -> str:
         return text
     parts = re.split(r"(`[^`]*`)", text)
     parts[::2] = [
-        re.sub(r"[|\\]|\*(?! )|(?<=\w)_(?=[^\w:(]|$)", lambda mark: f"\\{mark[0]}", part) for part in parts[::2]
+        re.sub(r"[|\\]|\*(?! )|(?<=\w)_(?=[^\w:(]|$)", lambda mark: f"\\{mark[0]}", part)
+        for part in parts[::2]
     ]
     return CITATION.sub(lambda cited: f":cited:`{cited[0][5:].replace('.md', '')}`", "".join(parts))
 
@@ -142,14 +143,17 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
         head, label, body = text[0].partition(f".. _sphx_glr_{docname.replace('/', '_')}.py:\n")
         title, _, rest = body.strip().partition(": ")
         about, code, rest = rest.partition(".. GENERATED")
-        written = [f"::\n\n{part}" if part.startswith(" ") else as_rst(part) for part in paragraphs(about)]
+        written = [
+            f"::\n\n{part}" if part.startswith(" ") else as_rst(part) for part in paragraphs(about)
+        ]
         written[0] = written[0][:1].upper() + written[0][1:]
         text[0] = "\n\n".join([head + label, f"{title}\n{'=' * len(title)}", *written, code + rest])
     # links to files that are no page of the site are downloads
     text[0] = ROOT_PAGE_LINK.sub(r"{download}`\1 <\2>`", text[0])
     shown = {path.stem for path in (Path(app.srcdir) / "gallery").glob("*.rst")}
     text[0] = EXAMPLE_LINK.sub(
-        lambda link: f"]({link[1][3:]}gallery/{link[2]}.rst)" if link[2] in shown else link[0], text[0]
+        lambda link: f"]({link[1][3:]}gallery/{link[2]}.rst)" if link[2] in shown else link[0],
+        text[0],
     )
 
 

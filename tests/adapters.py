@@ -65,7 +65,11 @@ class Vector:
         return f"{self.family}:{self.function}"
 
     def __str__(self) -> str:
-        scalars = [f"{name}={value}" for name, value in self.inputs.items() if not isinstance(value, (list, dict))]
+        scalars = [
+            f"{name}={value}"
+            for name, value in self.inputs.items()
+            if not isinstance(value, (list, dict))
+        ]
         return f"{self.key}#{self.number}({','.join(scalars)[:60]})"
 
 
@@ -92,7 +96,9 @@ def parse(family: str, case: dict[str, Any], number: int = 1) -> Vector:
     """Returns a vector; the tolerance stands in one field, or as `rtol` and `atol` beside the case."""
     sides = {name: case[name] for name in ("rtol", "atol") if name in case}
     inputs, expected = infinite(case["inputs"]), infinite(case["expected"])
-    return Vector(family, case["function"], inputs, expected, case.get("tolerance", sides or None), number)
+    return Vector(
+        family, case["function"], inputs, expected, case.get("tolerance", sides or None), number
+    )
 
 
 def infinite(value: Any) -> Any:
@@ -101,7 +107,9 @@ def infinite(value: Any) -> Any:
         return {name: infinite(item) for name, item in value.items()}
     if isinstance(value, list):
         return [infinite(item) for item in value]
-    return {"inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+    return (
+        {"inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+    )
 
 
 def call(vector: Vector) -> Any:
@@ -120,7 +128,9 @@ def call(vector: Vector) -> Any:
 # The adapters, by the names of the map.
 
 
-def loss_constants(loss: str, bound_x: float, bound_y: float, radius: float, **choices: float) -> dict[str, float]:
+def loss_constants(
+    loss: str, bound_x: float, bound_y: float, radius: float, **choices: float
+) -> dict[str, float]:
     """Returns the promised constants of a loss of the table and its bound at the radius.
 
     See docs/proofs/holder.md#constants-of-the-losses.
@@ -167,14 +177,18 @@ def apply_prox(v: Sequence[float], step: float, kind: str, **strengths: float) -
     return point.tolist()
 
 
-def _run(optimizer: Any, w0: Sequence[float], x: torch.Tensor, y: torch.Tensor) -> Iterator[list[float]]:
+def _run(
+    optimizer: Any, w0: Sequence[float], x: torch.Tensor, y: torch.Tensor
+) -> Iterator[list[float]]:
     """Makes all steps of an optimizer on (w.x - y)^2/2 over consecutive slices; yields the answer after each one."""
     weight = optimizer.param_groups[0]["params"][0]
     # some vectors start outside of W; the optimizer has projected its start
     weight.data.copy_(torch.tensor([w0], dtype=torch.float64))
     partition = resolve("torch_dpsco.sampling", "Partition")(np.arange(len(x)))
     sampler = resolve("torch_dpsco.sampling", "make_sampler")(optimizer.design, resume=partition)
-    loader = resolve("torch_dpsco.sampling", "PrivateLoader")(torch.utils.data.TensorDataset(x, y), sampler)
+    loader = resolve("torch_dpsco.sampling", "PrivateLoader")(
+        torch.utils.data.TensorDataset(x, y), sampler
+    )
     model = torch.nn.Linear(len(w0), 1, bias=False).double()
     model.weight = weight
     resolve("torch_dpsco", "attach")(model, rows="dense")
@@ -197,7 +211,13 @@ def _start(
 
 
 def accelerated_trajectory(
-    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, inverse_lr: float, radius: float
+    X: Sequence[Any],
+    y: Sequence[float],
+    w0: Sequence[float],
+    steps: int,
+    clip: float,
+    inverse_lr: float,
+    radius: float,
 ) -> list[list[float]]:
     """Returns the answers of AcceleratedSGD after each step, noise off."""
     weight, x, target, run = _start(X, y, w0, steps, clip)
@@ -224,7 +244,9 @@ def strongly_convex_trajectory(
     kind, answers = resolve("torch_dpsco", "ClippedSGD"), {}
     for name, weights in {"average": made.weights, "last": [0.0] * (steps - 1) + [1.0]}.items():
         weight, x, target, run = _start(X, y, w0, steps, clip)
-        rule = resolve("torch_dpsco.rules", "ScheduledSGD")([lr / made.lr[0] for lr in made.lr], weights)
+        rule = resolve("torch_dpsco.rules", "ScheduledSGD")(
+            [lr / made.lr[0] for lr in made.lr], weights
+        )
         ball = resolve("torch_dpsco.prox", "Ball")(radius)
         optimizer = kind([weight], kind.plan(lr=made.lr[0], **run), rule=rule, prox=ball)
         *_, answers[name] = itertools.islice(_run(optimizer, w0, x, target), steps)
@@ -232,7 +254,13 @@ def strongly_convex_trajectory(
 
 
 def proximal_trajectory(
-    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, smoothness: float, l1: float
+    X: Sequence[Any],
+    y: Sequence[float],
+    w0: Sequence[float],
+    steps: int,
+    clip: float,
+    smoothness: float,
+    l1: float,
 ) -> list[float]:
     """Returns the last iterate of ProximalSGD, noise off."""
     weight, x, target, run = _start(X, y, w0, steps, clip)
@@ -244,7 +272,13 @@ def proximal_trajectory(
 
 
 def regularized_phase_trajectory(
-    X: Sequence[Any], y: Sequence[float], w0: Sequence[float], steps: int, clip: float, reg: float, radius: float
+    X: Sequence[Any],
+    y: Sequence[float],
+    w0: Sequence[float],
+    steps: int,
+    clip: float,
+    reg: float,
+    radius: float,
 ) -> list[float]:
     """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
     weight, x, target, _ = _start(X, y, w0, steps, clip)
@@ -253,7 +287,9 @@ def regularized_phase_trajectory(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
         uncapped_steps=steps,
     )  # fmt: skip
-    schedule = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedSchedule")(phases=(phase,), rho=None)
+    schedule = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedSchedule")(
+        phases=(phase,), rho=None
+    )
     kind = resolve("torch_dpsco", "LocalizedSGD")
     optimizer = kind([weight], kind.plan(phases=schedule, n=n))
     *_, last = _run(optimizer, w0, x, target)
@@ -282,14 +318,22 @@ def rdp_filter_steps(budget: float, spends: Sequence[float]) -> int:
     return steps
 
 
-def ledger_epsilon(events: Sequence[dict[str, Any]], adjacency: str, delta: float, method: str) -> float:
+def ledger_epsilon(
+    events: Sequence[dict[str, Any]], adjacency: str, delta: float, method: str
+) -> float:
     """Returns epsilon of a ledger read from its wire format."""
     ledger = resolve("torch_dpsco.accounting.ledger.store", "Ledger").from_json(events)
     return ledger.epsilon(delta, adjacency, method)
 
 
 def sampled_gaussian_epsilon(
-    sample_rate: float, noise_multiplier: float, steps: int, delta: float, *, sampling: str, adjacency: str
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int,
+    delta: float,
+    *,
+    sampling: str,
+    adjacency: str,
 ) -> float:
     """Returns epsilon of equal sampled steps by privacy loss distributions, through the accountant."""
     events = "torch_dpsco.accounting.events"
@@ -303,7 +347,9 @@ def sampled_gaussian_epsilon(
     return accountant.get_epsilon(delta, adjacency=adjacency, method="pld")
 
 
-def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: float, pair_radius: float) -> float:
+def recomputed_filter_delta(
+    plan: Any, *, n_users: int, steps: int, epsilon: float, pair_radius: float
+) -> float:
     """Returns the delta that a user-level filter plan really has, from its public numbers alone.
 
     delta_pair + (1 + e^epsilon) beta with beta = P[bad pass] and mu = sqrt(T) 2 tau coefficient / noise_std
@@ -312,14 +358,20 @@ def recomputed_filter_delta(plan: Any, *, n_users: int, steps: int, epsilon: flo
     """
     svt = "torch_dpsco.accounting.analysis.svt"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
-    coefficient = resolve("torch_dpsco.theory.user_level.sensitivity", name)(n_users, plan.score_floor, plan.ramp_end)
+    coefficient = resolve("torch_dpsco.theory.user_level.sensitivity", name)(
+        n_users, plan.score_floor, plan.ramp_end
+    )
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
-    beta = resolve(svt, "bad_pass_probability")(plan.margin, steps, plan.threshold_scale, plan.query_scale)
+    beta = resolve(svt, "bad_pass_probability")(
+        plan.margin, steps, plan.threshold_scale, plan.query_scale
+    )
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)
     return float(pair + (1.0 + math.exp(epsilon)) * beta)
 
 
-def auto_clip_rows(rows: Sequence[Sequence[float]], bound: float, offset: float) -> list[list[float]]:
+def auto_clip_rows(
+    rows: Sequence[Sequence[float]], bound: float, offset: float
+) -> list[list[float]]:
     """Returns the rows times the weights that the normalizing oracle gives them."""
     dense_block = resolve("torch_dpsco.rows", "DenseBlock")
     grad_batch = resolve("torch_dpsco.rows", "GradBatch")
@@ -342,20 +394,28 @@ def tilted_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.linear.objectives", "Tilted")(loss, features, targets, tilt=abs(tilt), reg=reg)
+    objective = resolve("torch_dpsco.linear.objectives", "Tilted")(
+        loss, features, targets, tilt=abs(tilt), reg=reg
+    )
     objective.tilt = tilt
     value, gradient = objective.value_and_gradient(point)
     return {"value": value, "grad": gradient.tolist(), "weights": objective.weights(point).tolist()}
 
 
 def adversarial_logistic(
-    X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], attack_radius: float, reg: float
+    X: Sequence[Sequence[float]],
+    y: Sequence[float],
+    w: Sequence[float],
+    attack_radius: float,
+    reg: float,
 ) -> dict[str, Any]:
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     adversarial = resolve("torch_dpsco.linear.objectives", "Adversarial")
-    objective = adversarial(loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features))
+    objective = adversarial(
+        loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features)
+    )
     value, gradient = objective.value_and_gradient(point)
     return {"value": value, "grad": gradient.tolist()}
 
@@ -368,7 +428,9 @@ def logistic_certificate(
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     linear = resolve("torch_dpsco.linear.objectives", "LinearObjective")
     objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
-    bound = resolve("torch_dpsco.linear.solvers.certificates", "gradient_certificate")(objective, point).distance
+    bound = resolve("torch_dpsco.linear.solvers.certificates", "gradient_certificate")(
+        objective, point
+    ).distance
     minimizer = resolve("torch_dpsco.linear.solvers", "solve")(objective, 2e-12).w
     return {
         "grad": objective.value_and_gradient(point)[1].tolist(),

@@ -72,7 +72,14 @@ def check_that_no_row_of_a_fused_fit_passes_the_clip() -> None:
             nn.init.zeros_(p)
         opt = make_optimizer(model, Full(2), clip=clip)  # lr 1, no noise
         targets = torch.ones(2)
-        dp.fit(model, opt, TensorDataset(inputs, targets), dp.losses.Logistic(), steps=1, progress=False)
+        dp.fit(
+            model,
+            opt,
+            TensorDataset(inputs, targets),
+            dp.losses.Logistic(),
+            steps=1,
+            progress=False,
+        )
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
     moved = torch.linalg.vector_norm(trained(x) - trained(x * torch.tensor([[-1.0], [1.0]])))
@@ -104,25 +111,33 @@ def check_that_a_refused_batch_is_forgotten() -> None:
     model = scores(1)
     opt = make_optimizer(model, Undeclared(1), noise=0.01)
     event = opt.oracle.event().only("replace_one")
-    opt.accountant.budget = dp.Budget(opt.accountant.ledger.evaluate(1e-5, "replace_one", extra=event).epsilon, 1e-5)
+    opt.accountant.budget = dp.Budget(
+        opt.accountant.ledger.evaluate(1e-5, "replace_one", extra=event).epsilon, 1e-5
+    )
     opt.accountant.record(event)
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(BudgetExceeded):
         opt.step()
     opt.accountant.budget = dp.Budget(1e6, 1e-5)
     opt._noise = seeded(2)
-    assert step(model, opt, torch.zeros(1, 1)).abs() < 0.5  # 1 if the refused record is in it, up to noise of 0.01
+    assert (
+        step(model, opt, torch.zeros(1, 1)).abs() < 0.5
+    )  # 1 if the refused record is in it, up to noise of 0.01
 
 
 def check_that_copies_draw_noise_of_their_own() -> None:
     model = scores(DIM)
     opt = make_optimizer(model, Undeclared(1), noise=1.0)
     step(model, opt, torch.zeros(1, DIM))
-    noises = [step(*run, torch.zeros(1, DIM)) for run in ((model, opt), copy.deepcopy((model, opt)))]
+    noises = [
+        step(*run, torch.zeros(1, DIM)) for run in ((model, opt), copy.deepcopy((model, opt)))
+    ]
     noises += [step(*copy.deepcopy((model, opt)), torch.zeros(1, DIM))]
     for k, first in enumerate(noises):
         for second in noises[:k]:
-            z = float(first @ second) / math.sqrt(float(first @ first) * float(second @ second) / DIM)
+            z = float(first @ second) / math.sqrt(
+                float(first @ first) * float(second @ second) / DIM
+            )
             assert abs(z) < stats.norm.isf(FALSE_ALARM / 2)
 
 
@@ -198,5 +213,7 @@ def check_that_a_step_uses_up_its_rows() -> None:
         model = scores(1, rows)
         opt = make_optimizer(model, dp.Full(2))
         for (x,) in opt.loader(TensorDataset(torch.tensor([[0.5], [0.25]])), steps=2):
-            torch.testing.assert_close(step(model, opt, x), torch.tensor([0.375]))  # and no zero_grad
+            torch.testing.assert_close(
+                step(model, opt, x), torch.tensor([0.375])
+            )  # and no zero_grad
             assert not has_rows(list(model.parameters()))

@@ -56,7 +56,9 @@ def pytest_collection_modifyitems(config, items):
     Vectors from elsewhere are all run.
     """
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
-        raise pytest.UsageError(f"names of cases must be the same in all processes: give ids= (got {unlike[0]})")
+        raise pytest.UsageError(
+            f"names of cases must be the same in all processes: give ids= (got {unlike[0]})"
+        )
     cases = defaultdict(list)
     for item in items:
         cases[item.nodeid.split("[")[0]].append(item)
@@ -65,7 +67,9 @@ def pytest_collection_modifyitems(config, items):
         if name == _VECTORS and config.getoption("--vectors"):
             continue
         # those marked by hand come last
-        several = sorted(cases[name], key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode())))
+        several = sorted(
+            cases[name], key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode()))
+        )
         for place, item in enumerate(several):
             if place >= int(by_default):
                 item.add_marker("slow" if place < int(by_default) + int(more) else "weekly")
@@ -105,16 +109,26 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("vectors: family function passed/failed/not built")
     for family in sorted({function.split(":")[0] for function in functions}):
         own = [function for function in functions if function.startswith(f"{family}:")]
-        whole = [function for function in own if not counts[function, 1] and not counts[function, 2]]
-        listed = own if config.get_verbosity() > 0 else [function for function in own if function not in whole]
+        whole = [
+            function for function in own if not counts[function, 1] and not counts[function, 2]
+        ]
+        listed = (
+            own
+            if config.get_verbosity() > 0
+            else [function for function in own if function not in whole]
+        )
         for function in listed:
-            terminalreporter.line(f"{family:<10} {function.split(':')[1]:<40} {_cell(counts, [function])}")
+            terminalreporter.line(
+                f"{family:<10} {function.split(':')[1]:<40} {_cell(counts, [function])}"
+            )
         total = f"all ({len(whole)} of {len(own)} functions pass)"
         terminalreporter.line(f"{family:<10} {total:<40} {_cell(counts, own)}")
 
 
 def _cell(counts, functions):
-    return "/".join(f"{sum(counts[function, column] for function in functions):>4}" for column in range(3))
+    return "/".join(
+        f"{sum(counts[function, column] for function in functions):>4}" for column in range(3)
+    )
 
 
 @pytest.fixture

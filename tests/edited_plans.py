@@ -31,7 +31,13 @@ def _others(name: Any, value: Any) -> list[Any]:
         return [max(value // 2, 1), value + 1, 2 * value]
     if isinstance(value, float):
         return [value / 2, 0.999 * value, 2 * value] if value else [0.5]
-    words = ("replace_one", "zero_out"), ("exact", None), ("uniform", "last"), ("gaussian", "knorm"), ("tight", "paper")
+    words = (
+        ("replace_one", "zero_out"),
+        ("exact", None),
+        ("uniform", "last"),
+        ("gaussian", "knorm"),
+        ("tight", "paper"),
+    )
     return [other for pair in words if value in pair for other in pair if other != value]
 
 

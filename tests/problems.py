@@ -41,10 +41,17 @@ class Folded(nn.Module):
 
 
 def make_optimizer(
-    model: nn.Module, design: Design, *, clip: float = 1.0, noise: float = 0.0, adjacency: Adjacency = "replace_one"
+    model: nn.Module,
+    design: Design,
+    *,
+    clip: float = 1.0,
+    noise: float = 0.0,
+    adjacency: Adjacency = "replace_one",
 ) -> dp.PrivateOptimizer:
     oracle = Clipped(clip, noise, design.batch_size)
-    return dp.PrivateOptimizer(model.parameters(), 1.0, oracle=oracle, rule=SGD(), design=design, adjacency=adjacency)
+    return dp.PrivateOptimizer(
+        model.parameters(), 1.0, oracle=oracle, rule=SGD(), design=design, adjacency=adjacency
+    )
 
 
 def column(*values: float) -> TensorDataset:

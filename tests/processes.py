@@ -31,7 +31,9 @@ N, DIM = 64, 5
 # -- launching --------------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, work: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
+def run_rank(
+    rank: int, work: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     dist.init_process_group(
@@ -45,7 +47,11 @@ def launch(work: Callable[..., Any], world: int, folder: Path, *args: Any) -> li
     """Returns what `work(rank, *args)` returns on each rank."""
     set_forkserver_preload(["torch_dpsco", "pytest", "scipy.stats"])
     running = start_processes(
-        run_rank, (work, world, str(folder), args), nprocs=world, join=False, start_method="forkserver"
+        run_rank,
+        (work, world, str(folder), args),
+        nprocs=world,
+        join=False,
+        start_method="forkserver",
     )
     end = time.monotonic() + SECONDS
     while not running.join(timeout=1.0):
@@ -56,7 +62,9 @@ def launch(work: Callable[..., Any], world: int, folder: Path, *args: Any) -> li
     return [torch.load(folder / str(rank)) for rank in range(world)]
 
 
-def message(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> str:
+def message(
+    kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]
+) -> str:
     """Returns what an error of that kind says; any other outcome fails the launch."""
     try:
         call()
@@ -81,17 +89,25 @@ def layer(seed: int = 0, *, inputs: int = DIM, dtype: torch.dtype = torch.float6
     return dp.attach(nn.Linear(inputs, 1, dtype=dtype))
 
 
-def holder(model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N, **options: Any) -> dp.HolderSGD:
+def holder(
+    model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N, **options: Any
+) -> dp.HolderSGD:
     problem = dp.losses.Squared().problem(bound_x=3.0, bound_y=2.0)  # its clip follows the iterate
     return dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(lr=0.01, problem=problem, noise_multiplier=noise, batch_size=batch_size, n=n, **options),
+        dp.HolderSGD.plan(
+            lr=0.01, problem=problem, noise_multiplier=noise, batch_size=batch_size, n=n, **options
+        ),
     )
 
 
 def full(model: nn.Module, n: int = N, noise: float = 0.0, **options: Any) -> dp.ClippedSGD:
-    own = {name: options.pop(name) for name in ("rule", "accountant", "generator") if name in options}
-    plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=noise, n=n, sampling="full", **options)
+    own = {
+        name: options.pop(name) for name in ("rule", "accountant", "generator") if name in options
+    }
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=0.5, noise_multiplier=noise, n=n, sampling="full", **options
+    )
     return dp.ClippedSGD(model.parameters(), plan, **own)
 
 
@@ -121,11 +137,16 @@ def train(model: nn.Module, optimizer: dp.PrivateOptimizer, batches: Any) -> dic
 
 
 def union(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
-    return [sorted(i for part in drawn for i in part) for drawn in zip(*(rank["drawn"] for rank in ranks), strict=True)]
+    return [
+        sorted(i for part in drawn for i in part)
+        for drawn in zip(*(rank["drawn"] for rank in ranks), strict=True)
+    ]
 
 
 def run_of(kind: str, model: nn.Module, **options: Any) -> dp.PrivateOptimizer:
-    return holder(model, average="uniform", **options) if kind == "poisson" else full(model, **options)
+    return (
+        holder(model, average="uniform", **options) if kind == "poisson" else full(model, **options)
+    )
 
 
 def trajectory(kind: str, **options: Any) -> dict[str, Any]:
@@ -144,4 +165,8 @@ def empties() -> dict[str, Any]:
     optimizer = holder(model, noise=1.0, batch_size=2)
     result = train(model, optimizer, optimizer.loader(records()))
     optimizer.finalize()
-    return result | {"steps": optimizer.steps, "charged": len(optimizer.accountant), "answer": numbers(model)}
+    return result | {
+        "steps": optimizer.steps,
+        "charged": len(optimizer.accountant),
+        "answer": numbers(model),
+    }

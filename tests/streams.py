@@ -49,6 +49,8 @@ def count_noise(opt: Any) -> Counted:
     return opt._noise
 
 
-def gaussians(size: int, source: Source, std: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+def gaussians(
+    size: int, source: Source, std: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Returns (size,) Gaussians."""
     return normal_(torch.empty(size, dtype=dtype), std, source)

@@ -15,7 +15,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_accuracy", EXAMPLES / "logistic_regression.py")
+    spec = importlib.util.spec_from_file_location(
+        "example_accuracy", EXAMPLES / "logistic_regression.py"
+    )
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))

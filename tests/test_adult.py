@@ -88,24 +88,54 @@ def test_labels_are_zero_or_one_with_the_published_rate(data):
 def test_the_first_training_row_is_the_one_computed_by_hand(data):
     # 39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, ...
     numbers = [39 / 90, 13 / 16, math.log(2175) / math.log(1e5), 0.0, 40 / 99]
-    ones = [WORKCLASS + 5, EDUCATION + 0, MARITAL + 2, OCCUPATION + 8, RELATIONSHIP + 3, RACE + 0, SEX + 1]
-    np.testing.assert_allclose(data.train_features[0].numpy(), _expected_row(numbers, ones), rtol=1e-6)
+    ones = [
+        WORKCLASS + 5,
+        EDUCATION + 0,
+        MARITAL + 2,
+        OCCUPATION + 8,
+        RELATIONSHIP + 3,
+        RACE + 0,
+        SEX + 1,
+    ]
+    np.testing.assert_allclose(
+        data.train_features[0].numpy(), _expected_row(numbers, ones), rtol=1e-6
+    )
     assert data.train_labels[0] == 0
 
 
 def test_the_last_training_row_is_the_one_computed_by_hand(data):
     # 52, Self-emp-inc, 287927, HS-grad, 9, Married-civ-spouse, Exec-managerial, Wife, White, Female, 15024, 0, 40, ...
     numbers = [52 / 90, 9 / 16, math.log(15_025) / math.log(1e5), 0.0, 40 / 99]
-    ones = [WORKCLASS + 2, EDUCATION + 3, MARITAL + 0, OCCUPATION + 4, RELATIONSHIP + 0, RACE + 0, SEX + 0]
-    np.testing.assert_allclose(data.train_features[-1].numpy(), _expected_row(numbers, ones), rtol=1e-6)
+    ones = [
+        WORKCLASS + 2,
+        EDUCATION + 3,
+        MARITAL + 0,
+        OCCUPATION + 4,
+        RELATIONSHIP + 0,
+        RACE + 0,
+        SEX + 0,
+    ]
+    np.testing.assert_allclose(
+        data.train_features[-1].numpy(), _expected_row(numbers, ones), rtol=1e-6
+    )
     assert data.train_labels[-1] == 1
 
 
 def test_the_first_test_row_is_the_first_record_and_not_the_remark_line(data):
     # 25, Private, 226802, 11th, 7, Never-married, Machine-op-inspct, Own-child, Black, Male, 0, 0, 40, ...
     numbers = [25 / 90, 7 / 16, 0.0, 0.0, 40 / 99]
-    ones = [WORKCLASS + 0, EDUCATION + 2, MARITAL + 2, OCCUPATION + 7, RELATIONSHIP + 1, RACE + 4, SEX + 1]
-    np.testing.assert_allclose(data.test_features[0].numpy(), _expected_row(numbers, ones), rtol=1e-6)
+    ones = [
+        WORKCLASS + 0,
+        EDUCATION + 2,
+        MARITAL + 2,
+        OCCUPATION + 7,
+        RELATIONSHIP + 1,
+        RACE + 4,
+        SEX + 1,
+    ]
+    np.testing.assert_allclose(
+        data.test_features[0].numpy(), _expected_row(numbers, ones), rtol=1e-6
+    )
     assert data.test_labels[0] == 0
 
 
@@ -132,7 +162,9 @@ def test_no_record_however_wild_exceeds_the_norm_bound(record):
 
 
 def test_an_unknown_level_is_all_zeros_and_changes_nothing_else():
-    fields = "39 State-gov 1 Bachelors 13 Never-married Adm-clerical Not-in-family White Male 0 0 40 -"
+    fields = (
+        "39 State-gov 1 Bachelors 13 Never-married Adm-clerical Not-in-family White Male 0 0 40 -"
+    )
     record = fields.split()
     known = np.array(adult.encode(record))
     unknown = np.array(adult.encode([*record[:6], "Astronaut", *record[7:]]))

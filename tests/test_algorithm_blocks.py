@@ -32,7 +32,9 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     return out
 
 
-SHARED = [code for _, code in blocks("python") if not re.search(r"^optimizer\b", code, re.MULTILINE)]
+SHARED = [
+    code for _, code in blocks("python") if not re.search(r"^optimizer\b", code, re.MULTILINE)
+]
 OURS = [(heading, code) for heading, code in blocks("python") if code not in SHARED]
 
 
@@ -74,7 +76,10 @@ def words() -> dict[str, Any]:
         "batch": data[:12],
         "batches": [data[:12], data[12:]],
         "parts": [data[:8], data[8:]],
-        "phases": [SimpleNamespace(steps=3, clip=1.0, sigma=0.0, reg=0.5, lr=lambda t: 1 / (0.5 * (t + 2)))] * 2,
+        "phases": [
+            SimpleNamespace(steps=3, clip=1.0, sigma=0.0, reg=0.5, lr=lambda t: 1 / (0.5 * (t + 2)))
+        ]
+        * 2,
         "n": N,
         "n_users": USERS,
         "T": 10,
@@ -95,14 +100,18 @@ def words() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("heading", "code"), blocks("py"), ids=[heading for heading, _ in blocks("py")])
+@pytest.mark.parametrize(
+    ("heading", "code"), blocks("py"), ids=[heading for heading, _ in blocks("py")]
+)
 def test_a_loop_of_a_paper_learns(heading: str, code: str) -> None:
     scope = words()
     if "lr[t]" in code:
         scope["lr"] = (0.5, 0.5)
     exec(compile(code, "docs/algorithms.md", "exec"), scope)
     answer = scope["answer"] if "answer" in scope else -scope["G"]  # of an oracle: a step
-    before, after = (np.mean([scope["value"](w, z) for z in scope["data"]]) for w in (scope["start"], answer))
+    before, after = (
+        np.mean([scope["value"](w, z) for z in scope["data"]]) for w in (scope["start"], answer)
+    )
     assert after < before
 
 
@@ -153,6 +162,8 @@ def test_every_optimizer_of_the_page_is_made_and_no_section_lacks_its_lines() ->
 
 def test_each_test_that_the_page_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
-    there = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    there = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert len(named) > 20
     assert [name for name in sorted(named) if f"def {name}(" not in there] == []

@@ -67,7 +67,9 @@ def test_a_model_with_an_attached_part_is_refused():
 def test_a_copy_of_an_attached_model_gives_the_same_rows(copied, rows):
     model = dp.attach(nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 1)), rows=rows)
     twin, x = copied(model), torch.tensor([[1.0, -2.0], [0.5, 4.0], [3.0, 0.0]])
-    for ours, theirs in zip(gradients(model, x, "mean").dense(), gradients(twin, x, "mean").dense(), strict=True):
+    for ours, theirs in zip(
+        gradients(model, x, "mean").dense(), gradients(twin, x, "mean").dense(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
     twin(x).mean().backward()
     assert all(p.grad is None for p in twin.parameters())

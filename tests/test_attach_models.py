@@ -87,9 +87,15 @@ def test_attaching_keeps_class_names_values_and_outputs(rows):
     attached = dp.attach(model, rows=rows)
     assert attached is model
     assert type(model) is nn.Sequential
-    assert all(isinstance(a, type(b)) for a, b in zip(model.modules(), plain.modules(), strict=True))
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert all(
+        isinstance(a, type(b)) for a, b in zip(model.modules(), plain.modules(), strict=True)
+    )
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in plain.named_modules()
+    ]
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())
@@ -111,7 +117,9 @@ def test_detaching_restores_the_model(rows, used):
     assert hooks(model) == hooks(plain) == 0
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert ours.grad is None
-        assert {key for key, value in vars(ours).items() if value is not None} <= {"_forward_counter"}
+        assert {key for key, value in vars(ours).items() if value is not None} <= {
+            "_forward_counter"
+        }
         assert torch.equal(ours, theirs)
     for each in (model, plain):
         (each(inputs()) - 1).square().mean().backward()
@@ -125,7 +133,13 @@ def held(value: object) -> list[Tensor]:
     """Returns the tensors in an attribute of a module or parameter."""
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else []
+    )
     return [tensor for part in parts for tensor in held(part)]
 
 
@@ -137,7 +151,13 @@ def test_a_detached_model_holds_no_data(rows):
     dp.detach(model)
     values = {id(p) for p in model.parameters()}
     owners = [*model.modules(), *model.parameters()]
-    found = [(name, t.shape) for m in owners for name, v in vars(m).items() for t in held(v) if id(t) not in values]
+    found = [
+        (name, t.shape)
+        for m in owners
+        for name, v in vars(m).items()
+        for t in held(v)
+        if id(t) not in values
+    ]
     assert not found
 
 
@@ -171,7 +191,9 @@ def test_a_part_of_an_attached_model_is_refused(rows, copied):
     part = copied(model[0])
     with pytest.raises(SequenceError, match="attached already"):
         dp.attach(part, loss_reduction="sum")
-    assert_same_rows(gradients(model, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean"))
+    assert_same_rows(
+        gradients(model, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean")
+    )
 
 
 def test_detaching_what_is_not_attached_is_refused():
@@ -193,14 +215,18 @@ def test_copies_of_a_mixed_model_give_right_rows_and_leave_the_original_alone(co
     twin = copied(model)
     assert is_attached(twin)
     for other in (twin, model, twin):
-        assert_same_rows(gradients(other, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean"))
+        assert_same_rows(
+            gradients(other, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean")
+        )
     twin(inputs()).mean().backward()
     assert has_rows(list(twin.parameters()))
     assert not has_rows(list(model.parameters()))
     assert all(p.grad is None for p in twin.parameters())
     dp.detach(twin)
     assert hooks(twin) == 0
-    assert_same_rows(gradients(model, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean"))
+    assert_same_rows(
+        gradients(model, inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean")
+    )
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -212,7 +238,9 @@ def test_evaluation_records_nothing(rows):
         assert torch.equal(model.train()(inputs()), expected)
         assert torch.equal(model.eval()(inputs()), expected)
     assert not has_rows(list(model.parameters()))
-    assert_same_rows(gradients(model.train(), inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean"))
+    assert_same_rows(
+        gradients(model.train(), inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean")
+    )
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -230,18 +258,26 @@ def test_gradients_in_the_input_are_those_of_the_plain_model(rows):
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)],
+    [
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+    ],
 )
 def test_layers_that_mix_records_are_refused(layer):
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(layer), nn.Linear(3, 1))
-    with pytest.raises(ValueError, match=rf"mix the rows of a batch \(got {type(layer).__name__} '1.0'\)"):
+    with pytest.raises(
+        ValueError, match=rf"mix the rows of a batch \(got {type(layer).__name__} '1.0'\)"
+    ):
         dp.attach(model)
     assert not is_attached(model)
     assert type(model[0]) is nn.Linear
 
 
 def test_instance_norm_without_statistics_keeps_records_apart():
-    model = dp.attach(nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Flatten(), nn.Linear(6, 1)))
+    model = dp.attach(
+        nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Flatten(), nn.Linear(6, 1))
+    )
     x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(2))
     rows = gradients(model, x, "mean").dense()
     for part, alone in zip(rows, gradients(model, x[:1], "mean").dense(), strict=True):
@@ -249,7 +285,10 @@ def test_instance_norm_without_statistics_keeps_records_apart():
 
 
 def test_factored_rows_where_there_are_none_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"rows='factored' needs layers .* of the kinds Linear, .*\(got RMSNorm '2'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"rows='factored' needs layers .* of the kinds Linear, .*\(got RMSNorm '2'\)",
+    ):
         dp.attach(mixed(), rows="factored")
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     tied[1].weight = tied[0].weight
@@ -379,7 +418,9 @@ def test_attention_over_the_batch_dimension_is_refused():
     """With times first, "row i" would be time i of all records; the number of rows can agree by chance."""
     layer = nn.MultiheadAttention(4, 2)  # batch_first=False is torch's default
     model = ModuleValidator.fix(nn.Sequential(nn.Linear(4, 4), layer))
-    with pytest.raises(ValueError, match="batch_first must be False, that of the attention layer '1'"):
+    with pytest.raises(
+        ValueError, match="batch_first must be False, that of the attention layer '1'"
+    ):
         dp.attach(model)
     assert dp.attach(model, batch_first=False) is model
 
@@ -401,10 +442,14 @@ def test_weights_that_attach_has_not_seen_are_refused():
         torch.func.functional_call(model, weights, (torch.ones(4, 3),))
     model(torch.ones(4, 3)).sum().backward()
     model.eval()
-    torch.func.functional_call(model, weights, (torch.ones(4, 3),)).sum().backward()  # of no interest to anyone
+    torch.func.functional_call(
+        model, weights, (torch.ones(4, 3),)
+    ).sum().backward()  # of no interest to anyone
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), nn.LayerNorm(3)])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), nn.LayerNorm(3)]
+)
 @pytest.mark.parametrize("times", [(), (2,)], ids=["vectors", "sequences"])
 def test_an_input_that_is_overwritten_before_the_step_is_refused(layer, times):
     model, seen = dp.attach(copy.deepcopy(layer)), []
@@ -418,15 +463,21 @@ def test_an_input_that_is_overwritten_before_the_step_is_refused(layer, times):
         with pytest.raises(SequenceError, match="overwritten between backward and step"):
             GradBatch.consume(list(model.parameters()))
         return
-    rows = GradBatch.consume(list(model.parameters())).dense()  # formed in the backward, and not moved
+    rows = GradBatch.consume(
+        list(model.parameters())
+    ).dense()  # formed in the backward, and not moved
     for found, right in zip(rows, expected, strict=True):
         torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize(
-    ("layer", "waits"), [(nn.Conv2d(6, 8, 3), True), (nn.Conv2d(6, 2, 2), False)], ids=["big", "small"]
+    ("layer", "waits"),
+    [(nn.Conv2d(6, 8, 3), True), (nn.Conv2d(6, 2, 2), False)],
+    ids=["big", "small"],
 )
-def test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already(layer, waits):
+def test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already(
+    layer, waits
+):
     model, buffer, seen = dp.attach(copy.deepcopy(layer)), torch.randn(4, 6, 4, 4), []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(buffer).sum().backward()
@@ -437,5 +488,7 @@ def test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed
         with pytest.raises(SequenceError, match="overwritten between backward and step"):
             GradBatch.consume(list(model.parameters()))
         return
-    for found, right in zip(GradBatch.consume(list(model.parameters())).dense(), expected, strict=True):
+    for found, right in zip(
+        GradBatch.consume(list(model.parameters())).dense(), expected, strict=True
+    ):
         torch.testing.assert_close(found, right)

@@ -52,9 +52,17 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
 
 @pytest.mark.parametrize(
     ("sigma", "delta", "trials"),
-    [(1.0, 0.05, 20_000), (0.5, 0.05, 20_000), (2.0, 0.01, 20_000), (0.7, 0.01, 20_000), (1.0, 1e-5, 200_000)],
+    [
+        (1.0, 0.05, 20_000),
+        (0.5, 0.05, 20_000),
+        (2.0, 0.01, 20_000),
+        (0.7, 0.01, 20_000),
+        (1.0, 1e-5, 200_000),
+    ],
 )
-def test_an_audit_finds_more_than_0_6_of_the_epsilon_of_a_gaussian_and_never_more_than_it(sigma, delta, trials):
+def test_an_audit_finds_more_than_0_6_of_the_epsilon_of_a_gaussian_and_never_more_than_it(
+    sigma, delta, trials
+):
     epsilon = gaussian_epsilon(sigma, delta)
     found = dp.audit_outputs(*gaussian_outputs(sigma, trials), delta=delta)
     assert 0.6 * epsilon < found.epsilon_lower < epsilon < found.reach
@@ -80,7 +88,9 @@ def failures_of_small_audits(epsilon: float, confidence: float, repetitions: int
         sides = [rng.random((400, 3)) < 0.5 for _ in range(2)]
         for sign, side in zip((-1, 1), sides, strict=True):
             side[:, 0] = rng.random(400) < expit(sign * epsilon / 2)
-        failures += dp.audit_outputs(*sides, delta=0.0, confidence=confidence).epsilon_lower > epsilon
+        failures += (
+            dp.audit_outputs(*sides, delta=0.0, confidence=confidence).epsilon_lower > epsilon
+        )
     return failures
 
 
@@ -106,7 +116,9 @@ def test_a_bound_from_the_outputs_that_chose_it_is_false():
     assert judged <= binom.isf(TAIL, 200, 0.1) < flattered
 
 
-@pytest.mark.parametrize(("hits", "false_hits", "n"), [(0, 0, 50), (50, 0, 50), (3, 1, 50), (900, 17, 1000)])
+@pytest.mark.parametrize(
+    ("hits", "false_hits", "n"), [(0, 0, 50), (50, 0, 50), (3, 1, 50), (900, 17, 1000)]
+)
 @pytest.mark.parametrize("tail", [0.025, 5e-7, 1e-12])
 def test_the_interval_ends_are_those_of_the_binomial_tails(hits, false_hits, n, tail):
     # delta = 0: exp(bound) = max(t/f, (1-f)/(1-t)) with P(B(n, t) >= hits) = tail = P(B(n, f) <= false_hits)
@@ -133,7 +145,9 @@ def test_the_interval_ends_are_those_of_the_binomial_tails(hits, false_hits, n, 
 SIGMA, BATCH, N, STEPS = 1.0, 256, 60_000, 235
 
 
-def epoch_of_likelihood_ratios(fixed_batches: bool, trials: int = 100_000) -> tuple[np.ndarray, np.ndarray]:
+def epoch_of_likelihood_ratios(
+    fixed_batches: bool, trials: int = 100_000
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns exact log likelihood ratios of one epoch on two data sets that differ in one record, in 1-D.
 
     Fixed batches, replace_one: all other gradients are -1, the record's is -1 or +1, so that a batch with it moves the
@@ -146,20 +160,26 @@ def epoch_of_likelihood_ratios(fixed_batches: bool, trials: int = 100_000) -> tu
             x = z * rng.normal(size=(10_000, STEPS))
             if side:
                 x += rng.random((10_000, STEPS)) < rate
-            ratios[side, start : start + 10_000] = np.log1p(rate * np.expm1((2 * x - 1) / (2 * z * z))).sum(axis=1)
+            ratios[side, start : start + 10_000] = np.log1p(
+                rate * np.expm1((2 * x - 1) / (2 * z * z))
+            ).sum(axis=1)
     return ratios[0], ratios[1]
 
 
 @pytest.mark.slow
 def test_fixed_batches_that_are_accounted_as_poisson_are_refuted():
-    found = dp.audit_outputs(*epoch_of_likelihood_ratios(fixed_batches=True), delta=1e-5, confidence=SURE)
+    found = dp.audit_outputs(
+        *epoch_of_likelihood_ratios(fixed_batches=True), delta=1e-5, confidence=SURE
+    )
     assert found.contradicts(0.3934)  # tight for Poisson under add_remove
     assert found.contradicts(0.5299)  # tight for Poisson under replace_one
     poisson = Repeat(PoissonGaussian(SIGMA, BATCH / N), STEPS)
     assert found.contradicts(reported(poisson, 1e-5))
     assert found.contradicts(reported(poisson, 1e-5, "replace_one"))
     assert not found.contradicts(5.030)  # a lower bound on what they truly cost
-    assert not found.contradicts(reported(Repeat(WORGaussian(SIGMA, BATCH, N), STEPS), 1e-5, "replace_one"))
+    assert not found.contradicts(
+        reported(Repeat(WORGaussian(SIGMA, BATCH, N), STEPS), 1e-5, "replace_one")
+    )
 
 
 @pytest.mark.slow
@@ -177,7 +197,9 @@ def test_poisson_batches_pass():
 
 def test_laplace_noise_passes_at_its_epsilon_and_not_at_two_thirds_of_it():
     rng = np.random.default_rng(5)
-    found = dp.audit(lambda x: x + rng.laplace(), (0.0, 1.0), delta=0.0, trials=5000, confidence=SURE, seed=1)
+    found = dp.audit(
+        lambda x: x + rng.laplace(), (0.0, 1.0), delta=0.0, trials=5000, confidence=SURE, seed=1
+    )
     assert not found.contradicts(1.0)
     assert found.contradicts(0.66)
 
@@ -207,12 +229,21 @@ def test_a_leak_that_shows_on_one_side_only_is_found_in_its_direction():
         found = dp.audit(lambda p: float(rng.random() < p), pair, **arguments)
         assert found.epsilon_lower > 0.8
     # it is (0, 0.1)-DP
-    assert dp.audit(lambda p: float(rng.random() < p), (0.0, 0.1), **arguments | {"delta": 0.1}).epsilon_lower == 0
+    assert (
+        dp.audit(
+            lambda p: float(rng.random() < p), (0.0, 0.1), **arguments | {"delta": 0.1}
+        ).epsilon_lower
+        == 0
+    )
 
 
 def test_no_noise_gives_the_most_that_so_many_trials_can_show():
     found = dp.audit(lambda x: x, (1.0, 2.0), delta=1e-5, trials=100)
-    assert found.epsilon_lower == found.reach == pytest.approx(math.log((0.025 ** (1 / 50) - 1e-5) / (1 - 0.025**0.02)))
+    assert (
+        found.epsilon_lower
+        == found.reach
+        == pytest.approx(math.log((0.025 ** (1 / 50) - 1e-5) / (1 - 0.025**0.02)))
+    )
     assert (found.hits, found.false_hits) == (50, 0)
 
 
@@ -252,7 +283,9 @@ def test_neither_scale_nor_shift_nor_constant_coordinates_of_the_outputs_matter(
     plain = dp.audit_outputs(first, second, delta=1e-3)
 
     def moved(side):
-        return np.column_stack([1e-9 * side[:, 0] - 5e-9, 1e12 + 1e6 * side[:, 1], np.full(2000, 3.0)])
+        return np.column_stack(
+            [1e-9 * side[:, 0] - 5e-9, 1e12 + 1e6 * side[:, 1], np.full(2000, 3.0)]
+        )
 
     found = dp.audit_outputs(moved(first), moved(second), delta=1e-3)
     assert (found.hits, found.false_hits) == (plain.hits, plain.false_hits)
@@ -306,13 +339,26 @@ class Draws:
 @pytest.mark.parametrize("delta", [0.0, 1e-3])
 def test_no_score_shows_anything_where_there_is_nothing(score, delta):
     rng = np.random.default_rng(12)
-    found = dp.audit(lambda x: rng.normal(), ("a", "b"), delta=delta, trials=1000, confidence=SURE, score=score, seed=2)
+    found = dp.audit(
+        lambda x: rng.normal(),
+        ("a", "b"),
+        delta=delta,
+        trials=1000,
+        confidence=SURE,
+        score=score,
+        seed=2,
+    )
     assert found.epsilon_lower == 0
     assert not found.contradicts(0.0)
 
 
 def test_a_state_that_drifts_from_run_to_run_is_no_difference_between_the_inputs():
-    assert dp.audit(Counter(), ("a", "b"), delta=0.0, trials=1000, confidence=SURE, seed=3).epsilon_lower == 0
+    assert (
+        dp.audit(
+            Counter(), ("a", "b"), delta=0.0, trials=1000, confidence=SURE, seed=3
+        ).epsilon_lower
+        == 0
+    )
 
 
 def test_a_fit_to_noise_in_many_dimensions_shows_nothing():
@@ -327,7 +373,14 @@ CANARY, OPPOSITE, NULL = ((torch.tensor([x]), torch.ones(1)) for x in (9.0, -9.0
 LOSS = dp.losses.Logistic()
 
 
-def maker(design: Design, adjacency: str, noise_multiplier: float, steps: int = 2, shared=None, width: int = 1):
+def maker(
+    design: Design,
+    adjacency: str,
+    noise_multiplier: float,
+    steps: int = 2,
+    shared=None,
+    width: int = 1,
+):
     """Returns make() of runs whose canaries are clipped in every step: the worst case in one dimension."""
     generator = torch.Generator().manual_seed(14)
 
@@ -360,7 +413,9 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
     noise_std = ClippedMean.noise_std.fget
     monkeypatch.setattr(ClippedMean, "noise_std", property(lambda self: 0.5 * noise_std(self)))
     make = maker(dp.Full(2), "add_remove", 2 / 3, steps=1)
-    found = dp.audit_training(make, DATA, CANARY, loss=LOSS, delta=0.3, trials=800, confidence=SURE, seed=5)
+    found = dp.audit_training(
+        make, DATA, CANARY, loss=LOSS, delta=0.3, trials=800, confidence=SURE, seed=5
+    )
     assert found.adjacency == "add_remove"
     assert found.claimed == pytest.approx(1.10, abs=0.05)
     assert found.contradicts()
@@ -378,14 +433,25 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
 )
 def test_training_passes_and_an_unclipped_canary_is_refuted(monkeypatch, design, adjacency, other):
     sampling = picks(17)
-    monkeypatch.setattr("torch_dpsco.sampling.samplers.sampling_generator", lambda seed=None: sampling)
+    monkeypatch.setattr(
+        "torch_dpsco.sampling.samplers.sampling_generator", lambda seed=None: sampling
+    )
     make = maker(design, adjacency, 5.0)
-    arguments = {"loss": LOSS, "delta": 0.1, "other": other, "trials": 200, "confidence": SURE, "seed": 6}
+    arguments = {
+        "loss": LOSS,
+        "delta": 0.1,
+        "other": other,
+        "trials": 200,
+        "confidence": SURE,
+        "seed": 6,
+    }
     found = dp.audit_training(make, DATA, CANARY, **arguments)
     assert not found.contradicts()
     assert "not refuted" in str(found)
     loud = torch.tensor([9000.0]), torch.ones(1)
-    monkeypatch.setattr("torch_dpsco.oracles.clipped.clip_weights", lambda norms, clip: torch.ones_like(norms))
+    monkeypatch.setattr(
+        "torch_dpsco.oracles.clipped.clip_weights", lambda norms, clip: torch.ones_like(norms)
+    )
     assert dp.audit_training(make, DATA, loud, **arguments).contradicts()
 
 
@@ -395,7 +461,13 @@ def test_a_score_along_the_canary_sees_it_among_many_parameters():
         torch.randn(3, 100, generator=torch.Generator().manual_seed(1)), torch.ones(3, 1)
     )
     found = dp.audit_training(
-        maker(dp.Full(3), "add_remove", 0.2, steps=1, width=100), data, canary, loss=LOSS, delta=0.1, trials=40, seed=7
+        maker(dp.Full(3), "add_remove", 0.2, steps=1, width=100),
+        data,
+        canary,
+        loss=LOSS,
+        delta=0.1,
+        trials=40,
+        seed=7,
     )
     assert found.epsilon_lower > 0.8 * found.reach
 
@@ -491,14 +563,18 @@ def test_sides_of_different_size_are_refused():
 def test_canaries_that_do_not_go_with_the_adjacency_are_refused():
     def training(adjacency, data=DATA, canary=CANARY, **arguments):
         make = maker(dp.Full(2), adjacency, 1.0)
-        return dp.audit_training(make, data, canary, loss=LOSS, trials=10, **{"delta": 0.1} | arguments)
+        return dp.audit_training(
+            make, data, canary, loss=LOSS, trials=10, **{"delta": 0.1} | arguments
+        )
 
     with pytest.raises(AdjacencyError, match="other must be None under add_remove"):
         training("add_remove", other=OPPOSITE)
     with pytest.raises(AdjacencyError, match="other must be given under zero_out"):
         training("zero_out")
     with pytest.raises(ValueError, match="dataset must hold a record"):
-        training("replace_one", data=torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, 1)))
+        training(
+            "replace_one", data=torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, 1))
+        )
     with pytest.raises(ValueError, match="canary must have a gradient"):
         training("replace_one", canary=NULL)
     with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
@@ -514,5 +590,7 @@ def test_runs_that_share_an_accountant_are_refused():
 def test_scores_may_be_scalars_of_numpy_and_torch():
     rng = np.random.default_rng(16)
     for wrap in (np.float32, torch.tensor, np.array):
-        found = dp.audit(lambda x: x + rng.normal(), (0.0, 9.0), delta=0.0, trials=40, score=wrap, seed=1)
+        found = dp.audit(
+            lambda x: x + rng.normal(), (0.0, 9.0), delta=0.0, trials=40, score=wrap, seed=1
+        )
         assert found.epsilon_lower == found.reach

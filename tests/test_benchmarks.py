@@ -37,7 +37,17 @@ ACCURACY = {
 }
 # tests/test_output_examples.py, tests/test_tables.py, and tests/integrations run all of them
 ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit"}
-PARTS = {"cases", "timing", "variants", "peers", "anchors", "ours", "table_parts", "table_rows", "table_users"}
+PARTS = {
+    "cases",
+    "timing",
+    "variants",
+    "peers",
+    "anchors",
+    "ours",
+    "table_parts",
+    "table_rows",
+    "table_users",
+}
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
 
 
@@ -69,14 +79,18 @@ def run(script: str, *options: str) -> str:
     """Runs a script as a user does, in another folder, and returns what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / f"{script}.py"), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd="/").stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment, cwd="/"
+    ).stdout
 
 
 @pytest.mark.slow
 def test_one_command_prints_every_table_of_the_document_and_replaces_them(tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(DOC.read_text(encoding="utf-8"), encoding="utf-8")
-    printed = run("performance", "--smoke", "--update", str(copy), "--python-jax", "", "--python-fastdp", "")
+    printed = run(
+        "performance", "--smoke", "--update", str(copy), "--python-jax", "", "--python-fastdp", ""
+    )
     old, new = (dict(blocks(path.read_text(encoding="utf-8"))) for path in (DOC, copy))
     assert list(old) == list(new)
     for name, table in new.items():
@@ -104,7 +118,16 @@ def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
 
 
 def test_every_benchmark_is_run_by_a_test() -> None:
-    suites = {"performance", "memory", "user_level", "equality", "step_time", "loaders", "accountant", "noise"}
+    suites = {
+        "performance",
+        "memory",
+        "user_level",
+        "equality",
+        "step_time",
+        "loaders",
+        "accountant",
+        "noise",
+    }
     assert suites | ACCURACY | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
     for script in suites | ACCURACY:
         assert "--smoke" in (FOLDER / f"{script}.py").read_text(encoding="utf-8")
@@ -113,11 +136,15 @@ def test_every_benchmark_is_run_by_a_test() -> None:
 # -- equal work -------------------------------------------------------------------------------------------------------
 
 
-def test_a_variant_that_does_not_clip_is_found_out(performance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_does_not_clip_is_found_out(
+    performance: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     equality = performance.equality
     monkeypatch.setitem(equality.VARIANTS, "hooks", equality.VARIANTS["plain"])
     monkeypatch.setattr(equality, "few", lambda smoke: [equality.cases(smoke=True)[0]])
-    with pytest.raises(AssertionError, match=r"other work than the reference: \[\('logistic 20/32', 'hooks'"):
+    with pytest.raises(
+        AssertionError, match=r"other work than the reference: \[\('logistic 20/32', 'hooks'"
+    ):
         equality.tables(smoke=True)
 
 
@@ -143,7 +170,9 @@ def test_the_reference_clips_half_of_the_records(performance: ModuleType) -> Non
         rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     norms = torch.stack(rows).norm(dim=1)
     assert int((norms > clip).sum()) == len(rows) // 2
-    expected = sum(row * min(1.0, clip / float(norm)) for row, norm in zip(rows, norms, strict=True)) / len(rows)
+    expected = sum(
+        row * min(1.0, clip / float(norm)) for row, norm in zip(rows, norms, strict=True)
+    ) / len(rows)
     torch.testing.assert_close(mean, expected)
 
 
@@ -152,7 +181,10 @@ def test_the_reference_clips_half_of_the_records(performance: ModuleType) -> Non
 
 def test_a_ratio_is_taken_within_its_round(performance: ModuleType) -> None:
     timing = sys.modules["timing"]
-    seconds = {"plain": [1.0, 10.0, 2.0], "other": [3.0, 20.0, 2.0]}  # a busy second round slows both
+    seconds = {
+        "plain": [1.0, 10.0, 2.0],
+        "other": [3.0, 20.0, 2.0],
+    }  # a busy second round slows both
     ratio, milliseconds = timing.figures(seconds, "plain")["other"]
     assert (ratio.low, ratio.median, ratio.high) == (1.5, 2.0, 2.5)
     assert milliseconds == 3000.0
@@ -163,16 +195,24 @@ def test_every_variant_takes_its_turn_in_every_round(performance: ModuleType) ->
     timing, turns = sys.modules["timing"], []
 
     def slot(name: str, seconds: float) -> object:
-        return timing.Slot(lambda repeats: turns.append((name, repeats)) or seconds, seconds=1.0, most=7)
+        return timing.Slot(
+            lambda repeats: turns.append((name, repeats)) or seconds, seconds=1.0, most=7
+        )
 
-    found = timing.interleaved({"a": slot("a", 0.5), "b": slot("b", 0.01), "c": slot("c", 3.0)}, rounds=4)
+    found = timing.interleaved(
+        {"a": slot("a", 0.5), "b": slot("b", 0.01), "c": slot("c", 3.0)}, rounds=4
+    )
     assert found == {"a": [0.5] * 4, "b": [0.01] * 4, "c": [3.0] * 4}
-    assert [sorted(turns[3 + 3 * k : 6 + 3 * k]) for k in range(4)] == [[("a", 2), ("b", 7), ("c", 1)]] * 4
+    assert [sorted(turns[3 + 3 * k : 6 + 3 * k]) for k in range(4)] == [
+        [("a", 2), ("b", 7), ("c", 1)]
+    ] * 4
 
 
 def test_setup_is_taken_out_of_the_time_of_fit(performance: ModuleType) -> None:
     variants, ends = sys.modules["variants"], itertools.count(5.0, 0.25)
-    slot = variants.fit_slot(sys.modules["cases"].cases(smoke=True)[0], variants.Setting(), lambda: next(ends))
+    slot = variants.fit_slot(
+        sys.modules["cases"].cases(smoke=True)[0], variants.Setting(), lambda: next(ends)
+    )
     assert slot.run(10) == 0.25
 
 
@@ -206,15 +246,22 @@ def test_a_peer_that_does_not_start_is_left_out(
     args = argparse.Namespace(python_jax=str(tmp_path / "absent"), python_fastdp=str(ends))
     with peers.started(args) as found:
         assert list(found) == []
-    assert re.findall(r"^(\w+) is left out", capsys.readouterr().out, re.MULTILINE) == ["jax", "fastdp"]
+    assert re.findall(r"^(\w+) is left out", capsys.readouterr().out, re.MULTILINE) == [
+        "jax",
+        "fastdp",
+    ]
 
 
 def test_a_peer_takes_turns_and_says_its_update_in_a_process_of_its_own(
     performance: ModuleType, tmp_path: Path
 ) -> None:
     peers, case = sys.modules["peers"], sys.modules["cases"].cases(smoke=True)[0]
-    talks = tmp_path / "python"  # in place of an interpreter: it is given the script of the peer, and runs this
-    talks.write_text(f"#!/bin/sh\nexec {sys.executable} -S {tmp_path / 'stand_in.py'}\n", encoding="utf-8")
+    talks = (
+        tmp_path / "python"
+    )  # in place of an interpreter: it is given the script of the peer, and runs this
+    talks.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -S {tmp_path / 'stand_in.py'}\n", encoding="utf-8"
+    )
     talks.chmod(0o700)
     (tmp_path / "stand_in.py").write_text(STAND_IN, encoding="utf-8")
     with peers.started(argparse.Namespace(python_jax="", python_fastdp=str(talks))) as (peer,):
@@ -246,7 +293,12 @@ def test_a_table_is_put_in_its_place_only(performance: ModuleType) -> None:
 
 def test_the_document_says_how_its_figures_were_made() -> None:
     text = DOC.read_text(encoding="utf-8")
-    for fact in ("python benchmarks/performance.py --update docs/performance.md", "same round", "CPU time", "(B, 1)"):
+    for fact in (
+        "python benchmarks/performance.py --update docs/performance.md",
+        "same round",
+        "CPU time",
+        "(B, 1)",
+    ):
         assert fact in text
     for link in re.findall(r"\]\(([\w./]+)\)", text):
         assert (ROOT / "docs" / link).exists(), link

@@ -37,7 +37,9 @@ def no_seed_by_hand() -> None:
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])
 @pytest.mark.parametrize("count", [1, 4, 13])
-def test_canaries_are_on_the_bound_and_orthogonal_in_blocks(shape: tuple[int, ...], count: int) -> None:
+def test_canaries_are_on_the_bound_and_orthogonal_in_blocks(
+    shape: tuple[int, ...], count: int
+) -> None:
     made = canaries(count, like=(torch.zeros(shape), torch.tensor(0)), bound_x=3.0, labels=range(4))
     inputs = torch.stack([x.flatten() for x, _ in made])
     assert len(made) == count
@@ -50,10 +52,15 @@ def test_canaries_are_on_the_bound_and_orthogonal_in_blocks(shape: tuple[int, ..
 
 def test_values_of_the_record_are_not_looked_at() -> None:
     private = torch.full((DIM,), 7.0), torch.full((1,), 9.0)
-    for mine, other in zip(MADE[:20], canaries(20, like=private, bound_x=1.0, labels=(0, 1)), strict=True):
+    for mine, other in zip(
+        MADE[:20], canaries(20, like=private, bound_x=1.0, labels=(0, 1)), strict=True
+    ):
         assert mine[1].shape == other[1].shape == (1,)
     first, second = (canaries(5, like=like, bound_x=1.0, labels=(0, 1)) for like in (LIKE, private))
-    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def test_scores_are_losses_and_leave_the_model_alone() -> None:
@@ -99,7 +106,9 @@ def opacus_parts(dataset: Any) -> tuple[Any, ...]:
     )
 
 
-def train(model: Any, optimizer: Any, loader: Any, engine: PrivacyEngine, noisy: bool = True) -> float:
+def train(
+    model: Any, optimizer: Any, loader: Any, engine: PrivacyEngine, noisy: bool = True
+) -> float:
     for _ in range(STEPS):
         for x, y in loader:
             optimizer.zero_grad()
@@ -126,7 +135,9 @@ def test_a_script_is_examined_and_audited() -> None:
 
     found = check_training(opacus_parts, train, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
     assert not found.contradicts()
-    assert check_training(opacus_parts, lies, BASE, loss=LOSS, canaries=MADE, delta=DELTA).contradicts()
+    assert check_training(
+        opacus_parts, lies, BASE, loss=LOSS, canaries=MADE, delta=DELTA
+    ).contradicts()
 
     def halves(dataset: Any) -> Any:  # the loader's model is another one
         return nn.Linear(DIM, 1), *opacus_parts(dataset)[1:]
@@ -136,13 +147,19 @@ def test_a_script_is_examined_and_audited() -> None:
     with pytest.raises(ValueError, match="setup must return"):
         check_training(lambda dataset: (1, 2), train, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
     with pytest.raises(ValueError, match="train must return"):
-        check_training(opacus_parts, lambda *parts: None, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
+        check_training(
+            opacus_parts, lambda *parts: None, BASE, loss=LOSS, canaries=MADE, delta=DELTA
+        )
 
 
-@pytest.mark.parametrize("change", [{"delta": 1e-6}, {"guess_in": 5, "guess_out": 5}, {"canaries": MADE[:20]}])
+@pytest.mark.parametrize(
+    "change", [{"delta": 1e-6}, {"guess_in": 5, "guess_out": 5}, {"canaries": MADE[:20]}]
+)
 def test_a_claim_that_no_guesses_refute_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"canaries must be more.* 0\.6[0-9]* is claimed"):
-        check_training(opacus_parts, train, BASE, **{"loss": LOSS, "canaries": MADE, "delta": DELTA} | change)
+        check_training(
+            opacus_parts, train, BASE, **{"loss": LOSS, "canaries": MADE, "delta": DELTA} | change
+        )
 
 
 SCRIPT = """
@@ -182,21 +199,33 @@ def test_false_claim(dp_check):
 """
 
 
-def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(pytester: pytest.Pytester) -> None:
+def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(
+    pytester: pytest.Pytester,
+) -> None:
     pytester.makepyfile(SCRIPT)
-    result = pytester.runpytest_inprocess("-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
+    result = pytester.runpytest_inprocess(
+        "-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist"
+    )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*The claim of epsilon 0.5 is refuted.*"])
 
 
 def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^```\{code-cell\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(
+        encoding="utf-8"
+    )
+    cells = re.findall(
+        r"^```\{code-cell\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL
+    )
     (test,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     (own,) = (i for i, cell in enumerate(cells) if "def setup(dataset)" in cell)
     one_run = "from torch_dpsco.audit import OneRunAudit\n"
-    pytester.makepyfile("\n".join([cells[0], one_run, *cells[own:], "assert found.contradicts(claimed)", test]))
-    result = pytester.runpytest_inprocess("-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-s")
+    pytester.makepyfile(
+        "\n".join([cells[0], one_run, *cells[own:], "assert found.contradicts(claimed)", test])
+    )
+    result = pytester.runpytest_inprocess(
+        "-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-s"
+    )
     result.assert_outcomes(passed=1)
     said = [line.split("The claim of")[1] for line in result.outlines if "The claim of" in line]
     assert len(said) == 2
@@ -208,7 +237,9 @@ def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
 def test_the_plugin_imports_nothing_but_pytest() -> None:
     code = "import sys, torch_dpsco_pytest; print(sorted({'torch', 'numpy', 'scipy', 'torch_dpsco'} & {*sys.modules}))"
     root = Path(__file__).parents[1]
-    said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert said.strip() == "[]"
 
 
@@ -217,4 +248,7 @@ def test_the_plugin_is_installed_under_its_own_name() -> None:
     config = configparser.ConfigParser()
     config.read(Path(__file__).parents[1] / "setup.cfg", encoding="utf-8")
     assert config["options"]["py_modules"] == "torch_dpsco_pytest"
-    assert config["options.entry_points"]["pytest11"].strip() == "torch_dpsco_pytest = torch_dpsco_pytest"
+    assert (
+        config["options.entry_points"]["pytest11"].strip()
+        == "torch_dpsco_pytest = torch_dpsco_pytest"
+    )

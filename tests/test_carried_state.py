@@ -29,7 +29,11 @@ State = Any
 class Cell(nn.Module):
     """A recurrent cell; `inputs` and `outputs` say in which form its state comes and goes."""
 
-    def __init__(self, inputs: Callable[[State], Any] = lambda s: s, outputs: Callable[[Tensor], Any] = lambda s: s):
+    def __init__(
+        self,
+        inputs: Callable[[State], Any] = lambda s: s,
+        outputs: Callable[[Tensor], Any] = lambda s: s,
+    ):
         super().__init__()
         self.cell, self.head = nn.Linear(3 + DIM, DIM), nn.Linear(DIM, 1)
         self.inputs, self.outputs = inputs, outputs
@@ -110,11 +114,18 @@ def test_a_record_moves_no_batch_that_it_is_not_in(monkeypatch: pytest.MonkeyPat
         state = loop.step(x, weight=weight)
         before = [p.detach().clone() for p in loop.model.parameters()]
         loop.step(batch(1), detached(state))
-        return B * torch.cat([(b - p.detach()).flatten() for b, p in zip(before, loop.model.parameters(), strict=True)])
+        return B * torch.cat(
+            [
+                (b - p.detach()).flatten()
+                for b, p in zip(before, loop.model.parameters(), strict=True)
+            ]
+        )
 
     with pytest.raises(PrivacyError):
         later_sum(50.0)
-    monkeypatch.setattr(dp.rows.carried.CarriedState, "begin", lambda self, inputs, leaves_rows: None)
+    monkeypatch.setattr(
+        dp.rows.carried.CarriedState, "begin", lambda self, inputs, leaves_rows: None
+    )
     assert float((later_sum(50.0) - later_sum(-50.0)).norm()) > 1.0  # clips; its charge covers none
 
 
@@ -148,8 +159,12 @@ def writers() -> tuple[Loop, Loop]:
 
     kept: list[Tensor] = []
     caches: list[list[Tensor]] = []
-    loop = Loop(Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach())), check_first_step=False)
-    grown = Loop(Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())), check_first_step=False)
+    loop = Loop(
+        Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach())), check_first_step=False
+    )
+    grown = Loop(
+        Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())), check_first_step=False
+    )
     return loop, grown
 
 
@@ -211,8 +226,13 @@ def test_state_is_not_carried_between_the_parts_of_a_draw(rows: str) -> None:
             state = state.detach()
 
     model = dp.attach(Cell(), rows=rows)
-    plan = dp.ClippedSGD.plan(clip=1.0, noise_multiplier=1.0, n=64, batch_size=64, sampling="full", steps=2, lr=0.1)
-    opt, data = dp.ClippedSGD(model.parameters(), plan), TensorDataset(torch.randn(64, 3), torch.zeros(64))
+    plan = dp.ClippedSGD.plan(
+        clip=1.0, noise_multiplier=1.0, n=64, batch_size=64, sampling="full", steps=2, lr=0.1
+    )
+    opt, data = (
+        dp.ClippedSGD(model.parameters(), plan),
+        TensorDataset(torch.randn(64, 3), torch.zeros(64)),
+    )
     with pytest.raises(PrivacyError, match="earlier batch"):
         train()
     opt.discard()
@@ -322,7 +342,9 @@ def test_evaluation_is_no_training() -> None:
 
 
 @pytest.mark.parametrize("same", [lambda s: s, lambda s: s.clone()])
-def test_what_a_forward_gives_back_as_it_came_is_no_output(same: Callable[[Tensor], Tensor]) -> None:
+def test_what_a_forward_gives_back_as_it_came_is_no_output(
+    same: Callable[[Tensor], Tensor],
+) -> None:
     kept: list[Tensor] = []
     cell = Cell(inputs=lambda s: kept.append(s) or s, outputs=lambda _: same(kept[-1]))
     loop, x, places = Loop(cell, check_first_step=False), torch.randn(B, 3), torch.rand(B, DIM)
@@ -346,7 +368,10 @@ def test_parameters_may_be_inputs() -> None:
 def test_a_generator_beside_its_critic_is_not_refused() -> None:
     torch.manual_seed(0)
     makes, critic = nn.Linear(2, 3), dp.attach(nn.Linear(3, 1))
-    opt, plain = make_optimizer(critic, Undeclared(2 * B)), torch.optim.SGD(makes.parameters(), lr=0.1)
+    opt, plain = (
+        make_optimizer(critic, Undeclared(2 * B)),
+        torch.optim.SGD(makes.parameters(), lr=0.1),
+    )
     for k in range(3):
         fake = makes(torch.randn(B, 2))
         opt.zero_grad()

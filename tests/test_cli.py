@@ -20,7 +20,9 @@ from torch_dpsco.plan import Plan
 from torch_dpsco.schema import Category, Number
 
 PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
+]
 SCRIPT = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 BUDGET = "--n 10000 --epsilon 1 --delta 1e-6"
 LOGISTIC = f"plan HolderSGD --loss logistic --bound-x 1 {BUDGET}"
@@ -30,12 +32,17 @@ def write_tables(rows: int = 400) -> None:
     """Writes a private table, a public one and their schema."""
     draws = np.random.default_rng(0)
     age, sex = draws.integers(17, 91, rows), draws.choice(["f", "m"], rows)
-    lines = [f"{k},{a},{s},{'yes' if a > 50 else 'no'}" for k, (a, s) in enumerate(zip(age, sex, strict=True))]
+    lines = [
+        f"{k},{a},{s},{'yes' if a > 50 else 'no'}"
+        for k, (a, s) in enumerate(zip(age, sex, strict=True))
+    ]
     Path("table.csv").write_text("\n".join(["id,age,sex,died", *lines]))
     Path("open.csv").write_text('sex,age,died,note\nf,20,no,"fell\nm,90,yes,\n')
     Path("new.csv").write_text("sex,age\nf,20\nm,90\nm,?\n")
     kinds = {"age": Number(17, 90), "sex": Category(["f", "m"])}
-    dp.Schema(kinds, target="died", labels=["no", "yes"], ids="id", unit="patient").save("schema.toml")
+    dp.Schema(kinds, target="died", labels=["no", "yes"], ids="id", unit="patient").save(
+        "schema.toml"
+    )
 
 
 @pytest.fixture
@@ -71,10 +78,17 @@ def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
 
 
 def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
-    code, out, err = run(capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger")
+    code, out, err = run(
+        capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger"
+    )
     assert (code, err) == (0, "")
     assert out.index("Study of 'died'") < out.index("held out: auc ")
-    assert {path.name for path in Path("study").iterdir()} == {"model.json", "report.html", "summary.txt", "study.svg"}
+    assert {path.name for path in Path("study").iterdir()} == {
+        "model.json",
+        "report.html",
+        "summary.txt",
+        "study.svg",
+    }
     assert "for one patient" in Path("study/report.html").read_text()
     assert "whole: ledger" in run(capsys, "ledger check study.ledger")[1]
     code, out, err = run(capsys, "predict study/model.json new.csv")
@@ -136,7 +150,11 @@ def test_a_plan_is_that_of_the_class(folder, capsys):
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))
     code, out, _ = run(capsys, f"{LOGISTIC} --adjacency add_remove --json --save plan.json")
     assert code == 0
-    assert Plan.from_dict(json.loads(out)) == plan == Plan.from_dict(json.loads(Path("plan.json").read_text()))
+    assert (
+        Plan.from_dict(json.loads(out))
+        == plan
+        == Plan.from_dict(json.loads(Path("plan.json").read_text()))
+    )
     assert run(capsys, f"{LOGISTIC} --adjacency add_remove")[1] == f"{plan}\n"
 
 
@@ -158,7 +176,9 @@ def test_options_follow_the_class(words, capsys):
 
 def test_a_report_says_what_the_accountant_says(folder, capsys):
     assert run(capsys, "report run.ledger --delta 1e-6") == (0, f"{folder.report(1e-6)}\n", "")
-    found = json.loads(run(capsys, "report run.ledger --delta 1e-6 --json --adjacency replace_one")[1])
+    found = json.loads(
+        run(capsys, "report run.ledger --delta 1e-6 --json --adjacency replace_one")[1]
+    )
     assert found["adjacency"] == "replace_one"
     assert found["epsilon"] == folder.get_epsilon(1e-6, adjacency="replace_one")
     assert found["ledger_id"] == folder.ledger_id
@@ -167,7 +187,11 @@ def test_a_report_says_what_the_accountant_says(folder, capsys):
 def test_reading_a_ledger_changes_nothing(folder, capsys):
     names = ("run.ledger", "run.ledger.mark")
     before = [(Path(name).read_bytes(), Path(name).stat().st_mtime_ns) for name in names]
-    assert run(capsys, "ledger check run.ledger")[0] == run(capsys, "report run.ledger --delta 1e-6")[0] == 0
+    assert (
+        run(capsys, "ledger check run.ledger")[0]
+        == run(capsys, "report run.ledger --delta 1e-6")[0]
+        == 0
+    )
     assert [(Path(name).read_bytes(), Path(name).stat().st_mtime_ns) for name in names] == before
     folder.authorize(PoissonGaussian(2.0, 0.01))  # the run goes on
     assert "11 events" in run(capsys, "ledger check run.ledger")[1]
@@ -199,7 +223,11 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
     assert code == 1
     assert "CRITICAL: coupled records" in out
     code, out, _ = run(capsys, "doctor script.py:coupled --json")
-    assert (code, json.loads(out)[0]["name"], json.loads(out)[0]["severity"]) == (1, "coupled-records", "critical")
+    assert (code, json.loads(out)[0]["name"], json.loads(out)[0]["severity"]) == (
+        1,
+        "coupled-records",
+        "critical",
+    )
     audit = "audit script.py:loud --delta 1e-5 --trials 200 --claim 1 --seed 3"
     code, out, _ = run(capsys, audit)
     assert code == 1
@@ -210,7 +238,9 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
     assert found["epsilon_lower"] > 1.0
 
 
-@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
+)
 def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys):
     pytest.importorskip("matplotlib")
     for words in (LOGISTIC, "report run.ledger --delta 1e-6"):
@@ -235,36 +265,72 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("report run.ledger", "--delta"),
         ("report run.ledger --delta 2", "--delta must be in \\[0, 1\\) \\(got 2.0\\)"),
         ("report run.ledger --delta 1e-6 --adjacency no", "adjacency must be .*'no'"),
-        (f"{LOGISTIC} --plot drawn.gif", "--plot must end in .svg, .png or .pdf \\(got 'drawn.gif'\\)"),
+        (
+            f"{LOGISTIC} --plot drawn.gif",
+            "--plot must end in .svg, .png or .pdf \\(got 'drawn.gif'\\)",
+        ),
         ("report nowhere --delta 1e-6", "LEDGER must be .*'nowhere'"),
         ("ledger check nowhere", "LEDGER must be .*'nowhere'"),
         ("doctor script.py", "SCRIPT.py:FUNCTION must name"),
-        ("doctor script.py:nothing", "SCRIPT.py:FUNCTION must name a function of script.py \\(got 'nothing'\\)"),
+        (
+            "doctor script.py:nothing",
+            "SCRIPT.py:FUNCTION must name a function of script.py \\(got 'nothing'\\)",
+        ),
         ("doctor script.py:few", "must return what dp.doctor takes, .*'loss'"),
         ("doctor script.py:broken", "script.py:broken raised KeyError: 'x'"),
         ("audit script.py:loud --delta 1e-5", "--trials"),
         ("fit table.csv --schema schema.toml --epsilon 1", "--out"),
-        ("fit table.csv --schema schema.toml --epsilon no --out o", "--epsilon must be a number .*'no'"),
-        ("fit table.csv --schema nowhere --epsilon 1 --out o", "--schema must be a file that is there .*'nowhere'"),
-        ("fit nowhere.csv --schema schema.toml --epsilon 1 --out o", "TABLE must be a file .*'nowhere.csv'"),
-        ("fit new.csv --schema schema.toml --epsilon 1 --out o", "column 'died' must be in the frame"),
+        (
+            "fit table.csv --schema schema.toml --epsilon no --out o",
+            "--epsilon must be a number .*'no'",
+        ),
+        (
+            "fit table.csv --schema nowhere --epsilon 1 --out o",
+            "--schema must be a file that is there .*'nowhere'",
+        ),
+        (
+            "fit nowhere.csv --schema schema.toml --epsilon 1 --out o",
+            "TABLE must be a file .*'nowhere.csv'",
+        ),
+        (
+            "fit new.csv --schema schema.toml --epsilon 1 --out o",
+            "column 'died' must be in the frame",
+        ),
         ("fit open.csv --schema schema.toml --epsilon 1 --out o", "quotes enclose whole cells"),
         (
             "fit table.csv --schema table.csv --epsilon 1 --out o",
             "dpsco: 'table.csv': path must be that of a TOML file",
         ),
-        ("fit table.csv --schema schema.toml --epsilon 1 --out .", "--out must be a new or empty folder"),
-        ("fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso", "--model must be one of .*'Lasso'"),
+        (
+            "fit table.csv --schema schema.toml --epsilon 1 --out .",
+            "--out must be a new or empty folder",
+        ),
+        (
+            "fit table.csv --schema schema.toml --epsilon 1 --out o --model Lasso",
+            "--model must be one of .*'Lasso'",
+        ),
         (
             "fit table.csv --schema schema.toml --epsilon 1 --out o --model Ridge",
             "--model must be one for 2 labels, .*Ridge",
         ),
-        ("fit table.csv --schema schema.toml --epsilon 1 --out o --adjacency add_remove", "--n must be given"),
+        (
+            "fit table.csv --schema schema.toml --epsilon 1 --out o --adjacency add_remove",
+            "--n must be given",
+        ),
         ("fit table.csv --schema schema.toml --epsilon 1 --out o --level 2", "--level must be"),
         ("predict nowhere new.csv", "MODEL.json must be a file"),
-        ("fit schema.toml --schema schema.toml --epsilon 1 --out o", "TABLE must be a table, or the path of"),
-        ("predict schema.toml new.csv", "dpsco: 'schema.toml': path must be of JSON that Released.save wrote"),
-        ("audit script.py:loud --delta 1e-5 --trials 2", "--trials must be >= 8 a side \\(got 2\\)"),
+        (
+            "fit schema.toml --schema schema.toml --epsilon 1 --out o",
+            "TABLE must be a table, or the path of",
+        ),
+        (
+            "predict schema.toml new.csv",
+            "dpsco: 'schema.toml': path must be of JSON that Released.save wrote",
+        ),
+        (
+            "audit script.py:loud --delta 1e-5 --trials 2",
+            "--trials must be >= 8 a side \\(got 2\\)",
+        ),
     ],
 )
 def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
@@ -274,7 +340,8 @@ def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "fit", "predict", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"]
+    "command",
+    ["", "fit", "predict", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"],
 )
 def test_help_is_printed(command, capsys):
     with pytest.raises(SystemExit) as end:
@@ -286,7 +353,9 @@ def test_help_is_printed(command, capsys):
 @pytest.mark.slow
 def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "torch_dpsco", "--help"]
-    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
     assert "usage: dpsco" in done.stdout
 
 

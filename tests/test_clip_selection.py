@@ -59,7 +59,11 @@ def test_quantiles_near_the_end_are_kept_away_from_thresholds_above_every_norm()
     with pytest.warns(UtilityWarning):
         quantile = target_quantile("theory", 1e-9, **PILOT)
     law = quantile_probabilities(np.abs(norms), geometric_grid(C_MIN, C_MAX), quantile, 1.0)
-    above = sum(p for p, tau in zip(law, geometric_grid(C_MIN, C_MAX), strict=True) if tau >= np.abs(norms).max())
+    above = sum(
+        p
+        for p, tau in zip(law, geometric_grid(C_MIN, C_MAX), strict=True)
+        if tau >= np.abs(norms).max()
+    )
     assert above < 0.01
 
 
@@ -99,7 +103,9 @@ def test_the_update_moves_towards_the_target_and_stays_at_it():
     assert adaptive_clip_update(2.0, 1e5, 0.5, lr=20.0) == 0.0
     for wrong in ({"clip": 0.0}, {"fraction": math.nan}, {"target": 1.5}, {"lr": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-            adaptive_clip_update(**({"clip": 1.0, "fraction": 0.5, "target": 0.5, "lr": 0.2} | wrong))
+            adaptive_clip_update(
+                **({"clip": 1.0, "fraction": 0.5, "target": 0.5, "lr": 0.2} | wrong)
+            )
 
 
 def test_a_threshold_at_an_end_of_the_grid_warns_by_the_output_alone():

@@ -29,10 +29,14 @@ def reload():
         (torch.utils, "_pytree"),
     ],
 )
-def test_a_missing_function_is_named_with_the_versions_that_were_run(monkeypatch, reload, owner, name):
+def test_a_missing_function_is_named_with_the_versions_that_were_run(
+    monkeypatch, reload, owner, name
+):
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
-        with pytest.raises(ImportError, match=rf"needs torch\S*\.{name}, which torch .* install one of these"):
+        with pytest.raises(
+            ImportError, match=rf"needs torch\S*\.{name}, which torch .* install one of these"
+        ):
             reload()
 
 
@@ -45,7 +49,9 @@ def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(DPOptimizer, "__init__", renamed)
-        with pytest.raises(ImportError, match=r"needs opacus\.optimizers\.DPOptimizer\._is_last_step_skipped"):
+        with pytest.raises(
+            ImportError, match=r"needs opacus\.optimizers\.DPOptimizer\._is_last_step_skipped"
+        ):
             compat.require_opacus()
     compat.require_opacus()
 

@@ -41,11 +41,15 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target.view(-1, *[1] * (output.dim() - 1))).square().flatten(1).sum(1).mean()
 
 
-def vectorized(model: nn.Module, loss: Callable[..., Any] = squared, size: int = 2, **options: Any) -> dp.CompiledRows:
+def vectorized(
+    model: nn.Module, loss: Callable[..., Any] = squared, size: int = 2, **options: Any
+) -> dp.CompiledRows:
     return dp.CompiledRows(model, loss, micro_batch_size=size, **{"backend": None, **options})
 
 
-def means(model: nn.Module, x: Tensor, y: Tensor, rows: dp.CompiledRows | None = None, clip: float = CLIP) -> Tensor:
+def means(
+    model: nn.Module, x: Tensor, y: Tensor, rows: dp.CompiledRows | None = None, clip: float = CLIP
+) -> Tensor:
     """Returns the mean without noise that one step releases, by compiled rows or by hooks; the model stays as it is."""
     before = copy.deepcopy(model.state_dict())
     ours = make_optimizer(model, dp.Full(len(x)), clip=clip)
@@ -60,7 +64,9 @@ def means(model: nn.Module, x: Tensor, y: Tensor, rows: dp.CompiledRows | None =
     return torch.cat([p.grad.flatten() for p in trained(model)])
 
 
-def both(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+def both(
+    name: str, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     """Returns a model that is attached, one that is not, inputs and targets."""
     model, x = built(name, dtype)
     twin = copy.deepcopy(model)
@@ -70,10 +76,14 @@ def both(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.M
 @pytest.mark.parametrize("name", MODELS)
 def test_means_are_those_of_attached_models(name: str) -> None:
     attached, plain, x, y = both(name)
-    torch.testing.assert_close(means(plain, x, y, vectorized(plain)), means(attached, x, y), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        means(plain, x, y, vectorized(plain)), means(attached, x, y), rtol=1e-9, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_means_are_those_of_attached_models(backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
@@ -111,17 +121,22 @@ def test_batches_of_any_size_compile_once() -> None:
     for model in models:
         ours = make_optimizer(model, dp.Poisson(3, 60), noise=1.0)
         rows, sizes = vectorized(model, size=4, backend=backend), set()
-        for x, y in ours.loader(TensorDataset(torch.ones(60, 3), torch.ones(60)), steps=60, padding=False):
+        for x, y in ours.loader(
+            TensorDataset(torch.ones(60, 3), torch.ones(60)), steps=60, padding=False
+        ):
             sizes.add(len(x))
             rows.step(ours, x, y)
         assert len(sizes) > 3  # of a Poisson number of mean 3, 60 times
         assert ours.steps == len(ours.accountant) == 60
         there, without = (
-            r._rows(torch.ones(4, 3), torch.ones(4), slice(0, 4)) for r in (rows, vectorized(model, size=4))
+            r._rows(torch.ones(4, 3), torch.ones(4), slice(0, 4))
+            for r in (rows, vectorized(model, size=4))
         )
         assert all(map(torch.equal, there, without))
     # torch without `isolate_recompiles` takes the program of the first model for the second one, with its own weights
-    assert len(graphs) == (len(models) if "isolate_recompiles" in inspect.signature(torch.compile).parameters else 1)
+    assert len(graphs) == (
+        len(models) if "isolate_recompiles" in inspect.signature(torch.compile).parameters else 1
+    )
 
 
 def test_rows_of_the_filling_never_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +147,18 @@ def test_rows_of_the_filling_never_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def loud(records: Tensor, size: int) -> Tensor:
         return torch.where(
-            torch.arange(size).view(-1, *[1] * (records.dim() - 1)) < len(records), fill(records, size), 9.0
+            torch.arange(size).view(-1, *[1] * (records.dim() - 1)) < len(records),
+            fill(records, size),
+            9.0,
         )
 
     monkeypatch.setattr(compiled, "_filled", loud)
     assert torch.equal(means(model, x, y, vectorized(model, size=4)), mean)
     # were they not cut off, the optimizer would see more rows than were drawn
     rows = vectorized(model, size=4)
-    rows._rows = lambda inputs, targets, part: rows._call(rows._eager, *(fill(t[part], 4) for t in (inputs, targets)))
+    rows._rows = lambda inputs, targets, part: rows._call(
+        rows._eager, *(fill(t[part], 4) for t in (inputs, targets))
+    )
     with pytest.raises(SequenceError, match="at most the rows of one draw, and got more"):
         means(model, x, y, rows)
 
@@ -190,7 +209,9 @@ def test_rows_come_in_parts_of_one_size_but_for_an_optimizer_without_a_sampling(
         before = copy.deepcopy(model.state_dict())
         vectorized(model).step(ours, x, y)
         assert seen == parts
-        torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+        torch.testing.assert_close(
+            torch.cat([p.grad.flatten() for p in model.parameters()]), expected
+        )
         model.load_state_dict(before)
 
 
@@ -235,7 +256,9 @@ def test_masks_of_records_are_their_own() -> None:
     rows.prepare(torch.ones(4, 64), torch.ones(4))
     (found,) = rows._rows(torch.ones(4, 64), torch.ones(4), slice(0, 4))
     assert {float(value) for value in found.flatten()} == {0.0, 2.0}
-    assert len({tuple(row.flatten().tolist()) for row in found}) == 4  # two are equal with probability 2^-61
+    assert (
+        len({tuple(row.flatten().tolist()) for row in found}) == 4
+    )  # two are equal with probability 2^-61
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -248,7 +271,9 @@ def test_half_precision_rows_are_rows_of_one_record(dtype: torch.dtype) -> None:
         (squared(twin(inputs), targets) * len(inputs)).backward()
         ours.step()
     expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
-    torch.testing.assert_close(means(model, x, y, vectorized(model)), expected, rtol=5e-2, atol=5e-3)
+    torch.testing.assert_close(
+        means(model, x, y, vectorized(model)), expected, rtol=5e-2, atol=5e-3
+    )
 
 
 def test_records_of_another_shape_are_not_compiled_but_right() -> None:
@@ -276,7 +301,9 @@ def test_a_captured_weight_in_the_loss_is_refused() -> None:
     model = nn.Linear(2, 1)
     weight, data = model.weight, (torch.ones(3, 2), torch.ones(3))
     for loss in (lambda output, target: output.sum() + weight.sum(), _Scaled()):
-        with pytest.raises(ValueError, match="must not use parameters that are kept outside of the model"):
+        with pytest.raises(
+            ValueError, match="must not use parameters that are kept outside of the model"
+        ):
             means(model, *data, vectorized(model, loss))
 
 
@@ -314,7 +341,9 @@ class _Counting(nn.Module):
 @pytest.mark.parametrize("write", ["in place", "by data", "records"])
 def test_a_forward_that_writes_is_refused(write: str) -> None:
     model = _Counting(write)
-    with pytest.raises((PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"):
+    with pytest.raises(
+        (PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"
+    ):
         means(model, torch.ones(3, 2), torch.ones(3), vectorized(model))
 
 
@@ -341,12 +370,18 @@ def test_models_that_cannot_be_attached_are_refused() -> None:
     with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         vectorized(nn.Linear(2, 1)).step(ours, torch.ones(3, 2), torch.ones(3))
     with pytest.raises(ValueError, match="must be a PrivateOptimizer"):
-        vectorized(nn.Linear(2, 1)).step(torch.optim.SGD(model.parameters()), torch.ones(3, 2), torch.ones(3))
+        vectorized(nn.Linear(2, 1)).step(
+            torch.optim.SGD(model.parameters()), torch.ones(3, 2), torch.ones(3)
+        )
 
 
 def test_batches_that_do_not_match_are_refused() -> None:
     model = nn.Linear(2, 1)
-    for x, y in ((torch.ones(3, 2), torch.ones(2)), (torch.ones(3, 2), 1.0), (torch.ones(3, 2), torch.ones(()))):
+    for x, y in (
+        (torch.ones(3, 2), torch.ones(2)),
+        (torch.ones(3, 2), 1.0),
+        (torch.ones(3, 2), torch.ones(())),
+    ):
         ours = make_optimizer(model, dp.Full(3))
         next(iter(ours.loader(TensorDataset(torch.ones(3, 2), torch.ones(3)), steps=1)))
         with pytest.raises(ValueError, match="inputs and targets must"):
@@ -390,7 +425,9 @@ def test_what_cannot_be_vectorized_is_refused_before_anything_is_charged() -> No
     model = _Branching()
     ours = make_optimizer(model, dp.Full(3))
     next(iter(ours.loader(TensorDataset(torch.ones(3, 3), torch.ones(3)), steps=1)))
-    with pytest.raises(ValueError, match=r"must be one that torch\.func\.vmap vectorizes: .*\.item\(\)"):
+    with pytest.raises(
+        ValueError, match=r"must be one that torch\.func\.vmap vectorizes: .*\.item\(\)"
+    ):
         vectorized(model).step(ours, torch.ones(3, 3), torch.ones(3))
     assert ours.steps == len(ours.accountant) == 0
 
@@ -402,7 +439,9 @@ def test_what_cannot_be_compiled_is_vectorized_with_a_warning() -> None:
     model, x = built("mlp")
     y = torch.ones(5, dtype=torch.float64)
     rows = vectorized(model, backend=backend)
-    with pytest.warns(UtilityWarning, match=r"vectorized, but not compiled: torch\.compile raised .*"):
+    with pytest.warns(
+        UtilityWarning, match=r"vectorized, but not compiled: torch\.compile raised .*"
+    ):
         mean = means(model, x, y, rows)
     assert torch.equal(mean, means(model, x, y, vectorized(model)))
 
@@ -427,7 +466,9 @@ def test_fit_makes_the_same_steps_with_compiled_rows() -> None:
     assert not is_attached(model)
     fitted(plain)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # bounds of float32 norms differ by 2^-14
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-3, atol=1e-4
+        )  # bounds of float32 norms differ by 2^-14
 
 
 class _Halved(torch.autograd.Function):
@@ -450,7 +491,11 @@ def _own_function(scores: Tensor, targets: Tensor) -> Tensor:
 def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, loss.num_scores))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-    y = torch.tensor([1, 0, 1, 0, 1, 1]) if loss.num_scores > 1 else torch.tensor([[1.0], [-1.0]] * 3)
+    y = (
+        torch.tensor([1, 0, 1, 0, 1, 1])
+        if loss.num_scores > 1
+        else torch.tensor([[1.0], [-1.0]] * 3)
+    )
     twin = dp.attach(copy.deepcopy(model))
     loss(twin(x), y).backward()
     expected = GradBatch.consume(trained(twin)).dense()
@@ -463,10 +508,16 @@ def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
 @pytest.mark.usefixtures("_eager_backend")
 def test_fit_goes_on_without_what_cannot_be_compiled_and_says_why() -> None:
     single, attached = nn.Sequential(nn.Linear(3, 1)), dp.attach(nn.Sequential(nn.Linear(3, 1)))
-    cases = [(_Branching(), None, "vmap"), (single, _own_function, "autograd.Function"), (attached, None, "detach")]
+    cases = [
+        (_Branching(), None, "vmap"),
+        (single, _own_function, "autograd.Function"),
+        (attached, None, "detach"),
+    ]
     for model, loss, reason in cases:
         plain = copy.deepcopy(model)
-        with pytest.warns(UtilityWarning, match=f"compile=True is not possible, so that fit goes on .*{reason}"):
+        with pytest.warns(
+            UtilityWarning, match=f"compile=True is not possible, so that fit goes on .*{reason}"
+        ):
             ours = fitted(model, loss, compile=True)
         assert ours.steps == len(ours.accountant) == 3
         assert is_attached(model)

@@ -23,7 +23,10 @@ from torch_dpsco.rows.micro_batches import micro_batch_size
 
 def expected_parts(mean: int, size: int) -> float:
     """Returns E[ceil(n / size)] for n of the law of Poisson, term by term."""
-    terms = (math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) * math.ceil(n / size) for n in range(20 * mean))
+    terms = (
+        math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) * math.ceil(n / size)
+        for n in range(20 * mean)
+    )
     return math.fsum(terms)
 
 
@@ -31,7 +34,9 @@ def expected_parts(mean: int, size: int) -> float:
 @pytest.mark.parametrize("size", [1, 7, 64, 77])
 def test_parts_of_poisson_batches_are_counted_by_their_law(mean: int, size: int) -> None:
     rel = 1e-9 if mean <= 32 * size else 0.01
-    assert micro_batches._poisson_parts(mean, size) == pytest.approx(expected_parts(mean, size), rel=rel)
+    assert micro_batches._poisson_parts(mean, size) == pytest.approx(
+        expected_parts(mean, size), rel=rel
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,11 +51,18 @@ def test_parts_of_poisson_batches_are_counted_by_their_law(mean: int, size: int)
         (None, None, 2**20, 8),
         (dp.Full(64), None, 2**20, 8),  # rows of that many parameters take 32 MiB (the least)
         (dp.Poisson(64, 10**4), 32, 100, 32),
-        (Parts(((dp.Full(100), 1), (dp.Full(50), 1000)), n=200), None, 100, 50),  # 100 records are two parts
+        (
+            Parts(((dp.Full(100), 1), (dp.Full(50), 1000)), n=200),
+            None,
+            100,
+            50,
+        ),  # 100 records are two parts
         (Parts(((dp.Full(100), 1000), (dp.Full(50), 1)), n=200), None, 100, 100),
     ],
 )
-def test_sizes_of_micro_batches_fit_the_batches(design: Any, physical: int | None, dim: int, expected: int) -> None:
+def test_sizes_of_micro_batches_fit_the_batches(
+    design: Any, physical: int | None, dim: int, expected: int
+) -> None:
     assert micro_batch_size(nn.Linear(dim, 1, bias=False), design, physical) == expected
 
 
@@ -123,10 +135,16 @@ def test_a_left_row_that_is_not_finite_contributes_nothing() -> None:
 
 def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> None:
     data = TensorDataset(torch.ones(40, 3), torch.ones(40, 1))
-    cases = [(dp.Full(40), 40), (dp.Poisson(5, 40), micro_batch_size(nn.Linear(3, 1), dp.Poisson(5, 40)))]
+    cases = [
+        (dp.Full(40), 40),
+        (dp.Poisson(5, 40), micro_batch_size(nn.Linear(3, 1), dp.Poisson(5, 40))),
+    ]
     for design, expected in cases:
         model = nn.Linear(3, 1)
-        ours, rows = make_optimizer(model, design), dp.CompiledRows(model, nn.MSELoss(), backend=None)
+        ours, rows = (
+            make_optimizer(model, design),
+            dp.CompiledRows(model, nn.MSELoss(), backend=None),
+        )
         for x, y in ours.loader(data, steps=20):
             rows.step(ours, x, y)
         assert rows.micro_batch_size == expected
@@ -173,6 +191,15 @@ def test_fit_compiles_micro_batches_that_fit_its_batches(
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     data = TensorDataset(torch.linspace(-1, 1, 60).view(20, 3), torch.ones(20, 1))
     ours = make_optimizer(model, dp.Full(20))
-    dp.fit(model, ours, data, nn.MSELoss(), steps=2, progress=False, compile=True, physical_batch_size=physical)
+    dp.fit(
+        model,
+        ours,
+        data,
+        nn.MSELoss(),
+        steps=2,
+        progress=False,
+        compile=True,
+        physical_batch_size=physical,
+    )
     assert sizes == [expected]
     assert ours.steps == len(ours.accountant) == 2

@@ -53,7 +53,9 @@ def rows(layer: nn.Module, x: Tensor, *, patched: bool) -> tuple[Tensor, ...]:
     compiled = dp.CompiledRows(layer, loss, backend=None)
     one = compiled._patched if patched else compiled._one
     params = tuple(p.detach() for p in layer.parameters())
-    found: tuple[Tensor, ...] = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(params, x, x[:, 0, 0, 0])
+    found: tuple[Tensor, ...] = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(
+        params, x, x[:, 0, 0, 0]
+    )
     return found
 
 
@@ -64,7 +66,9 @@ def test_values_and_rows_of_patches_are_those_of_convolutions(setting: str) -> N
     with PatchedConvolutions():
         value = layer(x)
     torch.testing.assert_close(value, layer(x), rtol=0.0, atol=0.0)
-    for ours, theirs in zip(rows(layer, x, patched=True), rows(layer, x, patched=False), strict=True):
+    for ours, theirs in zip(
+        rows(layer, x, patched=True), rows(layer, x, patched=False), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
@@ -73,7 +77,9 @@ def test_the_input_has_its_gradient_too(setting: str) -> None:
     layer, x = built(**SETTINGS[setting])
     first = nn.Conv2d(2, 2, 1).double()
     model = nn.Sequential(first, nn.Tanh(), layer)
-    for ours, theirs in zip(rows(model, x, patched=True), rows(model, x, patched=False), strict=True):
+    for ours, theirs in zip(
+        rows(model, x, patched=True), rows(model, x, patched=False), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
@@ -104,13 +110,17 @@ def test_a_bad_record_stays_in_its_own_row(bad: float) -> None:
     zeroed = x.clone()
     x[1, 0, 3, 3], zeroed[1] = bad, 0.0
     others = [0, 2, 3, 4]
-    for ours, without in zip(rows(layer, x, patched=True), rows(layer, zeroed, patched=True), strict=True):
+    for ours, without in zip(
+        rows(layer, x, patched=True), rows(layer, zeroed, patched=True), strict=True
+    ):
         assert torch.equal(ours[others], without[others])
         assert bad == 1e200 or not torch.isfinite(ours[1]).all()
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_what_the_compiler_refuses_of_patches_is_compiled_without(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_compiler_refuses_of_patches_is_compiled_without(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs: list[str] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -144,7 +154,9 @@ class Force(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [Force, lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(), nn.Flatten())], ids=["force", "dropout"]
+    "kind",
+    [Force, lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(), nn.Flatten())],
+    ids=["force", "dropout"],
 )
 def test_patches_are_left_out_where_they_change_rows(kind: Any) -> None:
     torch.manual_seed(0)
@@ -158,8 +170,12 @@ def test_patches_are_left_out_where_they_change_rows(kind: Any) -> None:
     rows = dp.CompiledRows(model, nn.MSELoss(), micro_batch_size=6, backend=backend)
     targets = torch.zeros_like(model(x))
     before = torch.random.get_rng_state()
-    with pytest.MonkeyPatch.context() as patch:  # which would seed the generators of GPUs too, and not restore them
-        patch.setattr(torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed was called"))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # which would seed the generators of GPUs too, and not restore them
+        patch.setattr(
+            torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed was called")
+        )
         assert rows._patches_agree(x, targets) == (kind is not Force)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert rows.prepare(x, targets) is None

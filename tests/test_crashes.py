@@ -19,7 +19,13 @@ import torch_dpsco as dp
 from tests.crashes.runs import CASES, EVERY, train
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
-from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import (
+    BudgetExceeded,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UtilityWarning,
+)
 from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.secret import SecretState
 
@@ -30,7 +36,14 @@ class Killed(BaseException):
     """Stands for a kill: nothing catches it, and nothing runs after it but what Python itself does."""
 
 
-def killed(case: str, folder: Path, charges: int, monkeypatch: pytest.MonkeyPatch, *, released: bool = False) -> None:
+def killed(
+    case: str,
+    folder: Path,
+    charges: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    released: bool = False,
+) -> None:
     """Trains until so many steps are charged, before the noise of the last one, or after its release."""
     real, made = PrivateOptimizer._charge, []
 
@@ -60,7 +73,9 @@ def state_in(folder: Path) -> dict[str, Any]:
 
 def counts(accountant: dp.Accountant) -> Counter[str]:
     """Returns how many events of each type are in each part."""
-    return Counter({f"{part} {type(event).__name__}": k for _, part, event, k in accountant.ledger.entries()})
+    return Counter(
+        {f"{part} {type(event).__name__}": k for _, part, event, k in accountant.ledger.entries()}
+    )
 
 
 # -- killed at every step ---------------------------------------------------------------------------------------------
@@ -71,7 +86,11 @@ def forks() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported everything, never runs a backward pass itself, and forks the runs that are killed."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.crashes.runs"]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
     ) as process:
         yield process
         process.communicate()  # the end of its input ends it
@@ -79,12 +98,18 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoint(name: str, forks: Any) -> None:
+def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoint(
+    name: str, forks: Any
+) -> None:
     """SIGKILL after each charge and after each release, under a budget of exactly the run."""
     print(name, file=forks.stdin, flush=True)
     points = [json.loads(line) for line in iter(forks.stdout.readline, "\n")]
     assert {point["point"][0] for point in points if point["ends"][0] == -9} == {"charge", "step"}
-    last = max(point["point"][1] for point in points if point["point"][0] == "step" and point["ends"][0] == -9)
+    last = max(
+        point["point"][1]
+        for point in points
+        if point["point"][0] == "step" and point["ends"][0] == -9
+    )
     for point in points:
         check(name, point, ended=point["point"] == ["step", last])
 
@@ -114,7 +139,9 @@ def check(name: str, point: dict[str, Any], *, ended: bool) -> None:
         assert sum(k for *_, k in last["events"]) == 1
         return
     charged = [row["charged"] for row in rows if "charged" in row]
-    assert charged == list(range(last["steps"])), point  # each step is charged once, by one of the two
+    assert charged == list(range(last["steps"])), (
+        point
+    )  # each step is charged once, by one of the two
     assert len(set(released)) == len(released), "a step was released twice under one charge"
     values = [row["values"] for row in rows if "released" in row and not row["halted"]]
     assert len(set(values)) == len(values)
@@ -123,12 +150,16 @@ def check(name: str, point: dict[str, Any], *, ended: bool) -> None:
     assert len(set(places)) == len(places), "a part was released twice"
     lost = number - EVERY * ((number - 1) // EVERY) if len(point["ends"]) == 2 else 0
     told = [line for line in last["told"] if "lost to a crash" in line]
-    assert [line.split()[0] for line in told if "steps after" in line] == ([str(lost)] if lost else []), point
+    assert [line.split()[0] for line in told if "steps after" in line] == (
+        [str(lost)] if lost else []
+    ), point
 
 
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name", ["accelerated", "localized-user"])
-def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_killed_run_goes_on_or_loses(
+    name: str, released: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     killed(name, tmp_path, EVERY + 2, monkeypatch, released=released)
     with pytest.warns(UtilityWarning, match=f"^2 steps after step {EVERY} were lost to a crash"):
         optimizer, accountant = train(CASES[name], tmp_path)
@@ -148,11 +179,15 @@ def test_a_killed_run_goes_on_or_loses(name: str, released: bool, tmp_path: Path
     assert counts(ledger) == found
 
 
-def test_a_second_crash_before_the_next_checkpoint_loses_more(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_second_crash_before_the_next_checkpoint_loses_more(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     killed("holder-poisson", tmp_path, 2, monkeypatch)
     with pytest.warns(UtilityWarning, match="^2 steps after step 0"):
         killed("holder-poisson", tmp_path, 1, monkeypatch)
-    with pytest.warns(UtilityWarning, match="^1 steps after step 2"):  # a resumed run is saved at once
+    with pytest.warns(
+        UtilityWarning, match="^1 steps after step 2"
+    ):  # a resumed run is saved at once
         optimizer, accountant = train(CASES["holder-poisson"], tmp_path)
     assert (optimizer.steps, len(accountant)) == (8, 8)
 
@@ -213,7 +248,9 @@ def test_a_search_that_was_lost_ends_the_run_at_its_start(tmp_path: Path, monkey
     assert not any(bool(p.any()) for group in optimizer.param_groups for p in group["params"])
 
 
-def test_an_answer_lost_to_a_crash_is_charged_again_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_answer_lost_to_a_crash_is_charged_again_or_refused(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     case = CASES["bolt-on"]
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.Checkpoint, "save", _kill_when_charged)
@@ -240,7 +277,9 @@ _SAVE = checkpoint.Checkpoint.save
 def begun(folder: Path, steps: int = 2) -> tuple[dp.HolderSGD, dict[str, Any]]:
     """Returns an optimizer with a ledger file after some steps, and its state."""
     case = CASES["holder-poisson"]
-    optimizer = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget, ledger_path=folder))
+    optimizer = case.build(
+        dp.attach(case.model()).parameters(), dp.Accountant(case.budget, ledger_path=folder)
+    )
     if steps:
         make(optimizer, steps)
     return optimizer, optimizer.state_dict()
@@ -276,7 +315,10 @@ def test_a_run_is_resumed_with_its_own_ledger_file_only(tmp_path: Path) -> None:
         with pytest.raises(PrivacyError, match="ledger file of the run, as new as its checkpoint"):
             fresh.resume(newer)
         assert fresh.steps == 0
-    own = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
+    own = case.build(
+        dp.attach(case.model()).parameters(),
+        dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"),
+    )
     with pytest.warns(UtilityWarning, match="^1 steps after step 2"):
         assert own.resume(state) == 1
     assert (own.steps, own.run, len(own.accountant)) == (3, optimizer.run, 3)
@@ -332,7 +374,9 @@ def test_a_copy_is_another_run_in_the_ledger(tmp_path: Path) -> None:
 # -- secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only(
+    tmp_path: Path,
+) -> None:
     case = CASES["user-filtered"]
 
     def built(path: Path | None) -> Any:
@@ -357,7 +401,10 @@ def test_a_run_of_noisy_tests_goes_on_in_one_place(tmp_path: Path) -> None:
     model = case.model()
     state = case.build(model.parameters(), accountant).state_dict()
     data, ids = runs.agreeing(200)
-    both = [runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss) for _ in range(2)]
+    both = [
+        runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss)
+        for _ in range(2)
+    ]
     for run in both:
         run.opt = case.build(run.model.parameters(), accountant)
         run.opt.resume(state)
@@ -377,7 +424,9 @@ def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
     """In this process; from its checkpoint it goes on without the step."""
     case = CASES[name]
     run = runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss)
-    run.opt = case.build(run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
+    run.opt = case.build(
+        run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger")
+    )
     (data, ids), oracle = case.data(), type(run.opt.oracle)
     loader = run.opt.loader(data, ids)
     state = run.opt.state_dict()
@@ -391,19 +440,25 @@ def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
             run.step(next(iter(loader)))
     charged = len(run.opt.accountant)
     assert charged
-    with pytest.raises(SequenceError, match=r"failed after its charge: resume the run .* or finalize\(\)"):
+    with pytest.raises(
+        SequenceError, match=r"failed after its charge: resume the run .* or finalize\(\)"
+    ):
         run.step(next(iter(run.opt.loader(data, ids, resume=True))))
     assert (run.opt.steps, len(run.opt.accountant)) == (0, charged)
     run.opt.finalize()
     run.opt.accountant.close()
-    run.opt = case.build(run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger"))
+    run.opt = case.build(
+        run.model.parameters(), dp.Accountant(case.budget, ledger_path=tmp_path / "ledger")
+    )
     with pytest.warns(UtilityWarning, match="^1 steps after step 0 were lost"):
         assert run.opt.resume(state) == 1
     run.step(next(iter(run.opt.loader(data, ids, resume=True))))
     assert run.opt.steps == 2
 
 
-def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     killed("localized-pilot", tmp_path, 1, monkeypatch, released=True)
     with pytest.warns(UtilityWarning) as told:
         optimizer, _ = train(CASES["localized-pilot"], tmp_path)
@@ -490,7 +545,9 @@ def test_tags_are_keyed_and_in_the_private_state_only() -> None:
         state = optimizer.state_dict()
         assert state["dpsco"]["confidential"]
         tags.add(state["dpsco"]["partition"]["tag"])
-        assert state["dpsco"]["partition"]["tag"] not in str(optimizer.report(1e-4)) + repr(optimizer)
+        assert state["dpsco"]["partition"]["tag"] not in str(optimizer.report(1e-4)) + repr(
+            optimizer
+        )
     assert len(tags) == 2  # of the same records
 
 
@@ -502,7 +559,14 @@ def test_a_checkpoint_needs_a_ledger_file(tmp_path: Path) -> None:
     model = case.model()
     optimizer = case.build(model.parameters(), dp.Accountant(case.budget))
     with pytest.raises(PrivacyError, match="must have a ledger file for a run with checkpoints"):
-        dp.fit(model, optimizer, case.data()[0], case.loss, checkpoint=tmp_path / "checkpoint", progress=False)
+        dp.fit(
+            model,
+            optimizer,
+            case.data()[0],
+            case.loss,
+            checkpoint=tmp_path / "checkpoint",
+            progress=False,
+        )
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -514,7 +578,9 @@ def test_a_finished_run_says_that_it_trains_nothing(name: str, tmp_path: Path) -
     accountant.close()
     text = "nothing was trained: checkpoint='.*checkpoint' is of a finished run"
     with pytest.warns(UtilityWarning, match=text):
-        optimizer, ledger = train(replace(case, data=lambda: (changed(case.data()[0]), case.data()[1])), tmp_path)
+        optimizer, ledger = train(
+            replace(case, data=lambda: (changed(case.data()[0]), case.data()[1])), tmp_path
+        )
     ledger.close()
     assert optimizer.finalized
     fewer = torch.utils.data.TensorDataset(*(t[1:] for t in case.data()[0].tensors))
@@ -559,5 +625,12 @@ def test_a_checkpoint_of_another_plan_or_run_is_refused(tmp_path: Path) -> None:
     other = case.build(model.parameters(), optimizer.accountant)
     other._steps = 1
     with pytest.raises(PrivacyError, match="must be a file of this run"):
-        dp.fit(model, other, case.data()[0], case.loss, checkpoint=tmp_path / "checkpoint", progress=False)
+        dp.fit(
+            model,
+            other,
+            case.data()[0],
+            case.loss,
+            checkpoint=tmp_path / "checkpoint",
+            progress=False,
+        )
     assert (tmp_path / "checkpoint").read_bytes() == before

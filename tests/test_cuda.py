@@ -53,7 +53,9 @@ def test_steps_on_cuda_are_those_on_the_cpu(row):
 
 
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    norm = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    norm = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
     words = nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Flatten(), nn.Linear(40, 3))
     return {
         "linear": (nn.Linear(6, 3), (6,)),
@@ -73,12 +75,20 @@ def test_fit_trains_networks_where_their_parameters_are(name, compiled):
     model = model.cuda()
     before = [p.detach().clone() for p in model.parameters()]
     plan = dp.HolderSGD.plan(
-        problem=dp.Problem(lipschitz=1.0), n=200, budget=dp.Budget(4.0, 1e-4), batch_size=40, epochs=2, lr=0.1
+        problem=dp.Problem(lipschitz=1.0),
+        n=200,
+        budget=dp.Budget(4.0, 1e-4),
+        batch_size=40,
+        epochs=2,
+        lr=0.1,
     )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     dp.fit(model, optimizer, data, nn.CrossEntropyLoss(), progress=False, compile=compiled)
     assert optimizer.steps == 10
-    assert all(p.is_cuda and not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        p.is_cuda and not torch.equal(p, old)
+        for p, old in zip(model.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("size", [64, 4096])
@@ -99,7 +109,9 @@ def test_one_record_more_moves_a_sum_on_cuda_by_what_is_declared(size, form):
         released = oracle.release(seeded(1)).mean
         moved.append(torch.cat([mean.double().cpu().flatten() for mean in released]))
     room = 2.0**-23 * float(moved[0].norm())  # of the release, rounded to float32
-    assert 0.9 / size < float((moved[0] - moved[1]).norm()) <= oracle.sensitivity("add_remove") + room
+    assert (
+        0.9 / size < float((moved[0] - moved[1]).norm()) <= oracle.sensitivity("add_remove") + room
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e15])
@@ -126,7 +138,11 @@ def test_rows_that_are_not_finite_count_for_nothing_on_cuda(value):
 @pytest.mark.parametrize("real", [torch.float32, torch.float64])
 def test_noise_on_cuda_is_that_of_the_same_bits(real):
     here, there = (
-        normal_(torch.empty(70_001, dtype=real, device=device), 1.5, Repeatable(np.random.default_rng(3)))
+        normal_(
+            torch.empty(70_001, dtype=real, device=device),
+            1.5,
+            Repeatable(np.random.default_rng(3)),
+        )
         for device in ("cpu", "cuda")
     )
     torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=0.0)
@@ -138,7 +154,12 @@ def test_noise_on_cuda_is_that_of_the_same_bits(real):
 def test_exact_noise_is_released_on_cuda():
     model = dp.attach(nn.Linear(3, 1).cuda())
     plan = dp.HolderSGD.plan(
-        problem=LOSS.problem(bound_x=2.0), n=100, budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=1, secure="exact"
+        problem=LOSS.problem(bound_x=2.0),
+        n=100,
+        budget=dp.Budget(1.0, 1e-3),
+        batch_size=20,
+        epochs=1,
+        secure="exact",
     )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     data = TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
@@ -150,7 +171,11 @@ def test_exact_noise_is_released_on_cuda():
 def test_a_run_on_cuda_goes_on_from_its_checkpoint(tmp_path: Path):
     data = TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
     plan = dp.HolderSGD.plan(
-        problem=LOSS.problem(bound_x=2.0), n=100, budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=2
+        problem=LOSS.problem(bound_x=2.0),
+        n=100,
+        budget=dp.Budget(1.0, 1e-3),
+        batch_size=20,
+        epochs=2,
     )
 
     def run() -> tuple[nn.Module, dp.HolderSGD]:

@@ -78,14 +78,18 @@ def test_a_loop_cannot_leave_a_draw_out(design: Design, make: Callable[..., Any]
         for _ in range(5):
             next(iter(loader))
 
-    with pytest.raises(SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"):
+    with pytest.raises(
+        SequenceError, match=r"the previous batch was not used.* optimizer.discard\(\)"
+    ):
         choose()
     assert opt.steps == len(opt.accountant) == 0
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
-def test_a_draw_that_was_given_up_is_the_next_one_again(design: Design, make: Callable[..., Any]) -> None:
+def test_a_draw_that_was_given_up_is_the_next_one_again(
+    design: Design, make: Callable[..., Any]
+) -> None:
     model, opt = run(design)
     loader = make(opt)
     batches = iter(loader)
@@ -341,4 +345,6 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
     (rows,) = next(iter(loader(same)))
     assert torch.equal(rows, last)
     step(model, opt, rows)
-    step(model, opt, next(iter(loader(other)))[0])  # another permutation, which is charged by itself
+    step(
+        model, opt, next(iter(loader(other)))[0]
+    )  # another permutation, which is charged by itself

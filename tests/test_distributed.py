@@ -52,9 +52,15 @@ FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
 def same_as_one(rank: int) -> dict[str, Any]:
     found = {kind: trajectory(kind) for kind in ("poisson", "full")}
     found["chunks"] = trajectory("poisson", physical_batch_size=1)
-    found["full chunks"] = trajectory("full", physical_batch_size=5 + rank)  # as many chunks as each rank likes
+    found["full chunks"] = trajectory(
+        "full", physical_batch_size=5 + rank
+    )  # as many chunks as each rank likes
     found["allocated"], found["by ids"] = allocated(), allocated_by_ids(rank)
-    return found | {"empties": empties(), "fit": fitted(rank), "largest": [largest_tensor(n) for n in (200, 2000)]}
+    return found | {
+        "empties": empties(),
+        "fit": fitted(rank),
+        "largest": [largest_tensor(n) for n in (200, 2000)],
+    }
 
 
 def allocated() -> dict[str, Any]:
@@ -72,18 +78,29 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
     """The same where each rank has records of its own: most are on the last one, in descending order."""
     x, y, position = records().tensors
     last = dist.get_world_size() - 1
-    mine = torch.arange(3 * rank, 3 * rank + 3) if rank < last else torch.arange(N - 1, 3 * last - 1, -1)
+    mine = (
+        torch.arange(3 * rank, 3 * rank + 3)
+        if rank < last
+        else torch.arange(N - 1, 3 * last - 1, -1)
+    )
     data = TensorDataset(x[mine], y[mine], position[mine])
     model = layer()
     optimizer = holder(model, noise=1.0, batch_size=16, sampling="allocated", epochs=2)
-    shared = [f"record {min(i, N - 2)}" for i in mine.tolist()], [f"record {i + (i == 2)}" for i in mine.tolist()]
+    shared = (
+        [f"record {min(i, N - 2)}" for i in mine.tolist()],
+        [f"record {i + (i == 2)}" for i in mine.tolist()],
+    )
     wrong = [message(UnitError, lambda ids=ids: optimizer.loader(data, ids=ids)) for ids in shared]
     fewer = TensorDataset(*(tensor[:2] for tensor in data.tensors))
     wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
     others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
     ids = [f"record {i}" for i in mine.tolist()]
     found = [train(model, optimizer, optimizer.loader(data, ids=ids, padding=False))["drawn"]]
-    found.append(train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, padding=False))["drawn"])
+    found.append(
+        train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, padding=False))[
+            "drawn"
+        ]
+    )
     cut = optimizer._batch.partition.cut
     optimizer.finalize()
     events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
@@ -100,14 +117,24 @@ def fitted(rank: int) -> dict[str, Any]:
     budget = dp.Budget(2.0, 1e-3)
     optimizer = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=budget, batch_size=8),
+        dp.HolderSGD.plan(
+            problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=budget, batch_size=8
+        ),
     )
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
         dp.fit(model, optimizer, data, dp.losses.Logistic(), physical_batch_size=3)
     spent = optimizer.report().figures
-    facts = {"steps": optimizer.steps, "planned": optimizer.schedule.steps, "epsilon": spent.epsilon}
-    return facts | {"answer": numbers(model), "shown": shown.getvalue(), "ledger": optimizer.accountant.ledger.digest()}
+    facts = {
+        "steps": optimizer.steps,
+        "planned": optimizer.schedule.steps,
+        "epsilon": spent.epsilon,
+    }
+    return facts | {
+        "answer": numbers(model),
+        "shown": shown.getvalue(),
+        "ledger": optimizer.accountant.ledger.digest(),
+    }
 
 
 class Largest(TorchDispatchMode):
@@ -117,7 +144,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numel = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -186,7 +215,9 @@ def noise_once(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def together(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     return launch(same_as_one, request.param, tmp_path_factory.mktemp("together"))
 
 
@@ -207,7 +238,9 @@ def replayed(kind: str, draws: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", ["poisson", "full", "chunks", "full chunks"])
-def test_the_result_is_that_of_one_process_on_the_union_of_the_draws(run: str, together: list[dict[str, Any]]) -> None:
+def test_the_result_is_that_of_one_process_on_the_union_of_the_draws(
+    run: str, together: list[dict[str, Any]]
+) -> None:
     ranks = [rank[run] for rank in together]
     draws = union(ranks)
     assert len(draws) == 8
@@ -229,11 +262,16 @@ def test_each_rank_draws_its_own_positions_only(together: list[dict[str, Any]]) 
 
 
 def test_ranks_with_equal_seeds_draw_different_places(together: list[dict[str, Any]]) -> None:
-    places = [[[i // len(together) for i in draw] for draw in rank["poisson"]["drawn"]] for rank in together]
+    places = [
+        [[i // len(together) for i in draw] for draw in rank["poisson"]["drawn"]]
+        for rank in together
+    ]
     assert all(own != places[0] for own in places[1:])
 
 
-def test_passes_of_secret_draws_are_charged_once_and_hold_each_record_once(together: list[dict[str, Any]]) -> None:
+def test_passes_of_secret_draws_are_charged_once_and_hold_each_record_once(
+    together: list[dict[str, Any]],
+) -> None:
     for rank in together:
         found = rank["allocated"]
         assert found["events"] == ["2 x RandomAllocation(noise_multiplier=1.0, steps=4)"]
@@ -269,7 +307,9 @@ def test_a_record_of_two_ranks_is_refused(together: list[dict[str, Any]]) -> Non
     """On all ranks, whether one or two hold it; so are other numbers of records than declared, and other calls."""
     for rank in together:
         found = rank["by ids"]
-        assert [text[:15] for text in found["wrong"]] == ["UnitError: ids "] * 2 + ["UnitError: n mu"]
+        assert [text[:15] for text in found["wrong"]] == ["UnitError: ids "] * 2 + [
+            "UnitError: n mu"
+        ]
         assert "data must be equal on all ranks" in found["others"]
 
 
@@ -278,12 +318,16 @@ def test_t13_empty_draws_are_steps_on_every_rank(together: list[dict[str, Any]])
     for rank in ranks:
         assert (rank["steps"], rank["charged"], len(rank["drawn"])) == (32, 32, 32)
         assert [] in rank["drawn"]
-        assert torch.equal(rank["path"], ranks[0]["path"])  # with noise, which is the same everywhere
+        assert torch.equal(
+            rank["path"], ranks[0]["path"]
+        )  # with noise, which is the same everywhere
         assert torch.equal(rank["answer"], ranks[0]["answer"])
     assert any(draw for rank in ranks for draw in rank["drawn"])
 
 
-def test_fit_makes_the_planned_steps_within_the_budget_and_shows_one_bar(together: list[dict[str, Any]]) -> None:
+def test_fit_makes_the_planned_steps_within_the_budget_and_shows_one_bar(
+    together: list[dict[str, Any]],
+) -> None:
     ranks = [rank["fit"] for rank in together]
     for rank in ranks:
         assert rank["steps"] == rank["planned"] > 0
@@ -294,7 +338,9 @@ def test_fit_makes_the_planned_steps_within_the_budget_and_shows_one_bar(togethe
     assert [rank["shown"] for rank in ranks[1:]] == [""] * (len(ranks) - 1)
 
 
-def test_memory_does_not_grow_with_the_batch_and_noise_is_drawn_on_one_rank(together: list[dict[str, Any]]) -> None:
+def test_memory_does_not_grow_with_the_batch_and_noise_is_drawn_on_one_rank(
+    together: list[dict[str, Any]],
+) -> None:
     for rank, found in enumerate(together):
         assert found["largest"] == [(16 * 40, int(rank == 0))] * 2
 
@@ -323,7 +369,9 @@ def test_noise_is_drawn_once_and_every_rank_gets_the_same(noises: list[dict[str,
     assert torch.equal(first, second)
     check_that_noise_is_of_one_process(first)
     own = gaussians(len(first), seeded(0), dtype=torch.float32)
-    torch.testing.assert_close(first, own.double(), rtol=1e-5, atol=1e-5)  # of rank 0's generator alone
+    torch.testing.assert_close(
+        first, own.double(), rtol=1e-5, atol=1e-5
+    )  # of rank 0's generator alone
 
 
 def test_noise_of_every_rank_is_caught(noises: list[dict[str, Tensor]]) -> None:
@@ -335,7 +383,9 @@ def test_noise_of_every_rank_is_caught(noises: list[dict[str, Tensor]]) -> None:
 # -- in one process ---------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_made_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_made_before_the_process_group_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = layer()
     optimizer = full(model, noise=1.0)
     loader = optimizer.loader(records(), steps=1)
@@ -344,7 +394,9 @@ def test_an_optimizer_made_before_the_process_group_is_refused(monkeypatch: pyte
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     for call in (optimizer.step, lambda: optimizer.loader(records())):
-        with pytest.raises(SequenceError, match="world_size must be 1 for an optimizer made in one process"):
+        with pytest.raises(
+            SequenceError, match="world_size must be 1 for an optimizer made in one process"
+        ):
             call()
     assert len(optimizer.accountant) == optimizer.steps == 0
 
@@ -362,11 +414,15 @@ def test_without_other_processes_nothing_is_shared() -> None:
 
 
 def rows_of(n: int, dim: int, seed: int) -> GradBatch:
-    return GradBatch([DenseBlock(torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)))])
+    return GradBatch(
+        [DenseBlock(torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)))]
+    )
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(in_torch: None, processes: int) -> None:
+def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(
+    in_torch: None, processes: int
+) -> None:
     """float32 only where all processes together have no more rows than the plan has room for."""
     batch_size, dim = 64, 4096
     oracles = [Clipped(1.0, 0.0, batch_size) for _ in range(processes)]
@@ -407,6 +463,10 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(in
 
 def test_several_processes_replace_all_that_one_process_does() -> None:
     """A method that `Ranks` inherits would run as if the process were alone: noise drawn twice, draws not agreed on."""
-    public = {name for name, member in vars(distributed.World).items() if callable(member) and name[0] != "_"}
+    public = {
+        name
+        for name, member in vars(distributed.World).items()
+        if callable(member) and name[0] != "_"
+    }
     assert len(public) >= 8
     assert public <= set(vars(distributed.Ranks))

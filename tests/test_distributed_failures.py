@@ -47,7 +47,14 @@ from torch_dpsco.rules import SGD, TorchRule
 
 
 def failures(rank: int, folder: str) -> dict[str, Any]:
-    checks: tuple[Any, ...] = (missing_rows, failed_chunk, failed_charge, failed_release, over_budget, given_up)
+    checks: tuple[Any, ...] = (
+        missing_rows,
+        failed_chunk,
+        failed_charge,
+        failed_release,
+        over_budget,
+        given_up,
+    )
     checks += (other_draw, other_lr, other_call)
     found = {check.__name__: check(rank) for check in checks}
     found |= {
@@ -85,7 +92,12 @@ def missing_rows(rank: int) -> dict[str, Any]:
             optimizer.step()
         except SequenceError as error:
             errors.append((k, str(error)))
-    return {"errors": errors, "steps": optimizer.steps, "charged": len(optimizer.accountant), "answer": numbers(model)}
+    return {
+        "errors": errors,
+        "steps": optimizer.steps,
+        "charged": len(optimizer.accountant),
+        "answer": numbers(model),
+    }
 
 
 def failed_chunk(rank: int) -> dict[str, Any]:
@@ -101,7 +113,12 @@ def failed_chunk(rank: int) -> dict[str, Any]:
             optimizer.step()
         except SequenceError as error:
             errors.append((k, str(error)))
-    return {"errors": errors, "steps": optimizer.steps, "charged": len(optimizer.accountant), "answer": numbers(model)}
+    return {
+        "errors": errors,
+        "steps": optimizer.steps,
+        "charged": len(optimizer.accountant),
+        "answer": numbers(model),
+    }
 
 
 def steps_of(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int) -> list[str]:
@@ -145,7 +162,9 @@ def failed_release(rank: int) -> list[str]:
     def refuse(noise: torch.Generator) -> None:
         raise SequenceError("no noise")
 
-    optimizer.oracle.release = refuse  # of the object, as a fault would: the class is the one that was checked
+    optimizer.oracle.release = (
+        refuse  # of the object, as a fault would: the class is the one that was checked
+    )
     return steps_of(model, optimizer, 1)
 
 
@@ -153,7 +172,11 @@ def over_budget(rank: int) -> dict[str, Any]:
     model = layer()
     optimizer = full(model, noise=30.0, accountant=dp.Accountant(dp.Budget(1.0, 1e-3)))
     errors = steps_of(model, optimizer, 50)
-    facts = {"steps": optimizer.steps, "charged": len(optimizer.accountant), "kinds": sorted({e[:14] for e in errors})}
+    facts = {
+        "steps": optimizer.steps,
+        "charged": len(optimizer.accountant),
+        "kinds": sorted({e[:14] for e in errors}),
+    }
     return facts | {"answer": numbers(model), "spent": optimizer.report().epsilon}
 
 
@@ -234,12 +257,15 @@ def refusals(rank: int) -> dict[str, str]:
         "shuffled": own(dp.Shuffled(6, N), Clipped(1.0, 1.0, 6)),
         "one pass": lambda: dp.ClippedSGD(
             layer().parameters(),
-            dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=8, n=N, sampling="shuffled"),
+            dp.ClippedSGD.plan(
+                lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=8, n=N, sampling="shuffled"
+            ),
         ),
         "adaptive": own(dp.Poisson(6, N), adaptive),
         "sampler": lambda: poisson.bind(all_positions),
         "users": lambda: dp.UserClippedSGD(  # who vote on the clip
-            layer().parameters(), dp.UserClippedSGD.plan(n_users=500, budget=dp.Budget(8.0, 1e-3, unit="user"))
+            layer().parameters(),
+            dp.UserClippedSGD.plan(n_users=500, budget=dp.Budget(8.0, 1e-3, unit="user")),
         ),
         "replicated": lambda: dp.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))),
         "row free": lambda: dp.BoltOnPSGD(
@@ -269,7 +295,9 @@ def continued(rank: int) -> dict[str, Any]:
     train(other, second, second.loader(records(), steps=2))
     other, second = copy.deepcopy((other, second))
     loader = second.loader(records(), steps=4)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=second) as batches:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=second
+    ) as batches:
         found = train(other, second, batches)
     second.finalize()
     ledger = second.accountant.ledger.digest()
@@ -289,7 +317,9 @@ def others(rank: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UtilityWarning)  # no theorem is left
             if kind == "proximal":
-                plan = dp.ClippedSGD.plan(lr=0.1, clip=0.5, noise_multiplier=1.0, sampling=dp.Poisson(6, N))
+                plan = dp.ClippedSGD.plan(
+                    lr=0.1, clip=0.5, noise_multiplier=1.0, sampling=dp.Poisson(6, N)
+                )
                 optimizer = dp.ClippedSGD(model.parameters(), plan, prox=dp.prox.L1(0.01))
             else:
                 inner = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -302,7 +332,11 @@ def others(rank: int) -> dict[str, Any]:
                 )
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
             for _ in range(2):
-                train(model, optimizer, dp.sampling.PhysicalBatches(optimizer.loader(records(), steps=3), 2))
+                train(
+                    model,
+                    optimizer,
+                    dp.sampling.PhysicalBatches(optimizer.loader(records(), steps=3), 2),
+                )
                 schedule.step()
         optimizer.finalize()
         said = str(optimizer.report(1e-3))
@@ -322,7 +356,10 @@ def ledger_file(rank: int, folder: str) -> dict[str, Any]:
         charged.append(len(accountant))
         accountant.close()
     own = dp.Accountant(ledger_path=f"{folder}/ledger{rank}")
-    return {"charged": charged, "everywhere": message(SequenceError, lambda: full(layer(), accountant=own))}
+    return {
+        "charged": charged,
+        "everywhere": message(SequenceError, lambda: full(layer(), accountant=own)),
+    }
 
 
 def dying(rank: int) -> str:
@@ -335,7 +372,9 @@ def dying(rank: int) -> str:
         backward(model, optimizer, x, y)
         if k == 0:
             optimizer.step()
-    return message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+    return (
+        message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+    )
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -353,7 +392,9 @@ def assert_equal_on_ranks(ranks: Sequence[dict[str, Any]], *names: str) -> None:
         assert [rank[name] for name in names] == [ranks[0][name] for name in names]
 
 
-def test_a_rank_without_rows_makes_all_raise_and_all_go_on_together(failed: list[dict[str, Any]]) -> None:
+def test_a_rank_without_rows_makes_all_raise_and_all_go_on_together(
+    failed: list[dict[str, Any]],
+) -> None:
     ranks = [rank["missing_rows"] for rank in failed]
     assert_equal_on_ranks(ranks, "steps", "charged")
     assert (ranks[0]["steps"], ranks[0]["charged"]) == (3, 3)
@@ -375,7 +416,9 @@ def test_a_rank_that_fails_in_a_chunk_is_waited_for_and_all_begin_the_draw_again
     assert "per-sample gradients are missing" in own
 
 
-def test_a_rank_that_cannot_charge_makes_all_raise_and_ends_the_run(failed: list[dict[str, Any]]) -> None:
+def test_a_rank_that_cannot_charge_makes_all_raise_and_ends_the_run(
+    failed: list[dict[str, Any]],
+) -> None:
     first, second = (rank["failed_charge"]["errors"] for rank in failed)
     assert second[0] == "PrivacyError: no disk"
     assert "a rank could not charge or release this step" in first[0]
@@ -433,13 +476,17 @@ def test_ranks_at_different_steps_are_refused(failed: list[dict[str, Any]]) -> N
         ("row free", "SequenceError: world_size must be 1 for this optimizer"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_on_all(name: str, words: str, failed: list[dict[str, Any]]) -> None:
+def test_what_ranks_cannot_share_is_refused_on_all(
+    name: str, words: str, failed: list[dict[str, Any]]
+) -> None:
     for rank in failed:
         assert words in rank["refused"][name]
 
 
 @pytest.mark.parametrize("name", ["order", "subset"])
-def test_ranks_with_records_in_another_order_are_refused(name: str, failed: list[dict[str, Any]]) -> None:
+def test_ranks_with_records_in_another_order_are_refused(
+    name: str, failed: list[dict[str, Any]]
+) -> None:
     for rank in failed:
         assert "data must be equal on all ranks" in rank["refused"][name]
 
@@ -450,12 +497,16 @@ def test_a_sampler_of_all_positions_is_refused(failed: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("name", ["adaptive", "users"])
-def test_oracles_that_do_more_than_add_rows_are_refused(name: str, failed: list[dict[str, Any]]) -> None:
+def test_oracles_that_do_more_than_add_rows_are_refused(
+    name: str, failed: list[dict[str, Any]]
+) -> None:
     for rank in failed:
         assert "oracle must be Clipped, HolderClipped or AutoClip" in rank["refused"][name]
 
 
-def test_checkpoints_copies_and_the_memory_manager_go_on_on_all_ranks(failed: list[dict[str, Any]]) -> None:
+def test_checkpoints_copies_and_the_memory_manager_go_on_on_all_ranks(
+    failed: list[dict[str, Any]],
+) -> None:
     ranks = [rank["continued"] for rank in failed]
     assert_equal_on_ranks(ranks, "steps", "charged", "ledger")
     assert (ranks[0]["steps"], ranks[0]["charged"]) == (9, 9)
@@ -463,14 +514,21 @@ def test_checkpoints_copies_and_the_memory_manager_go_on_on_all_ranks(failed: li
     assert [len(draw) for draw in union(ranks)] != [0] * 4
 
 
-def test_other_optimizers_rules_and_chunks_stay_equal_on_all_ranks(failed: list[dict[str, Any]]) -> None:
+def test_other_optimizers_rules_and_chunks_stay_equal_on_all_ranks(
+    failed: list[dict[str, Any]],
+) -> None:
     ranks = [rank["others"] for rank in failed]
     assert_equal_on_ranks(ranks, "steps", "said")
     assert ranks[0]["steps"] == 6
-    assert "2 processes that trust each other read the same records in the same order" in ranks[0]["said"]
+    assert (
+        "2 processes that trust each other read the same records in the same order"
+        in ranks[0]["said"]
+    )
 
 
-def test_one_rank_keeps_the_ledger_file_and_the_others_take_it_over(failed: list[dict[str, Any]]) -> None:
+def test_one_rank_keeps_the_ledger_file_and_the_others_take_it_over(
+    failed: list[dict[str, Any]],
+) -> None:
     for rank in failed:
         assert rank["ledger file"]["charged"] == [2, 4]
     assert "rank 1 has given this construction up" in failed[0]["ledger file"]["everywhere"]
@@ -479,7 +537,9 @@ def test_one_rank_keeps_the_ledger_file_and_the_others_take_it_over(failed: list
 
 def test_a_rank_that_dies_makes_the_others_raise(tmp_path: Path) -> None:
     set_forkserver_preload(["torch_dpsco", "pytest", "scipy.stats"])
-    running = start_processes(run_rank, (dying, 3, str(tmp_path), ()), nprocs=3, join=False, start_method="forkserver")
+    running = start_processes(
+        run_rank, (dying, 3, str(tmp_path), ()), nprocs=3, join=False, start_method="forkserver"
+    )
     for process in running.processes:
         process.join(SECONDS)
         assert process.exitcode == 0

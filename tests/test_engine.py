@@ -57,10 +57,18 @@ def private(
     """Calls make_private with good arguments, but for the changes."""
     optimizer = INNER[inner](model.parameters()) if isinstance(inner, str) else inner
     loader = DataLoader(records(), batch_size=BATCH, shuffle=True) if loader is None else loader
-    return make_private(model, optimizer, loader, **{"problem": PROBLEM, "budget": BUDGET, "n": N, **changes})
+    return make_private(
+        model, optimizer, loader, **{"problem": PROBLEM, "budget": BUDGET, "n": N, **changes}
+    )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int = 1, loss: Any = LOSS) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    epochs: int = 1,
+    loss: Any = LOSS,
+) -> None:
     """An ordinary loop."""
     for _ in range(epochs):
         for inputs, targets in loader:
@@ -83,8 +91,12 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize(("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"])
-def test_one_line_makes_an_ordinary_loop_private(build: Any, shape: tuple[int, ...], inner: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"]
+)
+def test_one_line_makes_an_ordinary_loop_private(
+    build: Any, shape: tuple[int, ...], inner: str
+) -> None:
     own = build()
     before = values(own)
     plain = DataLoader(records(shape=shape), batch_size=BATCH, shuffle=True)
@@ -103,7 +115,9 @@ def test_one_line_makes_an_ordinary_loop_private(build: Any, shape: tuple[int, .
         assert not torch.equal(old, new)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"]
+)
 def test_the_loop_need_not_know_that_draws_can_be_empty(build: Any, shape: tuple[int, ...]) -> None:
     records_of, sizes = [], set()
     model, optimizer, loader = private(
@@ -197,7 +211,9 @@ def test_the_average_asked_for_is_the_answer(average: str) -> None:
         LOSS(model(inputs), targets).backward()
         optimizer.step()
     optimizer.finalize()
-    shares = torch.tensor([1.0 if average == "uniform" else k + 1.0 for k in range(len(seen))], dtype=torch.float64)
+    shares = torch.tensor(
+        [1.0 if average == "uniform" else k + 1.0 for k in range(len(seen))], dtype=torch.float64
+    )
     expected = sum(w * s for w, s in zip(shares / shares.sum(), seen, strict=True))
     torch.testing.assert_close(model.weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
 
@@ -206,7 +222,9 @@ def test_constraint_and_ridge_reach_the_optimizer() -> None:
     model, optimizer, loader = private(linear(), prox=dp.prox.Ball(0.01), reg=0.25, rows="dense")
     train(model, optimizer, loader)
     optimizer.finalize()
-    assert float(nn.utils.parameters_to_vector(model.parameters()).detach().norm()) <= 0.01 * (1 + 1e-6)
+    assert float(nn.utils.parameters_to_vector(model.parameters()).detach().norm()) <= 0.01 * (
+        1 + 1e-6
+    )
     assert optimizer.reg == 0.25
     assert type(model) is nn.Linear  # rows="dense" leaves the layer to Opacus
 
@@ -215,7 +233,9 @@ def test_a_loss_that_sums_trains_as_one_that_averages() -> None:
     first, second = linear(), linear()
     second.load_state_dict(first.state_dict())
     for model, reduction in ((first, "mean"), (second, "sum")):
-        _, optimizer, loader = private(model, loader=DataLoader(records(), batch_size=N), loss_reduction=reduction)
+        _, optimizer, loader = private(
+            model, loader=DataLoader(records(), batch_size=N), loss_reduction=reduction
+        )
         replay(optimizer, loader)
         train(model, optimizer, loader, loss=partial(LOSS, reduction=reduction))
     torch.testing.assert_close(values(first), values(second))
@@ -236,7 +256,9 @@ def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
     assert (loader.collate_fn.collate, loader.num_workers, loader.pin_memory) == (doubled, 1, False)
     known = {tuple(row.tolist()) for row in 2 * plain.dataset.tensors[0]}
     for inputs, targets in loader:
-        assert {tuple(row.tolist()) for row in inputs if row.any()} <= known  # zeros fill the batch up
+        assert {
+            tuple(row.tolist()) for row in inputs if row.any()
+        } <= known  # zeros fill the batch up
         LOSS(model(inputs), targets).backward()
         optimizer.step()
     assert optimizer.steps == 5
@@ -257,7 +279,11 @@ def test_under_add_remove_n_is_a_reference_and_not_read_from_the_data() -> None:
     for size in (N - 1, N, 2 * N):
         plain = DataLoader(records(size), batch_size=BATCH, shuffle=True)
         _, optimizer, loader = private(linear(), loader=plain, budget=budget)
-        assert (optimizer.design, len(loader), optimizer.schedule.steps) == (dp.Poisson(BATCH, N), 5, 50)
+        assert (optimizer.design, len(loader), optimizer.schedule.steps) == (
+            dp.Poisson(BATCH, N),
+            5,
+            50,
+        )
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -269,7 +295,10 @@ def test_a_shared_accountant_is_charged_and_its_budget_respected() -> None:
     train(model, optimizer, loader)
     assert optimizer.accountant is accountant
     assert len(accountant) == 5
-    with pytest.raises(InfeasibleError, match=r"budget left for one step with this noise: this ledger holds 5 events"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"budget left for one step with this noise: this ledger holds 5 events",
+    ):
         private(linear(), accountant=accountant, epochs=1)
     assert len(accountant) == 5
     assert accountant.get_epsilon(BUDGET.delta) <= BUDGET.epsilon
@@ -290,14 +319,42 @@ class Stream(IterableDataset):
         ({"n": 5}, ValueError, r"batch_size must be <= n=5 \(got 12\)"),
         ({"epochs": 0}, ValueError, r"epochs must be > 0 \(got 0.0\)"),
         ({"reg": -1}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
-        ({"average": "best"}, ValueError, r"average must be one of last, uniform, weighted \(got 'best'\)"),
-        ({"rows": "sparse"}, ValueError, r"rows must be one of auto, dense, factored \(got 'sparse'\)"),
-        ({"loss_reduction": "none"}, ValueError, r"loss_reduction must be one of mean, sum \(got 'none'\)"),
-        ({"accountant": dp.Accountant(dp.Budget(2.0, 1e-3))}, AdjacencyError, r"must have the budget"),
-        ({"budget": dp.Budget(1e-9, 1e-12)}, InfeasibleError, r"epsilon must be >= .*take fewer steps"),
+        (
+            {"average": "best"},
+            ValueError,
+            r"average must be one of last, uniform, weighted \(got 'best'\)",
+        ),
+        (
+            {"rows": "sparse"},
+            ValueError,
+            r"rows must be one of auto, dense, factored \(got 'sparse'\)",
+        ),
+        (
+            {"loss_reduction": "none"},
+            ValueError,
+            r"loss_reduction must be one of mean, sum \(got 'none'\)",
+        ),
+        (
+            {"accountant": dp.Accountant(dp.Budget(2.0, 1e-3))},
+            AdjacencyError,
+            r"must have the budget",
+        ),
+        (
+            {"budget": dp.Budget(1e-9, 1e-12)},
+            InfeasibleError,
+            r"epsilon must be >= .*take fewer steps",
+        ),
         ({"problem": dp.Problem()}, MissingConstantError, r"give Problem a lipschitz constant"),
-        ({"loader": DataLoader(records(), batch_size=None)}, UnknownSamplerError, r"fixed batch_size"),
-        ({"loader": DataLoader(Stream(), batch_size=BATCH)}, ValueError, r"map-style .*\(got a stream"),
+        (
+            {"loader": DataLoader(records(), batch_size=None)},
+            UnknownSamplerError,
+            r"fixed batch_size",
+        ),
+        (
+            {"loader": DataLoader(Stream(), batch_size=BATCH)},
+            ValueError,
+            r"map-style .*\(got a stream",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -316,7 +373,9 @@ def test_bad_arguments_are_refused_and_leave_the_model_as_it_was(
 
 def test_what_is_private_already_is_refused() -> None:
     model, optimizer, loader = private(linear())
-    with pytest.raises(SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"):
+    with pytest.raises(
+        SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"
+    ):
         private(model, optimizer)
     with pytest.raises(ValueError, match=r"data_loader must be a DataLoader \(got PrivateLoader\)"):
         private(linear(), loader=loader)
@@ -327,7 +386,9 @@ def test_what_is_private_already_is_refused() -> None:
 
 def test_an_optimizer_of_other_parameters_or_one_that_evaluates_the_loss_is_refused() -> None:
     model = conv()
-    with pytest.raises(SequenceError, match=r"model 4, optimizer 2, in common 2\); freeze the others"):
+    with pytest.raises(
+        SequenceError, match=r"model 4, optimizer 2, in common 2\); freeze the others"
+    ):
         private(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"one gradient per step \(got LBFGS"):
         private(model, torch.optim.LBFGS(model.parameters()))

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise of a seed: scores that pass once pass again."""
     monkeypatch.setattr(
-        "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator(device).manual_seed(0)
+        "torch_dpsco.linear.noise_generator",
+        lambda device, given: torch.Generator(device).manual_seed(0),
     )
 
 
@@ -44,7 +45,9 @@ def example() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_the_example_compares_all_methods_with_a_model_that_is_not_private(example, capsys, monkeypatch):
+def test_the_example_compares_all_methods_with_a_model_that_is_not_private(
+    example, capsys, monkeypatch
+):
     monkeypatch.setattr(example, "load_diamonds", lambda: None)
     results = example.main(["--quick"])
     table, baseline = results["Adult"]
@@ -104,14 +107,23 @@ def test_diamonds_are_read_and_fitted_by_every_regressor(example, tmp_path, monk
 def test_no_diamond_is_longer_than_the_stated_maximum_or_changes_another_one(example):
     for record in made_up_diamonds(50):
         assert np.linalg.norm(example.encode(record)) <= math.sqrt(7)
-    wild = {**made_up_diamonds(1)[0], "carat": "1e9", "depth": "-5", "table": "0", "cut": "?", "color": "?"}
+    wild = {
+        **made_up_diamonds(1)[0],
+        "carat": "1e9",
+        "depth": "-5",
+        "table": "0",
+        "cut": "?",
+        "color": "?",
+    }
     assert np.linalg.norm(example.encode(wild)) <= math.sqrt(7)
 
 
 def test_the_plot_has_a_panel_for_each_data_set(example, tmp_path):
     pytest.importorskip("matplotlib")
     table = {"a": [0.7, 0.8], "b": [math.nan, 0.6]}
-    example.draw({"One": (table, 0.9), "Two": (table, 0.95)}, (1.0, 3.0), str(tmp_path / "plot.png"))
+    example.draw(
+        {"One": (table, 0.9), "Two": (table, 0.95)}, (1.0, 3.0), str(tmp_path / "plot.png")
+    )
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -119,7 +131,11 @@ def test_the_example_says_how_to_run_it(example):
     source = (ROOT / "examples" / "estimators.py").read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(source))
     assert len(source.splitlines()) < 200
-    for command in ("python examples/estimators.py ", "python examples/estimators.py --quick", "--plot curve.png"):
+    for command in (
+        "python examples/estimators.py ",
+        "python examples/estimators.py --quick",
+        "--plot curve.png",
+    ):
         assert command in docstring
 
 
@@ -143,8 +159,15 @@ def test_the_document_names_every_class_and_its_mechanism():
     text = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| ([^|]*) \|", text, flags=re.MULTILINE)
     assert {name for name, _, _ in rows} == set(estimators.__all__)
-    kinds = {"objective perturbation": "objective", "output perturbation": "output", "boosted AdaSSP": "boosted_adassp"}
-    kinds |= {"noisy gradient descent": "noisy_gd", "preconditioned gradient descent": "preconditioned_gd"}
+    kinds = {
+        "objective perturbation": "objective",
+        "output perturbation": "output",
+        "boosted AdaSSP": "boosted_adassp",
+    }
+    kinds |= {
+        "noisy gradient descent": "noisy_gd",
+        "preconditioned gradient descent": "preconditioned_gd",
+    }
     both = {"the same, else output perturbation", "objective, else output perturbation"}
     for name, said, pure in rows:
         model = getattr(estimators, name)(n=100_000, bound_x=1.0)

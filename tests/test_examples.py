@@ -36,7 +36,15 @@ TESTED_ELSEWHERE = {
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
     *("torchrun", "ray_train", "spark"),  # tests/integrations/test_launchers.py
     *("accelerate_loop", "hf_trainer", "lightning_module"),
-    *("study", "adversarial", "estimators", "out_of_core", "output_perturbation", "tilted", "private_head"),
+    *(
+        "study",
+        "adversarial",
+        "estimators",
+        "out_of_core",
+        "output_perturbation",
+        "tilted",
+        "private_head",
+    ),
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 
@@ -118,8 +126,12 @@ def spent(text: str) -> tuple[str, dict[str, str], int, PoissonGaussian]:
     """Returns the quoted epsilon, those of other adjacencies, the number of steps and their event."""
     assert "-differential privacy, add_remove: the data set has one example more or less" in text
     quoted = re.search(r"^spent: \((\S+), 1e-05\)-diff", text, flags=re.MULTILINE)[1]
-    others = dict(re.findall(r"^  (zero_out|replace_one): epsilon (\S+)$", text, flags=re.MULTILINE))
-    events = re.findall(r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$", text, re.MULTILINE)
+    others = dict(
+        re.findall(r"^  (zero_out|replace_one): epsilon (\S+)$", text, flags=re.MULTILINE)
+    )
+    events = re.findall(
+        r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$", text, re.MULTILINE
+    )
     assert len(events) == 1
     steps, noise, rate = events[0]
     return quoted, others, int(steps), PoissonGaussian(float(noise), float(rate))
@@ -157,7 +169,9 @@ def test_an_example_is_one_page_that_says_how_to_run_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_spends_what_it_prints_and_no_more_than_its_budget(name: str, runs: dict[str, Run]) -> None:
+def test_an_example_spends_what_it_prints_and_no_more_than_its_budget(
+    name: str, runs: dict[str, Run]
+) -> None:
     figures, text, _ = runs[name]
     assert_spent_is_true(text)
     quoted, others, _, _ = spent(text)
@@ -173,21 +187,32 @@ def test_printed_scores_are_those_returned_and_those_of_the_trained_models(
 ) -> None:
     figures, text, models = runs[name]
     labels = data.test_labels.numpy()
-    for line, prefix, model in zip(("not private", "private"), ("baseline_", ""), models, strict=True):
-        printed = re.search(rf"^{line}\s+(?:accuracy )?(0\.\d{{4}})\s+(?:AUC )?(0\.\d{{4}})$", text, re.MULTILINE)
+    for line, prefix, model in zip(
+        ("not private", "private"), ("baseline_", ""), models, strict=True
+    ):
+        printed = re.search(
+            rf"^{line}\s+(?:accuracy )?(0\.\d{{4}})\s+(?:AUC )?(0\.\d{{4}})$", text, re.MULTILINE
+        )
         with torch.no_grad():
             scores = model(data.test_features).squeeze(1).numpy()
-        recomputed = {"accuracy": accuracy_score(labels, scores > 0), "auc": roc_auc_score(labels, scores)}
+        recomputed = {
+            "accuracy": accuracy_score(labels, scores > 0),
+            "auc": roc_auc_score(labels, scores),
+        }
         for kind, shown in zip(("accuracy", "auc"), printed.groups(), strict=True):
             assert float(shown) == pytest.approx(recomputed[kind], abs=5.1e-5)
-            assert figures.get(f"{prefix}{kind}", recomputed[kind]) == pytest.approx(recomputed[kind], abs=1e-9)
+            assert figures.get(f"{prefix}{kind}", recomputed[kind]) == pytest.approx(
+                recomputed[kind], abs=1e-9
+            )
 
 
 def test_the_private_model_has_learned_and_the_other_is_better(runs: dict[str, Run]) -> None:
     for run in runs.values():
         assert 0.7 < run.figures["auc"] < run.figures["baseline_auc"] + 0.01
     loop = runs["existing_loop"].figures
-    assert loop["auc"] > loop["baseline_auc"] - 0.03  # equal steps and rates: the noise costs little
+    assert (
+        loop["auc"] > loop["baseline_auc"] - 0.03
+    )  # equal steps and rates: the noise costs little
 
 
 def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict[str, Run]) -> None:
@@ -195,7 +220,10 @@ def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict
     budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
     plan = dp.HolderSGD.plan(problem=problem, n=N, budget=budget, epochs=0.1, dim=66)
     _, _, steps, event = spent(runs["logistic_regression"].text)
-    assert (steps, event) == (plan.steps, PoissonGaussian(plan.noise_multiplier, plan.batch_size / N))
+    assert (steps, event) == (
+        plan.steps,
+        PoissonGaussian(plan.noise_multiplier, plan.batch_size / N),
+    )
     assert f"\n{steps} steps in " in runs["logistic_regression"].text
 
 
@@ -203,24 +231,34 @@ def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(runs: dict[s
     figures, text, _ = runs["logistic_regression"]
     verdict = text.split(" s\n\n")[1]
     changed = [100 * (figures[kind] - figures[f"baseline_{kind}"]) for kind in ("accuracy", "auc")]
-    said = re.search(r"Privacy and the short run changed accuracy by (\S+) and AUC by (\S+) points", verdict)
+    said = re.search(
+        r"Privacy and the short run changed accuracy by (\S+) and AUC by (\S+) points", verdict
+    )
     assert tuple(map(float, said.groups())) == pytest.approx(changed, abs=0.0051)
     assert f"right about {100 * figures['accuracy']:.1f} % of the people" in verdict
     _, _, steps, event = spent(text)
     accountant = dp.Accountant(adjacency="add_remove")
     accountant.record(event, steps)
     right = float(re.search(r"wins at most (\S+) % of even bets", verdict)[1])
-    assert 50 * (1 + accountant.get_delta(0.0)) <= right <= 50 * (1 + accountant.get_delta(0.0)) + 0.11
+    assert (
+        50 * (1 + accountant.get_delta(0.0)) <= right <= 50 * (1 + accountant.get_delta(0.0)) + 0.11
+    )
     assert "whether one given person is in the data" in verdict
 
 
-def test_the_card_of_the_logistic_example_is_where_it_says(runs: dict[str, Run], folder: Path) -> None:
+def test_the_card_of_the_logistic_example_is_where_it_says(
+    runs: dict[str, Run], folder: Path
+) -> None:
     shown = runs["logistic_regression"].text.split()[-1]
     assert shown == "privacy_card.html"
-    assert "differential privacy for one example (add_remove)" in (folder / shown).read_text(encoding="utf-8")
+    assert "differential privacy for one example (add_remove)" in (folder / shown).read_text(
+        encoding="utf-8"
+    )
 
 
-def test_without_matplotlib_the_card_of_the_logistic_example_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_card_of_the_logistic_example_is_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert Path("privacy_card.md") == load("logistic_regression").CARD
 
@@ -240,14 +278,27 @@ def test_the_options_of_the_logistic_example_reach_the_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main, card = load("logistic_regression").main, tmp_path / "card.json"
-    options = ["--quick", "--epsilon", "0.5", "--delta", "1e-6", "--adjacency", "replace_one", "--epochs", "3"]
+    options = [
+        "--quick",
+        "--epsilon",
+        "0.5",
+        "--delta",
+        "1e-6",
+        "--adjacency",
+        "replace_one",
+        "--epochs",
+        "3",
+    ]
     figures = main([*options, "--card", str(card)])
     shown = capsys.readouterr().out
     assert shown.endswith(f": {card}\n")
     assert "which of two records one given person has" in shown
     assert card.is_file()
     assert 0.495 < figures["epsilon"] == figures["epsilon_replace_one"] <= 0.5
-    assert f"spent: ({rounded_up(figures['epsilon'])}, 1e-06)-differential privacy, replace_one" in shown
+    assert (
+        f"spent: ({rounded_up(figures['epsilon'])}, 1e-06)-differential privacy, replace_one"
+        in shown
+    )
 
 
 # -- the README and docs/start.md -------------------------------------------------------------------------------------
@@ -274,7 +325,13 @@ def test_the_diff_of_the_start_is_that_of_the_example() -> None:
     assert not set(added) & set(before)
     # ... and nothing else is different but the promises of the private run and what it returns
     rest = [line for line in after if line not in added and line not in before]
-    allowed = ("def after", '"""', "budget = dp.Budget(", "problem = dp.losses.", "return model, optimizer")
+    allowed = (
+        "def after",
+        '"""',
+        "budget = dp.Budget(",
+        "problem = dp.losses.",
+        "return model, optimizer",
+    )
     assert [line for line in rest if not line.strip().startswith(allowed)] == []
 
 
@@ -301,7 +358,9 @@ def printed_by(block: str, scope: dict[str, Any], capsys: pytest.CaptureFixture[
     return capsys.readouterr().out
 
 
-def test_every_python_block_of_the_readme_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_python_block_of_the_readme_prints_what_stands_below_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """In the order of the page, in one namespace that is empty before: a name that the page does not define fails."""
     scope: dict[str, Any] = {}
     estimator, loop = (printed_by(block, scope, capsys) for block in blocks("python"))
@@ -310,7 +369,9 @@ def test_every_python_block_of_the_readme_prints_what_stands_below_it(capsys: py
     score = re.compile(r"accuracy (0\.\d\d): ")
     assert score.sub("", estimator) == score.sub("", shown)
     # 20 fits: 0.7769 with a standard deviation of 0.0003; the records are always the same
-    assert float(score.match(estimator)[1]) == pytest.approx(float(score.match(shown)[1]), abs=0.011)
+    assert float(score.match(estimator)[1]) == pytest.approx(
+        float(score.match(shown)[1]), abs=0.011
+    )
     right = (scope["net"](scope["data"].tensors[0]) > 0) == (scope["data"].tensors[1] > 0)
     assert float(right.double().mean()) > 0.75
     assert scope["optimizer"].report().epsilon <= 1.0
@@ -321,11 +382,15 @@ def test_every_python_block_of_the_readme_prints_what_stands_below_it(capsys: py
 def test_the_readme_is_a_door_and_not_the_house() -> None:
     assert len(README.splitlines()) <= 150
     for block in blocks("python"):
-        code = [line for line in block.splitlines() if line and not line.startswith(("import", "from"))]
+        code = [
+            line for line in block.splitlines() if line and not line.startswith(("import", "from"))
+        ]
         assert len(code) <= 12
 
 
-def test_every_python_block_of_the_start_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_python_block_of_the_start_runs_as_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """In the order of the page, in one namespace that is empty before: a name that the page does not define fails."""
     torch.manual_seed(0)  # where lines of the doctor are broken depends on the digits of a figure
     scope: dict[str, Any] = {}
@@ -338,7 +403,9 @@ def test_every_python_block_of_the_start_runs_as_it_stands(capsys: pytest.Captur
         assert re.sub(r"\d\.\d+|\.\.\.$", "", line)[:60] in re.sub(r"\d\.\d+", "", doctor)
 
 
-def test_the_tour_of_the_start_learns_its_data_and_spends_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tour_of_the_start_learns_its_data_and_spends_its_budget(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Labels that the loss does not take cost the budget and leave an accuracy of 0.5, without a word."""
     scope: dict[str, Any] = {}
     shown = printed_by(blocks("python", START)[0], scope, capsys)
@@ -359,7 +426,9 @@ def test_the_figures_of_the_readme_are_those_of_a_run(adult: ModuleType, data: A
     assert_spent_is_true(shown, slack=0.02)
     _, _, steps, event = spent(shown)
     problem = dp.losses.Logistic().problem(bound_x=adult.ROW_NORM_BOUND)
-    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"), dim=66)
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=N, budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"), dim=66
+    )
     assert (steps, event.q) == (plan.steps, plan.batch_size / N)
     assert event.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=0.02)
     model = adult.fit_baseline(data.train_features, data.train_labels)

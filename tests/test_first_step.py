@@ -35,8 +35,12 @@ B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
 CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
 
-EARLY_DYNAMO = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 compiles no attached model")
-LOOKED_AT = CHECKED + "; what cannot be told to be a record's was taken for a constant"  # a loss with targets
+EARLY_DYNAMO = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 compiles no attached model"
+)
+LOOKED_AT = (
+    CHECKED + "; what cannot be told to be a record's was taken for a constant"
+)  # a loss with targets
 
 
 def dropped(out: Tensor, y: Tensor) -> Tensor:
@@ -48,11 +52,17 @@ def dropped(out: Tensor, y: Tensor) -> Tensor:
 LOSSES: dict[str, tuple[str, Loss]] = {
     "softmax over the batch": ("softmax", lambda out, y: -(out.softmax(0) * y).sum()),
     "by the largest": ("div", lambda out, y: (out / out.abs().max() - y).square().sum()),
-    "by the largest, if it is large": ("div", lambda out, y: (out / out.abs().max().clamp(min=50) - y).square().sum()),
+    "by the largest, if it is large": (
+        "div",
+        lambda out, y: (out / out.abs().max().clamp(min=50) - y).square().sum(),
+    ),
     "outliers dropped by a median": ("lt", dropped),
     "centered": ("rsub|sub", lambda out, y: ((out - out.mean(0)) * y).sum()),
     "a column against a row": ("sub", lambda out, y: (out - y[:, 0]).square().sum()),
-    "a row of targets": ("mse_loss", lambda out, y: functional.mse_loss(out, y[:, 0], reduction="sum")),
+    "a row of targets": (
+        "mse_loss",
+        lambda out, y: functional.mse_loss(out, y[:, 0], reduction="sum"),
+    ),
     "logsumexp": ("logsumexp", lambda out, y: (out - y).square().logsumexp(0).sum()),
     "a root of the mean": ("mean", lambda out, y: (out - y).square().mean().sqrt()),
     "weights of classes": (
@@ -65,23 +75,34 @@ LOSSES: dict[str, tuple[str, Loss]] = {
         "softmax",
         lambda out, y: dp.per_record(nn.MSELoss, reduction="sum")(out.softmax(0), y),
     ),
-    "beside per_record": ("std", lambda out, y: dp.per_record(nn.MSELoss, reduction="sum")(out, y) + out.std(0).sum()),
+    "beside per_record": (
+        "std",
+        lambda out, y: dp.per_record(nn.MSELoss, reduction="sum")(out, y) + out.std(0).sum(),
+    ),
 }
 SOUND: dict[str, Loss] = {
     "mse": nn.MSELoss(),
     "bce": lambda out, y: nn.BCEWithLogitsLoss()(out, (y > 0).float()),
-    "classes": lambda out, y: functional.cross_entropy(torch.cat([out, -out], 1), (y[:, 0] > 0).long()),
+    "classes": lambda out, y: functional.cross_entropy(
+        torch.cat([out, -out], 1), (y[:, 0] > 0).long()
+    ),
     "logistic": lambda out, y: dp.losses.Logistic()(out, y.sign(), reduction="sum"),
     "a sum": lambda out, y: (out - y).abs().sum(),
     "in place": lambda out, y: (out - y).square_().clamp_(max=3).mean(),
     "in place on outputs": lambda out, y: out.sub_(y).square().sum(),
     "masked within records": lambda out, y: ((out - y) * (y > 0)).square().sum(),
     "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs())(out, (y > 0).float()),
-    "picked by numbers": lambda out, y: -torch.cat([out, -out], 1)[torch.arange(B), (y[:, 0] > 0).long()].sum(),
+    "picked by numbers": lambda out, y: (
+        -torch.cat([out, -out], 1)[torch.arange(B), (y[:, 0] > 0).long()].sum()
+    ),
     "picked by a gather": lambda out, y: -torch.cat([out, -out], 1).gather(1, (y > 0).long()).sum(),
     "picked by a mask": lambda out, y: out[y[:, 0] > 0].square().sum(),
-    "picked in another order": lambda out, y: (out[y[:, 0].argsort()] - y[y[:, 0].argsort()]).square().sum(),
-    "a per_record loss scaled": lambda out, y: 3 * dp.per_record(nn.MSELoss, reduction="sum")(out, y),
+    "picked in another order": lambda out, y: (
+        (out[y[:, 0].argsort()] - y[y[:, 0].argsort()]).square().sum()
+    ),
+    "a per_record loss scaled": lambda out, y: (
+        3 * dp.per_record(nn.MSELoss, reduction="sum")(out, y)
+    ),
 }
 MODELS: dict[str, Callable[[Tensor], Tensor]] = {
     "by the largest": lambda x: x / x.abs().max(),
@@ -141,13 +162,18 @@ def verdicts(model: nn.Module) -> tuple[str, str]:
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_records_that_reach_each_other_are_found_at_the_first_step(name: str) -> None:
     operation, loss = LOSSES[name]
-    with pytest.raises(PrivacyError, match=rf"in the loss .*\(at ({operation}): with .*dp.per_record"):
+    with pytest.raises(
+        PrivacyError, match=rf"in the loss .*\(at ({operation}): with .*dp.per_record"
+    ):
         step(loss)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_that_couples_records_is_found_at_the_first_step(name: str) -> None:
-    with pytest.raises(PrivacyError, match=r"in the model \(in the forward of Model: with .*functions of one record"):
+    with pytest.raises(
+        PrivacyError,
+        match=r"in the model \(in the forward of Model: with .*functions of one record",
+    ):
         step(nn.MSELoss(reduction="sum"), Model(MODELS[name]))
 
 
@@ -166,7 +192,9 @@ def test_hooks_of_the_model_are_a_part_of_it() -> None:
 
 def test_integers_and_times_are_looked_at() -> None:
     tokens = Wired(
-        lambda m, i: m.layer(m.table(i).mean(1).softmax(0)), table=nn.Embedding(50, 4), layer=nn.Linear(4, 1)
+        lambda m, i: m.layer(m.table(i).mean(1).softmax(0)),
+        table=nn.Embedding(50, 4),
+        layer=nn.Linear(4, 1),
     )
     with pytest.raises(PrivacyError, match=r"in the model .*another integer"):
         dp.attach(tokens)(torch.randint(0, 50, (B, 6)))
@@ -223,7 +251,13 @@ def test_make_private_looks_at_the_loss_of_the_loop() -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
     problem, budget = dp.losses.Logistic().problem(bound_x=2.0), dp.Budget(1.0, 1e-3)
     model, opt, loader = dp.make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, problem=problem, budget=budget, n=64, epochs=1
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loader,
+        problem=problem,
+        budget=budget,
+        n=64,
+        epochs=1,
     )
     said = " ".join(str(opt.report()).split())
     assert "in the model: checked by the probes of dp.doctor" in said
@@ -235,7 +269,9 @@ def test_make_private_looks_at_the_loss_of_the_loop() -> None:
 
 def check_that_couplings_are_found() -> None:
     cases = [(name, loss, None) for name, (_, loss) in LOSSES.items()]
-    cases += [(name, nn.MSELoss(reduction="sum"), Model(features)) for name, features in MODELS.items()]
+    cases += [
+        (name, nn.MSELoss(reduction="sum"), Model(features)) for name, features in MODELS.items()
+    ]
     missed = []
     for name, loss, model in cases:
         try:
@@ -259,7 +295,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         "variants",
         only("a small one", "another", "one with another target"),
     ),
-    "no other targets": (mixing.SyntheticBatches, "variants", only("a small one", "a large one", "NaN", "another")),
+    "no other targets": (
+        mixing.SyntheticBatches,
+        "variants",
+        only("a small one", "a large one", "NaN", "another"),
+    ),
     "losses are not traced": (first_step, "trace_outputs", lambda first, output, dims: output),
     "models are not called": (first_step.FirstStep, "_look_at", lambda *args: None),
     "gradients are not compared": (
@@ -294,21 +334,29 @@ def steps_back(m: Wired, x: Tensor, lengths: Tensor) -> Tensor:
     return m.layer(pad_packed_sequence(m.lstm(packed)[0], batch_first=True)[0][:, 0])
 
 
-HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+HEALTHY: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], dict[str, Any]]
+] = {
     "cnn": (
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4 * 36, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4 * 36, 3)
+        ),
         lambda: (torch.randn(B, 1, 8, 8),),
         {},
     ),
     "lstm": (
         lambda: Wired(
-            lambda m, x: m.layer(m.lstm(x)[0][:, -1]), lstm=DPLSTM(3, 5, batch_first=True), layer=nn.Linear(5, 2)
+            lambda m, x: m.layer(m.lstm(x)[0][:, -1]),
+            lstm=DPLSTM(3, 5, batch_first=True),
+            layer=nn.Linear(5, 2),
         ),
         lambda: (torch.randn(B, 4, 3),),
         {},
     ),
     "lstm, times first, as many as records": (
-        lambda: Wired(lambda m, x: m.layer(m.lstm(x)[0])[-1], lstm=DPLSTM(3, 5), layer=nn.Linear(5, 2)),
+        lambda: Wired(
+            lambda m, x: m.layer(m.lstm(x)[0])[-1], lstm=DPLSTM(3, 5), layer=nn.Linear(5, 2)
+        ),
         lambda: (torch.randn(B, B, 3),),
         {"batch_first": False},
     ),
@@ -338,20 +386,29 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
     ),
     "a mask of all": (
         lambda: Wired(
-            lambda m, x, mask: m.layer(x * x.sum(-1).masked_fill(mask, -torch.inf).softmax(1)[..., None]).sum(1),
+            lambda m, x, mask: m.layer(
+                x * x.sum(-1).masked_fill(mask, -torch.inf).softmax(1)[..., None]
+            ).sum(1),
             layer=nn.Linear(3, 2),
         ),
         lambda: (torch.randn(B, 6, 3), torch.rand(B, 6) > 2),
         {},
     ),
-    "dropout": (lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)), lambda: (torch.randn(B, 3),), {}),
+    "dropout": (
+        lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)),
+        lambda: (torch.randn(B, 3),),
+        {},
+    ),
     "a constant first": (
         lambda: Wired(lambda m, c, x: m.layer(torch.cdist(x, c)), layer=nn.Linear(12, 2)),
         lambda: (torch.randn(12, 3), torch.randn(B, 3)),
         {},
     ),
     "noise of numpy": (
-        lambda: Wired(lambda m, x: m.layer(x + float(np.random.standard_normal())), layer=nn.Linear(3, 2)),  # noqa: NPY002
+        lambda: Wired(
+            lambda m, x: m.layer(x + float(np.random.standard_normal())),
+            layer=nn.Linear(3, 2),  # noqa: NPY002
+        ),
         lambda: (torch.randn(B, 3),),
         {},
     ),
@@ -375,7 +432,9 @@ def test_healthy_models_pass(name: str) -> None:
     model = dp.attach(build(), **options)
     out = model(*inputs())
     weight = torch.rand(out.shape[1], dtype=out.dtype)  # of classes, as many as there are
-    loss = functional.cross_entropy(out, torch.zeros(len(out), dtype=torch.long), weight=weight, reduction="sum")
+    loss = functional.cross_entropy(
+        out, torch.zeros(len(out), dtype=torch.long), weight=weight, reduction="sum"
+    )
     (loss if options.get("loss_reduction") == "sum" else loss / len(out)).backward()
     of_model, of_loss = verdicts(model)
     assert of_model == CHECKED
@@ -383,7 +442,9 @@ def test_healthy_models_pass(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"]
+)
 def test_compiled_models_and_losses_are_looked_at(what: str) -> None:
     gc.collect()  # row-free optimizers of other tests, whose hooks torch warns of
     torch._dynamo.reset()
@@ -419,7 +480,12 @@ class Restless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.log.append(len(x))
-        x = x + torch.rand(3, generator=self.generator) + float(np.random.random()) + random.random()  # noqa: NPY002
+        x = (
+            x
+            + torch.rand(3, generator=self.generator)
+            + float(np.random.random())  # noqa: NPY002
+            + random.random()
+        )
         return self.layer(self.drop(x))
 
 
@@ -437,7 +503,14 @@ def traces_of(check: bool, rows: str) -> list[Any]:
     versions = [p._version for p in params]
     made = GradBatch.consume(params).dense()
     noise = [torch.rand(3), torch.rand(3, generator=own), torch.rand(3, generator=model.generator)]
-    numbers = [float(np.random.random()), random.random(), model.calls, model.log, versions, model.training]  # noqa: NPY002
+    numbers = [
+        float(np.random.random()),  # noqa: NPY002
+        random.random(),
+        model.calls,
+        model.log,
+        versions,
+        model.training,
+    ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     return [*made, *noise, *(p.detach() for p in params), *numbers, hooks, [p.grad for p in params]]
 
@@ -487,9 +560,15 @@ def test_neither_the_model_nor_a_file_of_it_holds_records() -> None:
     model = dp.attach(Model())
     x = torch.full((B, 3), 123456.0)
     loss = (model(x) - x[:, :1]).square().mean()
-    copied = copy.deepcopy(model)  # between forward and backward, where factored rows do not wait yet
+    copied = copy.deepcopy(
+        model
+    )  # between forward and backward, where factored rows do not wait yet
     for one in (model, copied):
-        assert not [v for v in vars(first_step_of(one)).values() if isinstance(v, (Tensor, loss_trace._Trace))]
+        assert not [
+            v
+            for v in vars(first_step_of(one)).values()
+            if isinstance(v, (Tensor, loss_trace._Trace))
+        ]
     loss.backward()
 
 
@@ -543,13 +622,19 @@ def test_a_model_that_cannot_be_looked_at_works_and_that_is_said(name: str) -> N
         clear_rows(list(model.parameters()))
 
 
-def test_where_a_wrong_index_ends_the_process_integers_are_made_up_on_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_wrong_index_ends_the_process_integers_are_made_up_on_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(first_step, "_SAFE", ())
 
-    large = "not checked, integers are made up on the CPU, where the model is too large to be copied"
+    large = (
+        "not checked, integers are made up on the CPU, where the model is too large to be copied"
+    )
     for most, known in ((100, CHECKED), (10, large)):
         monkeypatch.setattr(first_step, "_MOST_COPIED", most)
-        model = Wired(lambda m, i: m.layer(m.table(i)).sum(1), table=nn.Embedding(5, 4), layer=nn.Linear(4, 1))
+        model = Wired(
+            lambda m, i: m.layer(m.table(i)).sum(1), table=nn.Embedding(5, 4), layer=nn.Linear(4, 1)
+        )
         dp.attach(model)(torch.randint(0, 5, (B, 6))).square().mean().backward()
         assert verdicts(model)[0] == known
 
@@ -633,7 +718,9 @@ def test_no_verdict_tells_whether_there_were_as_many_records_as_classes() -> Non
     seen = set()
     for size in (B, B + 1):
         model = dp.attach(nn.Linear(3, B))
-        functional.cross_entropy(model(torch.randn(size, 3)), torch.zeros(size).long(), label_smoothing=0.1).backward()
+        functional.cross_entropy(
+            model(torch.randn(size, 3)), torch.zeros(size).long(), label_smoothing=0.1
+        ).backward()
         seen.add(verdicts(model))
     assert seen == {(CHECKED, LOOKED_AT)}
 
@@ -660,40 +747,57 @@ def test_two_forwards_of_one_loss_and_two_models_in_a_row_are_said() -> None:
 
 def test_a_huge_loss_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeated_loss, "_MOST_NUMBERS", 10)
-    assert verdicts(step(nn.MSELoss(reduction="sum")))[1] == "not checked, it is of too many numbers"
+    assert (
+        verdicts(step(nn.MSELoss(reduction="sum")))[1] == "not checked, it is of too many numbers"
+    )
     monkeypatch.undo()
     for module in (loss_trace, repeated_loss):
         monkeypatch.setattr(module, "MOST_CALLS", 2)
-    assert verdicts(step(SOUND["masked within records"]))[1] == "not checked, it is of too many operations"
+    assert (
+        verdicts(step(SOUND["masked within records"]))[1]
+        == "not checked, it is of too many operations"
+    )
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 BY_RECORD = {
     "per_record": lambda reduction: dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction),
-    "a loss of the library": lambda reduction: lambda out, y: dp.losses.Logistic()(out, y, reduction=reduction),
+    "a loss of the library": lambda reduction: (
+        lambda out, y: dp.losses.Logistic()(out, y, reduction=reduction)
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", list(BY_RECORD))
 @pytest.mark.parametrize(("attached", "reduction"), [("mean", "sum"), ("sum", "mean")])
-def test_a_loss_by_record_must_reduce_as_the_model_was_attached(kind: str, attached: str, reduction: str) -> None:
+def test_a_loss_by_record_must_reduce_as_the_model_was_attached(
+    kind: str, attached: str, reduction: str
+) -> None:
     model = dp.attach(nn.Linear(3, 1), loss_reduction=attached)
     y, make = torch.ones(B, 1), BY_RECORD[kind]
-    with pytest.raises(ValueError, match=rf"must be '{attached}', as the model was attached \(got '{reduction}'\)"):
+    with pytest.raises(
+        ValueError, match=rf"must be '{attached}', as the model was attached \(got '{reduction}'\)"
+    ):
         make(reduction)(model(torch.randn(B, 3)), y).backward()
     make(attached)(model(torch.randn(B, 3)), y).backward()
     clear_rows(list(model.parameters()))
-    other = make(reduction)(model(torch.randn(B, 3)), y)  # no error in the next step, once it was looked at
+    other = make(reduction)(
+        model(torch.randn(B, 3)), y
+    )  # no error in the next step, once it was looked at
     other.backward()
 
 
 def test_a_reduction_of_ones_own_is_left_alone() -> None:
     model = dp.attach(nn.Linear(3, 1))
-    (dp.per_record(nn.MSELoss, reduction="sum")(model(torch.randn(B, 3)), torch.ones(B, 1)) / B).backward()
+    (
+        dp.per_record(nn.MSELoss, reduction="sum")(model(torch.randn(B, 3)), torch.ones(B, 1)) / B
+    ).backward()
     assert verdicts(model)[1].startswith(CHECKED)
     model = dp.attach(nn.Linear(3, 1))
-    dp.per_record(nn.MSELoss)(model(torch.randn(B, 3)), torch.ones(B, 1), reduction="none").mean().backward()
+    dp.per_record(nn.MSELoss)(
+        model(torch.randn(B, 3)), torch.ones(B, 1), reduction="none"
+    ).mean().backward()
     assert verdicts(model)[1].startswith(CHECKED)
 
 
@@ -745,11 +849,15 @@ def test_the_report_says_that_the_check_is_off_or_that_nothing_is_attached() -> 
 
 @pytest.mark.filterwarnings("ignore:compile=True")
 @pytest.mark.parametrize("how", ["closed form", "attached here", "attached before", "compile"])
-def test_fit_looks_once_by_its_probes_and_reports_that(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_looks_once_by_its_probes_and_reports_that(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks = []
     monkeypatch.setattr(first_step.FirstStep, "_look_at", lambda *args: looks.append("model"))
     monkeypatch.setattr(first_step, "trace_outputs", lambda *args: looks.append("loss"))
-    model: nn.Module = nn.Linear(3, 1) if how == "closed form" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model: nn.Module = (
+        nn.Linear(3, 1) if how == "closed form" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    )
     if how == "attached before":
         dp.attach(model)
     monkeypatch.setattr(train, "try_compile", lambda *args, **options: "not now")
@@ -767,7 +875,9 @@ def test_rows_by_record_are_looked_at_too() -> None:
     assert {said(opt, part) for part in ("model", "loss")} == {CHECKED}
 
 
-def test_fit_looks_at_the_first_step_where_its_probes_saw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_looks_at_the_first_step_where_its_probes_saw_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Evidence, "shows_rows", property(lambda self: False))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     opt = optimizer_of(model)
@@ -775,7 +885,9 @@ def test_fit_looks_at_the_first_step_where_its_probes_saw_nothing(monkeypatch: p
     assert (said(opt, "model"), said(opt, "loss")) == (CHECKED, LOOKED_AT)
 
 
-def test_the_doctor_finds_what_it_finds_in_an_attached_model_and_the_first_step_looks_by_itself() -> None:
+def test_the_doctor_finds_what_it_finds_in_an_attached_model_and_the_first_step_looks_by_itself() -> (
+    None
+):
     model = dp.attach(Model(MODELS["centered"]))
     opt = optimizer_of(model)
     found = dp.doctor(model, nn.MSELoss(), opt.loader(DATA), opt)

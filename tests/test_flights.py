@@ -46,7 +46,11 @@ def data():
 
 def test_the_file_has_the_published_number_of_records_and_of_known_delays(records, data):
     assert len(records) == 336_776
-    assert int(records["arr_delay"].notna().sum()) == 327_346 == len(data.train_hours) + len(data.test_hours)
+    assert (
+        int(records["arr_delay"].notna().sum())
+        == 327_346
+        == len(data.train_hours) + len(data.test_hours)
+    )
     assert data.train_features.shape == (261_877, 42)
     assert data.test_features.shape == (65_469, 42)
     assert {tensor.dtype for tensor in data} == {torch.float32}
@@ -117,7 +121,10 @@ def test_a_record_without_arrival_is_left_out_and_moves_no_other_row(records, tm
     few.to_csv(tmp_path / "all.csv", index=False)
     few.loc[20, "arr_delay"] = math.nan
     few.to_csv(tmp_path / "one_missing.csv", index=False)
-    rows = [torch.cat(flights.load_flights(tmp_path / name)[::2]) for name in ("all.csv", "one_missing.csv")]
+    rows = [
+        torch.cat(flights.load_flights(tmp_path / name)[::2])
+        for name in ("all.csv", "one_missing.csv")
+    ]
     assert [len(r) for r in rows] == [50, 49]
     kept = {tuple(row) for row in rows[1].tolist()}
     assert kept <= {tuple(row) for row in rows[0].tolist()}
@@ -140,7 +147,11 @@ names = st.sampled_from([*flights.CARRIERS, *flights.ORIGINS, "", "never seen", 
 dates = st.integers(-10, 5_000)
 
 
-@given(st.lists(st.tuples(dates, dates, dates, wild, wild, wild, names, names, wild), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(dates, dates, dates, wild, wild, wild, names, names, wild), min_size=1, max_size=5
+    )
+)
 def test_no_record_however_wild_exceeds_the_norm_bounds(rows):
     records = pd.DataFrame(rows, columns=list(flights.COLUMNS))
     features = torch.from_numpy(flights.encode(records).astype(np.float32))
@@ -182,14 +193,18 @@ def test_missing_data_say_what_to_install(monkeypatch, module):
         flights.load_flights()
 
 
-@pytest.mark.parametrize(("variant", "r_squared", "rmse"), [("predep", 0.0715, 0.7234), ("atdep", 0.8253, 0.3138)])
+@pytest.mark.parametrize(
+    ("variant", "r_squared", "rmse"), [("predep", 0.0715, 0.7234), ("atdep", 0.8253, 0.3138)]
+)
 def test_least_squares_reaches_the_published_anchors(data, variant, r_squared, rmse):
     width = flights.NUM_FEATURES[variant]
     train, test = (
         np.column_stack([x[:, :width].double().numpy(), np.ones(len(x))])
         for x in (data.train_features, data.test_features)
     )
-    w = np.linalg.lstsq(train.T @ train, train.T @ data.train_hours.double().numpy(), rcond=1e-12)[0]
+    w = np.linalg.lstsq(train.T @ train, train.T @ data.train_hours.double().numpy(), rcond=1e-12)[
+        0
+    ]
     errors = np.square(test @ w - data.test_hours.numpy()).mean()
     assert math.sqrt(errors) == pytest.approx(rmse, abs=2e-4)
     assert 1 - errors / data.test_hours.double().numpy().var() == pytest.approx(r_squared, abs=3e-4)

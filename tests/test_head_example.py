@@ -31,11 +31,14 @@ def test_the_example_prints_both_accuracies_and_what_it_spent(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator(device).manual_seed(0)
+        "torch_dpsco.linear.noise_generator",
+        lambda device, given: torch.Generator(device).manual_seed(0),
     )
     seen = []
     fit = SoftmaxRegression.fit
-    monkeypatch.setattr(SoftmaxRegression, "fit", lambda model, X, y: seen.append(model) or fit(model, X, y))
+    monkeypatch.setattr(
+        SoftmaxRegression, "fit", lambda model, X, y: seen.append(model) or fit(model, X, y)
+    )
     figures = example.main(["--quick"])
     shown = capsys.readouterr().out
     for name in ("private", "not private"):
@@ -54,8 +57,14 @@ def test_public_numbers_of_the_head_come_from_public_images(example: ModuleType)
     assert len(source.splitlines()) < 100
     body = source[source.index("def main") :]
     assert body.index("train(*public") < body.index("private, test = draw(")
-    assert "seen, train_rows, test_rows = (body(images) for images, _ in (public, private, test))" in body
-    for line in ("center = seen.mean(0)", "length = float((seen - center).norm(dim=1).quantile(0.9))"):
+    assert (
+        "seen, train_rows, test_rows = (body(images) for images, _ in (public, private, test))"
+        in body
+    )
+    for line in (
+        "center = seen.mean(0)",
+        "length = float((seen - center).norm(dim=1).quantile(0.9))",
+    ):
         assert line in body
     docstring = ast.get_docstring(ast.parse(source))
     assert docstring is not None

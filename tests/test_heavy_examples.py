@@ -100,15 +100,21 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_printed_headline_is_that_of_every_model_and_within_the_budget(name: str, quick: dict[str, Run]) -> None:
+def test_the_printed_headline_is_that_of_every_model_and_within_the_budget(
+    name: str, quick: dict[str, Run]
+) -> None:
     _, figures, text, made = quick[name]
     assert len(made) == MODELS[name]
-    quoted = re.search(r": \((\S+), (\S+)\)-differential privacy for one example \(replace_one\)", text)
+    quoted = re.search(
+        r": \((\S+), (\S+)\)-differential privacy for one example \(replace_one\)", text
+    )
     assert float(quoted[2]) == DELTAS[name]
     own = [optimizer.report().epsilon for _, optimizer in made]
     assert own[-1] <= float(quoted[1]) <= 1.0
     assert all(0.9 < epsilon <= 1.0 for epsilon in own)
-    assert sorted(value for key, value in figures.items() if key.endswith("_epsilon")) == sorted(own)
+    assert sorted(value for key, value in figures.items() if key.endswith("_epsilon")) == sorted(
+        own
+    )
 
 
 def gaussian_parts(optimizer: dp.PrivateOptimizer) -> Iterator[tuple[float, int]]:
@@ -134,15 +140,21 @@ def test_each_part_of_unsampled_steps_and_each_pilot_keeps_the_budget_by_itself(
     checked = 0
     for _, optimizer in quick[name].made:
         design = optimizer.design
-        if isinstance(design, Parts) and any(isinstance(part, dp.Poisson) for part, _ in design.parts):
+        if isinstance(design, Parts) and any(
+            isinstance(part, dp.Poisson) for part, _ in design.parts
+        ):
             continue
-        if isinstance(design, (dp.Assigned, dp.Shuffled)):  # one event of many steps; several passes
+        if isinstance(
+            design, (dp.Assigned, dp.Shuffled)
+        ):  # one event of many steps; several passes
             continue
         for z, releases in gaussian_parts(optimizer):
             assert delta_of_gaussians(1.0, z, releases) <= DELTAS[name]
             checked += 1
         if isinstance(design, Parts):
-            pilots = [oracle for oracle, _ in optimizer.oracle.phases if isinstance(oracle, QuantilePilot)]
+            pilots = [
+                oracle for oracle, _ in optimizer.oracle.phases if isinstance(oracle, QuantilePilot)
+            ]
             assert pilots
             assert all(pilot.epsilon <= 1.0 for pilot in pilots)
             assert sum(part.n for part, _ in design.parts) <= design.n
@@ -155,8 +167,14 @@ def test_each_part_of_unsampled_steps_and_each_pilot_keeps_the_budget_by_itself(
 def test_the_unclipped_rows_differ_from_the_clipped_ones_in_late_departures_only(
     modules: dict[str, ModuleType],
 ) -> None:
-    data, clipped = modules["heavy_tailed_regression"].load_unclipped(), load(EXAMPLES / "flights.py").load_flights()
-    for ours, theirs in ((data.train_features, clipped.train_features), (data.test_features, clipped.test_features)):
+    data, clipped = (
+        modules["heavy_tailed_regression"].load_unclipped(),
+        load(EXAMPLES / "flights.py").load_flights(),
+    )
+    for ours, theirs in (
+        (data.train_features, clipped.train_features),
+        (data.test_features, clipped.test_features),
+    ):
         assert torch.equal(ours[:, :-1], theirs[:, :-1])
         assert torch.equal(ours[:, -1].clamp(-1.0, 5.0), theirs[:, -1])
         assert float(ours[:, -1].max()) > 10.0
@@ -199,8 +217,12 @@ def test_the_goals_on_flights_are_met(modules: dict[str, ModuleType]) -> None:
     assert figures["one pass_mae"] <= 0.215
     assert figures["minibatches_mae"] <= 0.212
     assert figures["localized, absolute loss_mae"] <= 0.214
-    assert figures["one pass, secret batches_mae"] <= min(0.2105, figures["one pass, known batches_mae"] - 0.001)
-    assert figures["ten passes, secret batches_mae"] <= min(0.21, figures["ten passes, known batches_mae"])
+    assert figures["one pass, secret batches_mae"] <= min(
+        0.2105, figures["one pass, known batches_mae"] - 0.001
+    )
+    assert figures["ten passes, secret batches_mae"] <= min(
+        0.21, figures["ten passes, known batches_mae"]
+    )
     assert figures["theorem_mae"] <= 0.241  # better than nothing learned
 
 
@@ -234,7 +256,9 @@ def test_the_strength_is_public_and_follows_the_noise(quick: dict[str, Run]) -> 
 def test_the_shuffled_run_says_what_it_is(quick: dict[str, Run]) -> None:
     text = quick["shuffle_model"].text
     assert "A central simulation; it holds for the protocol, with honest users" in text
-    docstring = ast.get_docstring(ast.parse((EXAMPLES / "shuffle_model.py").read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(
+        ast.parse((EXAMPLES / "shuffle_model.py").read_text(encoding="utf-8"))
+    )
     assert "THIS IS A SIMULATION" in docstring
     assert "HONEST USERS" in docstring
 
@@ -266,4 +290,6 @@ def test_planned_bounds_fall_with_the_exponents_of_the_theorems() -> None:
     for name, exponent in benchmark.EXPONENTS.items():
         for k in (2.0, 3.0):
             bounds = [benchmark.planned(name, k, n) for n in (10**6, 10**9)]
-            assert np.log(bounds[1] / bounds[0]) / np.log(1e3) == pytest.approx(exponent(k), abs=0.15), (name, k)
+            assert np.log(bounds[1] / bounds[0]) / np.log(1e3) == pytest.approx(
+                exponent(k), abs=0.15
+            ), (name, k)

@@ -66,18 +66,24 @@ def real_kink() -> tuple[nn.Module, Tensor]:
     first, x = nn.Linear(784, 100), torch.randn(784)
     with torch.no_grad():
         fewer, more = (first(x.expand(size, -1).contiguous())[0] for size in (15, 16))
-        by = torch.where(fewer == more, torch.maximum(fewer, more) + 1.0, torch.minimum(fewer, more))
+        by = torch.where(
+            fewer == more, torch.maximum(fewer, more) + 1.0, torch.minimum(fewer, more)
+        )
         last = nn.Linear(100, 1)
         nn.init.constant_(last.weight, 100.0)
     return nn.Sequential(first, Shift(by), nn.ReLU(), last), x
 
 
-def clipped_sum(net: nn.Module, x: Tensor, size: int, *, rows: str = "auto", **loader: object) -> Tensor:
+def clipped_sum(
+    net: nn.Module, x: Tensor, size: int, *, rows: str = "auto", **loader: object
+) -> Tensor:
     """Returns the clipped sum over `size` equal records, drawn with certainty from a design of 16."""
     model = dp.attach(net, rows=rows, loss_reduction="sum")
     optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove")
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
-    for (batch,) in optimizer.loader(TensorDataset(x.expand(size, -1).contiguous()), steps=1, **loader):
+    for (batch,) in optimizer.loader(
+        TensorDataset(x.expand(size, -1).contiguous()), steps=1, **loader
+    ):
         model(batch).sum().backward()
         optimizer.step()
     after = torch.cat([p.detach().flatten().double() for p in dp.detach(model).parameters()])
@@ -126,7 +132,9 @@ def draw_first(sampler: DesignSampler, size: int) -> None:
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
-@pytest.mark.parametrize("design", [Poisson(16, 31), Assigned(16, 31, passes=2)], ids=["poisson", "pass"])
+@pytest.mark.parametrize(
+    "design", [Poisson(16, 31), Assigned(16, 31, passes=2)], ids=["poisson", "pass"]
+)
 def test_who_is_in_a_batch_moves_nobody_else(design, adjacency):
     """Also where neighbors have the same sizes: a record that moved 15 others would show whether it is in their batch.
 
@@ -150,7 +158,9 @@ def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes
     ):
         if adjacency != "replace_one" and isinstance(design, Fixed):
             continue
-        optimizer = make_optimizer(dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency)
+        optimizer = make_optimizer(
+            dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency
+        )
         optimizer.loader(data, padding=padding)
         assert said in " ".join(str(optimizer.report(1e-5)).split())
 
@@ -159,12 +169,16 @@ def test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up():
     model = dp.attach(nn.Linear(3, 1))
     optimizer = make_optimizer(model, Poisson(8, 9), noise=1.0)
     loader = optimizer.loader(TensorDataset(torch.randn(9, 3)), steps=1)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as parts:
         for (x,) in parts:
             model(x).sum(1).mean().backward()
             optimizer.step()
     assert optimizer.steps == 1
-    assert "Batches are not filled up to a public size" in " ".join(str(optimizer.report(1e-5)).split())
+    assert "Batches are not filled up to a public size" in " ".join(
+        str(optimizer.report(1e-5)).split()
+    )
 
 
 class ScaledBySize(nn.Module):
@@ -177,7 +191,11 @@ def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: obj
     n, scores = 30, []
     plain = user_filtered.neighbor_counts
     with monkeypatch.context() as patch:
-        patch.setattr(user_filtered, "neighbor_counts", lambda *given: scores.append(plain(*given)) or scores[-1])
+        patch.setattr(
+            user_filtered,
+            "neighbor_counts",
+            lambda *given: scores.append(plain(*given)) or scores[-1],
+        )
         run = runs.filtered(runs.quiet(n, steps=1))
         ids = torch.cat([torch.arange(n), torch.full((rows_of_last - 1,), n - 1)])
         data = runs.dataset(torch.tensor([[0.5, 0.0], [-0.5, 0.0]])[ids % 2])
@@ -196,7 +214,10 @@ def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monk
     Declared is 2 (n - 1)/n; the user's mean stays where it is, so that the score must too.
     """
     assert score_with(1, monkeypatch) == score_with(2, monkeypatch)
-    assert abs(score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False)) > 10.0
+    assert (
+        abs(score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False))
+        > 10.0
+    )
 
 
 # -- the filling ------------------------------------------------------------------------------------------------------
@@ -213,7 +234,9 @@ class Normalized(nn.Module):
         return self.layer(x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
 
 
-def _forward(net: nn.Module, optimizer: dp.PrivateOptimizer, batch: list[Tensor], kind: str) -> None:
+def _forward(
+    net: nn.Module, optimizer: dp.PrivateOptimizer, batch: list[Tensor], kind: str
+) -> None:
     x, y = batch
     if kind == "compiled":
         dp.CompiledRows(net, nn.MSELoss(), backend=None, micro_batch_size=5).step(optimizer, x, y)
@@ -230,7 +253,12 @@ def test_a_mean_of_a_private_number_is_refused():
         ("add_remove", False, 2, True),
         ("add_remove", True, 2, False),
         ("add_remove", False, 1, False),  # one slope times inputs: in the declared rounding
-        ("replace_one", False, 2, True),  # it moves with the record, whose draw must not show in the others
+        (
+            "replace_one",
+            False,
+            2,
+            True,
+        ),  # it moves with the record, whose draw must not show in the others
         ("zero_out", False, 2, True),
         ("replace_one", True, 2, False),
         ("fixed", False, 2, False),
@@ -241,13 +269,17 @@ def test_a_mean_of_a_private_number_is_refused():
         optimizer = make_optimizer(model, design, adjacency=adjacency)
         for (x,) in optimizer.loader(data, steps=1, padding=padding):
             model(x).mean(1).mean().backward()
-            refused = pytest.raises(SequenceError, match="must be a sum where the number of rows is private")
+            refused = pytest.raises(
+                SequenceError, match="must be a sum where the number of rows is private"
+            )
             with refused if raises else nullcontext():
                 optimizer.step()
         assert len(optimizer.accountant) == (not raises)
 
 
-@pytest.mark.parametrize("net", [Normalized, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))])
+@pytest.mark.parametrize(
+    "net", [Normalized, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))]
+)
 @pytest.mark.parametrize("kind", ["auto", "dense", "compiled"])
 @pytest.mark.parametrize("most", [None, 5])
 def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
@@ -261,7 +293,9 @@ def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
         if kind != "compiled":
             dp.attach(model, rows=kind, loss_reduction="mean" if padding else "sum")
         optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
-        for batch in optimizer.loader(TensorDataset(x, y), steps=1, padding=padding, physical_batch_size=most):
+        for batch in optimizer.loader(
+            TensorDataset(x, y), steps=1, padding=padding, physical_batch_size=most
+        ):
             _forward(model, optimizer, batch, kind)
         assert optimizer.steps == 1
         answers.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -276,7 +310,16 @@ def test_the_filling_contributes_nothing_in_closed_form(loss):
         model = nn.Linear(3, 1)
         nn.init.zeros_(model.weight), nn.init.ones_(model.bias)
         optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
-        dp.fit(model, optimizer, data, loss, steps=2, loss_reduction=loss.reduction, progress=False, padding=padding)
+        dp.fit(
+            model,
+            optimizer,
+            data,
+            loss,
+            steps=2,
+            loss_reduction=loss.reduction,
+            progress=False,
+            padding=padding,
+        )
         answers.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
 
@@ -345,7 +388,10 @@ def test_a_draw_is_larger_than_the_capacity_with_a_probability_below_two_to_the_
         assert stats.binom.sf(capacity(design), 10**5, mean / 10**5) < 2.0**-40
     for processes in (2, 3):
         own = math.ceil(10**5 / processes)
-        assert stats.binom.sf(capacity(Poisson(mean, 10**5), processes=processes), own, mean / 10**5) < 2.0**-40
+        assert (
+            stats.binom.sf(capacity(Poisson(mean, 10**5), processes=processes), own, mean / 10**5)
+            < 2.0**-40
+        )
 
 
 def test_capacities_of_phases_are_those_of_the_largest():
@@ -359,7 +405,9 @@ def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
     nn.init.zeros_(model.weight)
     optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=10.0)
     sizes = []
-    for (x,) in optimizer.loader(TensorDataset(torch.ones(130, 2)), steps=2):  # true size far above the reference
+    for (x,) in optimizer.loader(
+        TensorDataset(torch.ones(130, 2)), steps=2
+    ):  # true size far above the reference
         sizes.append(len(x))
         model(x).sum().backward()
         optimizer.step()
@@ -405,7 +453,11 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(300, 70), nn.ReLU(), nn.Linear(70, 3))
     data, seen = torch.randn(61, 300), []
-    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: seen.append((rows, rows.norms())))
+    monkeypatch.setattr(
+        dp.oracles.Clipped,
+        "observe",
+        lambda self, rows, users=None: seen.append((rows, rows.norms())),
+    )
     for size in (60, 61):
         model = dp.attach(net, loss_reduction="sum")
         optimizer = make_optimizer(model, Poisson(64, 64), adjacency="add_remove")
@@ -418,7 +470,9 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
         dp.detach(model)
     (fewer, norms), (more, other_norms) = seen
     places = np.random.default_rng(5).permutation(64)
-    shared = torch.from_numpy(np.argsort(np.argsort(places[:61]))[:60])  # where they are among 61, in order of slots
+    shared = torch.from_numpy(
+        np.argsort(np.argsort(places[:61]))[:60]
+    )  # where they are among 61, in order of slots
     own = torch.from_numpy(np.argsort(np.argsort(places[:60])))
     for a, b in zip(fewer.dense(), more.dense(), strict=True):
         assert torch.equal(a[own], b[shared])
@@ -429,13 +483,21 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
 @pytest.mark.parametrize("unit", ["example", "user"])
 def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit):
     """By the same loader, a new one, and a new one after one that does not fill batches up."""
-    params, data = dp.attach(nn.Linear(1, 1)).parameters(), TensorDataset(1.0 + torch.arange(64.0)[:, None])
+    params, data = (
+        dp.attach(nn.Linear(1, 1)).parameters(),
+        TensorDataset(1.0 + torch.arange(64.0)[:, None]),
+    )
     if unit == "user":
         optimizer = dp.UserClippedSGD(
-            params, dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32)
+            params,
+            dp.UserClippedSGD.plan(
+                lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32
+            ),
         )
     else:
-        optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove")
+        optimizer = make_optimizer(
+            dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove"
+        )
     users = [torch.arange(64) % 32] if unit == "user" else []
 
     def loader(**keywords: object) -> PrivateLoader:
@@ -478,13 +540,18 @@ def loader_of(adjacency: str, design: Design | None = None, **keywords: object) 
 
 def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
     assert loader_of("add_remove").slots.block == capacity(Poisson(4, 16)) == 40
-    assert loader_of("replace_one").slots.block == 40  # who is drawn is private, if only who is replaced is not
+    assert (
+        loader_of("replace_one").slots.block == 40
+    )  # who is drawn is private, if only who is replaced is not
     assert loader_of("zero_out").slots.block == 40
     for design in (Fixed(4, 16), Full(16)):
         assert loader_of("replace_one", design).slots is None
         assert loader_of("replace_one", design, padding=True).slots is not None
     for part, filled in ((Poisson(4, 8), True), (Fixed(4, 8), False)):
-        assert sizes_are_private(Parts(((Full(8), 1), (part, 2)), 16), "replace_one", "example") == filled
+        assert (
+            sizes_are_private(Parts(((Full(8), 1), (part, 2)), 16), "replace_one", "example")
+            == filled
+        )
     assert loader_of("add_remove", padding=False).slots is None
     assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
     assert len(next(iter(PhysicalBatches(loader_of("add_remove", steps=1), 8)))[0]) == 8
@@ -525,11 +592,15 @@ def test_batches_of_other_data_sets_are_filled_up(workers):
     assert batch["x"].shape == (capacity(optimizer.design), 1)
     for x, y in zip(batch["x"][:, 0].tolist(), batch["y"].tolist(), strict=True):
         assert y == (1.0 + (x - 1.0) ** 2 if x else 0.0)
-    assert sorted(batch["x"][:, 0].tolist()) == [0.0] * (capacity(optimizer.design) - 12) + [1.0 + k for k in range(12)]
+    assert sorted(batch["x"][:, 0].tolist()) == [0.0] * (capacity(optimizer.design) - 12) + [
+        1.0 + k for k in range(12)
+    ]
 
 
 @pytest.mark.parametrize(
-    "design", [Poisson(100, 100), Poisson(90, 100), Poisson(80, 100), Poisson(30, 32), Poisson(1, 2)], ids=str
+    "design",
+    [Poisson(100, 100), Poisson(90, 100), Poisson(80, 100), Poisson(30, 32), Poisson(1, 2)],
+    ids=str,
 )
 def test_a_record_more_than_declared_overflows_as_rarely(design):
     n = design.n + 1
@@ -539,7 +610,9 @@ def test_a_record_more_than_declared_overflows_as_rarely(design):
 def test_a_part_of_assigned_records_overflows_as_rarely():
     design = AssignedParts(((Full(3000), 1), (Assigned(1000, 27_000), 27)), 30_000)
     overflows = stats.binom.sf([capacity(design), capacity(Full(3000))], 30_001, 0.1)
-    assert overflows[0] < 2.0**-60 < overflows[1]  # the room of a part of a known number of records is too small
+    assert (
+        overflows[0] < 2.0**-60 < overflows[1]
+    )  # the room of a part of a known number of records is too small
     assert capacity(design) < 3600
 
 
@@ -561,4 +634,6 @@ def test_a_filled_block_of_all_records_has_them_at_their_places():
         loader.batch_sampler.log.use_up()
         orders.append(kept.tolist())
         loader = PrivateLoader(TensorDataset(x), FullSampler(design, steps=1), slots=Slots(design))
-    assert orders[0] != x.flatten().tolist() or orders[1] != x.flatten().tolist()  # in order by chance: 1 in 20!^2
+    assert (
+        orders[0] != x.flatten().tolist() or orders[1] != x.flatten().tolist()
+    )  # in order by chance: 1 in 20!^2

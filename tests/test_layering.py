@@ -130,7 +130,9 @@ def below(*packages: str) -> list[str]:
     return [name for name in FILES if any(inside(name, package) for package in packages)]
 
 
-def offenders(wrong: Callable[[str], Iterable[str]], names: Iterable[str] = FILES) -> dict[str, list[str]]:
+def offenders(
+    wrong: Callable[[str], Iterable[str]], names: Iterable[str] = FILES
+) -> dict[str, list[str]]:
     """Returns what is wrong in each module in which something is."""
     return {name: found for name in names if (found := sorted(wrong(name)))}
 
@@ -152,7 +154,12 @@ def test_formulas_and_ledger_do_not_reach_torch():
 
 def row(name: str) -> int:
     """Returns the place of a module in ORDER: that of the longest name which it is inside of."""
-    places = [(len(own), i) for i, line in enumerate(ORDER) for own in line.split() if inside(name, f"{PACKAGE}.{own}")]
+    places = [
+        (len(own), i)
+        for i, line in enumerate(ORDER)
+        for own in line.split()
+        if inside(name, f"{PACKAGE}.{own}")
+    ]
     assert places, f"{name} has no place in ORDER"
     return max(places)[1]
 
@@ -160,7 +167,8 @@ def row(name: str) -> int:
 def test_imports_follow_the_order_of_the_architecture():
     names = [name for name in FILES if name != PACKAGE]
     upwards = offenders(
-        lambda name: {t for t in imported(name) - {PACKAGE} if t in FILES and row(t) > row(name)}, names
+        lambda name: {t for t in imported(name) - {PACKAGE} if t in FILES and row(t) > row(name)},
+        names,
     )
     assert upwards == {}
 
@@ -232,24 +240,42 @@ def test_every_module_has_a_docstring_and_at_most_600_lines():
 def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
     def wrong(name: str) -> Iterator[str]:
         body = parsed(name).body
-        lists = [n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
-        taken = {alias.asname or alias.name for n in body if isinstance(n, ast.ImportFrom) for alias in n.names}
+        lists = [
+            n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+        ]
+        taken = {
+            alias.asname or alias.name
+            for n in body
+            if isinstance(n, ast.ImportFrom)
+            for alias in n.names
+        }
         if lists and not taken & set(ast.literal_eval(lists[0].value)):
             yield "__all__ of names of its own"
 
-    apart = {*PACKAGES, f"{PACKAGE}.clip_selection", f"{PACKAGE}.compat", f"{PACKAGE}.estimators.protocol"}
+    apart = {
+        *PACKAGES,
+        f"{PACKAGE}.clip_selection",
+        f"{PACKAGE}.compat",
+        f"{PACKAGE}.estimators.protocol",
+    }
     assert offenders(wrong, [name for name in FILES if name not in apart]) == {}
 
 
 def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
     """Yields what no module of the package may contain."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ):
             yield f"line {node.lineno}: print"
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else ""
             last = node.body[-1]
-            cleans_up = caught == "BaseException" and isinstance(last, ast.Raise) and last.exc is None
+            cleans_up = (
+                caught == "BaseException" and isinstance(last, ast.Raise) and last.exc is None
+            )
             allowed = caught == "Exception" and name == MAY_CATCH_ALL
             if caught in {"", "Exception", "BaseException"} and not cleans_up and not allowed:
                 yield f"line {node.lineno}: except {caught}"
@@ -265,7 +291,11 @@ def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train_an
 
 
 def test_the_top_level_has_at_most_44_names_and_says_where_others_are():
-    names = [name for name in torch_dpsco.__all__ if not isinstance(getattr(torch_dpsco, name), ModuleType)]
+    names = [
+        name
+        for name in torch_dpsco.__all__
+        if not isinstance(getattr(torch_dpsco, name), ModuleType)
+    ]
     assert len(names) <= 44
     for name, where in (("BudgetExceeded", "dp.errors"), ("PoissonSampler", "dp.sampling")):
         with pytest.raises(AttributeError, match=rf"dp has no '{name}': it is {where}\.{name}"):
@@ -289,12 +319,22 @@ def f():
     if TYPE_CHECKING:
         from ..oracles import base
 """
-    assert imports(ast.parse(source), f"{PACKAGE}.theory.holder") >= {"os.path", "torch", "scipy.special"}
-    at_top = imports(ast.parse("from . import _validate\nfrom .accounting import analysis"), f"{PACKAGE}.problem")
+    assert imports(ast.parse(source), f"{PACKAGE}.theory.holder") >= {
+        "os.path",
+        "torch",
+        "scipy.special",
+    }
+    at_top = imports(
+        ast.parse("from . import _validate\nfrom .accounting import analysis"), f"{PACKAGE}.problem"
+    )
     assert at_top == {f"{PACKAGE}._validate", ANALYSIS}
-    in_package = imports(ast.parse("from .accounting import analysis\nfrom . import errors"), PACKAGE)
+    in_package = imports(
+        ast.parse("from .accounting import analysis\nfrom . import errors"), PACKAGE
+    )
     assert in_package == {ANALYSIS, f"{PACKAGE}.errors"}
-    from_inner = imports(ast.parse("from ..oracles import base\nfrom ...errors import X"), f"{ANALYSIS}.convert")
+    from_inner = imports(
+        ast.parse("from ..oracles import base\nfrom ...errors import X"), f"{ANALYSIS}.convert"
+    )
     assert from_inner == {f"{ACCOUNTING}.oracles", f"{PACKAGE}.errors"}
     of_package = imports(ast.parse("from torch_dpsco import errors, __doc__"), f"{PACKAGE}.problem")
     assert of_package == {f"{PACKAGE}.errors", PACKAGE}
@@ -341,19 +381,34 @@ torch.__version__
 opacus.optimizers.optimizer._check(1)
 """
     found = set(private_uses(ast.parse(source)))
-    assert {"torch._dynamo", "torch.utils._pytree.tree_map", "torch._foreach_add_", "torch._C._x"} <= found
+    assert {
+        "torch._dynamo",
+        "torch.utils._pytree.tree_map",
+        "torch._foreach_add_",
+        "torch._C._x",
+    } <= found
     assert "opacus.optimizers.optimizer._check" in found
     assert "torch.__version__" not in found
 
 
 def test_everything_is_caught_in_one_place_only():
-    handlers = [node for node in ast.walk(parsed(MAY_CATCH_ALL)) if isinstance(node, ast.ExceptHandler)]
+    handlers = [
+        node for node in ast.walk(parsed(MAY_CATCH_ALL)) if isinstance(node, ast.ExceptHandler)
+    ]
     assert [ast.unparse(node.type) for node in handlers] == ["Exception"]
     assert len(list(forbidden(parsed(MAY_CATCH_ALL), f"{PACKAGE}.doctor.probe"))) == 1
 
 
 def test_foreign_packages_are_told_from_the_standard_library():
-    targets = {"math", "collections.abc", "numpy.typing", "numpydoc", "torch.nn", f"{PACKAGE}.errors", ANALYSIS}
+    targets = {
+        "math",
+        "collections.abc",
+        "numpy.typing",
+        "numpydoc",
+        "torch.nn",
+        f"{PACKAGE}.errors",
+        ANALYSIS,
+    }
     assert outside_of(targets, [*LEAVES, "numpy"]) == {"numpydoc", "torch.nn", ANALYSIS}
 
 

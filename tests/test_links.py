@@ -11,8 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("torch_dpsco", "tests", "docs", "examples", "benchmarks")
-PAGES = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
-CODE = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+)
+CODE = sorted(
+    [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))]
+)
 
 CITED = re.compile(r"\bdocs/[\w./-]+\.md(?:#[\w-]*)?")
 LINK = re.compile(r"\[[^\]]*\]\(\s*([^)\s]+)\s*\)")
@@ -29,7 +33,9 @@ def prose(text: str) -> str:
 
 def slug(heading: str) -> str:
     """Returns the anchor that GitHub gives a heading: small letters, no punctuation, a hyphen for each space."""
-    shown = LINK.sub(lambda link: link[0][1 : link[0].index("](")], heading).strip().rstrip("#").strip()
+    shown = (
+        LINK.sub(lambda link: link[0][1 : link[0].index("](")], heading).strip().rstrip("#").strip()
+    )
     return re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
 
 
@@ -37,7 +43,9 @@ def slug(heading: str) -> str:
 def anchors(page: Path) -> frozenset[str]:
     """Returns the anchors of a page; the second of two equal headings is counted on."""
     found: dict[str, int] = {}
-    for heading in re.findall(r"^#{1,6} +(.+)$", prose(page.read_text(encoding="utf-8")), flags=re.MULTILINE):
+    for heading in re.findall(
+        r"^#{1,6} +(.+)$", prose(page.read_text(encoding="utf-8")), flags=re.MULTILINE
+    ):
         name = slug(heading)
         repeated = found.get(name, 0)
         found[name] = repeated + 1
@@ -50,7 +58,9 @@ def broken(target: str, base: Path) -> bool:
     """Returns whether a path, with or without an anchor, leads nowhere from a folder; # alone is the page itself."""
     path, _, anchor = target.partition("#")
     page = base.parent / path if path else base
-    return not page.exists() or (anchor != "" and (page.suffix != ".md" or anchor not in anchors(page)))
+    return not page.exists() or (
+        anchor != "" and (page.suffix != ".md" or anchor not in anchors(page))
+    )
 
 
 def citations(path: Path) -> Iterator[tuple[str, Path]]:
@@ -67,7 +77,10 @@ def citations(path: Path) -> Iterator[tuple[str, Path]]:
 
 def test_what_code_cites_and_pages_link_is_there() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}: {t}" for path in PAGES + CODE for t, base in citations(path) if broken(t, base)
+        f"{path.relative_to(ROOT)}: {t}"
+        for path in PAGES + CODE
+        for t, base in citations(path)
+        if broken(t, base)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -84,7 +97,11 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         named = re.findall(r"`([\w{},*]+/[\w/{},*]*(?:\.py|/))`", page.read_text(encoding="utf-8"))
         paths = [path for name in named for path in spelled_out(name)]
-        wrong += [f"{page.relative_to(ROOT)}: {path}" for path in paths if not any([*p.glob(path)] for p in places)]
+        wrong += [
+            f"{page.relative_to(ROOT)}: {path}"
+            for path in paths
+            if not any([*p.glob(path)] for p in places)
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -92,7 +109,9 @@ def test_proofs_are_cited_by_page_and_anchor() -> None:
     wrong = []
     for path in (path for path in PAGES + CODE if path != Path(__file__)):
         name = path.relative_to(ROOT)
-        wrong += [f"{name}: {citation}" for citation in OLD.findall(path.read_text(encoding="utf-8"))]
+        wrong += [
+            f"{name}: {citation}" for citation in OLD.findall(path.read_text(encoding="utf-8"))
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -118,7 +137,9 @@ def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
     assert anchors(page) == {"one", "two", "two-1"}
     assert [target for target, _ in citations(page)] == ["#two-1", "page.md#one"]
     assert not any(broken(target, base) for target, base in citations(page))
-    assert all(broken(target, page) for target in ("#three", "other.md", "page.md#code", "page.md#Two"))
+    assert all(
+        broken(target, page) for target in ("#three", "other.md", "page.md#code", "page.md#Two")
+    )
     assert OLD.search("holder.md 3.5")
     assert OLD.search("holder spec, section 4")
     assert not OLD.search("docs/proofs/holder.md#promises")

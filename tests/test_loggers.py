@@ -36,7 +36,9 @@ def records(shift: float = 0.0) -> TensorDataset:
 
 def planned(model: nn.Module, accountant: dp.Accountant | None = None) -> dp.HolderSGD:
     """Returns an optimizer with a budget of ten steps on Poisson batches."""
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA), batch_size=BATCH, epochs=2)
+    plan = dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA), batch_size=BATCH, epochs=2
+    )
     return dp.HolderSGD(model.parameters(), plan, accountant=accountant)
 
 
@@ -90,11 +92,15 @@ def test_lines_do_not_depend_on_records_nor_on_what_is_drawn(physical: int | Non
     assert_lines_do_not_tell_of_records(run)
 
 
-def loop(log: Logger, shift: float, physical: int | None = None, sizes: list[int] | None = None) -> dp.HolderSGD:
+def loop(
+    log: Logger, shift: float, physical: int | None = None, sizes: list[int] | None = None
+) -> dp.HolderSGD:
     """The loop that a user would write, which calls the logger for each batch, or part of one."""
     model = dp.attach(nn.Linear(DIM, 1))
     optimizer = planned(model)
-    for inputs, targets in optimizer.loader(records(shift), steps=STEPS, physical_batch_size=physical):
+    for inputs, targets in optimizer.loader(
+        records(shift), steps=STEPS, physical_batch_size=physical
+    ):
         if sizes is not None:
             sizes.append(int(inputs.any(dim=1).sum()))  # the others fill the batch up
         optimizer.zero_grad()
@@ -150,7 +156,9 @@ def test_without_a_budget_epsilon_needs_a_delta() -> None:
         ({"delta": 0.01}, {"epsilon", "delta", "noise_multiplier", "lr", "batch_size"}),
     ):
         model = nn.Linear(DIM, 1)
-        plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, noise_multiplier=2.0, lr=0.1, batch_size=BATCH, steps=2)
+        plan = dp.HolderSGD.plan(
+            problem=PROBLEM, n=N, noise_multiplier=2.0, lr=0.1, batch_size=BATCH, steps=2
+        )
         lines, log = collecting(every=1, **options)
         optimizer = dp.HolderSGD(model.parameters(), plan)
         dp.fit(model, optimizer, records(), LOSS, progress=False, log=log)
@@ -174,7 +182,9 @@ def test_two_runs_on_one_logger_are_both_written() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["loss", "train_loss", "grad_norm", "gradient", "rows", "batch_size", "epsilon"])
+@pytest.mark.parametrize(
+    "name", ["loss", "train_loss", "grad_norm", "gradient", "rows", "batch_size", "epsilon"]
+)
 def test_a_private_number_is_refused(name: str) -> None:
     lines, log = collecting(every=1)
     optimizer = fitted(collecting()[1])
@@ -187,7 +197,9 @@ def test_a_private_number_is_refused(name: str) -> None:
 
 
 def test_the_fields_are_a_closed_set() -> None:
-    assert {field.name for field in fields(Numbers)} == set(re.findall(r"^\| `privacy/(\w+)` \|", PAGE, re.MULTILINE))
+    assert {field.name for field in fields(Numbers)} == set(
+        re.findall(r"^\| `privacy/(\w+)` \|", PAGE, re.MULTILINE)
+    )
     with pytest.raises(TypeError, match="loss"):
         Numbers(loss=0.3)  # type: ignore[call-arg]
 
@@ -200,9 +212,13 @@ def test_the_loss_of_a_batch_does_not_pass_for_a_public_number() -> None:
         loss = LOSS(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        with pytest.raises(ValueError, match=r"loss must be a plain number, as float\(...\) .* \(got Tensor\)"):
+        with pytest.raises(
+            ValueError, match=r"loss must be a plain number, as float\(...\) .* \(got Tensor\)"
+        ):
             log(optimizer, public={"loss": loss})
-        with pytest.raises(ValueError, match=r"public must be a mapping of names to numbers \(got T"):
+        with pytest.raises(
+            ValueError, match=r"public must be a mapping of names to numbers \(got T"
+        ):
             log(optimizer, loss)
     assert lines == []
 
@@ -215,7 +231,9 @@ def test_public_numbers_are_written_at_once_under_a_name_of_their_own() -> None:
     assert lines[1:] == [(STEPS, {"public/accuracy": 0.75}), (STEPS, {"public/auc": 1.0})]
 
 
-@pytest.mark.parametrize(("value", "got"), [("high", "'high'"), (float("nan"), "nan"), (None, "None")])
+@pytest.mark.parametrize(
+    ("value", "got"), [("high", "'high'"), (float("nan"), "nan"), (None, "None")]
+)
 def test_a_public_number_is_a_number(value: Any, got: str) -> None:
     lines, log = collecting()
     with pytest.raises(ValueError, match=rf"accuracy must be .* \(got {got}\)"):
@@ -248,7 +266,10 @@ def test_public_numbers_wait_for_the_end_of_a_draw() -> None:
         (lambda: Logger(print, every=0), r"every must be an integer >= 1 \(got 0\)"),
         (lambda: Logger(print, delta=1.0), r"delta must be in \(0, 1\) \(got 1.0\)"),
         (lambda: Logger("file"), r"write must be a function \(got 'file'\)"),
-        (lambda: Logger(print)(torch.optim.SGD([torch.ones(1)])), r"optimizer must be a private one \(got SGD\)"),
+        (
+            lambda: Logger(print)(torch.optim.SGD([torch.ones(1)])),
+            r"optimizer must be a private one \(got SGD\)",
+        ),
         (lambda: fitted(print), r"log must be a Logger, as loggers.tensorboard\(writer\) \(got "),
     ],
 )
@@ -341,10 +362,14 @@ def test_of_several_processes_the_first_writes_and_all_refuse(tmp_path: Path) ->
 
 
 def written_to_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
     reader = events.EventAccumulator(str(folder))
     reader.Reload()
-    return {name: [(e.step, e.value) for e in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+    return {
+        name: [(e.step, e.value) for e in reader.Scalars(name)] for name in reader.Tags()["scalars"]
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
@@ -369,7 +394,9 @@ def test_no_written_epsilon_is_less_than_was_spent() -> None:
 
     class Writer:
         def add_scalar(self, name: str, value: float, step: int) -> None:
-            kept.setdefault(name, []).append(struct.unpack("f", struct.pack("f", value))[0])  # as event files do
+            kept.setdefault(name, []).append(
+                struct.unpack("f", struct.pack("f", value))[0]
+            )  # as event files do
 
     lines, log = collecting(every=1)
     single = loggers.tensorboard(Writer(), every=1)
@@ -389,11 +416,15 @@ def test_no_written_epsilon_is_less_than_was_spent() -> None:
 
 
 @pytest.mark.slow
-def test_wandb_keeps_what_is_written_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_what_is_written_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = pytest.importorskip("wandb", reason="needs wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(
-        mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", x_disable_stats=True, silent=True)
+        mode="offline",
+        dir=str(tmp_path),
+        settings=wandb.Settings(console="off", x_disable_stats=True, silent=True),
     )
     try:
         optimizer = fitted(log := loggers.wandb(run, every=4))
@@ -416,7 +447,9 @@ def test_wandb_keeps_what_is_written_offline(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.filterwarnings("ignore")  # mlflow's own
 def test_mlflow_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no other without a server
+    monkeypatch.setenv(
+        "MLFLOW_ALLOW_FILE_STORE", "true"
+    )  # mlflow-skinny has no other without a server
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow-skinny")
     mlflow.set_tracking_uri(tmp_path.as_uri())
     mlflow.set_experiment("runs")
@@ -435,7 +468,9 @@ def test_mlflow_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_the_blocks_of_the_page_run_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_blocks_of_the_page_run_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}

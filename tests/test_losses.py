@@ -29,7 +29,15 @@ from torch_dpsco.losses import (
     TableLoss,
 )
 
-MARGIN = [Hinge(), Hinge(1.1), Hinge(1.5), Hinge(2), Logistic(), SmoothedHinge(0.5), SmoothedHinge(2)]
+MARGIN = [
+    Hinge(),
+    Hinge(1.1),
+    Hinge(1.5),
+    Hinge(2),
+    Logistic(),
+    SmoothedHinge(0.5),
+    SmoothedHinge(2),
+]
 RESIDUAL = [PowerLoss(q) for q in (1, 1.1, 1.5, 2)]
 RESIDUAL += [Absolute(), Squared(), Huber(0.7), Huber(3), Pinball(), Pinball(0.1), Pinball(0.9)]
 RESIDUAL += [SmoothedPinball(), SmoothedPinball(0.9, 0.3), SmoothedPinball(0.2, 3)]
@@ -65,7 +73,9 @@ def batch(loss: Loss, dtype: torch.dtype = torch.float64, size: int = 16) -> tup
 
 @pytest.mark.parametrize("loss", SCALAR, ids=repr)
 @pytest.mark.parametrize("radius", [0.0, 0.3, 3.0])
-def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(loss: TableLoss, radius: float) -> None:
+def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(
+    loss: TableLoss, radius: float
+) -> None:
     problem = loss.problem(bound_x=B, bound_y=Y)
     target = worst_targets(loss).repeat(2)
     score = f64(-1, -1, 1, 1) * B * radius
@@ -75,7 +85,9 @@ def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(loss: TableLoss,
     assert problem.exact_grad_bound(radius) == pytest.approx(attained, rel=1e-12)
     if radius == 0:
         assert problem.grad_at_zero == pytest.approx(attained, rel=1e-12)
-        assert problem.loss_at_zero == pytest.approx(loss.value(score, target).max().item(), rel=1e-12)
+        assert problem.loss_at_zero == pytest.approx(
+            loss.value(score, target).max().item(), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("loss", SCALAR, ids=repr)
@@ -97,7 +109,9 @@ def test_scalar_losses_obey_their_hoelder_constant_and_are_convex(
 @pytest.mark.parametrize("loss", SOFTMAX, ids=repr)
 @settings(derandomize=True, max_examples=100)
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.01, 30))
-def test_the_softmax_obeys_its_constants_and_is_convex(loss: SoftmaxCrossEntropy, seed: int, spread: float) -> None:
+def test_the_softmax_obeys_its_constants_and_is_convex(
+    loss: SoftmaxCrossEntropy, seed: int, spread: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     s, t = spread * torch.randn(2, 8, loss.num_classes, generator=generator, dtype=torch.float64)
     y = torch.arange(8) % loss.num_classes
@@ -116,26 +130,46 @@ def test_the_derivative_is_the_finite_difference_away_from_kinks(loss: TableLoss
     score, target = batch(loss)
     step = 1e-6
     for k in range(loss.num_scores):
-        shift = step * (torch.ones_like(score) if score.dim() == 1 else torch.eye(loss.num_scores)[k].double())
+        shift = step * (
+            torch.ones_like(score) if score.dim() == 1 else torch.eye(loss.num_scores)[k].double()
+        )
         slope = loss.derivative(score, target)
-        numeric = (loss.value(score + shift, target) - loss.value(score - shift, target)) / (2 * step)
-        torch.testing.assert_close(slope if score.dim() == 1 else slope[:, k], numeric, rtol=1e-6, atol=1e-6)
+        numeric = (loss.value(score + shift, target) - loss.value(score - shift, target)) / (
+            2 * step
+        )
+        torch.testing.assert_close(
+            slope if score.dim() == 1 else slope[:, k], numeric, rtol=1e-6, atol=1e-6
+        )
 
 
 def test_subgradients_at_kinks_are_fixed() -> None:
     for loss, kink in ((Hinge(), 1.0), (Absolute(), 0.5), (PowerLoss(1), 0.5), (Pinball(0.9), 0.5)):
         target = 1.0 if isinstance(loss, MarginLoss) else 0.5
         assert loss.derivative(f64(kink), f64(target)).item() == 0.0
-    assert EpsilonInsensitive(0.25).derivative(f64(0.25, 0.75), f64(0.5, 0.5)).tolist() == [0.0, 0.0]
+    assert EpsilonInsensitive(0.25).derivative(f64(0.25, 0.75), f64(0.5, 0.5)).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_optional_constants_are_set_exactly_when_they_hold() -> None:
-    lipschitz = [Hinge(), Logistic(), *SOFTMAX, Absolute(), Huber(0.7), Pinball(0.9), SmoothedHinge(2), PowerLoss(1)]
+    lipschitz = [
+        Hinge(),
+        Logistic(),
+        *SOFTMAX,
+        Absolute(),
+        Huber(0.7),
+        Pinball(0.9),
+        SmoothedHinge(2),
+        PowerLoss(1),
+    ]
     unbounded = [Squared(), *(build(q) for build in (Hinge, PowerLoss) for q in (1.1, 1.5, 2))]
     for loss in ALL:
         problem = loss.problem(bound_x=B, bound_y=Y)
         assert (problem.lipschitz is not None) == (loss not in unbounded), loss
-        assert problem.smoothness == (problem.holder_constant if problem.holder_exponent == 1 else None)
+        assert problem.smoothness == (
+            problem.holder_constant if problem.holder_exponent == 1 else None
+        )
         assert problem.is_glm == (loss not in SOFTMAX)
         assert problem.gradient_diameter is None
     assert [loss.problem(bound_x=B).lipschitz for loss in lipschitz] == pytest.approx(
@@ -177,7 +211,9 @@ def test_other_exponents_are_given_where_the_table_has_them() -> None:
                 loss.problem(bound_x=1.0, holder_exponent=other)
         with pytest.raises(ValueError, match="holder_exponent must be in"):
             loss.problem(bound_x=1.0, holder_exponent=1.5)
-    assert Hinge(1.1).problem(bound_x=1.0, holder_exponent=0.1).holder_exponent == pytest.approx(0.1)
+    assert Hinge(1.1).problem(bound_x=1.0, holder_exponent=0.1).holder_exponent == pytest.approx(
+        0.1
+    )
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
@@ -240,7 +276,9 @@ def test_losses_and_their_problems_are_values(loss: TableLoss) -> None:
         (EpsilonInsensitive(0.3), lambda s, y: torch.relu((y - s).abs() - 0.3).mean()),
     ],
 )
-def test_values_and_gradients_equal_those_of_torch(loss: Loss, reference: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_values_and_gradients_equal_those_of_torch(
+    loss: Loss, reference: Callable[[Tensor, Tensor], Tensor]
+) -> None:
     score, target = batch(loss)
     ours, theirs = (score.clone().requires_grad_() for _ in range(2))
     mine, other = loss(ours, target), reference(theirs, target)
@@ -274,7 +312,9 @@ def test_values_stay_close_to_float64_in_every_dtype(loss: Loss) -> None:
     for dtype in DTYPES:
         score, target = batch(loss, dtype)
         exact = loss.value(score.double(), target if loss in SOFTMAX else target.double())
-        torch.testing.assert_close(loss.value(score, target).double(), exact, rtol=0, atol=40 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            loss.value(score, target).double(), exact, rtol=0, atol=40 * torch.finfo(dtype).eps
+        )
 
 
 @pytest.mark.parametrize("loss", ALL, ids=repr)
@@ -291,7 +331,12 @@ def test_columns_and_vectors_mean_the_same_and_never_broadcast(loss: Loss) -> No
 @pytest.mark.parametrize("loss", [Logistic(), Squared(), SoftmaxCrossEntropy(3)], ids=repr)
 def test_outputs_and_targets_of_other_shapes_are_refused(loss: Loss) -> None:
     score, target = batch(loss)
-    for output in (score[0], score.reshape(1, *score.shape), torch.zeros(16, 4), torch.zeros(16, 1, 1)):
+    for output in (
+        score[0],
+        score.reshape(1, *score.shape),
+        torch.zeros(16, 4),
+        torch.zeros(16, 1, 1),
+    ):
         with pytest.raises(ValueError, match="output must have shape"):
             loss(output, target)
     for label in (target[0], target.reshape(4, 4), target.reshape(16, 1, 1)):
@@ -331,7 +376,9 @@ def test_a_second_derivative_is_refused_rather_than_zero() -> None:
     with pytest.raises(RuntimeError, match="differentiable once"):
         slope.sum().backward()
     with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.func.grad(lambda s: torch.func.grad(lambda t: Logistic()(t, f64(1.0)))(s).sum())(f64(1.0))
+        torch.func.grad(lambda s: torch.func.grad(lambda t: Logistic()(t, f64(1.0)))(s).sum())(
+            f64(1.0)
+        )
 
 
 @pytest.mark.parametrize("loss", ALL, ids=repr)
@@ -349,7 +396,10 @@ def test_records_are_vectorized_and_traced_to_the_slopes_of_the_table(loss: Loss
     if loss not in (Hinge(1.5), Pinball(0.1), SoftmaxCrossEntropy(5)):
         return
     torch._dynamo.reset()
-    traced, output = torch.compile(loss, backend="eager", fullgraph=True), score.clone().requires_grad_()
+    traced, output = (
+        torch.compile(loss, backend="eager", fullgraph=True),
+        score.clone().requires_grad_(),
+    )
     losses = traced(output, target, "none")
     losses.sum().backward()
     assert torch.equal(losses, loss.value(score, target))
@@ -377,13 +427,17 @@ def test_class_numbers_need_an_integer_dtype(dtype: torch.dtype) -> None:
         SoftmaxCrossEntropy(3)(torch.zeros(2, 3), torch.zeros(2).to(dtype))
 
 
-@pytest.mark.parametrize("loss", [Logistic(), SmoothedHinge(), Hinge(), Squared(), Huber(), Pinball()], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [Logistic(), SmoothedHinge(), Hinge(), Squared(), Huber(), Pinball()], ids=repr
+)
 def test_far_scores_keep_their_derivatives_finite_and_accurate(loss: Loss) -> None:
     score = f64(-1e8, 1e8, -1e8, 1e8)
     target = f64(1, 1, -1, -1)
     assert loss.value(score, target).isfinite().all()
     assert loss.derivative(score, target).isfinite().all()
-    assert Logistic().value(f64(25.0), f64(1)).item() == pytest.approx(math.log1p(math.exp(-25)), rel=1e-14)
+    assert Logistic().value(f64(25.0), f64(1)).item() == pytest.approx(
+        math.log1p(math.exp(-25)), rel=1e-14
+    )
 
 
 @pytest.mark.parametrize(
@@ -399,7 +453,9 @@ def test_far_scores_keep_their_derivatives_finite_and_accurate(loss: Loss) -> No
         (Huber, "_corner", "corner"),
     ],
 )
-def test_hooks_of_losses_under_their_old_names_are_refused(base: type[TableLoss], old: str, new: str) -> None:
+def test_hooks_of_losses_under_their_old_names_are_refused(
+    base: type[TableLoss], old: str, new: str
+) -> None:
     with pytest.raises(TypeError, match=f"^{old} of Mine must be called {new}: "):
         type("Mine", (base,), {old: lambda *_: 0.0})
     type("Mine", (base,), {new: lambda *_: 0.0})

@@ -103,13 +103,17 @@ def quick(examples: dict[str, Example]) -> dict[str, Run]:
 def events(text: str) -> list[tuple[int, float, float]]:
     """Returns (steps, noise multiplier, rate) of each printed event."""
     pattern = r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$"
-    return [(int(count), float(z), float(q)) for count, z, q in re.findall(pattern, text, re.MULTILINE)]
+    return [
+        (int(count), float(z), float(q)) for count, z, q in re.findall(pattern, text, re.MULTILINE)
+    ]
 
 
 def epsilon_by_pld(composition: list[tuple[int, float, float]], delta: float) -> float:
     judge = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     for count, z, q in composition:
-        judge.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), count)
+        judge.compose(
+            dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z)), count
+        )
     return judge.get_epsilon(delta)
 
 
@@ -129,7 +133,9 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 def test_printed_epsilons_are_true_and_within_the_budget(name: str, quick: dict[str, Run]) -> None:
     figures, text, _ = quick[name]
     found = events(text)
-    quoted = re.findall(r"^spent[^:]*: \((\S+), (\S+)\)-differential privacy, add_remove: ", text, re.MULTILINE)
+    quoted = re.findall(
+        r"^spent[^:]*: \((\S+), (\S+)\)-differential privacy, add_remove: ", text, re.MULTILINE
+    )
     assert len(quoted) == len(found) > 0
     for (epsilon, delta), event in zip(quoted, found, strict=True):
         assert float(delta) == DELTAS[name]
@@ -159,7 +165,9 @@ def test_publishing_several_models_is_said_to_cost_what_all_their_steps_cost(
 # -- linear regression ------------------------------------------------------------------------------------------------
 
 
-def test_printed_errors_are_those_of_the_trained_models(examples: dict[str, Example], quick: dict[str, Run]) -> None:
+def test_printed_errors_are_those_of_the_trained_models(
+    examples: dict[str, Example], quick: dict[str, Run]
+) -> None:
     figures, text, trained = quick["linear_regression"]
     data, models = examples["linear_regression"].data, iter(trained)
     for variant, width in zip(VARIANTS, (41, 42), strict=True):
@@ -170,7 +178,10 @@ def test_printed_errors_are_those_of_the_trained_models(examples: dict[str, Exam
             found = (float(residual.abs().mean()), float(residual.square().mean().sqrt()))
             shown = re.search(rf"^{name}, private +(\S+) +(\S+)$", table, re.MULTILINE).groups()
             assert tuple(map(float, shown)) == pytest.approx(found, abs=6e-5)
-            assert (figures[f"{variant}_{name}_mae"], figures[f"{variant}_{name}_rmse"]) == pytest.approx(found, 1e-5)
+            assert (
+                figures[f"{variant}_{name}_mae"],
+                figures[f"{variant}_{name}_rmse"],
+            ) == pytest.approx(found, 1e-5)
 
 
 def test_the_non_private_fits_reach_the_published_anchors(quick: dict[str, Run]) -> None:
@@ -200,11 +211,16 @@ class NotTrainedError(Exception):
 
 @pytest.mark.parametrize("loss", ["huber", "squared"])
 def test_the_plan_is_printed_and_nothing_is_spent_when_training_begins(
-    loss: str, examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loss: str,
+    examples: dict[str, Example],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     module, seen = examples["linear_regression"].module, []
 
-    def no_fit(model: nn.Module, optimizer: dp.HolderSGD, dataset: TensorDataset, loss_fn: Any) -> None:
+    def no_fit(
+        model: nn.Module, optimizer: dp.HolderSGD, dataset: TensorDataset, loss_fn: Any
+    ) -> None:
         seen.append((len(optimizer.accountant), optimizer.oracle, dataset.tensors[1], loss_fn))
         raise NotTrainedError
 
@@ -213,7 +229,8 @@ def test_the_plan_is_printed_and_nothing_is_spent_when_training_begins(
         module.main(["--variant", "atdep", "--loss", loss])
     charged, oracle, targets, loss_fn = seen[0]
     shown = re.search(
-        rf"^plan, atdep {loss}: [0-9]+ steps of about [0-9]+ rows, lr [0-9.]+, (.*)$", capsys.readouterr().out
+        rf"^plan, atdep {loss}: [0-9]+ steps of about [0-9]+ rows, lr [0-9.]+, (.*)$",
+        capsys.readouterr().out,
     )
     assert charged == 0
     # Huber's gradient is bounded by threshold x row norm whatever the target, the squared loss' by a bound on it.
@@ -221,7 +238,9 @@ def test_the_plan_is_printed_and_nothing_is_spent_when_training_begins(
     assert oracle.problem.grad_bound(0.0) == pytest.approx(bound, rel=1e-9)
     assert float(targets.max()) == pytest.approx(largest)
     score = torch.zeros(len(targets), dtype=torch.float64)
-    assert float(loss_fn.derivative(score, targets.squeeze(1).double()).abs().max()) * 5.75 <= bound * (1 + 1e-9)
+    assert float(
+        loss_fn.derivative(score, targets.squeeze(1).double()).abs().max()
+    ) * 5.75 <= bound * (1 + 1e-9)
     assert f"gradient bound {bound:.3g} and noise " in shown[1]
 
 
@@ -242,31 +261,45 @@ def test_private_huber_regression_is_as_good_as_the_other(examples: dict[str, Ex
         private, public = figures[f"{variant}_huber_mae"], figures[f"{variant}_huber_baseline_mae"]
         assert public - 2e-3 < private < public + 5e-3
         assert low < figures[f"{variant}_squared_mae"] < high
-        assert figures[f"{variant}_squared_rmse"] > figures[f"{variant}_squared_baseline_rmse"] - 2e-3
+        assert (
+            figures[f"{variant}_squared_rmse"] > figures[f"{variant}_squared_baseline_rmse"] - 2e-3
+        )
     assert all(epsilon_by_pld([event], 1e-6) <= 1.0 for event in events(text))
 
 
 # -- support vector machines ------------------------------------------------------------------------------------------
 
 
-def test_printed_scores_are_those_of_the_trained_machines(examples: dict[str, Example], quick: dict[str, Run]) -> None:
+def test_printed_scores_are_those_of_the_trained_machines(
+    examples: dict[str, Example], quick: dict[str, Run]
+) -> None:
     figures, text, models = quick["svm"]
     module, data = examples["svm"].module, examples["svm"].data
     for name, model in zip((*HINGES, "logistic"), models, strict=True):
         with torch.no_grad():
             scores = model(data.test_features)
         found = (module.accuracy(scores, data.test_labels), module.auc(scores, data.test_labels))
-        line = re.search(rf"^{name.replace('_', ', q = ')} +(\S+) +(\S+) +(\S+) +(\S+)$", text, re.MULTILINE)
+        line = re.search(
+            rf"^{name.replace('_', ', q = ')} +(\S+) +(\S+) +(\S+) +(\S+)$", text, re.MULTILINE
+        )
         shown = tuple(map(float, line.groups()))
         assert shown[:2] == pytest.approx(found, abs=5.1e-5)
-        assert (figures[f"{name}_accuracy"], figures[f"{name}_auc"]) == pytest.approx(found, abs=1e-12)
-        assert shown[2:] == pytest.approx((0.8466, 0.898), abs=2.5e-3)  # the non-private fits of all losses
+        assert (figures[f"{name}_accuracy"], figures[f"{name}_auc"]) == pytest.approx(
+            found, abs=1e-12
+        )
+        assert shown[2:] == pytest.approx(
+            (0.8466, 0.898), abs=2.5e-3
+        )  # the non-private fits of all losses
 
 
 def test_the_non_private_machines_are_minimizers(examples: dict[str, Example]) -> None:
     module, data = examples["svm"].module, examples["svm"].data
-    few = data._replace(train_features=data.train_features[:3_000], train_labels=data.train_labels[:3_000])
-    rows = torch.cat([few.train_features.double(), torch.ones(3_000, 1, dtype=torch.float64)], dim=1)
+    few = data._replace(
+        train_features=data.train_features[:3_000], train_labels=data.train_labels[:3_000]
+    )
+    rows = torch.cat(
+        [few.train_features.double(), torch.ones(3_000, 1, dtype=torch.float64)], dim=1
+    )
     labels = 2 * few.train_labels.double() - 1
     for loss in (dp.losses.Hinge(power=1.5), dp.losses.Hinge(power=2.0), dp.losses.Logistic()):
         w = module.fit_public(loss, few)
@@ -275,13 +308,19 @@ def test_the_non_private_machines_are_minimizers(examples: dict[str, Example]) -
 
 
 @pytest.mark.slow
-def test_private_machines_come_near_the_others(examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_machines_come_near_the_others(
+    examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # the second table: test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others
     monkeypatch.setattr(examples["svm"].module, "compare", lambda *_: {})
     figures, text, _ = examples["svm"].run()
     for name in (*HINGES, "logistic"):
         # seen in runs: 0.001 to 0.012 below; the noise is fresh in each
-        assert figures[f"{name}_baseline_auc"] - 0.05 < figures[f"{name}_auc"] < figures[f"{name}_baseline_auc"] + 0.002
+        assert (
+            figures[f"{name}_baseline_auc"] - 0.05
+            < figures[f"{name}_auc"]
+            < figures[f"{name}_baseline_auc"] + 0.002
+        )
         assert figures[f"{name}_accuracy"] > 0.80
     assert all(epsilon_by_pld([event], 1e-5) <= 1.0 for event in events(text))
 
@@ -292,7 +331,9 @@ def test_private_machines_come_near_the_others(examples: dict[str, Example], mon
 def body(name: str) -> list[str]:
     """Returns the lines of a function of from_opacus.py after its docstring."""
     source = (EXAMPLES / "from_opacus.py").read_text(encoding="utf-8")
-    function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == name)
+    function = next(
+        f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == name
+    )
     return source.splitlines()[function.body[1].lineno - 1 : function.end_lineno]
 
 
@@ -302,7 +343,11 @@ def real_difference() -> list[str]:
 
 def blocks(kind: str) -> list[str]:
     """Returns the document's code blocks of a kind."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL) if name == kind]
+    return [
+        text
+        for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL)
+        if name == kind
+    ]
 
 
 def test_the_documented_difference_is_the_real_one() -> None:
@@ -310,7 +355,9 @@ def test_the_documented_difference_is_the_real_one() -> None:
     assert [line[0] for line in difference].count("-") == 7
     assert [line[0] for line in difference].count("+") == 6
     assert blocks("diff")[0].splitlines() == difference
-    docstring = ast.parse((EXAMPLES / "from_opacus.py").read_text(encoding="utf-8")).body[0].value.value
+    docstring = (
+        ast.parse((EXAMPLES / "from_opacus.py").read_text(encoding="utf-8")).body[0].value.value
+    )
     indented = docstring.split("goes through:\n\n")[1].splitlines()
     assert [line[4:] for line in indented] == difference
     assert all(line[:4] == "    " for line in indented)
@@ -337,11 +384,15 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
     text = quick["from_opacus"].text
     kept: list[dp.PrivateOptimizer] = []
 
-    def short_loop(model: nn.Module, optimizer: Any, loader: Any, loss_fn: Any, epochs: int) -> None:
+    def short_loop(
+        model: nn.Module, optimizer: Any, loader: Any, loss_fn: Any, epochs: int
+    ) -> None:
         kept.append(optimizer)
         features, labels = next(iter(loader))
         loss_fn(model(features), labels).backward()
-        assert all(p.grad is None for p in model.parameters())  # no raw gradient outlives a backward
+        assert all(
+            p.grad is None for p in model.parameters()
+        )  # no raw gradient outlives a backward
         assert len(optimizer.accountant) == 0
         optimizer.step()
         assert len(optimizer.accountant) == 1
@@ -361,7 +412,10 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
     with pytest.raises(BudgetExceeded):
         kept[0].accountant.authorize(event)
     assert kept[0].adjacency == "add_remove"
-    assert f"under replace_one the same run spends {re.search('replace_one: epsilon (.*)', text)[1]}" in text
+    assert (
+        f"under replace_one the same run spends {re.search('replace_one: epsilon (.*)', text)[1]}"
+        in text
+    )
 
 
 @pytest.mark.slow
@@ -414,7 +468,13 @@ def names_of_dp(text: str) -> Iterator[str]:
 
 def test_the_document_names_only_what_exists() -> None:
     found = set(names_of_dp(DOC))
-    assert {".make_private", ".HolderSGD.plan", ".sampling.PhysicalBatches", ".doctor", ".Problem"} <= found
+    assert {
+        ".make_private",
+        ".HolderSGD.plan",
+        ".sampling.PhysicalBatches",
+        ".doctor",
+        ".Problem",
+    } <= found
     for name in found:
         thing: Any = dp
         for part in name.split(".")[1:]:

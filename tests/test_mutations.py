@@ -54,7 +54,9 @@ def test_removed_clip_of_linear_rows_is_caught(where, request):
         request.getfixturevalue("in_torch")
 
     def mutate(patch: Patch) -> None:
-        patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
+        patch.setattr(
+            clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors)
+        )
         patch.setattr(clipped, "limit_of", lambda clip: 1e9)
 
     assert_caught(checks.check_that_no_row_of_a_fused_fit_passes_the_clip, mutate)
@@ -79,7 +81,8 @@ def test_halved_noise_is_caught(factor):
 
 def test_skipped_charge_is_caught():
     assert_caught(
-        checks.check_that_every_release_is_charged, lambda patch: patch.setattr(dp.Accountant, "authorize", nothing)
+        checks.check_that_every_release_is_charged,
+        lambda patch: patch.setattr(dp.Accountant, "authorize", nothing),
     )
 
 
@@ -88,7 +91,10 @@ def test_kept_refused_batch_is_caught():
         patch.setattr(Oracle, "discard", nothing)
         patch.setattr(LogicalBatch, "drop", nothing)
 
-    for mutate in (discards_nothing, lambda patch: patch.setattr(dp.PrivateOptimizer, "_abort", nothing)):
+    for mutate in (
+        discards_nothing,
+        lambda patch: patch.setattr(dp.PrivateOptimizer, "_abort", nothing),
+    ):
         assert_caught(checks.check_that_a_refused_batch_is_forgotten, mutate)
 
 
@@ -132,7 +138,10 @@ def test_noise_before_the_charge_is_caught():
 
 
 def test_unmasked_rows_are_caught(in_torch):  # in C: `test_native.test_a_wrong_kernel_is_caught`
-    assert_caught(checks.check_that_dropped_rows_are_masked, lambda patch: patch.setattr(batch, "_LEAST_NORMAL", -1.0))
+    assert_caught(
+        checks.check_that_dropped_rows_are_masked,
+        lambda patch: patch.setattr(batch, "_LEAST_NORMAL", -1.0),
+    )
 
 
 def test_realized_batch_size_as_divisor_is_caught():
@@ -150,14 +159,26 @@ def test_realized_batch_size_as_divisor_is_caught():
 
 def _without_step(patch: Patch) -> None:
     close = LogicalBatch.close
-    patch.setattr(LogicalBatch, "close", lambda self, chunk: close(self, chunk) if chunk.rows else self.finish())
+    patch.setattr(
+        LogicalBatch,
+        "close",
+        lambda self, chunk: close(self, chunk) if chunk.rows else self.finish(),
+    )
 
 
 def _without_charge(patch: Patch) -> None:
     authorize, draw_event = dp.Accountant.authorize, Poisson.draw_event
     last = []
-    patch.setattr(Poisson, "draw_event", lambda self, base, draw: last.append(draw) or draw_event(self, base, draw))
-    patch.setattr(dp.Accountant, "authorize", lambda self, event, **_: authorize(self, event, min(last[-1].size, 1)))
+    patch.setattr(
+        Poisson,
+        "draw_event",
+        lambda self, base, draw: last.append(draw) or draw_event(self, base, draw),
+    )
+    patch.setattr(
+        dp.Accountant,
+        "authorize",
+        lambda self, event, **_: authorize(self, event, min(last[-1].size, 1)),
+    )
 
 
 def _without_noise(patch: Patch) -> None:
@@ -177,12 +198,16 @@ def test_a_free_empty_batch_is_caught(mutate):
 
 def test_rows_kept_by_zero_grad_are_caught():
     assert_caught(
-        checks.check_that_zero_grad_forgets_rows, lambda patch: patch.setattr(assembly, "clear_rows", nothing)
+        checks.check_that_zero_grad_forgets_rows,
+        lambda patch: patch.setattr(assembly, "clear_rows", nothing),
     )
 
 
 def test_rows_kept_by_a_step_are_caught():
-    assert_caught(checks.check_that_a_step_uses_up_its_rows, lambda patch: patch.setattr(batch, "clear_rows", nothing))
+    assert_caught(
+        checks.check_that_a_step_uses_up_its_rows,
+        lambda patch: patch.setattr(batch, "clear_rows", nothing),
+    )
 
 
 # -- comments that name tests -----------------------------------------------------------------------------------------
@@ -217,12 +242,18 @@ PRIVACY = [(where, block) for where, block in COMMENTS if block.startswith("PRIV
 def names_of_tests() -> set[str]:
     """Test functions, and test files without their ending."""
     paths = list((ROOT / "tests").rglob("test_*.py"))
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return {path.stem for path in paths} | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    nodes = (
+        node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    return {path.stem for path in paths} | {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_test_that_a_comment_names_exists():
-    named = {(where, name) for where, block in COMMENTS for name in re.findall(r"\btest_\w+", block)}
+    named = {
+        (where, name) for where, block in COMMENTS for name in re.findall(r"\btest_\w+", block)
+    }
     assert len(named) >= 30
     existing = names_of_tests()
     assert not sorted((where, name) for where, name in named if name not in existing)
@@ -247,7 +278,9 @@ def test_every_privacy_comment_names_its_test():
 
 def test_every_margin_names_its_lemma():
     """A comment that says "margin" names a section of the proofs, and the section is there."""
-    margins = [(where, block) for where, block in COMMENTS if re.search(r"^margin:|; margin of", block)]
+    margins = [
+        (where, block) for where, block in COMMENTS if re.search(r"^margin:|; margin of", block)
+    ]
     assert len(margins) >= 30
     for where, block in margins:
         cited = re.findall(r"docs/proofs/(\w+\.md)#([\w-]+)", block)
@@ -255,11 +288,15 @@ def test_every_margin_names_its_lemma():
         for page, anchor in cited:
             text = (ROOT / "docs" / "proofs" / page).read_text(encoding="utf-8")
             headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, where
+            assert anchor in {
+                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }, where
 
 
 def test_comments_are_joined_over_lines(tmp_path):
     path = tmp_path / "module.py"
-    path.write_text("x = 1\n# PRIVACY: one\n# two (test_a)\n# PRIVACY: three\ny = 2  # PRIVACY: (test_b)\n# four\n")
+    path.write_text(
+        "x = 1\n# PRIVACY: one\n# two (test_a)\n# PRIVACY: three\ny = 2  # PRIVACY: (test_b)\n# four\n"
+    )
     found = [block for block in comment_blocks(path) if block]
     assert found == ["PRIVACY: one two (test_a)", "PRIVACY: three", "PRIVACY: (test_b)", "four"]

@@ -31,7 +31,9 @@ from torch_dpsco.rows import GradBatch, LinearBlock
 SOURCE = Path(native.__file__).parent / "_kernel.c"
 U, V = Fraction(1, 2**53), Fraction(1, 2**24)  # units of float64 and float32
 NAN, INF = math.nan, math.inf
-needed = pytest.mark.skipif(not native.is_available(), reason=f"the accelerator is {native.status()}")
+needed = pytest.mark.skipif(
+    not native.is_available(), reason=f"the accelerator is {native.status()}"
+)
 
 
 # -- whether it is used -----------------------------------------------------------------------------------------------
@@ -71,7 +73,9 @@ def test_a_library_of_another_text_is_not_used(searched: Path):
 def test_the_environment_switches_it_off():
     script = "from torch_dpsco import native; print(native.status(), native.is_available())"
     environment = os.environ | {"TORCH_DPSCO_NATIVE": "off"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "off (TORCH_DPSCO_NATIVE=off) False"
 
 
@@ -126,8 +130,12 @@ def rows_of(kind: str, n: int, d: int) -> Tensor:
 def check_sums() -> None:
     for kind in ("normal", "scales", "equal", "cancelling"):
         for n, d in ((0, 3), (1, 1), (3, 5), (4, 16), (5, 17), (9, 40), (130, 33)):
-            rows = torch.cat([rows_of(kind, n, d), torch.full((2, d), NAN), torch.full((1, d), INF)])
-            weights = torch.cat([torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)])
+            rows = torch.cat(
+                [rows_of(kind, n, d), torch.full((2, d), NAN), torch.full((1, d), INF)]
+            )
+            weights = torch.cat(
+                [torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+            )
             if n > 2:
                 rows[1], weights[1] = NAN, 0.0
             start = torch.ones(d, dtype=torch.float64)
@@ -145,7 +153,9 @@ def check_norms() -> None:
             for row, bound in zip(rows.tolist(), native.norms(rows).tolist(), strict=True):
                 square = sum((Fraction(x) ** 2 for x in row), Fraction(0))
                 assert square <= Fraction(bound) ** 2
-                assert Fraction(bound) <= Fraction(math.sqrt(square) * (1 + 2.0**-17) + 2.0**-63 * d)
+                assert Fraction(bound) <= Fraction(
+                    math.sqrt(square) * (1 + 2.0**-17) + 2.0**-63 * d
+                )
     bad = torch.tensor([[NAN, 0.0], [INF, 0.0], [1.9e19, 0.0], [1.8e19, 0.0], [3e38, 3e38]])
     bounds = native.norms(bad).tolist()
     assert math.isnan(bounds[0])
@@ -163,9 +173,17 @@ def check_outer() -> None:
             (3, 6, 70, 2),
             (400, 7, 5, 4),
         ):
-            rows, grads = rows_of(kind, n, d), rows_of(kind if kind == "equal" else "normal", n, out + 3)[:, 3:]
-            rows, grads = torch.cat([rows, torch.full((2, d), NAN)]), torch.cat([grads, torch.full((2, out), INF)])
-            weights = torch.cat([torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)])
+            rows, grads = (
+                rows_of(kind, n, d),
+                rows_of(kind if kind == "equal" else "normal", n, out + 3)[:, 3:],
+            )
+            rows, grads = (
+                torch.cat([rows, torch.full((2, d), NAN)]),
+                torch.cat([grads, torch.full((2, out), INF)]),
+            )
+            weights = torch.cat(
+                [torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+            )
             weights[2 : n - 3 : 4] = 0.0
             total, bias = native.outer_sums(grads, rows, weights, tile)
             for o, line in enumerate(total.tolist()):
@@ -173,7 +191,9 @@ def check_outer() -> None:
                 found, sizes = exact_sum(rows[kept], (weights * grads[:, o].double())[kept])
                 for value, exact, size in zip(line, found, sizes, strict=True):
                     assert math.isfinite(value)
-                    assert abs(Fraction(value) - exact) <= (tile + 4) * V * size + Fraction(2) ** -140
+                    assert (
+                        abs(Fraction(value) - exact) <= (tile + 4) * V * size + Fraction(2) ** -140
+                    )
             sums, sizes = exact_sum(grads, weights)
             for value, exact, size in zip(bias.tolist(), sums, sizes, strict=True):
                 assert math.isfinite(value)
@@ -218,8 +238,16 @@ STEEPEST = {"given": 0.0, "sign": 0.25, "logistic": 0.25, "square": 2.0}
 
 def problem(n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n + d)
-    rows = torch.randn(n, d, generator=generator) * torch.logspace(-2, 1, max(n, 1))[:n, None] / math.sqrt(d)
-    return rows, torch.randint(2, (n,), generator=generator) * 2.0 - 1.0, torch.randn(d, generator=generator)
+    rows = (
+        torch.randn(n, d, generator=generator)
+        * torch.logspace(-2, 1, max(n, 1))[:n, None]
+        / math.sqrt(d)
+    )
+    return (
+        rows,
+        torch.randint(2, (n,), generator=generator) * 2.0 - 1.0,
+        torch.randn(d, generator=generator),
+    )
 
 
 def check_linear() -> None:
@@ -239,8 +267,15 @@ def check_linear() -> None:
                     scores = x @ weight.double() + 0.3
                     cut = (slope(scores, y) * f).clamp(-0.7, 0.7) / f
                     expected = 0.25 * torch.cat([cut @ x, cut.sum()[None]])
-                    error = STEEPEST[kind] * float(V) * (d + 4) * (x.abs() @ weight.double().abs() + 0.3)
-                    error = (error + 2 * float(V) * (1 + scores.abs()) + 2.0**-28) * f  # of a length
+                    error = (
+                        STEEPEST[kind]
+                        * float(V)
+                        * (d + 4)
+                        * (x.abs() @ weight.double().abs() + 0.3)
+                    )
+                    error = (
+                        error + 2 * float(V) * (1 + scores.abs()) + 2.0**-28
+                    ) * f  # of a length
                     assert float((total - expected).norm()) <= 0.25 * float(error.sum()) + 1e-15
 
 
@@ -287,9 +322,13 @@ def check_bad_rows() -> None:
         labels[4], factors[4] = slope, factor
         mine = rows.clone()
         mine[4] = 1e18
-        total = native.add_linear(mine, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0)
+        total = native.add_linear(
+            mine, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0
+        )
         labels[4], factors[4] = 0.0, 2.0
-        without = native.add_linear(rows, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0)
+        without = native.add_linear(
+            rows, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0
+        )
         torch.testing.assert_close(total, without, rtol=0.0, atol=1e-14)
 
 
@@ -327,7 +366,15 @@ def test_records_outside_of_the_data_set_are_refused(bad: int):
     total = torch.zeros(5, dtype=torch.float64)
     with pytest.raises(IndexError, match=r"index must be in \[0, 9\)"):
         native.add_linear(
-            rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight, index=torch.tensor([0, bad])
+            rows,
+            targets,
+            None,
+            total,
+            limit=1.0,
+            scale=1.0,
+            slope="sign",
+            weight=weight,
+            index=torch.tensor([0, bad]),
         )
     assert not total.any()
 
@@ -337,7 +384,10 @@ def test_records_outside_of_the_data_set_are_refused(bad: int):
 @pytest.mark.parametrize("where", ["added", "first", "last"])
 def test_a_record_moves_a_linear_sum_in_c_by_at_most_its_sensitivity(n: int, where: str):
     generator = torch.Generator().manual_seed(n)
-    features, slopes = torch.randn(n + 1, 50, generator=generator), 1e3 * torch.randn(n + 1, generator=generator)
+    features, slopes = (
+        torch.randn(n + 1, 50, generator=generator),
+        1e3 * torch.randn(n + 1, generator=generator),
+    )
     place = {"added": n // 2, "first": 0, "last": n}[where]
     kept = torch.tensor([i for i in range(n + 1) if i != place])
     oracle, means = Clipped(0.3, 0.0, 400), []
@@ -396,9 +446,15 @@ def check_edges_of_noise() -> None:
         ):
             bits = np.full(pairs, half)
             bits[place] = word
-            given = bits.tobytes() + bytes(pairs * size)  # angles 0, so that the first half are the radii
+            given = bits.tobytes() + bytes(
+                pairs * size
+            )  # angles 0, so that the first half are the radii
             assert native.gaussians(given, out, 1.0, -20 * math.log(2), -(2.0**-20)) == beyond
-            log = math.log((word + 0.5) / 2**63) if word < half else math.log1p((word - 2**63 + 0.5) / 2**63)
+            log = (
+                math.log((word + 0.5) / 2**63)
+                if word < half
+                else math.log1p((word - 2**63 + 0.5) / 2**63)
+            )
             assert out[place].item() == pytest.approx(math.sqrt(-2 * log), rel=2.0**-20)
 
 
@@ -430,12 +486,22 @@ def test_memory_of_another_kind_is_refused():
         lambda: native.add_linear(rows, targets.double(), None, total, limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, weights.float(), total, limit=1.0, scale=1.0),
         lambda: native.add_linear(
-            rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(4, dtype=torch.int32)
+            rows,
+            targets,
+            None,
+            total,
+            limit=1.0,
+            scale=1.0,
+            index=torch.arange(4, dtype=torch.int32),
         ),
-        lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(8)[::2]),
+        lambda: native.add_linear(
+            rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(8)[::2]
+        ),
         lambda: native.add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
         lambda: native.add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
-        lambda: native.add_linear(rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]),
+        lambda: native.add_linear(
+            rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]
+        ),
         lambda: native.outer_sums(rows, rows, weights[:3], 4),
         lambda: native.outer_sums(rows, rows, weights.float(), 4),
         lambda: native.gaussians(bytes(100), torch.zeros(4), 1.0, -INF, 0.0, total[:3]),
@@ -448,7 +514,16 @@ def test_memory_of_another_kind_is_refused():
 
 # -- wrong kernels ----------------------------------------------------------------------------------------------------
 
-ALL = (check_sums, check_norms, check_outer, check_linear, check_clip, check_bad_rows, check_isolation, check_noise)
+ALL = (
+    check_sums,
+    check_norms,
+    check_outer,
+    check_linear,
+    check_clip,
+    check_bad_rows,
+    check_isolation,
+    check_noise,
+)
 ALL += (check_edges_of_noise,)
 MUTATIONS = {
     "no clip": ("length > most, most,", "length > most, length,"),
@@ -465,15 +540,30 @@ MUTATIONS = {
     "a factor without the 1": ("sqrt(norm[r] * norm[r] + 1.0)", "norm[r]"),
     "one chain of all products": ("start + tile < n ? start + tile : n", "n"),
     "inputs of weight 0 are read": ("if (weights[i] == 0.0) continue;", ""),
-    "backprops of weight 0 are read": ("if (w == 0.0) memset(row, 0, 4 * out);", "w = w == 0.0 ? 1e-300 : w;"),
+    "backprops of weight 0 are read": (
+        "if (w == 0.0) memset(row, 0, 4 * out);",
+        "w = w == 0.0 ? 1e-300 : w;",
+    ),
     "the first tile only": (
         "for (int64_t start = 0; start < n; start += tile) {",
         "for (int64_t start = 0; !start; start = 1) {",
     ),
-    "a panel too little": ("(x->d - start + BROAD - 1) / BROAD", "(x->d - start + BROAD - 2) / BROAD"),
-    "a column twice": ("for (; j < d; j++)\n        for (int r", "for (j -= j > 0; j < d; j++)\n        for (int r"),
-    "a score of the next row": ("NAME(load8)(p[r] + j + 8) * high", "NAME(load8)(p[3 - r] + j + 8) * high"),
-    "sums in float32": ("memcpy(out + j, &low, sizeof low);", "low = WIDE(NARROW(low)); memcpy(out + j, &low, 32);"),
+    "a panel too little": (
+        "(x->d - start + BROAD - 1) / BROAD",
+        "(x->d - start + BROAD - 2) / BROAD",
+    ),
+    "a column twice": (
+        "for (; j < d; j++)\n        for (int r",
+        "for (j -= j > 0; j < d; j++)\n        for (int r",
+    ),
+    "a score of the next row": (
+        "NAME(load8)(p[r] + j + 8) * high",
+        "NAME(load8)(p[3 - r] + j + 8) * high",
+    ),
+    "sums in float32": (
+        "memcpy(out + j, &low, sizeof low);",
+        "low = WIDE(NARROW(low)); memcpy(out + j, &low, 32);",
+    ),
     "a wrong sign": ("(quarter + 1) & 2", "quarter & 2"),
     "a coarse logarithm": ("1.0 / 3.0;", "0.3333;"),
     "a coarse logarithm in float32": ("1.0f / 3.0f;", "0.3f;"),
@@ -488,15 +578,27 @@ MUTATIONS = {
 }
 
 
-def found_by(checks: Sequence[Callable[[], None]], text: str, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+def found_by(
+    checks: Sequence[Callable[[], None]], text: str, folder: Path, patch: pytest.MonkeyPatch
+) -> list[str]:
     """Compiles a kernel as setup.py does, uses it, and returns the name of the first check that finds it wrong."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
     (folder / "_kernel.c").write_text(text)
-    flags = ["-O1", "-std=gnu11", "-fno-math-errno", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC"]
+    flags = [
+        "-O1",
+        "-std=gnu11",
+        "-fno-math-errno",
+        "-ffp-contract=fast",
+        "-Wno-psabi",
+        "-shared",
+        "-fPIC",
+    ]
     version = f"-DDPSCO_VERSION={zlib.crc32(text.encode())}LL"
-    subprocess.run([compiler, *flags, version, "-o", "_kernel.bin", "_kernel.c", "-lm"], cwd=folder, check=True)
+    subprocess.run(
+        [compiler, *flags, version, "-o", "_kernel.bin", "_kernel.c", "-lm"], cwd=folder, check=True
+    )
     patch.setattr(native, "_HERE", folder)
     library = native._found.__wrapped__()
     assert library[1] == "in use"
@@ -519,13 +621,17 @@ def changed(name: str | None, mutations: Mapping[str, tuple[str, str]]) -> str:
 
 @needed
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
-def test_a_wrong_kernel_is_caught(name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_kernel_is_caught(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wrong = found_by(ALL, changed(name, MUTATIONS), tmp_path, monkeypatch)
     assert bool(wrong) == (name is not None), wrong
 
 
 @needed
-def test_the_kernel_without_special_instructions_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_without_special_instructions_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     text = SOURCE.read_text().replace("#if defined(__x86_64__)", "#if 0")
     assert not found_by(ALL, text, tmp_path, monkeypatch)
 

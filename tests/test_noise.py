@@ -126,7 +126,9 @@ def test_uniform_numbers_and_words_have_their_bits():
 # -- how far it is from the ideal one ---------------------------------------------------------------------------------
 
 
-def ideal(word: int, turn: int, more: int, inside: tuple[float, float], bits: int) -> tuple[Any, Any, Any]:
+def ideal(
+    word: int, turn: int, more: int, inside: tuple[float, float], bits: int
+) -> tuple[Any, Any, Any]:
     """Returns R, X and Y of a point inside the cell of the words: V, A continuous."""
     k = word if word >= 0 else -word - 1
     v = (mpmath.mpf((k << 192) + more) + inside[0]) / mpmath.mpf(2) ** 255
@@ -135,7 +137,20 @@ def ideal(word: int, turn: int, more: int, inside: tuple[float, float], bits: in
     return radius, radius * mpmath.cos(angle), radius * mpmath.sin(angle)
 
 
-EDGES = [0, 1, 2**20, 2**42, 2**43 - 1, 2**43, 2**43 + 1, 2**62, 2**63 - 2**43 - 1, 2**63 - 2**43, 2**63 - 2, 2**63 - 1]
+EDGES = [
+    0,
+    1,
+    2**20,
+    2**42,
+    2**43 - 1,
+    2**43,
+    2**43 + 1,
+    2**62,
+    2**63 - 2**43 - 1,
+    2**63 - 2**43,
+    2**63 - 2,
+    2**63 - 1,
+]
 
 
 @pytest.mark.parametrize("real", REALS, ids=str)
@@ -143,17 +158,25 @@ def test_each_number_is_within_its_bound_of_an_ideal_one(real):
     """|X - Z| <= (2^-42 + 2^-48 R), or 2^-19 R in float32, for Z from any point of the cell of bits."""
     rng, bits = np.random.default_rng(5), 64 if real == torch.float64 else 32
     cases = [
-        (sign * k - (sign < 0), rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1))) for k in EDGES for sign in (1, -1)
+        (sign * k - (sign < 0), rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1)))
+        for k in EDGES
+        for sign in (1, -1)
     ]
     cases += rng.integers(-(2**63), 2**63 - 1, (300, 2)).tolist()
-    cases += [(int(k) * 2**30, turn) for k, turn in rng.integers(-(2**31), 2**31, (100, 2))]  # beside the edges
+    cases += [
+        (int(k) * 2**30, turn) for k, turn in rng.integers(-(2**31), 2**31, (100, 2))
+    ]  # beside the edges
     for word, turn in cases:
         turn = int(turn) >> (64 - bits) if abs(int(turn)) >= 2 ** (bits - 1) else int(turn)
         more = int.from_bytes(rng.bytes(24), "little")
         drawn, left = pair(int(word), turn, more, real)
         for inside in ((0.0, 0.0), (0.999, 0.999), (0.5, 0.5)):
-            spread = (0.5, inside[1]) if left else inside  # without the further bits, they are what is inside
-            radius, *expected = ideal(int(word), turn, more if not left else int(inside[0] * 2**192), spread, bits)
+            spread = (
+                (0.5, inside[1]) if left else inside
+            )  # without the further bits, they are what is inside
+            radius, *expected = ideal(
+                int(word), turn, more if not left else int(inside[0] * 2**192), spread, bits
+            )
             bound = 2.0**-42 + 2.0**-48 * radius if bits == 64 else 2.0**-19 * radius
             for value, exact in zip(drawn.tolist(), expected, strict=True):
                 assert abs(value - exact) <= bound, (word, turn, inside)
@@ -162,7 +185,11 @@ def test_each_number_is_within_its_bound_of_an_ideal_one(real):
 def test_the_tail_is_reached_in_small_steps():
     """Each power of two of V down to 2^-256 is another radius, and so is each of the numbers between."""
     radii = [
-        normal_(torch.empty(1, dtype=torch.float64), 1.0, Given(bytes(16), (2**k).to_bytes(24, "little"))).item()
+        normal_(
+            torch.empty(1, dtype=torch.float64),
+            1.0,
+            Given(bytes(16), (2**k).to_bytes(24, "little")),
+        ).item()
         for k in range(192)
     ]
     assert (np.diff(radii) < 0).all()
@@ -176,8 +203,12 @@ def test_all_zeros_and_all_ones_give_the_ends_of_the_support():
     for real in REALS:
         ends = [normal_(torch.empty(5, dtype=real), 2.0, Bytes(value)) for value in (0, 255)]
         assert all(values.isfinite().all() for values in ends)
-        assert float(ends[0].abs().max()) == pytest.approx(2 * math.sqrt(512 * math.log(2)), rel=1e-6)
-        assert float(ends[1].abs().max()) == pytest.approx(2 * math.sqrt(126 * math.log(2)), rel=1e-6)
+        assert float(ends[0].abs().max()) == pytest.approx(
+            2 * math.sqrt(512 * math.log(2)), rel=1e-6
+        )
+        assert float(ends[1].abs().max()) == pytest.approx(
+            2 * math.sqrt(126 * math.log(2)), rel=1e-6
+        )
     assert exponential_sum(3, Bytes(0)) == pytest.approx(3 * 256 * math.log(2), rel=1e-12)
 
 
@@ -198,12 +229,16 @@ def test_the_distance_is_below_what_the_docs_say():
     assert (1 + math.exp(20)) * float(Fraction(1, 2**200) * 2**64) < 1e-29 / 1000
 
 
-@pytest.mark.parametrize("std", [1.0, 0.1, 1 / 3, 1e-3, 7e5, 1e-29, 1e29, 1e-38, 1e-42, 3e37, 1e-300])
+@pytest.mark.parametrize(
+    "std", [1.0, 0.1, 1 / 3, 1e-3, 7e5, 1e-29, 1e29, 1e-38, 1e-42, 3e37, 1e-300]
+)
 def test_a_standard_deviation_is_never_rounded_down(std):
     """The radius of given bits times std, in float32: at least the exact product, and at most 2^-20 above it."""
     block = np.array([2**62, 0], np.int64).tobytes()  # R = sqrt(2 log 2), angle 0
     wide = not 2.0**-100 < std < 2.0**100
-    value = float(normal_(torch.empty(1, dtype=torch.float32), std, Given(block if wide else block[:12])))
+    value = float(
+        normal_(torch.empty(1, dtype=torch.float32), std, Given(block if wide else block[:12]))
+    )
     exact = math.sqrt(2 * math.log(2)) * std
     least = float(np.float32(exact)) if wide else exact
     assert least <= value <= exact * (1 + 2.0**-20) + 1e-45
@@ -213,7 +248,9 @@ def test_a_standard_deviation_is_never_rounded_down(std):
 
 
 @pytest.mark.parametrize("real", REALS, ids=str)
-@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::2]], ids=["whole", "turned", "gaps"])
+@pytest.mark.parametrize(
+    "make", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::2]], ids=["whole", "turned", "gaps"]
+)
 def test_noise_is_added_to_any_tensor_of_the_host(real, make):
     values = torch.arange(60_000, dtype=real).view(300, 200)
     ours = make(values.clone())
@@ -228,14 +265,29 @@ def test_noise_is_added_to_any_tensor_of_the_host(real, make):
 @pytest.mark.parametrize("fill", [normal_, add_normal_])
 def test_what_has_no_law_is_refused_by_name(fill):
     numbers = torch.zeros(6, dtype=torch.float64)
-    for kind in (torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e5m2):
-        with pytest.raises(ValueError, match=f"out must be of torch.float32 or torch.float64 .got {kind}"):
+    for kind in (
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex128,
+        torch.float8_e5m2,
+    ):
+        with pytest.raises(
+            ValueError, match=f"out must be of torch.float32 or torch.float64 .got {kind}"
+        ):
             fill(torch.empty(6, dtype=kind), 1.0, Keystream())
     for std in (-1.0, -1e-300, math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=rf"std must be >= 0 and finite \(got {std}\)"):
             fill(numbers, std, Keystream())
-    for shared in (numbers[:1].expand(6), numbers.as_strided((3, 3), (1, 1)), numbers.view(2, 1, 3).expand(2, 4, 3)):
-        with pytest.raises(ValueError, match=r"out must have each number at a place of its own .got shape"):
+    for shared in (
+        numbers[:1].expand(6),
+        numbers.as_strided((3, 3), (1, 1)),
+        numbers.view(2, 1, 3).expand(2, 4, 3),
+    ):
+        with pytest.raises(
+            ValueError, match=r"out must have each number at a place of its own .got shape"
+        ):
             fill(shared, 1.0, Keystream())
     assert not numbers.any()
     assert fill(numbers.view(2, 1, 3).expand(2, 1, 3).transpose(0, 2), 1.0, Keystream()).all()
@@ -244,7 +296,10 @@ def test_what_has_no_law_is_refused_by_name(fill):
 
 def test_noise_of_a_large_tensor_is_that_of_its_pieces():
     size = 3 * 2**16 + 5
-    drawn, added = gaussians(size, seeded(7)), add_normal_(torch.zeros(size, dtype=torch.float64), 1.0, seeded(7))
+    drawn, added = (
+        gaussians(size, seeded(7)),
+        add_normal_(torch.zeros(size, dtype=torch.float64), 1.0, seeded(7)),
+    )
     assert torch.equal(drawn, added)
     assert len(drawn.unique()) == size
     assert normal(2.0, seeded(8)) == pytest.approx(2 * normal(1.0, seeded(8)))
@@ -279,14 +334,23 @@ def trained(name: str, run: Any = None) -> None:
 
 def filtered_by_users() -> None:
     chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
-    oracle = UserFiltered(chosen, 1.0, 0.1, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01)
+    oracle = UserFiltered(
+        chosen, 1.0, 0.1, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01
+    )
     oracle.open([torch.zeros(1)])
     oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
     oracle.release(noise_generator())
 
 
 def fitted(**options: Any) -> None:
-    options = {"epsilon": 1.0, "delta": 1e-6, "bound_x": 2.0, "n": 100, "classes": (0, 1), **options}
+    options = {
+        "epsilon": 1.0,
+        "delta": 1e-6,
+        "bound_x": 2.0,
+        "n": 100,
+        "classes": (0, 1),
+        **options,
+    }
     LogisticRegression(**options).fit(X, np.tile([0, 1], 50))
 
 
@@ -297,8 +361,12 @@ RELEASES: dict[str, Callable[[], Any]] = {
     "output": partial(fitted, mechanism="output"),
     "pure": partial(fitted, mechanism="output", delta=0.0),
     "noisy_gd": partial(fitted, mechanism="noisy_gd"),
-    "quantile": lambda: draw_quantile(X[:, 0], [0.0, 1.0], 0.5, 1.0, len(X), noise_generator(torch.device("cpu"))),
-    "ranks": lambda: list(RankSampler(dp.Poisson(5, 50), rank=1, processes=2, key=bytes(32), steps=3).draws()),
+    "quantile": lambda: draw_quantile(
+        X[:, 0], [0.0, 1.0], 0.5, 1.0, len(X), noise_generator(torch.device("cpu"))
+    ),
+    "ranks": lambda: list(
+        RankSampler(dp.Poisson(5, 50), rank=1, processes=2, key=bytes(32), steps=3).draws()
+    ),
     "fixed": lambda: list(make_sampler(dp.Fixed(5, 50)).draws()),
 }
 
@@ -318,17 +386,38 @@ def no_other_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("randn", "rand", "randperm", "normal", "bernoulli", "multinomial", "poisson"):
         monkeypatch.setattr(torch, name, refuse)
-    for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"):
+    for name in (
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "bernoulli_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+    ):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     monkeypatch.setattr(torch, "_standard_gamma", refuse)
-    for name in ("default_rng", "Generator", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64", "SeedSequence"):
+    for name in (
+        "default_rng",
+        "Generator",
+        "PCG64",
+        "PCG64DXSM",
+        "MT19937",
+        "Philox",
+        "SFC64",
+        "SeedSequence",
+    ):
         monkeypatch.setattr(np.random, name, refuse)
 
 
 @pytest.mark.parametrize("name", RELEASES)
-def test_no_generator_that_can_be_predicted_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_generator_that_can_be_predicted_is_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Linear generators gave all later noise away: 3,400 released float32 numbers held the state of torch's own."""
-    made = {"run": ROWS_HERE[name].make()} if name in SOME else {}  # weights are drawn, and then set to 0
+    made = (
+        {"run": ROWS_HERE[name].make()} if name in SOME else {}
+    )  # weights are drawn, and then set to 0
     # made-up records of the first step are no secret, nor is the order in which a solver takes records: fixed seeds
     monkeypatch.setattr("torch_dpsco.coupling.first_step.FirstStep.waits", False)
     if name not in ("objective", "output", "pure"):

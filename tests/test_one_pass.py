@@ -31,7 +31,9 @@ from torch_dpsco.sampling.one_pass import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 FALSE_ALARM = 1e-6
-PARTS = dp.Parts(((dp.Full(8), 2), (dp.Disjoint(3, 7), 3), (dp.Poisson(2, 4), 3), (dp.Fixed(2, 3), 2)), 24)
+PARTS = dp.Parts(
+    ((dp.Full(8), 2), (dp.Disjoint(3, 7), 3), (dp.Poisson(2, 4), 3), (dp.Fixed(2, 3), 2)), 24
+)
 KEYED = AssignedParts(((dp.Full(8), 2), (dp.Assigned(3, 10), 4), (dp.Poisson(2, 6), 3)), 24)
 DESIGNS = [dp.Disjoint(5, 24), dp.Assigned(5, 24), PARTS, KEYED]
 
@@ -65,16 +67,35 @@ def test_parts_are_disjoint_and_each_draw_holds_a_record_once(design: Any) -> No
         assert all(len(indices) == len(set(indices)) for _, _, indices in draws)
 
 
-@pytest.mark.parametrize("design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__)
+@pytest.mark.parametrize(
+    "design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__
+)
 def test_one_pass_uses_every_record_once(design: Any) -> None:
     counts = Counter(i for _, _, indices in drawn(make_sampler(design, seed=3)) for i in indices)
     assert counts == Counter(range(24))
 
 
 def test_disjoint_batches_have_their_public_sizes_and_phases_all_of_their_records() -> None:
-    assert [len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))] == [5, 5, 5, 5, 4]
+    assert [len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))] == [
+        5,
+        5,
+        5,
+        5,
+        4,
+    ]
     draws = drawn(make_sampler(PARTS, seed=3))
-    assert [part for _, part, _ in draws] == ["0", "0", "1/0", "1/1", "1/2", "2", "2", "2", "3", "3"]
+    assert [part for _, part, _ in draws] == [
+        "0",
+        "0",
+        "1/0",
+        "1/1",
+        "1/2",
+        "2",
+        "2",
+        "2",
+        "3",
+        "3",
+    ]
     assert sorted(draws[0][2]) == sorted(draws[1][2])
     assert [len(indices) for _, _, indices in draws[:5]] == [8, 8, 3, 3, 1]
     assert [len(indices) for _, _, indices in draws[8:]] == [2, 2]
@@ -107,7 +128,9 @@ def test_more_draws_than_are_left_are_refused(design: Any) -> None:
         make_sampler(design, steps=0)
 
 
-@pytest.mark.parametrize("design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__)
+@pytest.mark.parametrize(
+    "design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__
+)
 @settings(derandomize=True, max_examples=30)
 @given(stops=st.lists(st.integers(0, 4), max_size=4).map(sorted), seed=st.integers(0, 99))
 def test_resumed_pieces_are_the_whole(design: Any, stops: list[int], seed: int) -> None:
@@ -137,7 +160,11 @@ def test_resumed_phases_keep_their_records() -> None:
 
 def test_partitions_of_different_cuts_have_different_names() -> None:
     names = set()
-    made = [make_sampler(design, seed=seed) for design in (*DESIGNS, dp.Disjoint(4, 24)) for seed in range(5)]
+    made = [
+        make_sampler(design, seed=seed)
+        for design in (*DESIGNS, dp.Disjoint(4, 24))
+        for seed in range(5)
+    ]
     other = dp.Parts((*PARTS.parts[:3], (dp.Fixed(1, 3), 2)), 24)  # the same cut in other parts
     made += [make_sampler(other, seed=seed) for seed in range(5)]
     for sampler in made:
@@ -150,7 +177,9 @@ def test_the_name_of_a_resumed_partition_is_the_first_one() -> None:
         first = make_sampler(design, seed=1)
         name = drawn(first)[0][0]
         kept = replace(first.partition, cut=first.partition.cut.copy(), made=1)
-        assert partition_name(first.design, kept) == name  # of a design without amplification, for its seed
+        assert (
+            partition_name(first.design, kept) == name
+        )  # of a design without amplification, for its seed
         again = make_sampler(first.design, resume=kept)
         assert {other for other, _, _ in drawn(again)} == {name}
 
@@ -197,7 +226,9 @@ def test_assigned_batches_are_drawn_of_any_number_of_records(size: int) -> None:
 
 def test_a_record_that_is_removed_moves_no_other_one() -> None:
     """The keys of a seed are drawn one after another: those of the records before the last stay."""
-    with_it, without = (drawn(make_sampler(dp.Assigned(5, 24), size=size, seed=8)) for size in (24, 23))
+    with_it, without = (
+        drawn(make_sampler(dp.Assigned(5, 24), size=size, seed=8)) for size in (24, 23)
+    )
     for (_, _, more), (_, _, less) in zip(with_it, without, strict=True):
         assert [i for i in more if i != 23] == less
 
@@ -208,7 +239,10 @@ def test_a_record_less_moves_no_other_to_another_part() -> None:
     for (_, part, more), (_, same, less) in zip(with_it, without, strict=True):
         assert part == same
         assert [i for i in more if i != 23] == less
-    members = used(drawn(make_sampler(KEYED, size=23, seed=8))), used(drawn(make_sampler(KEYED, size=24, seed=8)))
+    members = (
+        used(drawn(make_sampler(KEYED, size=23, seed=8))),
+        used(drawn(make_sampler(KEYED, size=24, seed=8))),
+    )
     first = [{i for part, own in side.items() if part == "0" for i in own} for side in members]
     assert first[0] == first[1] - {23}
 
@@ -221,7 +255,10 @@ def uniform(observed: np.ndarray) -> float:
 
 
 def test_records_are_assigned_to_parts_as_often_as_their_sizes_say() -> None:
-    design, counts = AssignedParts(((dp.Full(6), 1), (dp.Assigned(6, 18), 3)), 24), np.zeros((24, 4))
+    design, counts = (
+        AssignedParts(((dp.Full(6), 1), (dp.Assigned(6, 18), 3)), 24),
+        np.zeros((24, 4)),
+    )
     for seed in range(1500):
         for k, (_, _, indices) in enumerate(drawn(make_sampler(design, seed=seed))):
             counts[indices, k] += 1
@@ -267,7 +304,9 @@ def check_that_passes_are_independent() -> None:
     for k in range(400):
         sampler = AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12)
         sampler.partition = replace(sampler.partition, cut=np.random.default_rng(k).bytes(32))
-        sampler.partition = replace(sampler.partition, cut=np.frombuffer(sampler.partition.cut, dtype=np.uint8))
+        sampler.partition = replace(
+            sampler.partition, cut=np.frombuffer(sampler.partition.cut, dtype=np.uint8)
+        )
         runs.append(picked(sampler))
     passes = np.array(runs)  # (runs, passes, records)
     counts = np.stack([(passes == k).sum(axis=0) for k in range(4)])
@@ -277,7 +316,9 @@ def check_that_passes_are_independent() -> None:
         np.add.at(pairs, (passes[:, first].ravel(), passes[:, second].ravel()), 1)
         assert uniform(pairs) > FALSE_ALARM
     sizes = (passes == 0).sum(axis=2).ravel()
-    spread = ((sizes - 6.0) ** 2 / 4.5).sum()  # variance 24 / 4 * 3 / 4; a permutation that is cut has none
+    spread = (
+        (sizes - 6.0) ** 2 / 4.5
+    ).sum()  # variance 24 / 4 * 3 / 4; a permutation that is cut has none
     assert stats.chi2.ppf(1e-9, sizes.size) < spread < stats.chi2.isf(1e-9, sizes.size)
 
 
@@ -298,10 +339,15 @@ def test_each_pass_has_draws_of_its_own() -> None:
 
 def test_no_list_of_all_records_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are the same however many of them are found at a time, and however draws are made in blocks."""
-    monkeypatch.setattr(one_pass, "_BLOCK", 100)  # which is a part of what is drawn: the same for all
+    monkeypatch.setattr(
+        one_pass, "_BLOCK", 100
+    )  # which is a part of what is drawn: the same for all
     whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
     expected = drawn(whole)
-    rest = [make_sampler(whole.design, size=1003, resume=replace(whole.partition, made=made)) for made in (0, 7, 19)]
+    rest = [
+        make_sampler(whole.design, size=1003, resume=replace(whole.partition, made=made))
+        for made in (0, 7, 19)
+    ]
     for held in (1, 60, 400, 10_000):
         monkeypatch.setattr(one_pass, "_HELD", held)
         largest = 0
@@ -325,8 +371,58 @@ def test_the_draws_of_a_key_are_those_of_every_version() -> None:
     sampler = AssignedSampler(dp.Assigned(6, 24, passes=2), steps=8)
     sampler.partition = replace(sampler.partition, cut=np.arange(32, dtype=np.uint8))
     first, second = picked(sampler)
-    assert first.tolist() == [2, 1, 2, 3, 3, 0, 0, 3, 0, 2, 3, 2, 3, 2, 1, 0, 3, 1, 2, 0, 1, 0, 2, 0]
-    assert second.tolist() == [0, 2, 0, 1, 3, 0, 2, 3, 3, 0, 1, 3, 2, 1, 2, 0, 0, 3, 3, 1, 2, 1, 2, 1]
+    assert first.tolist() == [
+        2,
+        1,
+        2,
+        3,
+        3,
+        0,
+        0,
+        3,
+        0,
+        2,
+        3,
+        2,
+        3,
+        2,
+        1,
+        0,
+        3,
+        1,
+        2,
+        0,
+        1,
+        0,
+        2,
+        0,
+    ]
+    assert second.tolist() == [
+        0,
+        2,
+        0,
+        1,
+        3,
+        0,
+        2,
+        3,
+        3,
+        0,
+        1,
+        3,
+        2,
+        1,
+        2,
+        0,
+        0,
+        3,
+        3,
+        1,
+        2,
+        1,
+        2,
+        1,
+    ]
 
 
 def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:

@@ -28,7 +28,8 @@ def bounds(flips: np.ndarray, delta: float, confidence: float) -> np.ndarray:
     """Bounds from right guesses of many audits, each about all canaries."""
     counts = flips.sum(axis=1)
     table = {
-        c: epsilon_of_guesses(int(c), CANARIES, CANARIES, delta=delta, confidence=confidence) for c in np.unique(counts)
+        c: epsilon_of_guesses(int(c), CANARIES, CANARIES, delta=delta, confidence=confidence)
+        for c in np.unique(counts)
     }
     return np.array([table[c] for c in counts])
 
@@ -64,7 +65,9 @@ def run(scale: float) -> float:
     """Noisy sum of canaries that are unit vectors: what is released is the scores."""
     audit = OneRunAudit(list(torch.eye(CANARIES)), guess_in=60, guess_out=60)
     data = audit.dataset(TensorDataset(torch.zeros(1, CANARIES)))
-    total = sum((row if isinstance(row, torch.Tensor) else row[0] for row in data), torch.zeros(CANARIES))
+    total = sum(
+        (row if isinstance(row, torch.Tensor) else row[0] for row in data), torch.zeros(CANARIES)
+    )
     noisy = total + scale * torch.randn(CANARIES)
     return audit.result(noisy.numpy(), delta=1e-9, confidence=1 - 1e-6).epsilon_lower
 
@@ -82,7 +85,9 @@ def gaussian_audits(mu: float, guesses: int, each: float) -> np.ndarray:
     included = rng.random((AUDITS, CANARIES)) < 0.5
     order = np.argsort(included + rng.standard_normal(included.shape) / mu, axis=1)
     low, high = order[:, : guesses // 2], order[:, CANARIES - guesses // 2 :]
-    right = (~np.take_along_axis(included, low, 1)).sum(1) + np.take_along_axis(included, high, 1).sum(1)
+    right = (~np.take_along_axis(included, low, 1)).sum(1) + np.take_along_axis(
+        included, high, 1
+    ).sum(1)
     table = {c: mu_of_guesses(int(c), guesses, CANARIES, confidence=each) for c in np.unique(right)}
     return np.array([table[c] for c in right])
 
@@ -97,7 +102,9 @@ def test_true_mu_is_refuted_no_more_often_than_stated(mu: float, guesses: int) -
 
 
 @pytest.mark.parametrize("mu", [0.5, 2.0])
-def test_a_recursion_that_demands_more_is_caught(mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recursion_that_demands_more_is_caught(
+    mu: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(one_run, "ndtri", lambda right: norm.ppf(min(6.0 * right, 1.0)))
     found = gaussian_audits(mu, CANARIES // 5, 0.95)
     assert binom.sf(np.count_nonzero(found > mu) - 1, AUDITS, 0.05) < 1e-6
@@ -148,7 +155,9 @@ def test_coins_are_opened_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps, lambda audit: copy.deepcopy([audit])])
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, pickle.dumps, lambda audit: copy.deepcopy([audit])]
+)
 def test_an_audit_is_opened_by_no_copy(again: Callable[[Any], Any]) -> None:
     audit = OneRunAudit(range(8))
     pickle.loads(pickle.dumps(audit.dataset([1.0])))  # the data go to workers
@@ -185,7 +194,9 @@ def test_wrong_arguments_are_named() -> None:
         mu_of_guesses(9, 8, 8)
     audit = OneRunAudit(range(8))
     for wrong in ({"family": "laplace"}, {"family": "gaussian", "delta": 0.0}, {"claimed": -1.0}):
-        with pytest.raises(ValueError, match=next(iter({"delta": 0} if "delta" in wrong else wrong))):
+        with pytest.raises(
+            ValueError, match=next(iter({"delta": 0} if "delta" in wrong else wrong))
+        ):
             audit.result(np.arange(8.0), **{"delta": 1e-3, **wrong})
     with pytest.raises(ValueError, match="epsilon"):  # no claim; and the coins were still closed
         audit.result(np.arange(8.0), delta=1e-3).contradicts()

@@ -37,7 +37,9 @@ def bound(released: np.ndarray, included: np.ndarray, mutant: str) -> float:
     elif mutant == "noise of one step reused with the other sign":
         scores = released[0] + released[1]
     else:
-        scores = np.log1p(RATE * np.expm1(np.minimum((released - 0.5) / NOISE**2, 50.0))).sum(axis=0)
+        scores = np.log1p(RATE * np.expm1(np.minimum((released - 0.5) / NOISE**2, 50.0))).sum(
+            axis=0
+        )
     top = np.argpartition(scores, -GUESSES)[-GUESSES:]
     correct = int(included[top].sum())
     return epsilon_of_guesses(correct, GUESSES, CANARIES, delta=DELTA, confidence=CONFIDENCE)

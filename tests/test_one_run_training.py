@@ -44,14 +44,20 @@ def whole(dataset: Any) -> tuple[Tensor, Tensor]:
     return next(iter(DataLoader(dataset, batch_size=len(dataset))))
 
 
-def audited(train: Callable[[Any], nn.Module], before: Callable[[], nn.Module] | None = None) -> OneRunResult:
+def audited(
+    train: Callable[[Any], nn.Module], before: Callable[[], nn.Module] | None = None
+) -> OneRunResult:
     audit = OneRunAudit(CANARIES, guess_in=GUESSES, guess_out=GUESSES)
     model = train(audit.dataset(BASE))
     scores = loss_scores(model, LOSS, CANARIES, before=before() if before else None)
-    return audit.result(scores, delta=DELTA, confidence=CONFIDENCE, family="gaussian", claimed=CLAIM)
+    return audit.result(
+        scores, delta=DELTA, confidence=CONFIDENCE, family="gaussian", claimed=CLAIM
+    )
 
 
-def opacus(dataset: Any, private: Callable[[nn.Linear], Any] = nn.Linear.parameters, **changes: Any) -> nn.Module:
+def opacus(
+    dataset: Any, private: Callable[[nn.Linear], Any] = nn.Linear.parameters, **changes: Any
+) -> nn.Module:
     """A loop of Opacus; parameters that are not private are those of a plain optimizer beside it."""
     model = new_model()
     wanted = list(private(model))
@@ -108,7 +114,9 @@ def by_hand(dataset: Any, micro: int) -> nn.Module:
     return model
 
 
-def noise_of(std: Callable[[DPOptimizer], float], steps: int = STEPS) -> Callable[[DPOptimizer], None]:
+def noise_of(
+    std: Callable[[DPOptimizer], float], steps: int = STEPS
+) -> Callable[[DPOptimizer], None]:
     """The noise of Opacus at another standard deviation, in the first steps."""
 
     def add_noise(self: DPOptimizer) -> None:
@@ -135,7 +143,9 @@ def unclipped(self: DPOptimizer, spared: Callable[[nn.Parameter], bool]) -> None
         p.grad_sample._processed = True
 
 
-def mutated(patch: Patch, owner: Any, name: str, value: Any, train: Callable[[Any], nn.Module]) -> OneRunResult:
+def mutated(
+    patch: Patch, owner: Any, name: str, value: Any, train: Callable[[Any], nn.Module]
+) -> OneRunResult:
     """Trains with one part of the library replaced."""
     patch.setattr(owner, name, value)
     return audited(train)
@@ -151,22 +161,40 @@ def seeded(seed: int) -> dict[str, Any]:
 
 MUTANTS: dict[str, Callable[[Patch], OneRunResult]] = {
     "noise forgotten": lambda patch: patched(patch, "add_noise", noise_of(lambda self: 0.0)),
-    "noise scaled by the clip twice": lambda patch: patched(patch, "add_noise", noise_of(lambda s: right(s) * CLIP)),
-    "noise divided by the batch twice": lambda patch: mutated(
-        patch, clipped.ClippedMean, "noise_std", property(lambda self: NOISE * CLIP / RECORDS**2), ours
+    "noise scaled by the clip twice": lambda patch: patched(
+        patch, "add_noise", noise_of(lambda s: right(s) * CLIP)
     ),
-    "noise in the first step only": lambda patch: patched(patch, "add_noise", noise_of(right, steps=1)),
+    "noise divided by the batch twice": lambda patch: mutated(
+        patch,
+        clipped.ClippedMean,
+        "noise_std",
+        property(lambda self: NOISE * CLIP / RECORDS**2),
+        ours,
+    ),
+    "noise in the first step only": lambda patch: patched(
+        patch, "add_noise", noise_of(right, steps=1)
+    ),
     "noise of a known seed": lambda patch: audited(
         lambda data: opacus(data, **seeded(1)), before=lambda: opacus(BASE, **seeded(1))
     ),
     "bias spared by the clip": lambda patch: patched(
         patch, "clip_and_accumulate", lambda self: unclipped(self, lambda p: p.dim() == 1)
     ),
-    "bias forgotten": lambda patch: audited(lambda data: opacus(data, lambda model: [model.weight])),
-    "no clip": lambda patch: mutated(patch, clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms), ours),
-    "records processed ten times a step": lambda patch: audited(lambda data: opacus(ConcatDataset([data] * 10))),
-    "the mean of the batch clipped": lambda patch: audited(lambda data: by_hand(data, micro=2 * RECORDS)),
-    "micro-batches accumulated before the clip": lambda patch: audited(lambda data: by_hand(data, micro=50)),
+    "bias forgotten": lambda patch: audited(
+        lambda data: opacus(data, lambda model: [model.weight])
+    ),
+    "no clip": lambda patch: mutated(
+        patch, clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms), ours
+    ),
+    "records processed ten times a step": lambda patch: audited(
+        lambda data: opacus(ConcatDataset([data] * 10))
+    ),
+    "the mean of the batch clipped": lambda patch: audited(
+        lambda data: by_hand(data, micro=2 * RECORDS)
+    ),
+    "micro-batches accumulated before the clip": lambda patch: audited(
+        lambda data: by_hand(data, micro=50)
+    ),
 }
 SOUND: dict[str, Callable[[], OneRunResult]] = {
     "Opacus": lambda: audited(opacus),

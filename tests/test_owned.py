@@ -89,15 +89,26 @@ def optimizer(sampling: Any, **options: Any) -> tuple[nn.Module, Any]:
     model = nn.Linear(N, 1, bias=False)
     nn.init.zeros_(model.weight)
     dp.attach(model)
-    numbers = {"clip": 1.0, "noise_multiplier": 1e-9, "n": N, "lr": 1.0, "adjacency": "add_remove", **options}
-    return model, dp.ClippedSGD(model.parameters(), dp.ClippedSGD.plan(sampling=sampling, **numbers))
+    numbers = {
+        "clip": 1.0,
+        "noise_multiplier": 1e-9,
+        "n": N,
+        "lr": 1.0,
+        "adjacency": "add_remove",
+        **options,
+    }
+    return model, dp.ClippedSGD(
+        model.parameters(), dp.ClippedSGD.plan(sampling=sampling, **numbers)
+    )
 
 
 def pairs(records: list[Any]) -> tuple[Tensor, Tensor]:
     """Collates the records of a stream of (id, x, y)."""
     if not records:
         return torch.zeros(0, N), torch.zeros(0, 1)
-    return torch.stack([record[1] for record in records]), torch.stack([record[2] for record in records])
+    return torch.stack([record[1] for record in records]), torch.stack(
+        [record[2] for record in records]
+    )
 
 
 def uses(model: nn.Module, opt: Any, loader: Any, scale: float) -> list[float]:
@@ -115,7 +126,9 @@ NAMES = ["tensor", "array", "at once", "views", "subset"]
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)
 @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}, {"padding": False}], ids=str)
-def test_a_data_set_that_fills_one_tensor_gives_each_record_once(source: Callable[[], Any], options: Any) -> None:
+def test_a_data_set_that_fills_one_tensor_gives_each_record_once(
+    source: Callable[[], Any], options: Any
+) -> None:
     model, opt = optimizer(dp.Full(N), steps=1)
     assert uses(model, opt, opt.loader(source(), **options), N) == [1.0] * N
 
@@ -134,7 +147,13 @@ def test_a_user_of_a_data_set_that_fills_one_tensor_has_its_own_records() -> Non
     model = nn.Linear(N, 1, bias=False)
     nn.init.zeros_(model.weight)
     plan = dp.UserClippedSGD.plan(
-        clip=1.0, noise_multiplier=1e-9, n_users=N, batch_size=N, sampling=dp.Full(N), steps=1, lr=1.0
+        clip=1.0,
+        noise_multiplier=1e-9,
+        n_users=N,
+        batch_size=N,
+        sampling=dp.Full(N),
+        steps=1,
+        lr=1.0,
     )
     opt = dp.UserClippedSGD(dp.attach(model).parameters(), plan)
     assert uses(model, opt, opt.loader(Reusing(), users=list(range(N))), N) == [1.0] * N
@@ -143,7 +162,9 @@ def test_a_user_of_a_data_set_that_fills_one_tensor_has_its_own_records() -> Non
 def test_a_bound_loader_gives_each_record_once() -> None:
     model, opt = optimizer(dp.Poisson(N // 2, N), steps=1)
     data = Reusing()
-    loader = opt.bind(DataLoader(data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1)))
+    loader = opt.bind(
+        DataLoader(data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1))
+    )
     assert set(uses(model, opt, loader, N // 2)) <= {0.0, 1.0}
     assert source_of(loader.dataset) is data
     assert source_of(opt.bind(loader).dataset) is data
@@ -151,7 +172,11 @@ def test_a_bound_loader_gives_each_record_once() -> None:
 
 def test_a_bound_loader_in_parts_gives_each_record_once() -> None:
     model, opt = optimizer(dp.Poisson(N // 2, N), steps=1)
-    loader = opt.bind(DataLoader(Reusing(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1)))
+    loader = opt.bind(
+        DataLoader(
+            Reusing(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1)
+        )
+    )
     with PhysicalBatches(loader, 3) as parts:
         assert set(uses(model, opt, parts, N // 2)) <= {0.0, 1.0}
 
@@ -183,7 +208,9 @@ def test_a_spilled_stream_that_fills_one_tensor_has_each_record_once_and_small()
     data = Spilled(ROWS[index] for index in range(N))  # views of all rows
     assert torch.equal(torch.stack([data[k] for k in range(N)]), ROWS)
     assert all(data[k].untyped_storage().nbytes() == 4 * N for k in range(N))
-    assert torch.equal(torch.stack([data[k][1] for data in [Spilled(Stream())] for k in range(N)]), ROWS)
+    assert torch.equal(
+        torch.stack([data[k][1] for data in [Spilled(Stream())] for k in range(N)]), ROWS
+    )
 
 
 def test_ids_that_are_given_in_one_tensor_are_those_of_their_records() -> None:
@@ -214,7 +241,9 @@ def test_a_decoder_of_archives_that_fills_one_array_has_each_record_once(tmp_pat
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)
-def test_a_data_set_that_fills_one_tensor_is_solved_record_by_record(source: Callable[[], Any]) -> None:
+def test_a_data_set_that_fills_one_tensor_is_solved_record_by_record(
+    source: Callable[[], Any],
+) -> None:
     def answer(data: Any) -> Tensor:
         layer = nn.Linear(N, 1, bias=False, dtype=torch.float64)
         plan = dp.OutputPerturbation.plan(
@@ -225,7 +254,9 @@ def test_a_data_set_that_fills_one_tensor_is_solved_record_by_record(source: Cal
         opt.finalize()
         return layer.weight.detach()
 
-    torch.testing.assert_close(answer(source()), answer(TensorDataset(ROWS, torch.ones(N, 1))), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        answer(source()), answer(TensorDataset(ROWS, torch.ones(N, 1))), atol=1e-5, rtol=0
+    )
 
 
 def test_a_fetch_of_one_record_gives_one() -> None:
@@ -245,7 +276,9 @@ def test_what_a_data_set_has_besides_records_is_still_there() -> None:
     assert len(copy.copy(loader.dataset)) == N
     with pytest.raises(AttributeError):
         _ = loader.dataset.names
-    assert opt.loader(TensorDataset(ROWS, torch.ones(N, 1))).dataset.tensors[0] is ROWS  # nothing writes to them
+    assert (
+        opt.loader(TensorDataset(ROWS, torch.ones(N, 1))).dataset.tensors[0] is ROWS
+    )  # nothing writes to them
 
 
 @pytest.mark.parametrize("reuse", ["torch", "numpy"])
@@ -342,7 +375,11 @@ def test_an_image_is_copied() -> None:
 def test_a_copy_of_a_view_has_its_own_entries_alone() -> None:
     whole = torch.zeros(1000, 3)
     kept = owned((whole[1], Plain(whole[2]), {"z": whole[3]}))
-    assert [part.untyped_storage().nbytes() for part in (kept[0], kept[1].x, kept[2]["z"])] == [12, 12, 12]
+    assert [part.untyped_storage().nbytes() for part in (kept[0], kept[1].x, kept[2]["z"])] == [
+        12,
+        12,
+        12,
+    ]
 
 
 def test_what_does_not_change_is_not_copied() -> None:
@@ -352,7 +389,10 @@ def test_what_does_not_change_is_not_copied() -> None:
 
 
 def test_what_cannot_be_copied_is_refused_by_its_kind(tmp_path: Any) -> None:
-    with open(tmp_path / "secret", "w") as file, pytest.raises(TypeError, match=r"got a TextIOWrapper") as found:
+    with (
+        open(tmp_path / "secret", "w") as file,
+        pytest.raises(TypeError, match=r"got a TextIOWrapper") as found,
+    ):
         owned(file)
     assert "secret" not in str(found.value)
     with pytest.raises(TypeError, match="got a generator"):

@@ -13,7 +13,9 @@ import pytest
 import torch_dpsco
 
 ROOT = Path(__file__).parents[1]
-TEST_COMMAND = "python -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest"
+TEST_COMMAND = (
+    "python -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest"
+)
 JOB_COMMAND = "python -m venv .venv && .venv/bin/pip install . && .venv/bin/python examples/logistic_regression.py"
 
 
@@ -27,8 +29,12 @@ def config():
 def _marked_command(name: str) -> str:
     """Returns the code block after the comment `<!-- ci:NAME -->` of the README, as .ci/run reads it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(rf"^<!-- ci:{name} -->\n+```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1, f"README.md needs exactly one code block after <!-- ci:{name} --> (got {len(blocks)})"
+    blocks = re.findall(
+        rf"^<!-- ci:{name} -->\n+```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 1, (
+        f"README.md needs exactly one code block after <!-- ci:{name} --> (got {len(blocks)})"
+    )
     return blocks[0].strip()
 
 
@@ -60,13 +66,19 @@ def test_the_dev_extra_contains_the_test_extra(config):
 
 def test_the_lowest_versions_that_are_run_are_those_that_are_declared(config):
     pinned = dict(
-        re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / ".ci" / "lowest.txt").read_text(encoding="utf-8"), re.MULTILINE)
+        re.findall(
+            r"^([\w-]+)==(\d+\.\d+)",
+            (ROOT / ".ci" / "lowest.txt").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
     )
     extras = config["options.extras_require"]
     names = ("examples", "logging", "sklearn", "accelerate", "lightning", "parquet", "transformers")
     wanted = "\n".join([config["options"]["install_requires"], *map(extras.get, names)])
     assert pinned == dict(re.findall(r"^([\w-]+)>=(\d+\.\d+)$", wanted, re.MULTILINE))
-    assert {"torch", "opacus", "numpy", "scipy", "scikit-learn", "matplotlib", "wandb"} < set(pinned)
+    assert {"torch", "opacus", "numpy", "scipy", "scikit-learn", "matplotlib", "wandb"} < set(
+        pinned
+    )
 
 
 def test_the_oldest_python_that_is_declared_is_the_one_that_the_weekly_run_takes(config):
@@ -106,7 +118,11 @@ def test_the_size_counts_lines_of_code_only(tmp_path):
     code = 'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'
     (tmp_path / "few.py").write_text(docstrings + code)
     size = [sys.executable, str(ROOT / ".ci" / "size")]
-    of_few = subprocess.run([*size, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    of_few = subprocess.run(
+        [*size, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
     assert of_few.splitlines() == ["7 lines of code in 1 files", "     7 few.py"]
-    of_package = subprocess.run([*size, "--largest", "3"], capture_output=True, text=True, check=True).stdout
+    of_package = subprocess.run(
+        [*size, "--largest", "3"], capture_output=True, text=True, check=True
+    ).stdout
     assert re.fullmatch(r"\d+ lines of code in \d+ files\n( +\d+ [\w/]+\.py\n){3}", of_package)

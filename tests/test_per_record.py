@@ -20,13 +20,21 @@ BITS = (torch.rand(B, K, generator=DRAW) < 0.5).double()
 CLASSES = torch.randint(K, (B,), generator=DRAW)
 LOSSES: dict[str, tuple[Any, Tensor, Tensor]] = {
     "a class": (nn.BCEWithLogitsLoss, OUT[:, :1], BITS[:, :1]),
-    "an instance": (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0).double()), OUT[:, 0], BITS[:, 0]),
+    "an instance": (
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0).double()),
+        OUT[:, 0],
+        BITS[:, 0],
+    ),
     "many outputs": (nn.MSELoss, OUT, BITS),
     "a sum over outputs": (nn.MSELoss(reduction="sum"), OUT, BITS),
     "classes": (nn.CrossEntropyLoss, OUT, CLASSES),
     "class probabilities": (nn.CrossEntropyLoss(), OUT, BITS.softmax(1)),
     "log probabilities": (nn.NLLLoss, OUT.log_softmax(1), CLASSES),
-    "classes at places": (nn.CrossEntropyLoss(), torch.stack([OUT, OUT.flip(0)], 2), torch.stack([CLASSES] * 2, 1)),
+    "classes at places": (
+        nn.CrossEntropyLoss(),
+        torch.stack([OUT, OUT.flip(0)], 2),
+        torch.stack([CLASSES] * 2, 1),
+    ),
     "a function": (functional.smooth_l1_loss, OUT, BITS),
     "a lambda": (lambda output, target: (output - target).abs().mean(), OUT, BITS),
     "logistic": (dp.losses.Logistic(), OUT[:, :1], 2 * BITS[:, 0] - 1),
@@ -50,9 +58,13 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_records(name: str) -> N
     records = torch.stack([plain(output[k : k + 1], target[k : k + 1]) for k in range(B)])
     torch.testing.assert_close(ours(output, target, reduction="none"), records, rtol=0, atol=1e-12)
     torch.testing.assert_close(ours(output, target), records.mean(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(dp.per_record(loss, reduction="sum")(output, target), records.sum(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dp.per_record(loss, reduction="sum")(output, target), records.sum(), rtol=0, atol=1e-12
+    )
     if "sum over" not in name:
-        torch.testing.assert_close(gradient(ours, output, target), gradient(plain, output, target), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            gradient(ours, output, target), gradient(plain, output, target), rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -68,10 +80,13 @@ def test_no_record_is_in_the_loss_of_another_one(name: str) -> None:
 
 COUPLED = {
     "softmax over the batch": lambda out, y: -(out.softmax(0) * y).sum(),
-    "normalized by the batch": lambda out, y: ((out / out.abs().max().clamp(min=50) - y) ** 2).sum(),
+    "normalized by the batch": lambda out, y: (
+        (out / out.abs().max().clamp(min=50) - y) ** 2
+    ).sum(),
     "centered": lambda out, y: ((out - out.mean(0)) * y).sum(),
     "outliers dropped": lambda out, y: (
-        (out - y).square().sum(1) * ((out - y).square().sum(1) < 5 * (out - y).square().sum(1).median())
+        (out - y).square().sum(1)
+        * ((out - y).square().sum(1) < 5 * (out - y).square().sum(1).median())
     ).sum(),
 }
 
@@ -110,7 +125,9 @@ def test_ignored_targets_and_class_weights_stay_within_their_record() -> None:
 def test_outputs_and_targets_may_be_nested() -> None:
     loss = dp.per_record(lambda out, y: (out["a"] - y[0]).square().sum() + (out["b"] * y[1]).sum())
     value = loss({"a": OUT, "b": BITS}, (BITS, OUT))
-    assert value.item() == pytest.approx(((OUT - BITS).square().sum() + (BITS * OUT).sum()).item() / B, rel=1e-12)
+    assert value.item() == pytest.approx(
+        ((OUT - BITS).square().sum() + (BITS * OUT).sum()).item() / B, rel=1e-12
+    )
 
 
 def test_no_records_have_no_loss() -> None:
@@ -132,15 +149,32 @@ class Scaled(nn.Module):
         (lambda: dp.per_record(3), r"loss must be a function of \(output, target\)"),
         (lambda: dp.per_record("mse"), r"loss must be a function of \(output, target\)"),
         (lambda: dp.per_record(nn.MSELoss, reduction="none"), "reduction must be one of"),
-        (lambda: dp.per_record(nn.AdaptiveLogSoftmaxWithLoss), "must be an instance where its class needs arguments"),
+        (
+            lambda: dp.per_record(nn.AdaptiveLogSoftmaxWithLoss),
+            "must be an instance where its class needs arguments",
+        ),
         (lambda: dp.per_record(Scaled), "no parameters to train"),
         (lambda: dp.per_record(nn.MSELoss)(OUT, BITS[1:]), r"must have one length \(got 6 and 7\)"),
         (lambda: dp.per_record(nn.MSELoss)(OUT.sum(), BITS), "one entry per record"),
         (lambda: dp.per_record(nn.MSELoss)(OUT, 1.0), "one entry per record"),
-        (lambda: dp.per_record(nn.MSELoss(reduction="none"))(OUT, BITS), r"one number for a record \(got shape"),
-        (lambda: dp.per_record(lambda out, y: 1.0)(OUT, BITS), r"one number for a record \(got float\)"),
-        (lambda: dp.per_record(lambda out, y: out.sum() * out.max().item())(OUT, BITS), "torch.func.vmap can take"),
-        (lambda: dp.per_record(lambda out, y: out.sum() if out.sum() > 0 else y.sum())(OUT, BITS), "no branches"),
+        (
+            lambda: dp.per_record(nn.MSELoss(reduction="none"))(OUT, BITS),
+            r"one number for a record \(got shape",
+        ),
+        (
+            lambda: dp.per_record(lambda out, y: 1.0)(OUT, BITS),
+            r"one number for a record \(got float\)",
+        ),
+        (
+            lambda: dp.per_record(lambda out, y: out.sum() * out.max().item())(OUT, BITS),
+            "torch.func.vmap can take",
+        ),
+        (
+            lambda: dp.per_record(lambda out, y: out.sum() if out.sum() > 0 else y.sum())(
+                OUT, BITS
+            ),
+            "no branches",
+        ),
     ],
 )
 def test_what_cannot_be_a_loss_of_one_record_is_refused(make: Any, message: str) -> None:
@@ -152,11 +186,20 @@ def test_what_cannot_be_a_loss_of_one_record_is_refused(make: Any, message: str)
 def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     data = TensorDataset(torch.randn(60, 3), torch.ones(60, 1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    plan = dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=dp.Poisson(20, 60), steps=3)
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=dp.Poisson(20, 60), steps=3
+    )
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     loss = dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction)
     with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss_fn"):
-        dp.fit(model, optimizer, data, loss, loss_reduction={"mean": "sum", "sum": "mean"}[reduction], progress=False)
+        dp.fit(
+            model,
+            optimizer,
+            data,
+            loss,
+            loss_reduction={"mean": "sum", "sum": "mean"}[reduction],
+            progress=False,
+        )
     dp.fit(model, optimizer, data, loss, progress=False)
     assert optimizer.steps == 3
 
@@ -203,7 +246,9 @@ def sum_of_a_step(first: float, **attached: Any) -> Tensor:
     torch.manual_seed(0)
     model = dp.attach(nn.Linear(2, 1, bias=False), **attached)
     nn.init.constant_(model.weight, 1.0)
-    plan = dp.ClippedSGD.plan(clip=1.0, noise_multiplier=1e-9, n=8, sampling="full", steps=1, lr=1.0)
+    plan = dp.ClippedSGD.plan(
+        clip=1.0, noise_multiplier=1e-9, n=8, sampling="full", steps=1, lr=1.0
+    )
     opt, x = dp.ClippedSGD(model.parameters(), plan), torch.ones(8, 2)
     x[0] = first
     for a, b in opt.loader(TensorDataset(x, torch.zeros(8, 1))):

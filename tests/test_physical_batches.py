@@ -57,7 +57,9 @@ def train(model: nn.Linear, optimizer, batches) -> list[Tensor]:
 
 @pytest.mark.parametrize("wrap", [manager, physical])
 @pytest.mark.parametrize("design", DESIGNS, ids=str)
-@pytest.mark.parametrize("dataset", [TensorDataset(torch.eye(N)), Tuples()], ids=["memory", "collated"])
+@pytest.mark.parametrize(
+    "dataset", [TensorDataset(torch.eye(N)), Tuples()], ids=["memory", "collated"]
+)
 def test_one_release_per_draw_holds_each_record_of_it_once(wrap, design, dataset, monkeypatch):
     model = scores()
     optimizer = make_optimizer(model, design, clip=10.0)
@@ -93,7 +95,9 @@ def test_a_bound_data_loader_can_be_split(wrap):
 
 def test_a_bound_data_loader_delivers_empty_draws():
     model = scores()
-    optimizer = make_optimizer(model, dp.Poisson(1, N), clip=10.0, noise=1.0, adjacency="add_remove")
+    optimizer = make_optimizer(
+        model, dp.Poisson(1, N), clip=10.0, noise=1.0, adjacency="add_remove"
+    )
     sampler = dp.sampling.PoissonSampler(
         dp.Poisson(1, N), steps=40
     )  # 0.34 of the draws are empty; none with chance 6e-8
@@ -114,7 +118,9 @@ def test_workers_may_run_ahead_of_physical_batches():
     assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
 
 
-@pytest.mark.parametrize("design", [dp.Poisson(2, N), dp.Fixed(2, N), dp.Shuffled(2, N), dp.Full(N)])
+@pytest.mark.parametrize(
+    "design", [dp.Poisson(2, N), dp.Fixed(2, N), dp.Shuffled(2, N), dp.Full(N)]
+)
 def test_a_foreign_loader_with_workers_is_refused(design):
     """It runs ahead of the steps, so that nobody could see which of its batches a step uses."""
     optimizer = make_optimizer(scores(), design)
@@ -213,7 +219,9 @@ def test_a_flag_without_a_draw_is_refused():
     model = scores()
     with pytest.raises(SequenceError, match="must follow a new draw of the optimizer's own loader"):
         make_optimizer(model, dp.Full(N)).signal_skip_step()
-    with pytest.raises(SequenceError, match="several backward passes per step need a declared sampling"):
+    with pytest.raises(
+        SequenceError, match="several backward passes per step need a declared sampling"
+    ):
         make_optimizer(model, Undeclared(N)).signal_skip_step(True)
 
 
@@ -232,7 +240,9 @@ def test_a_draw_that_was_said_to_go_on_cannot_be_followed_by_another():
 
 
 def test_physical_batches_need_a_sampler_of_ours():
-    with pytest.raises(UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"):
+    with pytest.raises(
+        UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"
+    ):
         dp.sampling.PhysicalBatches(DataLoader(Tuples(), batch_size=2), 2)
     loader = make_optimizer(scores(), dp.Full(N)).loader(Tuples(), steps=4)
     assert len(dp.sampling.PhysicalBatches(loader, 2)) == 4

@@ -40,7 +40,9 @@ def holder(**kind: Any) -> Callable[[], StepPlan]:
 
 
 def clipped_users(**kind: Any) -> Callable[[], StepPlan]:
-    return lambda: dp.UserClippedSGD.plan(**{"n_users": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind})
+    return lambda: dp.UserClippedSGD.plan(
+        **{"n_users": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind}
+    )
 
 
 def filtered_users(**kind: Any) -> Callable[[], StepPlan]:
@@ -50,12 +52,21 @@ def filtered_users(**kind: Any) -> Callable[[], StepPlan]:
 
 def localized_users(**kind: Any) -> Callable[[], StepPlan]:
     problem = dp.Problem(lipschitz=1.0, radius=2.0)
-    own = {"n_users": 2400, "budget": PEOPLE, "problem": problem, "reg": 0.5, "pair_radius": 1.0, "max_steps": 2}
+    own = {
+        "n_users": 2400,
+        "budget": PEOPLE,
+        "problem": problem,
+        "reg": 0.5,
+        "pair_radius": 1.0,
+        "max_steps": 2,
+    }
     return lambda: dp.LocalizedUserSGD.plan(**{**own, "dim": DIM + 1, **kind})
 
 
 def heavy(cls: Any, budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], StepPlan]:
-    return lambda: cls.plan(**{"problem": CURVED, "n": N, "budget": budget, "dim": DIM + 1, "clip": 1.0, **kind})
+    return lambda: cls.plan(
+        **{"problem": CURVED, "n": N, "budget": budget, "dim": DIM + 1, "clip": 1.0, **kind}
+    )
 
 
 def localized(budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], StepPlan]:
@@ -63,24 +74,40 @@ def localized(budget: dp.Budget | None = BUDGET, **kind: Any) -> Callable[[], St
 
 
 def correlated(**kind: Any) -> Callable[[], StepPlan]:
-    return lambda: dp.CorrelatedSGD.plan(**{"n": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind})
+    return lambda: dp.CorrelatedSGD.plan(
+        **{"n": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind}
+    )
 
 
 MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "HolderSGD": (dp.HolderSGD, holder(budget=BUDGET, epochs=1)),
     "HolderSGD, add_remove": (dp.HolderSGD, holder(budget=ADDED, steps=3)),
     "HolderSGD, exact": (dp.HolderSGD, holder(budget=BUDGET, steps=2, secure="exact")),
-    "HolderSGD, fixed": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="fixed", noise="constant")),
+    "HolderSGD, fixed": (
+        dp.HolderSGD,
+        holder(budget=BUDGET, steps=2, sampling="fixed", noise="constant"),
+    ),
     "HolderSGD, shuffled": (dp.HolderSGD, holder(budget=BUDGET, epochs=2, sampling="shuffled")),
     "HolderSGD, assigned": (dp.HolderSGD, holder(budget=ADDED, sampling="assigned")),
-    "HolderSGD, full": (dp.HolderSGD, holder(budget=BUDGET, steps=2, sampling="full", batch_size=None)),
+    "HolderSGD, full": (
+        dp.HolderSGD,
+        holder(budget=BUDGET, steps=2, sampling="full", batch_size=None),
+    ),
     "HolderSGD, noise": (dp.HolderSGD, holder(noise_multiplier=3.0, steps=3, lr=0.1)),
     "HolderSGD, losses with kinks": (
         dp.HolderSGD,
-        holder(problem=dp.losses.Hinge().problem(bound_x=2.0, radius=1.5), budget=BUDGET, epochs=1, dim=DIM + 1),
+        holder(
+            problem=dp.losses.Hinge().problem(bound_x=2.0, radius=1.5),
+            budget=BUDGET,
+            epochs=1,
+            dim=DIM + 1,
+        ),
     ),
     "CorrelatedSGD": (dp.CorrelatedSGD, correlated(budget=BUDGET, epochs=2)),
-    "CorrelatedSGD, zero_out": (dp.CorrelatedSGD, correlated(budget=dp.Budget(2.0, 1e-4, "zero_out"), steps=7)),
+    "CorrelatedSGD, zero_out": (
+        dp.CorrelatedSGD,
+        correlated(budget=dp.Budget(2.0, 1e-4, "zero_out"), steps=7),
+    ),
     "CorrelatedSGD, noise": (
         dp.CorrelatedSGD,
         correlated(noise_multiplier=3.0, bands=2, radius=1.0),
@@ -90,10 +117,22 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         dp.UserClippedSGD,
         clipped_users(budget=dp.Budget(2.0, 1e-4, "add_remove", unit="user"), steps=3),
     ),
-    "UserClippedSGD, exact": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, secure="exact")),
-    "UserClippedSGD, fixed": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, sampling="fixed")),
-    "UserClippedSGD, shuffled": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=2, sampling="shuffled")),
-    "UserClippedSGD, all": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, steps=2, batch_size=None, dim=DIM + 1)),
+    "UserClippedSGD, exact": (
+        dp.UserClippedSGD,
+        clipped_users(budget=PEOPLE, steps=2, secure="exact"),
+    ),
+    "UserClippedSGD, fixed": (
+        dp.UserClippedSGD,
+        clipped_users(budget=PEOPLE, steps=2, sampling="fixed"),
+    ),
+    "UserClippedSGD, shuffled": (
+        dp.UserClippedSGD,
+        clipped_users(budget=PEOPLE, epochs=2, sampling="shuffled"),
+    ),
+    "UserClippedSGD, all": (
+        dp.UserClippedSGD,
+        clipped_users(budget=PEOPLE, steps=2, batch_size=None, dim=DIM + 1),
+    ),
     "UserClippedSGD, noise": (
         dp.UserClippedSGD,
         clipped_users(noise_multiplier=3.0, steps=3, adjacency="zero_out", min_items=2),
@@ -101,7 +140,13 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "UserFilteredSGD": (dp.UserFilteredSGD, filtered_users()),
     "UserFilteredSGD, promises": (
         dp.UserFilteredSGD,
-        filtered_users(problem=dp.Problem(lipschitz=1.0, radius=2.0), lr=None, steps=None, max_steps=5, dim=DIM + 1),
+        filtered_users(
+            problem=dp.Problem(lipschitz=1.0, radius=2.0),
+            lr=None,
+            steps=None,
+            max_steps=5,
+            dim=DIM + 1,
+        ),
     ),
     "UserFilteredSGD, searched": (
         dp.UserFilteredSGD,
@@ -109,27 +154,48 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     ),
     "UserFilteredSGD, noise": (
         dp.UserFilteredSGD,
-        lambda: dp.UserFilteredSGD.plan(filter=filtered_users()().filter, lr=0.1, average="last", reach=50.0),
+        lambda: dp.UserFilteredSGD.plan(
+            filter=filtered_users()().filter, lr=0.1, average="last", reach=50.0
+        ),
     ),
     "LocalizedUserSGD": (dp.LocalizedUserSGD, localized_users()),
-    "LocalizedUserSGD, paper": (dp.LocalizedUserSGD, localized_users(schedule="theorem_4_1", phases=2)),
+    "LocalizedUserSGD, paper": (
+        dp.LocalizedUserSGD,
+        localized_users(schedule="theorem_4_1", phases=2),
+    ),
     "LocalizedUserSGD, noise": (
         dp.LocalizedUserSGD,
-        lambda: dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)),
+        lambda: dp.LocalizedUserSGD.plan(
+            phases=LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)
+        ),
     ),
     "ClippedSGD": (dp.ClippedSGD, heavy(dp.ClippedSGD, steps=4)),
     "ClippedSGD, theory": (dp.ClippedSGD, heavy(dp.ClippedSGD, problem=MOMENTS, clip=None)),
     "ClippedSGD, noise": (
         dp.ClippedSGD,
-        lambda: dp.ClippedSGD.plan(n=N, clip=1.0, noise_multiplier=5.0, steps=3, lr=0.1, batch_size=16),
+        lambda: dp.ClippedSGD.plan(
+            n=N, clip=1.0, noise_multiplier=5.0, steps=3, lr=0.1, batch_size=16
+        ),
     ),
     "ClippedSGD, add_remove": (dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, steps=4)),
-    "ClippedSGD, assigned": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="assigned", steps=4, average="uniform")),
+    "ClippedSGD, assigned": (
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, sampling="assigned", steps=4, average="uniform"),
+    ),
     "ClippedSGD, pilot": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4)),
     "ClippedSGD, exact": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4, secure="exact")),
-    "ClippedSGD, poisson": (dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, epochs=1)),
-    "ClippedSGD, shuffled": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="shuffled", batch_size=16, epochs=2)),
-    "ClippedSGD, fixed": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, sampling="fixed", batch_size=8, epochs=1)),
+    "ClippedSGD, poisson": (
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, epochs=1),
+    ),
+    "ClippedSGD, shuffled": (
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, sampling="shuffled", batch_size=16, epochs=2),
+    ),
+    "ClippedSGD, fixed": (
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, clip=PILOT, sampling="fixed", batch_size=8, epochs=1),
+    ),
     "ClippedSGD, full": (dp.ClippedSGD, heavy(dp.ClippedSGD, sampling="full", steps=3)),
     "AcceleratedSGD": (dp.AcceleratedSGD, heavy(dp.AcceleratedSGD, steps=4)),
     "AcceleratedSGD, zero_out": (
@@ -141,7 +207,10 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "LocalizedSGD, pilots": (dp.LocalizedSGD, localized(clip=PILOT)),
     "LocalizedSGD, allocated": (dp.LocalizedSGD, localized(sampling="allocated")),
     "LocalizedSGD, exact": (dp.LocalizedSGD, localized(sampling="poisson", secure="exact")),
-    "LocalizedSGD, phases": (dp.LocalizedSGD, lambda: dp.LocalizedSGD.plan(n=N, phases=localized()().localized)),
+    "LocalizedSGD, phases": (
+        dp.LocalizedSGD,
+        lambda: dp.LocalizedSGD.plan(n=N, phases=localized()().localized),
+    ),
 }
 
 
@@ -150,7 +219,10 @@ def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
     optimizer = cls(model.parameters(), plan)
     rows, users = torch.randn(plan.n, DIM), None
     if plan.unit == "user":
-        rows, users = 1.0 + 0.02 * rows, torch.arange(plan.n)  # who agree: a filter that halts shows nothing
+        rows, users = (
+            1.0 + 0.02 * rows,
+            torch.arange(plan.n),
+        )  # who agree: a filter that halts shows nothing
     data = TensorDataset(rows, torch.ones(plan.n, 1))
     for x, y, *_ in optimizer.loader(data, users, steps=plan.steps):
         optimizer.zero_grad()
@@ -215,13 +287,19 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
 
 
 FILLED: dict[str, Callable[[nn.Module], tuple[Any, dp.PrivateOptimizer]]] = {
-    "HolderSGD": lambda model: planned_and_made(model, dp.HolderSGD, holder(budget=ADDED, steps=3)()),
+    "HolderSGD": lambda model: planned_and_made(
+        model, dp.HolderSGD, holder(budget=ADDED, steps=3)()
+    ),
     "HolderSGD, full": lambda model: planned_and_made(
         model, dp.HolderSGD, holder(budget=ADDED, steps=2, sampling="full", batch_size=None)()
     ),
-    "one pass": lambda model: planned_and_made(model, dp.AcceleratedSGD, heavy(dp.AcceleratedSGD, ADDED, steps=4)()),
+    "one pass": lambda model: planned_and_made(
+        model, dp.AcceleratedSGD, heavy(dp.AcceleratedSGD, ADDED, steps=4)()
+    ),
     "many passes": lambda model: planned_and_made(
-        model, dp.ClippedSGD, heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, steps=3)()
+        model,
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, steps=3)(),
     ),
 }
 
@@ -234,7 +312,9 @@ def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, d
 @pytest.mark.parametrize("records", [N - 1, N, N + 1])
 def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
     plan, optimizer = FILLED[name](dp.attach(nn.Linear(DIM, 1)))
-    (rows,) = re.findall(r"^  filled +each draw is filled up to (\d+) rows, since", str(plan), re.MULTILINE)
+    (rows,) = re.findall(
+        r"^  filled +each draw is filled up to (\d+) rows, since", str(plan), re.MULTILINE
+    )
     data = TensorDataset(torch.randn(records, DIM), torch.ones(records, 1))
     x, _ = next(iter(optimizer.loader(data)))
     assert len(x) == int(rows)
@@ -252,9 +332,14 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     cls, make = MADE[name]
     plan = make()
     optimizer = cls(nn.Linear(DIM, 1).parameters(), plan)
-    places = optimizer._slots(None, None, optimizer._new_sampler(plan.n, plan.steps, False)).capacity
+    places = optimizer._slots(
+        None, None, optimizer._new_sampler(plan.n, plan.steps, False)
+    ).capacity
     text = dict(plan.lines())["filled"]
-    assert text == f"each draw is filled up to {places} places for users, since its true size is private"
+    assert (
+        text
+        == f"each draw is filled up to {places} places for users, since its true size is private"
+    )
 
 
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
@@ -266,7 +351,9 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
         (str(holder(budget=BUDGET, steps=3)()), "on request"),
         (str(MADE["HolderSGD, exact"][1]()), "chosen"),
     ):
-        (said,) = re.findall(rf"exact noise {chosen}, by secure='exact': up to (\d+) times the noise's time", text)
+        (said,) = re.findall(
+            rf"exact noise {chosen}, by secure='exact': up to (\d+) times the noise's time", text
+        )
         assert int(said) == math.ceil(max(map(float, more)))
     with pytest.warns(UtilityWarning, match="no sampling declared"):
         silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
@@ -276,7 +363,9 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 def test_a_plan_whose_gradients_start_at_0_prints() -> None:
-    plan = dp.HolderSGD.plan(problem=replace(LOSS.problem(bound_x=1.0), grad_at_zero=0.0), n=1000, budget=BUDGET)
+    plan = dp.HolderSGD.plan(
+        problem=replace(LOSS.problem(bound_x=1.0), grad_at_zero=0.0), n=1000, budget=BUDGET
+    )
     assert plan.grad_bound == 0
     assert "assumed" in str(plan)
     assert "per coordinate of a mean gradient" not in str(plan)
@@ -285,9 +374,14 @@ def test_a_plan_whose_gradients_start_at_0_prints() -> None:
 def test_one_pass_is_no_more() -> None:
     assert holder(noise_multiplier=3.0, sampling="assigned")().steps == 4
     for more in ({"steps": 5}, {"epochs": 2}):
-        with pytest.raises(ValueError, match=r"steps must be <= 4, one pass of Assigned.* \(got [58]\)"):
+        with pytest.raises(
+            ValueError, match=r"steps must be <= 4, one pass of Assigned.* \(got [58]\)"
+        ):
             holder(budget=BUDGET, sampling="assigned", **more)()
-    with pytest.raises(ValueError, match="sampling must be one of poisson, fixed, shuffled, assigned, allocated, full"):
+    with pytest.raises(
+        ValueError,
+        match="sampling must be one of poisson, fixed, shuffled, assigned, allocated, full",
+    ):
         holder(budget=BUDGET, sampling="one-pass")()
 
 
@@ -295,7 +389,9 @@ def test_a_plan_is_frozen_and_checked() -> None:
     plan = holder(budget=BUDGET)()
     with pytest.raises(FrozenInstanceError):
         plan.lr = 1.0
-    with pytest.raises(ValueError, match=r"delta must be given: the plan has noise and steps of yours"):
+    with pytest.raises(
+        ValueError, match=r"delta must be given: the plan has noise and steps of yours"
+    ):
         holder(noise_multiplier=3.0, steps=3)().epsilon()
     with pytest.raises(ConditionError, match="no last step"):
         holder(noise_multiplier=3.0)().event()
@@ -321,7 +417,9 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(name: str
     params, cls = nn.Linear(DIM, 1).parameters(), getattr(dp, name)
     with pytest.raises(ValueError, match=rf"lr, problem must be given to {name}.plan\(...\)"):
         cls(params, lr=0.1, problem=PROBLEM)
-    with pytest.raises(ValueError, match=rf"plan must be made by {name}.plan\(...\): .* \(got 0.1\)"):
+    with pytest.raises(
+        ValueError, match=rf"plan must be made by {name}.plan\(...\): .* \(got 0.1\)"
+    ):
         cls(params, 0.1)
 
 
@@ -334,5 +432,7 @@ def test_a_plan_is_run_by_its_own_class() -> None:
 def test_an_accountant_of_another_budget_is_refused_by_the_plan() -> None:
     with pytest.raises(AdjacencyError, match="accountant must have the budget"):
         dp.HolderSGD(
-            nn.Linear(DIM, 1).parameters(), holder(budget=BUDGET)(), accountant=dp.Accountant(dp.Budget(1.0, 1e-4))
+            nn.Linear(DIM, 1).parameters(),
+            holder(budget=BUDGET)(),
+            accountant=dp.Accountant(dp.Budget(1.0, 1e-4)),
         )

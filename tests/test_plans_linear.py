@@ -46,8 +46,17 @@ SIGNS = torch.where(ROWS[:, 0] > 0, 1.0, -1.0)
 SOFTMAX = dp.losses.SoftmaxCrossEntropy(3)
 
 
-def made(cls: type[SolvedOptimizer], **kind: Any) -> Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]:
-    given = {"model": nn.Linear(DIM, 1), "loss": dp.losses.Logistic(), "n": N, "bound_x": 1.0, "reg": 30.0, **kind}
+def made(
+    cls: type[SolvedOptimizer], **kind: Any
+) -> Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]:
+    given = {
+        "model": nn.Linear(DIM, 1),
+        "loss": dp.losses.Logistic(),
+        "n": N,
+        "bound_x": 1.0,
+        "reg": 30.0,
+        **kind,
+    }
     return lambda: (cls, cls.plan(**given))
 
 
@@ -58,15 +67,23 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
     "output, pure": made(dp.OutputPerturbation, budget=PURE, radius=0.5),
     "output, exact": made(dp.OutputPerturbation, budget=BUDGET, secure="exact"),
     "output, noise": made(dp.OutputPerturbation, noise_multiplier=4.0, adjacency="zero_out"),
-    "output, attacked": made(dp.OutputPerturbation, budget=BUDGET, attack_radius=0.1, attack_norm=float("inf")),
+    "output, attacked": made(
+        dp.OutputPerturbation, budget=BUDGET, attack_radius=0.1, attack_norm=float("inf")
+    ),
     "output, loop": made(
-        dp.OutputPerturbation, budget=BUDGET, guarantee="markov", expected_accuracy=1e-9, failure=1e-8
+        dp.OutputPerturbation,
+        budget=BUDGET,
+        guarantee="markov",
+        expected_accuracy=1e-9,
+        failure=1e-8,
     ),
     "objective": made(dp.ObjectivePerturbation, budget=BUDGET, residual_clip=0.5),
     "objective, pure": made(dp.ObjectivePerturbation, budget=PURE),
     "objective, noise": made(dp.ObjectivePerturbation, noise_multiplier=4.0),
     "objective, curve": made(dp.ObjectivePerturbation, budget=ADDED, charge="curve"),
-    "objective, classes": made(dp.ObjectivePerturbation, model=nn.Linear(DIM, 3), loss=SOFTMAX, budget=BUDGET),
+    "objective, classes": made(
+        dp.ObjectivePerturbation, model=nn.Linear(DIM, 3), loss=SOFTMAX, budget=BUDGET
+    ),
     "noisy": made(dp.NoisyGD, budget=BUDGET),
     "noisy, add_remove": made(dp.NoisyGD, budget=ADDED, steps=5, reg=None),
     "noisy, noise": made(dp.NoisyGD, noise_multiplier=4.0, steps=5),
@@ -102,7 +119,9 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     assert labels[:4] == ["promise", "epsilon", "model", "noise"]
     assert "assumed" in labels
     exact = name.startswith("output") and "pure" not in name
-    assert ("exact" in labels) is exact  # objective perturbation and noisy gradient descent have none
+    assert (
+        "exact" in labels
+    ) is exact  # objective perturbation and noisy gradient descent have none
     assert ("steps" in labels) is name.startswith("noisy")
 
 
@@ -118,7 +137,9 @@ def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
     own = made(dp.NoisyGD, noise_multiplier=chosen.noise_std / chosen.task.lipschitz, steps=5)()[1]
     assert own.event().mu == pytest.approx(chosen.event().mu, rel=1e-12)
     chosen = made(dp.ObjectivePerturbation, budget=BUDGET, charge="curve")()[1]
-    own = made(dp.ObjectivePerturbation, noise_multiplier=chosen.noise_scale / chosen.task.lipschitz)()[1]
+    own = made(
+        dp.ObjectivePerturbation, noise_multiplier=chosen.noise_scale / chosen.task.lipschitz
+    )()[1]
     assert own.event().orders == chosen.event().orders
     assert own.event().values == pytest.approx(chosen.event().values, rel=1e-12)
 
@@ -129,17 +150,32 @@ def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
         (dp.OutputPerturbation, {}, "budget or noise_multiplier"),
         (dp.NoisyGD, {"noise_multiplier": -1.0}, "noise_multiplier"),
         (dp.NoisyGD, {"noise_multiplier": 1.0, "reg": None}, "noise_multiplier and reg"),
-        (dp.ObjectivePerturbation, {"noise_multiplier": 1.0, "reg": None}, "noise_multiplier and reg"),
-        (dp.ObjectivePerturbation, {"noise_multiplier": 1.0, "model": nn.Linear(DIM, 3), "loss": SOFTMAX}, "softmax"),
+        (
+            dp.ObjectivePerturbation,
+            {"noise_multiplier": 1.0, "reg": None},
+            "noise_multiplier and reg",
+        ),
+        (
+            dp.ObjectivePerturbation,
+            {"noise_multiplier": 1.0, "model": nn.Linear(DIM, 3), "loss": SOFTMAX},
+            "softmax",
+        ),
         (
             dp.OutputPerturbation,
-            {"noise_multiplier": 1.0, "guarantee": "markov", "expected_accuracy": 1.0, "failure": 1e-9},
+            {
+                "noise_multiplier": 1.0,
+                "guarantee": "markov",
+                "expected_accuracy": 1.0,
+                "failure": 1e-9,
+            },
             "markov",
         ),
         (dp.OutputPerturbation, {"budget": BUDGET, "adjacency": "zero_out"}, "adjacency"),
     ],
 )
-def test_what_noise_of_your_own_does_not_go_with_is_named(cls: Any, kind: dict[str, Any], word: str) -> None:
+def test_what_noise_of_your_own_does_not_go_with_is_named(
+    cls: Any, kind: dict[str, Any], word: str
+) -> None:
     with pytest.raises((ValueError, AdjacencyError, CalibrationError), match=word):
         made(cls, **kind)()
 
@@ -156,7 +192,9 @@ def test_an_accountant_of_another_adjacency_or_budget_is_refused() -> None:
     with pytest.raises(AdjacencyError, match="replace_one"):
         dp.NoisyGD(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant())
     limited = made(dp.NoisyGD, noise_multiplier=0.1, budget=BUDGET, steps=5)()[1]
-    with pytest.raises(InfeasibleError, match="epsilon must be >="):  # of noise of your own a budget is the limit
+    with pytest.raises(
+        InfeasibleError, match="epsilon must be >="
+    ):  # of noise of your own a budget is the limit
         dp.NoisyGD(nn.Linear(DIM, 1).parameters(), limited)
 
 
@@ -166,7 +204,11 @@ def test_a_curve_costs_more_than_the_budget_of_its_noise_and_asks_for_room() -> 
     assert plan.epsilon(1e-6) > ADDED.epsilon
     with pytest.raises(InfeasibleError):
         cls(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant(ADDED))
-    cls(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant(dp.Budget(2.0, 1e-6, "add_remove")))
+    cls(
+        nn.Linear(DIM, 1).parameters(),
+        plan,
+        accountant=dp.Accountant(dp.Budget(2.0, 1e-6, "add_remove")),
+    )
 
 
 def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
@@ -176,7 +218,9 @@ def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
     rows = torch.cat([ROWS, torch.ones(N, 1)], dim=1).double()
     rows[:, :DIM] /= rows[:, :DIM].norm(dim=1, keepdim=True).clamp(min=1.0)
     point = plan.solve(make_records(plan.task, ROWS, SIGNS))
-    draws = torch.randn(200, DIM + 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    draws = torch.randn(
+        200, DIM + 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
     def mean_loss(w: torch.Tensor) -> torch.Tensor:
         return dp.losses.Logistic().value(w @ rows.T, SIGNS.double()).mean(-1)
@@ -191,7 +235,11 @@ def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
 def test_an_estimator_runs_the_plan_of_the_optimizer(mechanism: str) -> None:
     settings = {"n": N, "bound_x": 1.0, "reg": 30.0, "classes": (0, 1), "residual_clip": None}
     model = estimators.LogisticRegression(mechanism=mechanism, **settings).fit(ROWS, SIGNS > 0)
-    cls = {"output": dp.OutputPerturbation, "objective": dp.ObjectivePerturbation, "noisy_gd": dp.NoisyGD}[mechanism]
+    cls = {
+        "output": dp.OutputPerturbation,
+        "objective": dp.ObjectivePerturbation,
+        "noisy_gd": dp.NoisyGD,
+    }[mechanism]
     assert model.plan_ == made(cls, budget=ADDED)()[1]
     assert model.plan_ == plan_linear(model.plan_.task, mechanism) == model.plan(DIM)
     assert model.privacy_.epsilon == model.plan_.epsilon()
@@ -212,42 +260,58 @@ def test_the_plan_of_a_ridge_is_saved_too(secure: str | None) -> None:
 REAL = {"loss": dp.losses.Squared(), "bound_y": 1.0}
 
 
-def of_task(mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **asked: Any) -> Callable[[], LinearPlan]:
+def of_task(
+    mechanism: str, kind: dict[str, Any], budget: dp.Budget = ADDED, **asked: Any
+) -> Callable[[], LinearPlan]:
     given = {"preparation": Preparation(1.0), "dim": DIM, "n": N, "budget": budget, **kind}
     return lambda: plan_linear(LinearTask(**given), mechanism, **asked)
 
 
 def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
     """A plan of rows, and of targets if the loss has real ones, that are measured before."""
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=0.3, whole=True), **kind}
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0, intercept=0.3, whole=True),
+        **kind,
+    }
     prepare = PrivatePreparation(given=Preparation(2.0), rows=0.03, counts=0.05)
     if given["loss"].target_kind == "real":
         prepare = replace(prepare, bound_y=2.0, quantile=None if mechanism == "adassp" else 0.5)
         given["bound_y"] = prepare.most
-    return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=ADDED, prepare=prepare, **given), mechanism)
+    return lambda: plan_linear(
+        LinearTask(dim=DIM, n=N, budget=ADDED, prepare=prepare, **given), mechanism
+    )
 
 
 def of_users(adjacency: str = "add_remove", **kind: Any) -> Callable[[], LinearPlan]:
     given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=1.0), **kind}
-    budget = dp.Budget(20.0, 1e-6, adjacency=adjacency, unit="user")  # so that labels get a scale and an intercept
+    budget = dp.Budget(
+        20.0, 1e-6, adjacency=adjacency, unit="user"
+    )  # so that labels get a scale and an intercept
     return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=budget, **given))
 
 
-EDITED: dict[str, Callable[[], LinearPlan]] = {name: lambda made=made: made()[1] for name, made in MADE.items()} | {
+EDITED: dict[str, Callable[[], LinearPlan]] = {
+    name: lambda made=made: made()[1] for name, made in MADE.items()
+} | {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
     "adassp, paper": of_task("adassp", REAL, mode="paper"),
     "adassp, intervals": of_task("adassp", {**REAL, "curvature": 0.05}),
     "objective, intervals": of_task("objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}),
     "objective, Huber's intervals": of_task(
-        "objective", {"loss": dp.losses.Huber(threshold=0.5), "bound_y": 1.0, "curvature": 0.05}, BUDGET
+        "objective",
+        {"loss": dp.losses.Huber(threshold=0.5), "bound_y": 1.0, "curvature": 0.05},
+        BUDGET,
     ),
     "boosted": of_task("boosted_adassp", REAL),
     "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
     "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),
     "preconditioned": of_task("auto", {"loss": SOFTMAX}),
     "preconditioned, replace_one": of_task("preconditioned_gd", {"loss": SOFTMAX}, BUDGET),
-    "preconditioned, signs": of_task("preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}),
+    "preconditioned, signs": of_task(
+        "preconditioned_gd", {"loss": dp.losses.Logistic(), "residual_clip": 0.3}
+    ),
     "noisy, all sums": of_task("noisy_gd", {"loss": dp.losses.Logistic()}),
     "objective, measured": prepared("objective"),
     "objective, targets measured": prepared("objective", loss=dp.losses.Huber(), reg=30.0),
@@ -287,9 +351,13 @@ class Draws:
             monkeypatch.setattr(preparation, "gaussian_vector", self._measure)
             records = make_records(plan.task, rows, targets)
             unit, most = plan.task.preparation, plan.task.most_records
-            units = plan.task.prepare.measure(records, unit, most, plan.adjacency, torch.Generator())
+            units = plan.task.prepare.measure(
+                records, unit, most, plan.adjacency, torch.Generator()
+            )
         records = make_records(plan.task, rows, targets, units=units)
-        solved = (records, torch.arange(size)) if plan.unit == "user" else plan.solve(records, start)
+        solved = (
+            (records, torch.arange(size)) if plan.unit == "user" else plan.solve(records, start)
+        )
         plan.release(solved, self.accountant, torch.Generator())
 
     def _vector(self, size: int, scale: float, _: Any) -> torch.Tensor:
@@ -321,12 +389,16 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
     """The event costs no less than theory says of what was drawn."""
     event, task, scales, reg, hair = plan.event(), plan.task, draws.scales, plan.task.reg, 1 + 1e-9
     sides = 2 if plan.adjacency == "replace_one" else 1
-    measured = math.hypot(*((sides if size == task.dim else 1) / scale for size, scale in draws.measured))
+    measured = math.hypot(
+        *((sides if size == task.dim else 1) / scale for size, scale in draws.measured)
+    )
     if measured and not isinstance(plan, ObjectivePlan):
         first, event = event.events
         assert first.mu * hair >= measured
     if isinstance(plan, OutputPlan):
-        sensitivity, mu = _sensitivity(replace(task, radius=math.inf) if plan.trusted else task, reg)
+        sensitivity, mu = _sensitivity(
+            replace(task, radius=math.inf) if plan.trusted else task, reg
+        )
         moved = sensitivity + 2 * draws.distance
         if plan.trusted:
             moved = sensitivity + 2 * math.sqrt(
@@ -346,7 +418,9 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         if plan.momentum is not None:
             contraction = 1.0  # all sums are released
         assert len(set(scales)) == 1
-        assert event.mu * hair >= noisy_gd_mu(len(scales), contraction, sides * task.lipschitz, scales[0])
+        assert event.mu * hair >= noisy_gd_mu(
+            len(scales), contraction, sides * task.lipschitz, scales[0]
+        )
     elif isinstance(plan, ObjectivePlan):
         noise, out, *hessian = scales
         if hessian:
@@ -357,28 +431,44 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
         assert isinstance(event, Pure) == task.pure  # of K-norm noise, which no Gaussian law covers
         if isinstance(event, Pure):
-            assert event.eps * hair >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
+            assert (
+                event.eps * hair
+                >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
+            )
         elif isinstance(event, RDPCurve):
-            curve = objective_curve(*law, monotone=task.monotone, mu_out=spent * (1 - 1e-9), adjacency=plan.adjacency)
-            assert all(one * hair >= other for one, other in zip(event.values, curve.values, strict=True))
+            curve = objective_curve(
+                *law, monotone=task.monotone, mu_out=spent * (1 - 1e-9), adjacency=plan.adjacency
+            )
+            assert all(
+                one * hair >= other for one, other in zip(event.values, curve.values, strict=True)
+            )
         elif task.monotone:
-            assert event.delta * (1 + 1e-6) >= amp_delta_monotone(event.eps, *law, spent, plan.adjacency)
+            assert event.delta * (1 + 1e-6) >= amp_delta_monotone(
+                event.eps, *law, spent, plan.adjacency
+            )
         else:
             classes = task.num_scores
             determinant = log_det(draws.reg, task.smoothness)
             if classes > 1:
                 determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
             jump = (sides * task.lipschitz, sides * max(1, classes - 1))
-            assert event.delta * (1 + 1e-6) >= amp_delta_general(event.eps, noise, determinant, *jump, spent)
+            assert event.delta * (1 + 1e-6) >= amp_delta_general(
+                event.eps, noise, determinant, *jump, spent
+            )
     elif isinstance(plan, UserGDPlan):
         first, last = scales[: plan.steps], scales[plan.steps :]
         assert len(last) in (0, 32)
-        levels = [sides * plan.clip / std for std in first] + [sides * math.sqrt(2) / std for std in last]
+        levels = [sides * plan.clip / std for std in first] + [
+            sides * math.sqrt(2) / std for std in last
+        ]
         assert event.mu * hair >= math.hypot(*levels)
     elif isinstance(plan, PreconditionedGDPlan):
         gram, *steps = scales
         clip = plan.clip  # of the gradients in draws: see test_no_record_moves_a_preconditioned_step_by_more_than_...
-        levels = (math.sqrt(sides) * task.preparation.bound**2 / gram, *(sides * clip / std for std in steps))
+        levels = (
+            math.sqrt(sides) * task.preparation.bound**2 / gram,
+            *(sides * clip / std for std in steps),
+        )
         assert event.mu * hair >= math.hypot(*levels)
     else:
         assert isinstance(plan, AdaSSPPlan)
@@ -386,10 +476,18 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         square, product = task.preparation.bound**2, task.preparation.bound * bound_y
         if plan.secure:
             assert scales == [1.0]
-            scales = [plan.constants.std_lmin, plan.constants.std_xtx_offdiag, plan.constants.std_xtx_diag]
+            scales = [
+                plan.constants.std_lmin,
+                plan.constants.std_xtx_offdiag,
+                plan.constants.std_xtx_diag,
+            ]
             scales.append(plan.constants.std_xty)
         lmin, off, diagonal, xty, *total = scales
-        levels = [square / lmin, math.sqrt(sides) * square / min(diagonal, off * math.sqrt(2)), sides * product / xty]
+        levels = [
+            square / lmin,
+            math.sqrt(sides) * square / min(diagonal, off * math.sqrt(2)),
+            sides * product / xty,
+        ]
         levels += [bound_y**2 / std for std in total]
         assert len(total) == bool(task.curvature)
         mu = event.sensitivity(plan.adjacency) if plan.secure else event.mu
@@ -398,7 +496,9 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
 
 @pytest.mark.parametrize("name", EDITED)
 @pytest.mark.filterwarnings("ignore")
-def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_plan_is_refused_or_charges_what_it_draws(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever number of a saved plan is another one: what is charged is what the release draws, or more."""
     made, ran = EDITED[name](), 0
     require_covered(made, Draws(made, monkeypatch))
@@ -424,10 +524,14 @@ def test_plans_for_one_target_are_charged_alike() -> None:
     """So that a planned budget, which knows its events beforehand, admits a search over settings."""
     for budget in (ADDED, PURE):
         events = {
-            made(dp.ObjectivePerturbation, budget=budget, residual_clip=clip)()[1].event() for clip in (0.5, 1.0, None)
+            made(dp.ObjectivePerturbation, budget=budget, residual_clip=clip)()[1].event()
+            for clip in (0.5, 1.0, None)
         }
         assert len(events) == 1
-    assert len({made(dp.OutputPerturbation, budget=PURE, reg=reg)()[1].event() for reg in (3.0, 30.0)}) == 1
+    assert (
+        len({made(dp.OutputPerturbation, budget=PURE, reg=reg)()[1].event() for reg in (3.0, 30.0)})
+        == 1
+    )
 
 
 def test_a_plan_with_half_the_noise_costs_more() -> None:

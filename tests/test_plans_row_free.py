@@ -35,7 +35,8 @@ ZEROED, PURE = dp.Budget(2.0, 1e-4, "zero_out"), dp.Budget(2.0, 0.0)
 def holder(**kind: Any) -> Callable[[], RowFreePlan]:
     problem = HINGE.problem(bound_x=2.0, radius=50.0)
     return lambda: dp.HolderOutputSGD.plan(
-        **{"problem": problem, "n": N, "dim": DIM + 1, "batch_size": 16, "lr": 0.01, "epochs": 1} | kind
+        **{"problem": problem, "n": N, "dim": DIM + 1, "batch_size": 16, "lr": 0.01, "epochs": 1}
+        | kind
     )
 
 
@@ -52,7 +53,9 @@ MADE: dict[str, Callable[[], RowFreePlan]] = {
     "HolderOutputSGD, exact": holder(budget=BUDGET, secure="exact"),
     "HolderOutputSGD, fixed": holder(budget=BUDGET, sampling=dp.Fixed(10, N), batch_size=None),
     "HolderOutputSGD, paper": holder(budget=BUDGET, mode="paper", batch_size=1, lr=0.001),
-    "HolderOutputSGD, noise": holder(noise_multiplier=3.0, adjacency="zero_out", lr=[0.1, 0.1, 0.05, 0.05]),
+    "HolderOutputSGD, noise": holder(
+        noise_multiplier=3.0, adjacency="zero_out", lr=[0.1, 0.1, 0.05, 0.05]
+    ),
     "HolderOutputSGD, noise within a budget": holder(budget=BUDGET, noise_multiplier=3.0),
     "BoltOnPSGD": bolt_on(budget=BUDGET),
     "BoltOnPSGD, zero_out": bolt_on(budget=ZEROED, steps=8, average="weighted"),
@@ -65,7 +68,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:noise buries the signal")
 
 
 def run(plan: RowFreePlan) -> RowFreeOptimizer:
-    cls, loss = (dp.BoltOnPSGD, LOGISTIC) if type(plan) is dp.BoltOnPSGD.plans else (dp.HolderOutputSGD, HINGE)
+    cls, loss = (
+        (dp.BoltOnPSGD, LOGISTIC)
+        if type(plan) is dp.BoltOnPSGD.plans
+        else (dp.HolderOutputSGD, HINGE)
+    )
     model = nn.Linear(DIM, 1).double()
     with cls(model.parameters(), plan) as optimizer:
         for x, y in optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))):
@@ -117,29 +124,49 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any)
 
 def test_a_saved_plan_that_was_edited_is_checked() -> None:
     row = bolt_on(budget=BUDGET)().to_dict()
-    for change in ({"noise": "none"}, {"average": "best"}, {"adjacency": "add_remove"}, {"noise_scale": -1.0}):
+    for change in (
+        {"noise": "none"},
+        {"average": "best"},
+        {"adjacency": "add_remove"},
+        {"noise_scale": -1.0},
+    ):
         with pytest.raises(ValueError, match="must be"):
             Plan.from_dict(row | change)
     fixed = {"type": "Fixed", "batch_size": 16, "n": N}
-    for change in ({"sensitivity": 0.0}, {"design": fixed}, {"lr": [0.1, 0.1]}, {"adjacency": "zero_out"}):
+    for change in (
+        {"sensitivity": 0.0},
+        {"design": fixed},
+        {"lr": [0.1, 0.1]},
+        {"adjacency": "zero_out"},
+    ):
         with pytest.raises(ValueError, match="must be"):
             Plan.from_dict(row | change)
     row = holder(budget=BUDGET)().to_dict()
     paper = MADE["HolderOutputSGD, paper"]().to_dict()
-    for kind, change in ((row, {"average": "last"}), (row, {"mode": "paper"}), (paper, {"design": row["design"]})):
+    for kind, change in (
+        (row, {"average": "last"}),
+        (row, {"mode": "paper"}),
+        (paper, {"design": row["design"]}),
+    ):
         with pytest.raises(ValueError, match=r"must be|mode='paper' is proved"):
             Plan.from_dict(kind | change)
 
 
-def answered(cls: Any, plan: RowFreePlan, monkeypatch: pytest.MonkeyPatch) -> tuple[RowFreeOptimizer, float]:
+def answered(
+    cls: Any, plan: RowFreePlan, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RowFreeOptimizer, float]:
     """Returns an optimizer that has run on rows of 0, and what noise of 1 makes of the first weight: its scale."""
     for draw in ("gaussian_vector", "knorm_vector"):
-        monkeypatch.setattr(row_free, draw, lambda size, scale, _: torch.full((size,), scale, dtype=torch.float64))
+        monkeypatch.setattr(
+            row_free, draw, lambda size, scale, _: torch.full((size,), scale, dtype=torch.float64)
+        )
     monkeypatch.setattr(row_free, "exact_release", lambda value, event, _: value + event.sigma)
     model, loss = nn.Linear(DIM, 1).double(), LOGISTIC if cls is dp.BoltOnPSGD else HINGE
     accountant = None if plan.budget else dp.Accountant(adjacency=plan.adjacency)
     with cls(model.parameters(), plan, accountant=accountant) as optimizer:
-        for x, y in optimizer.loader(TensorDataset(torch.zeros(plan.n, DIM), torch.ones(plan.n, 1))):
+        for x, y in optimizer.loader(
+            TensorDataset(torch.zeros(plan.n, DIM), torch.ones(plan.n, 1))
+        ):
             loss(model(x), y).backward()
             optimizer.step()
     return optimizer, float(model.weight[0, 0])
@@ -160,7 +187,9 @@ def moved(cls: Any, optimizer: RowFreeOptimizer, plan: RowFreePlan) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore")
-def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_plan_is_refused_or_charges_what_it_draws(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cls, ran = (dp.BoltOnPSGD if "Bolt" in name else dp.HolderOutputSGD), 0
     for what, saved in edited(MADE[name]()):
         try:
@@ -179,8 +208,12 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str, monkeypat
             assert event.eps >= moved(cls, optimizer, plan) / drawn, what
         elif plan.mode == "tight":
             rate = optimizer.design.batch_size / optimizer.design.n
-            assert event.delta >= weighted_law(moved(cls, optimizer, plan), rate).delta(drawn, event.eps), what
+            assert event.delta >= weighted_law(moved(cls, optimizer, plan), rate).delta(
+                drawn, event.eps
+            ), what
         else:
             failure = plan.budget.delta / 2 * (1 - 2e-9)
-            assert event.delta >= failure + gaussian_delta(plan.sensitivity / drawn, event.eps), what
+            assert event.delta >= failure + gaussian_delta(plan.sensitivity / drawn, event.eps), (
+                what
+            )
     assert ran

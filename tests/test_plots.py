@@ -11,7 +11,14 @@ import torch
 
 import torch_dpsco as dp
 from torch_dpsco import plots
-from torch_dpsco.accounting.events import GDP, Gaussian, PoissonGaussian, Repeat, Sequential, scaled_noise
+from torch_dpsco.accounting.events import (
+    GDP,
+    Gaussian,
+    PoissonGaussian,
+    Repeat,
+    Sequential,
+    scaled_noise,
+)
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import ConditionError
 
@@ -21,7 +28,9 @@ N, BUDGET, LOSS = 64, dp.Budget(2.0, 1e-4), dp.losses.Logistic()
 
 def holder(**kind):
     problem = LOSS.problem(bound_x=2.0, radius=3.0)
-    return dp.HolderSGD.plan(**{"problem": problem, "n": N, "batch_size": N, "epochs": 4, "budget": BUDGET, **kind})
+    return dp.HolderSGD.plan(
+        **{"problem": problem, "n": N, "batch_size": N, "epochs": 4, "budget": BUDGET, **kind}
+    )
 
 
 def localized():
@@ -31,7 +40,9 @@ def localized():
 
 
 def output():
-    return dp.OutputPerturbation.plan(model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET)
+    return dp.OutputPerturbation.plan(
+        model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET
+    )
 
 
 def lines_of(figure):
@@ -60,29 +71,43 @@ def test_the_mark_of_one_release_is_the_epsilon_of_the_plan():
 
 
 def test_a_release_whose_noise_its_event_does_not_know_says_what_it_costs():
-    plan = dp.ObjectivePerturbation.plan(model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET)
+    plan = dp.ObjectivePerturbation.plan(
+        model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET
+    )
     assert plan.plot().axes[1].texts[0].get_text() == "one release:\nepsilon 2 at delta 0.0001"
 
 
 def test_the_plan_of_clipped_users_draws_its_noise():
-    plan = dp.UserClippedSGD.plan(n_users=N, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=1.0, steps=2)
+    plan = dp.UserClippedSGD.plan(
+        n_users=N, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=1.0, steps=2
+    )
     (share,) = plan.plot().axes[0].get_lines()[0].get_xdata()
     assert share == plan.noise_multiplier / N
 
 
 def test_what_is_not_known_beforehand_is_said():
     plan = dataclasses.replace(holder(), steps=None)
-    assert plan.plot().axes[1].texts[0].get_text().startswith("not known beforehand:\nthe run has no last step")
+    assert (
+        plan.plot()
+        .axes[1]
+        .texts[0]
+        .get_text()
+        .startswith("not known beforehand:\nthe run has no last step")
+    )
 
 
 def test_noise_is_scaled_in_every_event_that_has_some():
     event = Sequential((Repeat(PoissonGaussian(2.0, 0.1), 3), Gaussian(1.0, {"replace_one": 1.0})))
     scaled = scaled_noise(event, 2.0)
     assert (scaled.events[0].event.noise_multiplier, scaled.events[1].sigma) == (4.0, 2.0)
-    with pytest.raises(ConditionError, match=r"noise must be known to the event to be scaled \(got GDP\)"):
+    with pytest.raises(
+        ConditionError, match=r"noise must be known to the event to be scaled \(got GDP\)"
+    ):
         scaled_noise(GDP(1.0), 2.0)
     with pytest.raises(ConditionError, match="Gaussian"):
-        scaled_noise(Gaussian(1.0, {"replace_one": 1.0}, 1e-6), 2.0)  # its failure may depend on the noise
+        scaled_noise(
+            Gaussian(1.0, {"replace_one": 1.0}, 1e-6), 2.0
+        )  # its failure may depend on the noise
 
 
 def test_no_setting_is_changed_and_no_style_is_taken_over():
@@ -95,7 +120,9 @@ def test_no_setting_is_changed_and_no_style_is_taken_over():
 
 
 def test_the_same_picture_is_the_same_file():
-    first, second = (plots.encoded(plots.figure("x", plots.words("y", "$z$")), "svg") for _ in range(2))
+    first, second = (
+        plots.encoded(plots.figure("x", plots.words("y", "$z$")), "svg") for _ in range(2)
+    )
     assert first == second
 
 
@@ -125,9 +152,21 @@ def test_a_diagnosis_draws_each_finding_at_its_severity():
     ]
     (axes,) = Diagnosis.of(found).plot().axes
     assert axes.get_title() == "2 critical, 1 warning"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["coupled-records", "no-accountant", "mean-loss"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["critical", "error", "warning"]
-    drawn = sorted((x, y) for line in axes.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True))
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "coupled-records",
+        "no-accountant",
+        "mean-loss",
+    ]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "critical",
+        "error",
+        "warning",
+    ]
+    drawn = sorted(
+        (x, y)
+        for line in axes.lines
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    )
     assert drawn == [(0, 0), (0, 1), (2, 2)]
     assert len({line.get_marker() for line in axes.lines}) == 3
     (healthy,) = Diagnosis.of([]).plot().axes
@@ -139,7 +178,14 @@ def test_names_are_drawn_as_they_are(name):
     """Nothing of a name is read as mathematics, wherever it stands: two dollars would be, and may raise."""
     drawn = plots.figure(
         name,
-        plots.lines(name, name, name, [plots.Line(name, [0, 1], [0, 1])], limit=(name, 0.5), mark=(name, 0.5, 0.5)),
+        plots.lines(
+            name,
+            name,
+            name,
+            [plots.Line(name, [0, 1], [0, 1])],
+            limit=(name, 0.5),
+            mark=(name, 0.5, 0.5),
+        ),
         plots.dots(name, name, [name], {name: [1.0]}, (name, 2.0)),
         plots.ranges(name, name, [name], [1.0], [(0.0, 2.0)], name),
         plots.bars(name, name, [name], [1.0], (name, 2.0)),

@@ -21,7 +21,12 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnitError
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.estimators.protocol import NotFittedError
-from torch_dpsco.prepare import PrivateImputer, PrivateQuantiles, PrivateStandardScaler, PrivateTransformer
+from torch_dpsco.prepare import (
+    PrivateImputer,
+    PrivateQuantiles,
+    PrivateStandardScaler,
+    PrivateTransformer,
+)
 
 LOWER, UPPER = [0.0, -3.0], [10.0, 5.0]
 KINDS: dict[str, Any] = {
@@ -46,20 +51,31 @@ def table(count: int = 4000) -> np.ndarray:
 
 
 VALUES = st.one_of(
-    st.floats(allow_nan=True, allow_infinity=True), st.sampled_from([0.0, 10.0, -3.0, 5.0, 1.0, 5.0 + 2.0**-20])
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([0.0, 10.0, -3.0, 5.0, 1.0, 5.0 + 2.0**-20]),
 )
 
 
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=60, deadline=None)
-@given(rows=hnp.arrays(np.float64, (3, 2), elements=VALUES), other=hnp.arrays(np.float64, (1, 2), elements=VALUES))
+@given(
+    rows=hnp.arrays(np.float64, (3, 2), elements=VALUES),
+    other=hnp.arrays(np.float64, (1, 2), elements=VALUES),
+)
 def test_no_row_moves_a_release_by_more(name: str, rows: np.ndarray, other: np.ndarray) -> None:
     """The noiseless vectors of neighbors, on the grid of the release, are within the charged sensitivities."""
     found: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "exact_release", lambda value, event, source: found.append(value) or value)
+        patch.setattr(
+            prepare, "exact_release", lambda value, event, source: found.append(value) or value
+        )
         null = np.full((1, 2), math.nan)
-        for neighbor in (rows, np.vstack([rows, other]), np.vstack([rows, null]), np.vstack([rows[:-1], other])):
+        for neighbor in (
+            rows,
+            np.vstack([rows, other]),
+            np.vstack([rows, null]),
+            np.vstack([rows[:-1], other]),
+        ):
             make(name).fit(neighbor)
     sens = dict(make(name).event(2).sens)
     slack = 1 - 2.0**-13  # of which the rounding to the grid of the noise is a part
@@ -72,7 +88,9 @@ def test_no_row_moves_a_release_by_more(name: str, rows: np.ndarray, other: np.n
 @pytest.mark.parametrize("name", ["scaler", "mean", "quantiles"])
 def test_sensitivities_are_attained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[torch.Tensor] = []
-    monkeypatch.setattr(prepare, "exact_release", lambda value, event, source: found.append(value) or value)
+    monkeypatch.setattr(
+        prepare, "exact_release", lambda value, event, source: found.append(value) or value
+    )
     low, high = np.array([LOWER]), np.array([UPPER])
     for rows in (low[:0], low, high):
         make(name).fit(rows)
@@ -85,7 +103,9 @@ def test_sensitivities_are_attained(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_charged_is_what_was_asked_for(name: str, adjacency: Any) -> None:
     ledger = dp.Accountant(adjacency=adjacency)
-    fitted = make(name, epsilon=0.7, delta=1e-5, adjacency=adjacency, accountant=ledger).fit(table(50))
+    fitted = make(name, epsilon=0.7, delta=1e-5, adjacency=adjacency, accountant=ledger).fit(
+        table(50)
+    )
     assert 0.7 * (1 - 1e-6) < ledger.get_epsilon(1e-5) <= 0.7
     assert fitted.privacy_.adjacency == adjacency
     event = make(name, epsilon=0.7, delta=1e-5, adjacency=adjacency).event(2)
@@ -93,7 +113,9 @@ def test_what_is_charged_is_what_was_asked_for(name: str, adjacency: Any) -> Non
     assert dict(event.sens)[adjacency] / event.sigma <= gaussian_mu(0.7, 1e-5) * (1 + 1e-12)
 
 
-def test_nothing_is_drawn_that_was_not_charged_by_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_that_was_not_charged_by_a_transformer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ledger = dp.Accountant(dp.Budget(0.5, 1e-6, adjacency="add_remove"))
     monkeypatch.setattr(prepare, "exact_release", lambda *_: pytest.fail("drawn"))
     scaler = make("scaler", epsilon=0.6, accountant=ledger)
@@ -166,7 +188,12 @@ def test_a_pipeline_has_one_ledger() -> None:
     parts = [make(name, epsilon=0.5, accountant=ledger) for name in ("mean", "scaler")]
     scaler: Any = parts[1]
     model = LogisticRegression(
-        epsilon=1.5, delta=1e-6, n=4000, bound_x=scaler.bound_x(2), classes=(0, 1), accountant=ledger
+        epsilon=1.5,
+        delta=1e-6,
+        n=4000,
+        bound_x=scaler.bound_x(2),
+        classes=(0, 1),
+        accountant=ledger,
     )
     pipeline = make_pipeline(*parts, model)
     with pytest.raises(PrivacyError, match="must be planned before the first release"):
@@ -240,7 +267,11 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_transformer_passes_the_checks_of_scikit_learn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformer_passes_the_checks_of_scikit_learn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All fits draw the same noise here, or two of them would differ, as they must."""
-    monkeypatch.setattr(prepare, "noise_generator", lambda device, given: torch.Generator(device).manual_seed(0))
+    monkeypatch.setattr(
+        prepare, "noise_generator", lambda device, given: torch.Generator(device).manual_seed(0)
+    )
     check_estimator(make(name, lower=-10.0, upper=10.0), expected_failed_checks=EXPECTED)

@@ -36,7 +36,9 @@ def table(kind: str, m: int, seed: int = 0, d: int = 4) -> Table:
     if kind == "Ridge":
         return X, score + rng.normal(size=m)
     score = score + rng.logistic(size=m)
-    return X, np.digitize(score, [-1, 1]) if kind == "SoftmaxRegression" else (score > 0).astype(int)
+    return X, np.digitize(score, [-1, 1]) if kind == "SoftmaxRegression" else (score > 0).astype(
+        int
+    )
 
 
 def make(kind: str, n: int, **changes: Any) -> Any:
@@ -50,7 +52,10 @@ def scores_of(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
     """The scores of a preview, by other code."""
     if hasattr(model, "bound_y"):
         errors = y - model.predict(X)
-        return {"mean squared error": np.mean(errors**2), "mean absolute error": np.mean(np.abs(errors))}
+        return {
+            "mean squared error": np.mean(errors**2),
+            "mean absolute error": np.mean(np.abs(errors)),
+        }
     found = {"accuracy": np.mean(model.predict(X) == y)}
     if hasattr(model, "predict_proba"):
         found["log-loss"] = log_loss(y, model.predict_proba(X), labels=list(model.classes_))
@@ -75,7 +80,9 @@ def require_covered(trials: list[dict[str, bool]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LogisticRegression", "LinearSVC", "SoftmaxRegression", *sorted(REAL)])
+@pytest.mark.parametrize(
+    "kind", ["LogisticRegression", "LinearSVC", "SoftmaxRegression", *sorted(REAL)]
+)
 def test_scores_of_real_fits_lie_in_the_band(kind):
     trials = []
     for seed in range(60):
@@ -110,7 +117,9 @@ def test_scores_of_real_fits_of_users_lie_in_the_band():
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_of_previews", ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_of_previews", ROOT / "examples" / f"{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -148,7 +157,9 @@ def test_a_band_of_another_table_is_missed():
     noisy = np.where(np.random.default_rng(1).uniform(size=4000) < 0.2, 1 - y, y)
     model = make("LogisticRegression", 2000, epsilon=4.0)
     (band,) = model.preview(X[:2000], y[:2000], epsilons=(4.0,), runs=5).scores["log-loss"]
-    assert scores_of(model.fit(X[2000:], noisy[2000:]), X[2000:], noisy[2000:])["log-loss"] > band.high
+    assert (
+        scores_of(model.fit(X[2000:], noisy[2000:]), X[2000:], noisy[2000:])["log-loss"] > band.high
+    )
     assert band.high < np.log(2)
 
 
@@ -204,7 +215,9 @@ def test_a_band_holds_the_normal_interval_the_quantiles_and_the_error_of_the_row
     rising = module._band(np.full(5, 0.5), 0.0, -0.1, up=True)
     assert (rising.low, rising.high) == (0.5, pytest.approx(0.6))
     assert module._band(np.full(5, 0.5), 0.0, -0.7, up=True).high == 1.0  # no share is above 1
-    assert module._band(np.full(5, 0.5), 0.0, -0.1, up=False) == module.Band(0.5, 0.5, 0.5)  # no luck is believed
+    assert module._band(np.full(5, 0.5), 0.0, -0.1, up=False) == module.Band(
+        0.5, 0.5, 0.5
+    )  # no luck is believed
 
 
 def test_draws_of_users_bring_all_their_rows_and_halves_share_none():
@@ -212,7 +225,12 @@ def test_draws_of_users_bring_all_their_rows_and_halves_share_none():
     codes = np.unique(ids, return_inverse=True)[1]
     sizes = np.bincount(codes)
     halves = module._Halves(
-        np.zeros(6), np.argsort(codes, kind="stable"), np.cumsum(sizes) - sizes, sizes, np.array([0]), np.array([1, 2])
+        np.zeros(6),
+        np.argsort(codes, kind="stable"),
+        np.cumsum(sizes) - sizes,
+        sizes,
+        np.array([0]),
+        np.array([1, 2]),
     )
     rows, users = halves.rows_of(np.array([2, 0, 0]))
     assert ids[rows].tolist() == [9, 3, 3, 3, 3, 3, 3]
@@ -229,20 +247,30 @@ def test_a_standard_error_of_users_is_that_of_their_means():
     sample = module.Sample(torch.from_numpy(X), torch.from_numpy(y), None, torch.from_numpy(ids))
     halves = module._Halves.of(task, sample, rng)
     error = halves.standard_errors(task, np.zeros(len(halves.out)), rng)["mean absolute error"]
-    assert error == pytest.approx(np.abs(y[::9]).std() / np.sqrt(200), rel=0.4)  # of 50 draws: 4 of their errors
+    assert error == pytest.approx(
+        np.abs(y[::9]).std() / np.sqrt(200), rel=0.4
+    )  # of 50 draws: 4 of their errors
 
 
-@pytest.mark.parametrize("kind", ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "Ridge"])
+@pytest.mark.parametrize(
+    "kind", ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "Ridge"]
+)
 @pytest.mark.parametrize("prepare", ["auto", None])
 def test_answers_of_a_preview_are_those_of_the_model(kind, prepare, monkeypatch):
-    monkeypatch.setattr("torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0))
+    monkeypatch.setattr(
+        "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0)
+    )
     X, y = table(kind, 300)
-    model = make(kind, 300, epsilon=8.0, prepare=prepare, feature_center=None if prepare else [0.5] * 4).fit(X, y)
+    model = make(
+        kind, 300, epsilon=8.0, prepare=prepare, feature_center=None if prepare else [0.5] * 4
+    ).fit(X, y)
     targets, _ = model._read(y, 300, torch.device("cpu"))
     fitted = fit_linear(model.plan_, torch.from_numpy(X), targets)
     wild = torch.from_numpy(4 * X)  # beyond the bound
     answer = model.predict if kind in REAL else model.decision_function
-    np.testing.assert_allclose(module._answer(model.plan_.task, fitted, wild), answer(wild.numpy()), rtol=1e-9)
+    np.testing.assert_allclose(
+        module._answer(model.plan_.task, fitted, wild), answer(wild.numpy()), rtol=1e-9
+    )
 
 
 # -- nothing is spent ------------------------------------------------------------------------------
@@ -267,7 +295,9 @@ def test_without_a_sample_public_numbers_speak_alone():
     assert shown.hopeless == (0.01,)
     plan = make("LogisticRegression", 1500, epsilon=0.01).plan(5000)
     ((_, share, _),) = plan.noise_shares()
-    assert shown.noise[0] == pytest.approx(share * np.sqrt(1500))  # in as many directions as there are rows
+    assert shown.noise[0] == pytest.approx(
+        share * np.sqrt(1500)
+    )  # in as many directions as there are rows
     assert "hopeless at epsilon 0.01" in str(shown)
     assert "log-loss" not in str(shown)
     assert make("LogisticRegression", 1500).preview(dim=4, unit="user").unit == "user"
@@ -284,8 +314,16 @@ def shown() -> module.Preview:
 
 def test_a_preview_prints_a_table(shown):
     lines = str(shown).splitlines()
-    assert lines[0].startswith("LogisticRegression, n=200 examples, delta 1e-06: simulated on 200 public examples")
-    assert [line.split("  ")[0] for line in lines[1:]] == ["epsilon", "1", "4", "not private", "a constant"]
+    assert lines[0].startswith(
+        "LogisticRegression, n=200 examples, delta 1e-06: simulated on 200 public examples"
+    )
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "epsilon",
+        "1",
+        "4",
+        "not private",
+        "a constant",
+    ]
 
 
 def test_a_preview_is_what_json_holds(shown):
@@ -301,7 +339,9 @@ def test_a_preview_is_drawn(shown):
     drawn = dataclasses.replace(shown, scores=bands).plot()
     assert [axes.get_title() for axes in drawn.axes] == ["log-loss", "AUC", "Noise beside signal"]
     low, high = drawn.axes[0].get_ylim()
-    assert 0 < low < 0.38 < shown.constant["log-loss"] < high  # not from 0 up, where curves would look flat
+    assert (
+        0 < low < 0.38 < shown.constant["log-loss"] < high
+    )  # not from 0 up, where curves would look flat
     alone = make("LogisticRegression", 200).preview(dim=4).plot()
     assert [axes.get_title() for axes in alone.axes] == ["Noise beside signal"]
 
@@ -337,7 +377,10 @@ BAD = {
     "a small sample": ({"X_like": X[:49], "y_like": Y[:49]}, "X_like must have at least 50"),
     "few users": ({"groups": [k % 20 for k in range(60)]}, "groups must have at least 50"),
     "no targets": ({"y_like": None}, "X_like and y_like must be given together"),
-    "an unknown label": ({"y_like": [3, *Y[1:]]}, "y_like must hold finite targets, or labels of classes"),
+    "an unknown label": (
+        {"y_like": [3, *Y[1:]]},
+        "y_like must hold finite targets, or labels of classes",
+    ),
     "one class": ({"y_like": np.ones(60)}, "y_like must hold two classes"),
     "a missing value": ({"X_like": np.where(X > 0.9, np.nan, X)}, "X contains NaN"),
     "rows and dim": ({"dim": 4}, "dim must be given without X_like only"),

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Problem, round_up
 
-NUMERIC = [field.name for field in dataclasses.fields(Problem) if field.name not in ("is_glm", "exact_grad_bound")]
+NUMERIC = [
+    field.name
+    for field in dataclasses.fields(Problem)
+    if field.name not in ("is_glm", "exact_grad_bound")
+]
 PARTNER = {
     "holder_exponent": {"holder_constant": 1.0},
     "holder_constant": {"holder_exponent": 0.5},
@@ -84,7 +88,9 @@ def test_half_of_a_pair_is_refused(name: str) -> None:
         Problem(**{name: 1.0 if name != "moment_order" else 2.0})
 
 
-def test_radius_none_a_glm_flag_that_is_no_bool_and_a_bound_that_is_no_function_are_refused() -> None:
+def test_radius_none_a_glm_flag_that_is_no_bool_and_a_bound_that_is_no_function_are_refused() -> (
+    None
+):
     with pytest.raises(ValueError, match="radius must be a number"):
         Problem(radius=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is_glm must be True or False"):
@@ -130,11 +136,17 @@ def test_a_lipschitz_constant_is_not_used_beyond_the_radius_it_was_promised_for(
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0])
-def test_beyond_its_radius_a_lipschitz_constant_holds_up_to_what_the_gradient_can_change(exponent: float) -> None:
+def test_beyond_its_radius_a_lipschitz_constant_holds_up_to_what_the_gradient_can_change(
+    exponent: float,
+) -> None:
     # Rounding asks a little beyond the radius: without this the bound there would be M + L R^a, many times larger.
-    problem = Problem(holder_exponent=exponent, holder_constant=100.0, grad_at_zero=1.0, lipschitz=1.0, radius=2.0)
+    problem = Problem(
+        holder_exponent=exponent, holder_constant=100.0, grad_at_zero=1.0, lipschitz=1.0, radius=2.0
+    )
     for beyond in (1e-12, 0.25):
-        expected = min(1 + 100.0 * ((2.0 + beyond) - 2.0) ** exponent, 1 + 100.0 * (2.0 + beyond) ** exponent)
+        expected = min(
+            1 + 100.0 * ((2.0 + beyond) - 2.0) ** exponent, 1 + 100.0 * (2.0 + beyond) ** exponent
+        )
         assert problem.grad_bound(2.0 + beyond) == pytest.approx(expected, rel=1e-12)
     if exponent == 1:
         assert problem.grad_bound(2.0 * (1 + 1e-14)) < 1 + 1e-9
@@ -144,7 +156,9 @@ def test_at_exponent_zero_the_jump_bounds_the_gradient_of_a_nonnegative_loss_onl
     jump = {"holder_exponent": 0, "holder_constant": 2.0, "grad_at_zero": 1.5}
     assert Problem(**jump).grad_bound() == pytest.approx(3.5)
     assert Problem(**jump, loss_at_zero=1).grad_bound() == 2.0
-    assert Problem(**{**jump, "holder_exponent": 1e-9}, loss_at_zero=1).grad_bound(1) == pytest.approx(3.5)
+    assert Problem(**{**jump, "holder_exponent": 1e-9}, loss_at_zero=1).grad_bound(
+        1
+    ) == pytest.approx(3.5)
     # l(w) = 10 + 8 w is not nonnegative: its gradient 8 exceeds its jump, which may be any L > 0.
     assert Problem(holder_exponent=0, holder_constant=0.1, grad_at_zero=8).grad_bound() >= 8
 
@@ -159,9 +173,13 @@ def test_at_radius_zero_the_gradient_at_zero_is_the_bound() -> None:
 def test_an_infinite_radius_is_allowed_exactly_when_the_bound_stays_finite() -> None:
     assert Problem(lipschitz=2).grad_bound() == 2
     assert Problem(exact_grad_bound=Line(0.0)).grad_bound(0.0) == pytest.approx(1)
-    assert Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1).grad_bound() == pytest.approx(3)
+    assert Problem(
+        holder_exponent=0, holder_constant=2, grad_at_zero=1
+    ).grad_bound() == pytest.approx(3)
     for unbounded in (Problem(), Problem(holder_exponent=0.5, holder_constant=1, grad_at_zero=1)):
-        with pytest.raises(MissingConstantError, match=r"lipschitz.*exact_grad_bound.*holder_exponent"):
+        with pytest.raises(
+            MissingConstantError, match=r"lipschitz.*exact_grad_bound.*holder_exponent"
+        ):
             unbounded.grad_bound()
 
 
@@ -182,10 +200,20 @@ def test_an_exact_bound_that_returns_no_norm_is_refused(slope: float) -> None:
 
 @settings(derandomize=True, max_examples=300)
 @given(
-    exponent=st.floats(0, 1), constant=sizes, at_zero=sizes, slope=sizes, lipschitz=sizes, pair=st.tuples(radii, radii)
+    exponent=st.floats(0, 1),
+    constant=sizes,
+    at_zero=sizes,
+    slope=sizes,
+    lipschitz=sizes,
+    pair=st.tuples(radii, radii),
 )
 def test_grad_bound_never_decreases_with_the_radius(
-    exponent: float, constant: float, at_zero: float, slope: float, lipschitz: float, pair: tuple[float, float]
+    exponent: float,
+    constant: float,
+    at_zero: float,
+    slope: float,
+    lipschitz: float,
+    pair: tuple[float, float],
 ) -> None:
     problem = Problem(
         holder_exponent=exponent,
@@ -221,11 +249,15 @@ def test_a_promised_number_is_returned_as_it_is() -> None:
 
 
 def test_the_paper_bound_is_its_formula_and_never_below_the_tight_one() -> None:
-    problem = Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1, loss_at_zero=1, radius=3, lipschitz=1)
+    problem = Problem(
+        holder_exponent=0, holder_constant=2, grad_at_zero=1, loss_at_zero=1, radius=3, lipschitz=1
+    )
     assert problem.paper_grad_bound() == pytest.approx(3)
     assert problem.paper_grad_bound(0) == pytest.approx(3)
     assert problem.paper_grad_bound() >= problem.grad_bound()
-    assert Problem(holder_exponent=0.5, holder_constant=2, grad_at_zero=1).paper_grad_bound(16) == pytest.approx(9)
+    assert Problem(holder_exponent=0.5, holder_constant=2, grad_at_zero=1).paper_grad_bound(
+        16
+    ) == pytest.approx(9)
 
 
 def test_the_paper_bound_needs_its_three_constants_and_a_finite_radius() -> None:
@@ -242,7 +274,10 @@ def test_require_returns_the_constants_in_the_order_asked_for() -> None:
 
 
 def test_require_names_what_is_missing_who_asked_and_where_to_get_it() -> None:
-    with pytest.raises(MissingConstantError, match=r"^HolderSGD needs smoothness, radius: .*smoothness=\.\.\..*losses"):
+    with pytest.raises(
+        MissingConstantError,
+        match=r"^HolderSGD needs smoothness, radius: .*smoothness=\.\.\..*losses",
+    ):
         Problem(lipschitz=1).require("lipschitz", "smoothness", "radius", by="HolderSGD")
 
 

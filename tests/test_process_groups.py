@@ -34,7 +34,11 @@ def parted(rank: int) -> dict[str, Any]:
     pair = dist.new_group([1, 2])
     found: dict[str, Any] = {"stranger": "" if rank else message(ValueError, lambda: entered(pair))}
     with distributed.use(pair if rank else "alone"):
-        found |= {"own": trained(noise=1.0), "silent": trained(noise=0.0), "first": distributed.is_first()}
+        found |= {
+            "own": trained(noise=1.0),
+            "silent": trained(noise=0.0),
+            "first": distributed.is_first(),
+        }
         found["size"] = distributed.world_size()
         model = layer()
         optimizer = full(model, noise=1.0)
@@ -59,12 +63,18 @@ def trained(noise: float) -> dict[str, Any]:
     drawn: list[int] = []
     release = ClippedMean.release
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ClippedMean, "release", lambda self, source: (drawn.append(1), release(self, source))[1])
+        patch.setattr(
+            ClippedMean, "release", lambda self, source: (drawn.append(1), release(self, source))[1]
+        )
         model = layer()
         optimizer = full(model, noise=noise)
         found = train(model, optimizer, optimizer.loader(records(), steps=3))
         optimizer.finalize()
-    return found | {"answer": numbers(model), "charged": len(optimizer.accountant), "releases": len(drawn)}
+    return found | {
+        "answer": numbers(model),
+        "charged": len(optimizer.accountant),
+        "releases": len(drawn),
+    }
 
 
 def row_free() -> str:
@@ -103,7 +113,13 @@ def wrapped(rank: int) -> dict[str, Any]:
 
         def fitted(model: nn.Module) -> None:
             optimizer = full(model, noise=1.0)
-            dp.fit(cut(model), optimizer, TensorDataset(*(t.float() for t in records().tensors[:2])), loss, steps=1)
+            dp.fit(
+                cut(model),
+                optimizer,
+                TensorDataset(*(t.float() for t in records().tensors[:2])),
+                loss,
+                steps=1,
+            )
 
         def between() -> None:
             model = net()
@@ -129,7 +145,9 @@ def wrapped(rank: int) -> dict[str, Any]:
     replicated = nn.parallel.DistributedDataParallel
     cuts = {
         "fsdp2": lambda model: fully_shard(model, mesh=mesh),
-        "a layer of fsdp2": lambda model: layer_of(lambda inner: fully_shard(inner, mesh=mesh), model),
+        "a layer of fsdp2": lambda model: layer_of(
+            lambda inner: fully_shard(inner, mesh=mesh), model
+        ),
         "fsdp1": shards,
         "a layer of fsdp1": partial(layer_of, shards),
         "flat fsdp1": partial(shards, use_orig_params=False),
@@ -141,11 +159,18 @@ def wrapped(rank: int) -> dict[str, Any]:
         "ddp of an attached model": lambda: step_of(replicated, dp.attach(net())),
         "replicate": lambda: step_of(lambda inner: inner, dp.attach(replicate(net()))),
     }
-    calls |= {f"{kind}: {way}": call for kind, cut in cuts.items() for way, call in model_of(cut).items()}
+    calls |= {
+        f"{kind}: {way}": call for kind, cut in cuts.items() for way, call in model_of(cut).items()
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {name: message((ValueError, SequenceError, AttributeError), call) for name, call in calls.items()}
-        return found | {"replicas": [compat.is_replicated(model) for model in (replicate(net()), net())]}
+        found = {
+            name: message((ValueError, SequenceError, AttributeError), call)
+            for name, call in calls.items()
+        }
+        return found | {
+            "replicas": [compat.is_replicated(model) for model in (replicate(net()), net())]
+        }
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -156,14 +181,20 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(parted, 3, tmp_path_factory.mktemp("groups"))
 
 
-def test_ranks_of_a_group_make_one_run_and_the_others_their_own(apart: list[dict[str, Any]]) -> None:
+def test_ranks_of_a_group_make_one_run_and_the_others_their_own(
+    apart: list[dict[str, Any]],
+) -> None:
     alone, first, second = apart
     assert [rank["size"] for rank in apart] == [1, 2, 2]
     assert [rank["first"] for rank in apart] == [True, True, False]
     assert torch.equal(first["own"]["answer"], second["own"]["answer"])
     assert not torch.equal(first["own"]["answer"], alone["own"]["answer"])  # noise of its own
     assert [rank["own"]["charged"] for rank in apart] == [3, 3, 3]
-    assert [rank["own"]["releases"] for rank in apart] == [3, 3, 0]  # rank 1 is the first of its group
+    assert [rank["own"]["releases"] for rank in apart] == [
+        3,
+        3,
+        0,
+    ]  # rank 1 is the first of its group
 
 
 def test_each_group_draws_all_records(apart: list[dict[str, Any]]) -> None:
@@ -179,7 +210,9 @@ def test_a_group_computes_what_one_process_does(apart: list[dict[str, Any]]) -> 
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
 
 
-def test_outside_of_its_block_an_optimizer_of_a_group_is_refused(apart: list[dict[str, Any]]) -> None:
+def test_outside_of_its_block_an_optimizer_of_a_group_is_refused(
+    apart: list[dict[str, Any]],
+) -> None:
     for rank in apart:
         assert "distributed.use(" in rank["outside"]
         assert rank["unspent"] == 0
@@ -201,12 +234,16 @@ def test_runs_of_one_process_are_made_alone_only(apart: list[dict[str, Any]]) ->
 
 
 def test_a_process_that_is_not_in_the_group_is_refused(apart: list[dict[str, Any]]) -> None:
-    assert "group must be a process group that this process is in, or 'alone'" in apart[0]["stranger"]
+    assert (
+        "group must be a process group that this process is in, or 'alone'" in apart[0]["stranger"]
+    )
 
 
 @pytest.mark.parametrize("group", [None, "all", 2, [0, 1]])
 def test_what_is_no_group_is_refused(group: Any) -> None:
-    with pytest.raises(ValueError, match="group must be a process group that this process is in, or 'alone'"):
+    with pytest.raises(
+        ValueError, match="group must be a process group that this process is in, or 'alone'"
+    ):
         entered(group)
 
 
@@ -223,7 +260,10 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("ddp", "model must not be replicated (got DistributedDataParallel"),
         ("ddp in a model", "model must not be replicated (got DistributedDataParallel '1'"),
-        ("ddp of an attached model", "model must not be replicated (got a forward of DistributedDataParallel)"),
+        (
+            "ddp of an attached model",
+            "model must not be replicated (got a forward of DistributedDataParallel)",
+        ),
         ("replicate", "model must not be replicated (got a forward of DistributedDataParallel)"),
         ("a layer of fsdp2: attach", "ValueError: model must not be sharded (got FSDPLinear '0')"),
         ("fsdp2: attach", "ValueError: model must not be sharded (got FSDPSequential ''"),
@@ -233,7 +273,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("fsdp1: optimizer", "ValueError: params must be whole (got a shard, Parameter)"),
     ],
 )
-def test_a_wrapped_or_sharded_model_is_refused_by_name(name: str, words: str, refused: list[dict[str, Any]]) -> None:
+def test_a_wrapped_or_sharded_model_is_refused_by_name(
+    name: str, words: str, refused: list[dict[str, Any]]
+) -> None:
     for rank in refused:
         assert words in rank[name]
 
@@ -246,16 +288,23 @@ NO_CPU = "AttributeError: 'Stream' object has no attribute 'record_event'"  # to
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shard_is_refused_by_name_whenever_it_comes(kind: str, refused: list[dict[str, Any]]) -> None:
+def test_a_shard_is_refused_by_name_whenever_it_comes(
+    kind: str, refused: list[dict[str, Any]]
+) -> None:
     for rank in refused:
         said = {way: words for way, words in rank.items() if way.startswith(f"{kind}: ")}
         assert len(said) == WAYS
         for way, words in said.items():
             if words == NO_CPU and torch.__version__.startswith("2.6."):
                 continue
-            place = "params must be whole" if way.endswith("optimizer") else "model must not be sharded"
+            place = (
+                "params must be whole" if way.endswith("optimizer") else "model must not be sharded"
+            )
             assert words.startswith(f"ValueError: {place} (got "), way
-            assert "leave fully_shard, FSDP or parallelize_module out and give every process the whole model" in words
+            assert (
+                "leave fully_shard, FSDP or parallelize_module out and give every process the whole model"
+                in words
+            )
 
 
 def test_the_kinds_that_are_known_by_name_are_those_of_torch() -> None:

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from torch_dpsco.prox import L1, L2, Ball, Box, ElasticNet, Identity, Prox, Simplex, project_on_two_balls_
+from torch_dpsco.prox import (
+    L1,
+    L2,
+    Ball,
+    Box,
+    ElasticNet,
+    Identity,
+    Prox,
+    Simplex,
+    project_on_two_balls_,
+)
 
 ALL = [Identity(), Ball(0.7), Box(-0.5, 0.25), L1(0.3), ElasticNet(0.3, 0.5)]
 PROJECTIONS = [Ball(0.7), Box(-0.5, 0.25)]
@@ -21,7 +31,9 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 vectors = st.lists(st.floats(-3, 3), min_size=5, max_size=5)
 
 
-def image(prox: Prox, values: Sequence[float], step: float = 0.4, dtype: torch.dtype = torch.float64) -> Tensor:
+def image(
+    prox: Prox, values: Sequence[float], step: float = 0.4, dtype: torch.dtype = torch.float64
+) -> Tensor:
     point = torch.tensor(values, dtype=dtype)
     parts = [point[:2], point[2:]]  # views, so that `point` sees the change
     prox.apply_(parts, [step, step])
@@ -40,13 +52,17 @@ def penalty(prox: Prox, u: Tensor) -> float:
 
 
 def norm64(tensors: Sequence[Tensor]) -> float:
-    return float(np.linalg.norm(np.concatenate([tensor.double().numpy().ravel() for tensor in tensors])))
+    return float(
+        np.linalg.norm(np.concatenate([tensor.double().numpy().ravel() for tensor in tensors]))
+    )
 
 
 @pytest.mark.parametrize("prox", ALL)
 @settings(derandomize=True, max_examples=50)
 @given(first=vectors, second=vectors)
-def test_every_map_is_firmly_nonexpansive(prox: Prox, first: list[float], second: list[float]) -> None:
+def test_every_map_is_firmly_nonexpansive(
+    prox: Prox, first: list[float], second: list[float]
+) -> None:
     before = torch.tensor(first, dtype=torch.float64) - torch.tensor(second, dtype=torch.float64)
     after = image(prox, first) - image(prox, second)
     assert after @ after <= after @ before + 1e-12
@@ -56,7 +72,9 @@ def test_every_map_is_firmly_nonexpansive(prox: Prox, first: list[float], second
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(derandomize=True, max_examples=50)
 @given(values=vectors)
-def test_projections_are_exactly_idempotent(prox: Prox, dtype: torch.dtype, values: list[float]) -> None:
+def test_projections_are_exactly_idempotent(
+    prox: Prox, dtype: torch.dtype, values: list[float]
+) -> None:
     once = image(prox, values, dtype=dtype)
     assert torch.equal(image(prox, once.tolist(), dtype=dtype), once)
 
@@ -76,16 +94,31 @@ def objective(prox: Prox, values: list[float], step: float) -> Callable[[np.ndar
         (ElasticNet(0.3, 0.5), None),
         (ElasticNet(0.0, 2.0), None),
         (Box(-0.5, 0.25), {"bounds": [(-0.5, 0.25)] * 5}),
-        (Ball(0.7), {"constraints": {"type": "ineq", "fun": lambda u: 0.49 - u @ u, "jac": lambda u: -2 * u}}),
+        (
+            Ball(0.7),
+            {
+                "constraints": {
+                    "type": "ineq",
+                    "fun": lambda u: 0.49 - u @ u,
+                    "jac": lambda u: -2 * u,
+                }
+            },
+        ),
     ],
 )
-def test_the_image_minimizes_the_proximal_objective(prox: Prox, constraint: dict[str, object] | None) -> None:
+def test_the_image_minimizes_the_proximal_objective(
+    prox: Prox, constraint: dict[str, object] | None
+) -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):
         values, step = (2 * rng.standard_normal(5)).tolist(), float(rng.uniform(0.1, 2))
         ours = image(prox, values, step).numpy()
         value = objective(prox, values, step)
-        method = {"method": "SLSQP", "tol": 1e-12, **constraint} if constraint else {"method": "Powell", "tol": 1e-9}
+        method = (
+            {"method": "SLSQP", "tol": 1e-12, **constraint}
+            if constraint
+            else {"method": "Powell", "tol": 1e-9}
+        )
         theirs = minimize(value, np.zeros(5), **method)
         assert value(ours) <= theirs.fun + 1e-6  # SLSQP may leave the ball a little
         np.testing.assert_allclose(ours, theirs.x, atol=2e-4)
@@ -100,7 +133,9 @@ def test_the_ball_takes_one_norm_over_all_tensors_and_keeps_the_direction() -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("radius", [0.1, 1.0, 7.3, 1e-3])
-def test_the_ball_is_never_left_by_rounding_and_hardly_shrunk(dtype: torch.dtype, radius: float) -> None:
+def test_the_ball_is_never_left_by_rounding_and_hardly_shrunk(
+    dtype: torch.dtype, radius: float
+) -> None:
     generator, info = torch.Generator(), torch.finfo(dtype)
     for dim in (1, 2, 10, 1000):
         for _ in range(20):
@@ -159,7 +194,9 @@ def test_every_dtype_is_kept_and_close_to_float64(prox: Prox, dtype: torch.dtype
     values = [1.5, -0.75, 0.125, 0.0, -2.0]
     result = image(prox, values, dtype=dtype)
     assert result.dtype == dtype
-    torch.testing.assert_close(result.double(), image(prox, values), rtol=0, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        result.double(), image(prox, values), rtol=0, atol=4 * torch.finfo(dtype).eps
+    )
 
 
 @pytest.mark.parametrize("prox", ALL)
@@ -193,7 +230,9 @@ def test_radius_is_that_of_the_ball_and_infinite_elsewhere() -> None:
 
 
 def test_zero_is_feasible_everywhere_but_in_a_box_beside_it() -> None:
-    assert all(prox.contains_zero for prox in [*ALL, Box(0.0, 1.0), Box(-math.inf, 0.0), Ball(1e-300)])
+    assert all(
+        prox.contains_zero for prox in [*ALL, Box(0.0, 1.0), Box(-math.inf, 0.0), Ball(1e-300)]
+    )
     assert not Box(0.5, 1.0).contains_zero
     assert not Box(-1.0, -1e-300).contains_zero
 
@@ -210,7 +249,8 @@ def test_a_ball_needs_a_positive_finite_radius(radius: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(1.0, 0.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, math.inf), (-math.inf, -math.inf)]
+    ("low", "high"),
+    [(1.0, 0.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, math.inf), (-math.inf, -math.inf)],
 )
 def test_a_box_needs_ordered_bounds(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="low must be <= high"):
@@ -243,7 +283,9 @@ def test_the_simplex_meets_the_optimality_conditions(values: list[float], total:
 @given(values=vectors)
 def test_no_corner_or_random_point_of_the_simplex_is_nearer(values: list[float]) -> None:
     ours, v = image(Simplex(2.0), values).numpy(), np.array(values)
-    others = np.concatenate([2 * np.eye(5), 2 * np.random.default_rng(0).dirichlet(np.full(5, 0.5), 300)])
+    others = np.concatenate(
+        [2 * np.eye(5), 2 * np.random.default_rng(0).dirichlet(np.full(5, 0.5), 300)]
+    )
     assert ((v - ours) ** 2).sum() <= ((others - v) ** 2).sum(1).min() + 1e-12
     assert (((others - ours) @ (v - ours)) <= 1e-9).all()  # the obtuse angle of projections
 
@@ -299,7 +341,11 @@ def blocks(groups: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("groups", ["global", "per_tensor", "per_row"])
 @settings(derandomize=True, max_examples=50)
-@given(values=st.lists(st.floats(-3, 3), min_size=7, max_size=7), step=st.floats(0, 4), strength=st.floats(0, 2))
+@given(
+    values=st.lists(st.floats(-3, 3), min_size=7, max_size=7),
+    step=st.floats(0, 4),
+    strength=st.floats(0, 2),
+)
 def test_group_thresholds_meet_the_optimality_conditions(
     groups: str, values: list[float], step: float, strength: float
 ) -> None:
@@ -324,20 +370,28 @@ def test_group_penalties_minimize_their_objective(prox: Prox) -> None:
         prox.apply_([point], [step])
 
         def value(u: np.ndarray, v: np.ndarray = v, step: float = step) -> float:
-            return 0.5 * float(np.sum((u - v.ravel()) ** 2)) + step * penalty(prox, torch.tensor(u).view(2, 3))
+            return 0.5 * float(np.sum((u - v.ravel()) ** 2)) + step * penalty(
+                prox, torch.tensor(u).view(2, 3)
+            )
 
         theirs = minimize(value, v.ravel(), method="Powell", options={"xtol": 1e-9, "ftol": 1e-12})
         assert value(point.numpy().ravel()) <= theirs.fun + 1e-9
         for _ in range(200):
-            assert value(point.numpy().ravel()) <= value(point.numpy().ravel() + 0.05 * rng.standard_normal(6))
+            assert value(point.numpy().ravel()) <= value(
+                point.numpy().ravel() + 0.05 * rng.standard_normal(6)
+            )
 
 
 @pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Simplex(2.0)])
 @settings(derandomize=True, max_examples=30)
 @given(data=st.data())
-def test_every_new_map_is_firmly_nonexpansive_and_keeps_dtypes(prox: Prox, data: st.DataObject) -> None:
+def test_every_new_map_is_firmly_nonexpansive_and_keeps_dtypes(
+    prox: Prox, data: st.DataObject
+) -> None:
     grid = st.lists(st.floats(-3, 3), min_size=6, max_size=6)
-    first, second = (torch.tensor(data.draw(grid), dtype=torch.float64).view(2, 3) for _ in range(2))
+    first, second = (
+        torch.tensor(data.draw(grid), dtype=torch.float64).view(2, 3) for _ in range(2)
+    )
     images = [first.clone(), second.clone()]
     for point in images:
         prox.apply_([point], [0.4])
@@ -347,7 +401,9 @@ def test_every_new_map_is_firmly_nonexpansive_and_keeps_dtypes(prox: Prox, data:
         point = first.to(dtype, copy=True)
         prox.apply_([point], [0.4])
         assert point.dtype == dtype
-        torch.testing.assert_close(point.double(), images[0], rtol=0, atol=16 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(
+            point.double(), images[0], rtol=0, atol=16 * torch.finfo(dtype).eps
+        )
 
 
 def test_a_step_of_zero_leaves_a_penalized_point_as_it_is() -> None:
@@ -360,7 +416,9 @@ def test_a_step_of_zero_leaves_a_penalized_point_as_it_is() -> None:
 
 @pytest.mark.parametrize("prox", [L2(0.5), L2(0.5, "per_tensor"), L2(0.5, "per_row")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_diverged_iterate_is_passed_on_or_refused_by_name_and_never_made_finite(prox: Prox, bad: float) -> None:
+def test_a_diverged_iterate_is_passed_on_or_refused_by_name_and_never_made_finite(
+    prox: Prox, bad: float
+) -> None:
     point = torch.tensor([[bad, 1.0], [2.0, 3.0]])
     try:
         prox.apply_([point], [1.0])
@@ -393,7 +451,9 @@ def test_new_maps_need_finite_numbers(bad: float) -> None:
 
 def two_balls(v: np.ndarray, radius: float, c: np.ndarray, center_radius: float) -> np.ndarray:
     point = torch.tensor(v, dtype=torch.float64)
-    project_on_two_balls_([point[:1], point[1:]], radius, [torch.tensor(c[:1]), torch.tensor(c[1:])], center_radius)
+    project_on_two_balls_(
+        [point[:1], point[1:]], radius, [torch.tensor(c[:1]), torch.tensor(c[1:])], center_radius
+    )
     return point.numpy()
 
 
@@ -423,7 +483,9 @@ def test_the_projection_on_two_balls_makes_an_obtuse_angle_with_all_of_their_poi
     inside = np.linalg.norm(v) <= radius and np.linalg.norm(v - c) <= center_radius
     if inside:
         np.testing.assert_allclose(u, v, atol=1e-9 * radius)
-    for _ in range(100):  # points of both balls: between c and the border of the smaller one, and near u
+    for _ in range(
+        100
+    ):  # points of both balls: between c and the border of the smaller one, and near u
         y = c + center_radius * rng.uniform() * unit(rng, dim)
         y *= min(1.0, radius / np.linalg.norm(y))
         if np.linalg.norm(y - c) <= center_radius:

@@ -96,7 +96,9 @@ def test_the_example_says_how_to_run_it_and_stays_short() -> None:
 
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("width", [0.01, 0.1, 3.0])
-def test_the_smoothed_loss_keeps_its_declared_constants(module: ModuleType, quantile: float, width: float) -> None:
+def test_the_smoothed_loss_keeps_its_declared_constants(
+    module: ModuleType, quantile: float, width: float
+) -> None:
     loss = dp.losses.SmoothedPinball(quantile, width)
     bounds = {"bound_x": 2.83, "bound_y": 24.0}
     problem = loss.problem(**bounds, radius=2.0)
@@ -111,7 +113,9 @@ def test_the_smoothed_loss_lies_just_below_the_pinball_loss(module: ModuleType) 
     residual = torch.linspace(-3, 3, 1001, dtype=torch.float64)
     for quantile in module.QUANTILES:
         kinked = dp.losses.Pinball(quantile=quantile).value(torch.zeros_like(residual), residual)
-        smooth = dp.losses.SmoothedPinball(quantile, 0.1).value(torch.zeros_like(residual), residual)
+        smooth = dp.losses.SmoothedPinball(quantile, 0.1).value(
+            torch.zeros_like(residual), residual
+        )
         gap = kinked - smooth
         assert float(gap.min()) > -1e-15
         assert float(gap.max()) == pytest.approx(0.05 * max(quantile, 1 - quantile) ** 2, rel=1e-9)
@@ -127,7 +131,10 @@ def test_every_printed_score_is_that_of_its_model(module: ModuleType, quick: Run
         with torch.no_grad():
             features = data.test_features[:, :41].to(model.weight.dtype)
             residual = data.test_hours.double() - model(features).squeeze(1).double()
-        found = (float((tau * residual - residual.clamp(max=0)).mean()), float((residual <= 0).double().mean()))
+        found = (
+            float((tau * residual - residual.clamp(max=0)).mean()),
+            float((residual <= 0).double().mean()),
+        )
         shown = re.search(rf"^{quantile}, {method} +(\S+) +(\S+)$", text, re.MULTILINE).groups()
         assert float(shown[0]) == pytest.approx(found[0], abs=6e-5)
         assert float(shown[1]) == pytest.approx(found[1], abs=6e-4)
@@ -140,19 +147,25 @@ def test_the_fits_that_are_not_private_cover_what_they_should(quick: Run) -> Non
     published = {"0.1": 0.0651, "0.5": 0.2064, "0.9": 0.1570}  # of the fit on all rows
     for quantile in QUANTILES:
         for name in ("constant", "linear"):
-            assert figures[f"{name}, not private_{quantile}_coverage"] == pytest.approx(float(quantile), abs=0.02)
+            assert figures[f"{name}, not private_{quantile}_coverage"] == pytest.approx(
+                float(quantile), abs=0.02
+            )
         linear = figures[f"linear, not private_{quantile}_pinball"]
         assert published[quantile] - 1e-3 < linear < published[quantile] * 1.02
         assert linear < figures[f"constant, not private_{quantile}_pinball"]
 
 
-def test_private_fits_come_near_where_the_loss_is_smooth_or_the_noise_is_on_gradients(quick: Run) -> None:
+def test_private_fits_come_near_where_the_loss_is_smooth_or_the_noise_is_on_gradients(
+    quick: Run,
+) -> None:
     # 20,000 flights; seen: at most 1.07 times (gradient) and 1.15 times (output, smoothed) the linear fit
     for quantile in QUANTILES:
         linear = quick.figures[f"linear, not private_{quantile}_pinball"]
         assert linear - 1e-3 < quick.figures[f"gradient_{quantile}_pinball"] < 1.25 * linear
         assert linear - 1e-3 < quick.figures[f"output, smoothed_{quantile}_pinball"] < 1.4 * linear
-        assert quick.figures[f"gradient_{quantile}_coverage"] == pytest.approx(float(quantile), abs=0.1)
+        assert quick.figures[f"gradient_{quantile}_coverage"] == pytest.approx(
+            float(quantile), abs=0.1
+        )
 
 
 def charged(text: str) -> dp.Accountant:
@@ -162,11 +175,16 @@ def charged(text: str) -> dp.Accountant:
     assert {kind for _, kind, _ in found} == {"PoissonGaussian", "Gaussian"}
     for count, kind, fields in found:
         if kind == "PoissonGaussian":
-            noise, rate = (float(x) for x in re.match(r"noise_multiplier=(\S+), q=(\S+)", fields).groups())
+            noise, rate = (
+                float(x) for x in re.match(r"noise_multiplier=(\S+), q=(\S+)", fields).groups()
+            )
             base = dp.oracles.Clipped(clip=1.0, noise_multiplier=noise, batch_size=512).event()
             ledger.record(dp.Poisson(512, round(512 / rate)).event(base, int(count)))
         else:
-            sigma, shift = (float(x) for x in re.match(r"sigma=(\S+), .*'replace_one', ([^)]+)\)", fields).groups())
+            sigma, shift = (
+                float(x)
+                for x in re.match(r"sigma=(\S+), .*'replace_one', ([^)]+)\)", fields).groups()
+            )
             ledger.record(Gaussian(sigma, {"replace_one": shift}), int(count))
     return ledger
 
@@ -175,12 +193,17 @@ def test_all_models_together_cost_what_one_ledger_of_their_events_says(quick: Ru
     figures, text, *_ = quick
     total = figures["epsilon_total"]
     assert f"publishing all of them: epsilon {rounded_up(total)}\n" in text
-    assert f"spent on all models together: ({rounded_up(total)}, 1e-06)-differential privacy, replace_one" in text
+    assert (
+        f"spent on all models together: ({rounded_up(total)}, 1e-06)-differential privacy, replace_one"
+        in text
+    )
     assert charged(text).get_epsilon(DELTA) == pytest.approx(total, rel=1e-6)
     single = [value for key, value in figures.items() if key.endswith("_epsilon")]
     assert len(single) == 9
     assert all(0.99 < value <= 1.0 for value in single)
-    assert max(single) < total < sum(single) / 2  # nine models of one ledger cost far less than nine times one
+    assert (
+        max(single) < total < sum(single) / 2
+    )  # nine models of one ledger cost far less than nine times one
 
 
 def test_output_perturbation_of_a_kink_needs_far_more_noise(quick: Run) -> None:
@@ -204,7 +227,9 @@ def test_output_perturbation_has_no_guarantee_for_adding_a_record(module: Module
         dp.HolderOutputSGD.plan(problem=problem, n=1000, budget=budget, dim=42)
 
 
-def test_the_plot_shows_three_private_quantiles(module: ModuleType, quick: Run, tmp_path: Path) -> None:
+def test_the_plot_shows_three_private_quantiles(
+    module: ModuleType, quick: Run, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "quantiles.png"
     module.draw(str(path), dict(zip(module.QUANTILES, quick.models[::3], strict=True)), quick.data)
@@ -219,7 +244,9 @@ def test_the_hour_of_the_plot_is_the_scheduled_hour(module: ModuleType, quick: R
     assert 4.5 < float(clock.min()) < float(clock.max()) < 24.0
 
 
-@pytest.mark.parametrize("quantile", [pytest.param(q, marks=SLOW if q == "0.5" else WEEKLY) for q in QUANTILES])
+@pytest.mark.parametrize(
+    "quantile", [pytest.param(q, marks=SLOW if q == "0.5" else WEEKLY) for q in QUANTILES]
+)
 def test_private_quantiles_of_all_flights_beat_the_constant_ones(
     quantile: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,14 +279,22 @@ def test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others() -
             least = 0.0 if (method, name) == ("output", "1") else 0.5
             assert least < figures[f"{method}_{name}_accuracy"] < 0.87
             assert 0.0 < figures[f"{method}_{name}_auc"] < 0.905
-        shown = re.search(rf"^q = {name} +(\S+) +(\S+) +(\S+) +(\S+)$", text.getvalue(), re.MULTILINE).groups()
-        kept = [figures[f"{m}_{name}_{kind}"] for m in ("gradient", "output") for kind in ("accuracy", "auc")]
+        shown = re.search(
+            rf"^q = {name} +(\S+) +(\S+) +(\S+) +(\S+)$", text.getvalue(), re.MULTILINE
+        ).groups()
+        kept = [
+            figures[f"{m}_{name}_{kind}"]
+            for m in ("gradient", "output")
+            for kind in ("accuracy", "auc")
+        ]
         assert tuple(map(float, shown)) == pytest.approx(kept, abs=5.1e-5)
     assert figures["output_1, smoothed_auc"] > 0.8  # seen: 0.86 to 0.88
     assert figures["epsilon_replace_one"] == ledger.get_epsilon(1e-5)
     assert 1.0 < figures["epsilon_replace_one"] < 8.0
     total = rounded_up(figures["epsilon_replace_one"])
-    assert f"publishing all models of both tables: epsilon {total} (replace_one)\n" in text.getvalue()
+    assert (
+        f"publishing all models of both tables: epsilon {total} (replace_one)\n" in text.getvalue()
+    )
 
 
 # -- the benchmark, and the document that quotes it -------------------------------------------------------------------
@@ -270,7 +305,10 @@ DOC = ROOT / "docs" / "choosing.md"
 @pytest.fixture(scope="module")
 def noise_tables() -> str:
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), pytest.warns(UtilityWarning, match="noise buries the signal"):
+    with (
+        contextlib.redirect_stdout(text),
+        pytest.warns(UtilityWarning, match="noise buries the signal"),
+    ):
         load("benchmarks", "holder").print_noise()
     return text.getvalue()
 
@@ -282,7 +320,9 @@ def test_the_benchmark_reprints_the_published_comparison(noise_tables: str) -> N
         ("1", "1000"): (6.67, 0.269, 0.274),
         ("2", "1000"): (74.4, 1.22, 0.534),
     }
-    rows = re.findall(r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE)
+    rows = re.findall(
+        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE
+    )
     found = {(q, n): tuple(map(float, sigmas)) for q, n, *sigmas in rows}
     assert found.keys() == expected.keys()
     for case, sigmas in expected.items():
@@ -290,7 +330,11 @@ def test_the_benchmark_reprints_the_published_comparison(noise_tables: str) -> N
 
 
 def test_the_benchmark_reprints_the_published_noise_on_gradients(noise_tables: str) -> None:
-    expected = {("1000", "2"): (1.74, 0.753), ("10000", "1"): (2.56, 0.936), ("10000", "4"): (1.01, 0.549)}
+    expected = {
+        ("1000", "2"): (1.74, 0.753),
+        ("10000", "1"): (2.56, 0.936),
+        ("10000", "4"): (1.01, 0.549),
+    }
     expected["100000", "1"] = (2.31, 1.018)
     table = noise_tables.split("gradient perturbation")[1].split("dimension")[0]
     rows = re.findall(r"^ +(\d+) +(\S+) +(\S+) +(\S+)$", table, re.MULTILINE)
@@ -298,7 +342,9 @@ def test_the_benchmark_reprints_the_published_noise_on_gradients(noise_tables: s
     assert found.keys() == expected.keys()
     for case, (paper, renyi) in expected.items():
         assert found[case][0] == pytest.approx(paper, rel=0.01)
-        assert 0.5 * renyi < found[case][1] <= renyi * 1.001  # loss distributions are tighter than Renyi orders
+        assert (
+            0.5 * renyi < found[case][1] <= renyi * 1.001
+        )  # loss distributions are tighter than Renyi orders
 
 
 def test_the_task_of_the_benchmark_has_bounded_records_and_a_minimizer_in_the_ball() -> None:
@@ -313,7 +359,9 @@ def test_the_task_of_the_benchmark_has_bounded_records_and_a_minimizer_in_the_ba
     outward = float(slope @ w) / float(w.norm()) if float(w.norm()) > holder.RADIUS * 0.999 else 0.0
     assert float((slope - min(outward, 0.0) * w / w.norm()).norm()) < 1e-3
     assert 0 <= task.excess(w) < task.excess(torch.zeros(20, dtype=torch.float64))
-    assert task.excess(torch.zeros(20, dtype=torch.float64)) == pytest.approx(1 - task.least, abs=1e-12)
+    assert task.excess(torch.zeros(20, dtype=torch.float64)) == pytest.approx(
+        1 - task.least, abs=1e-12
+    )
 
 
 def test_the_document_names_only_what_exists_and_the_command_that_measured_it() -> None:
@@ -327,7 +375,13 @@ def test_the_document_names_only_what_exists_and_the_command_that_measured_it() 
         assert f"`python benchmarks/holder.py{options}`" in text
     for link in re.findall(r"\]\(([\w./]+)\)", text):
         assert (ROOT / "docs" / link).exists(), link
-    for fact in ("2-core Intel Xeon virtual machine", "torch 2.14.1", "2026-11-22", "replace_one", "finalize"):
+    for fact in (
+        "2-core Intel Xeon virtual machine",
+        "torch 2.14.1",
+        "2026-11-22",
+        "replace_one",
+        "finalize",
+    ):
         assert fact in text
 
 
@@ -335,7 +389,9 @@ def test_the_noise_figures_of_the_document_are_those_of_the_benchmark(noise_tabl
     text = DOC.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     shown = {(q, n.replace(",", "")): tuple(map(float, sigmas)) for q, n, *sigmas in rows}
-    printed = re.findall(r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE)
+    printed = re.findall(
+        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE
+    )
     assert len(shown) == len(printed) == 4
     for q, n, *sigmas in printed:
         assert shown[q, n] == pytest.approx(tuple(map(float, sigmas)), rel=0.01)
@@ -350,7 +406,9 @@ def test_the_code_of_the_document_runs() -> None:
         "dim": 20,
         "n": 1_000,
     }
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOC.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", DOC.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert blocks
     for block in blocks:
         exec(compile(block, "choosing.md", "exec"), scope)

@@ -40,7 +40,12 @@ def rounded_up(value: float, digits: int) -> str:
 
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
 def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledger]) -> None:
-    settings = {"target_epsilon": 1.0, "target_delta": DELTA, "sample_rate": 1 / math.ceil(N / BATCH), "epochs": 10}
+    settings = {
+        "target_epsilon": 1.0,
+        "target_delta": DELTA,
+        "sample_rate": 1 / math.ceil(N / BATCH),
+        "epochs": 10,
+    }
     by_prv, by_rdp = (get_noise_multiplier(**settings, accountant=name) for name in ("prv", "rdp"))
     sentence = (
         f"a noise multiplier of {adult[0]:.2f} here and of {by_prv:.2f} by Opacus' PRV accountant, which leaves room "
@@ -50,14 +55,22 @@ def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledge
 
 
 def test_one_run_has_the_quoted_epsilons_under_two_relations(adult: tuple[float, Ledger]) -> None:
-    under = {adjacency: adult[1].epsilon(DELTA, adjacency) for adjacency in (ADD_REMOVE, REPLACE_ONE)}
+    under = {
+        adjacency: adult[1].epsilon(DELTA, adjacency) for adjacency in (ADD_REMOVE, REPLACE_ONE)
+    }
     assert rounded_up(under[ADD_REMOVE], 2) == "1.00"
     three = rounded_up(under[REPLACE_ONE], 3)
     assert f"spends 1 under add_remove and {three} under replace_one" in page("docs/from_opacus.md")
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA, adjacency=ADD_REMOVE), dim=66)
-    assert f"replace_one: epsilon {rounded_up(plan.epsilon(adjacency=REPLACE_ONE), 3)}" in page("README.md")
+    plan = dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA, adjacency=ADD_REMOVE), dim=66
+    )
+    assert f"replace_one: epsilon {rounded_up(plan.epsilon(adjacency=REPLACE_ONE), 3)}" in page(
+        "README.md"
+    )
     two = rounded_up(plan.epsilon(adjacency=REPLACE_ONE), 2)
-    assert f"spend epsilon 1.00 under add_remove and {two} under replace_one" in page("docs/guarantees.md")
+    assert f"spend epsilon 1.00 under add_remove and {two} under replace_one" in page(
+        "docs/guarantees.md"
+    )
 
 
 def test_claims_in_the_table_of_audits_are_those_of_the_accountant() -> None:
@@ -68,7 +81,9 @@ def test_claims_in_the_table_of_audits_are_those_of_the_accountant() -> None:
     full = Ledger([clipped_gaussian(2 / 3)])
     assert f"| 0.3 | 800 | 1 - 1e-6 | {rounded_up(full.epsilon(0.3, ADD_REMOVE), 3)} |" in text
     claimed = Ledger([dp.Poisson(256, 60_000).event(clipped_gaussian(1.0), 235)])
-    both = "; ".join(rounded_up(claimed.epsilon(1e-5, adjacency), 3) for adjacency in (ADD_REMOVE, REPLACE_ONE))
+    both = "; ".join(
+        rounded_up(claimed.epsilon(1e-5, adjacency), 3) for adjacency in (ADD_REMOVE, REPLACE_ONE)
+    )
     assert f"| 1e-5 | 100,000 | 1 - 1e-6 | {both} |" in text
 
 

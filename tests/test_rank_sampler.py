@@ -45,7 +45,9 @@ def check_that_positions_are_independent(found: np.ndarray) -> None:
     expected = DRAWS * stats.binom(SIZE, RATE).pmf(np.arange(SIZE + 1))
     kept = expected > 10
     observed, wanted = [np.append(part[kept], part[~kept].sum()) for part in (sizes, expected)]
-    assert stats.chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1) > FALSE_ALARM / 3
+    assert (
+        stats.chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1) > FALSE_ALARM / 3
+    )
     for a in range(RANKS):
         for b in range(a):
             joint = int((found[:, a::RANKS] & found[:, b::RANKS]).sum())
@@ -80,7 +82,9 @@ def test_a_copy_of_a_rank_sampler_draws_other_batches() -> None:
     draws = [[indices.tolist() for _, indices in s.draws()] for s in (sampler, copied)]
     assert draws[0] != draws[1]
     assert {i % 2 for draw in draws[1] for i in draw} == {1}
-    assert [draw.index for draw, _ in sampler.draws()] == list(range(20, 40))  # numbered across iterations
+    assert [draw.index for draw, _ in sampler.draws()] == list(
+        range(20, 40)
+    )  # numbered across iterations
 
 
 def test_more_ranks_than_records_draw_nothing() -> None:
@@ -88,9 +92,13 @@ def test_more_ranks_than_records_draw_nothing() -> None:
     assert [(draw.size, len(indices)) for draw, indices in sampler.draws()] == [(0, 0), (0, 0)]
 
 
-@pytest.mark.parametrize("design", [dp.Fixed(2, 8), dp.Shuffled(2, 8), dp.Disjoint(2, 8), dp.Assigned(2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "design", [dp.Fixed(2, 8), dp.Shuffled(2, 8), dp.Disjoint(2, 8), dp.Assigned(2, 8)], ids=str
+)
 def test_designs_whose_positions_depend_on_each_other_are_refused(design: Any) -> None:
-    with pytest.raises(UnknownSamplerError, match="design must be Poisson or Full in a run of several processes"):
+    with pytest.raises(
+        UnknownSamplerError, match="design must be Poisson or Full in a run of several processes"
+    ):
         RankSampler(design, rank=0, processes=2, key=bytes(32))
 
 
@@ -107,7 +115,9 @@ def by_rank(key: bytes, processes: int = 2, size: int = 24) -> np.ndarray:
     passes = np.full((2, size), -1)
     for rank in range(processes):
         place: dict[str, Any] = {"rank": rank, "processes": processes, "key": key}
-        for draw, indices in RankAssignedSampler(dp.Assigned(6, 24, passes=2), **place, size=size, steps=8).draws():
+        for draw, indices in RankAssignedSampler(
+            dp.Assigned(6, 24, passes=2), **place, size=size, steps=8
+        ).draws():
             assert (passes[draw.index // 4, indices] < 0).all()
             assert set(indices % processes) <= {rank}
             passes[draw.index // 4, indices] = int(draw.part)
@@ -127,7 +137,9 @@ def check_that_ranks_are_independent() -> None:
 
 def test_ranks_draw_the_batches_of_their_records_independently() -> None:
     def equal(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, label.split(" rank")[0]))
+        patch.setattr(
+            one_pass, "KeyedStream", lambda key, label: KeyedStream(key, label.split(" rank")[0])
+        )
 
     assert_caught(check_that_ranks_are_independent, equal)
 
@@ -135,8 +147,13 @@ def test_ranks_draw_the_batches_of_their_records_independently() -> None:
 def test_a_rank_without_records_has_all_batches() -> None:
     place: dict[str, Any] = {"rank": 2, "processes": 3, "key": bytes(range(32))}
     sampler = RankAssignedSampler(dp.Assigned(1, 2, passes=2), **place, steps=4)
-    assert [(draw.size, draw.index, len(indices)) for draw, indices in sampler.draws()] == [(0, k, 0) for k in range(4)]
-    names = {RankAssignedSampler(dp.Assigned(1, 2), **place | {"rank": k}).so_far.cut.tobytes() for k in (0, 1)}
+    assert [(draw.size, draw.index, len(indices)) for draw, indices in sampler.draws()] == [
+        (0, k, 0) for k in range(4)
+    ]
+    names = {
+        RankAssignedSampler(dp.Assigned(1, 2), **place | {"rank": k}).so_far.cut.tobytes()
+        for k in (0, 1)
+    }
     assert len(names) == 1
     for wrong in ({"rank": 3}, {"processes": 0}):
         with pytest.raises(ValueError, match="must be"):

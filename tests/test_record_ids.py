@@ -18,7 +18,19 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torch_dpsco as dp
 from tests.doors.calls import CALLS
-from tests.optim.test_allocated import DATA, PASS, N, T, built, charged, one_step, refused, stored, sums, train
+from tests.optim.test_allocated import (
+    DATA,
+    PASS,
+    N,
+    T,
+    built,
+    charged,
+    one_step,
+    refused,
+    stored,
+    sums,
+    train,
+)
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
@@ -68,9 +80,15 @@ def test_picks_by_ids_are_uniform_and_independent() -> None:
     def check() -> None:
         key = sampling_key()
         first, second = (ids.picks(key, k, parts) for k in (0, 1))
-        for counts in (np.bincount(first), np.bincount(second), np.bincount(parts * first + second)):
+        for counts in (
+            np.bincount(first),
+            np.bincount(second),
+            np.bincount(parts * first + second),
+        ):
             assert stats.chisquare(counts).pvalue > FALSE_ALARM
-        neighbors = np.bincount(parts * first[:-1:2] + first[1::2], minlength=parts**2)  # of ids that follow each other
+        neighbors = np.bincount(
+            parts * first[:-1:2] + first[1::2], minlength=parts**2
+        )  # of ids that follow each other
         assert stats.chisquare(neighbors).pvalue > FALSE_ALARM
         assert cells() > FALSE_ALARM
 
@@ -91,7 +109,10 @@ def test_a_pick_is_that_of_the_published_hash() -> None:
 
     found = RecordIds(["x", 5, b"y"]).picks(KEY, 3, 1000).tolist()
     person = b"pass" + bytes([3]) + bytes(11)
-    expected = [blake2b(name, key=KEY, person=person, digest_size=64).digest() for name in (b"sx", b"i5", b"by")]
+    expected = [
+        blake2b(name, key=KEY, person=person, digest_size=64).digest()
+        for name in (b"sx", b"i5", b"by")
+    ]
     assert found == [int.from_bytes(one, "little") % 1000 for one in expected]
 
 
@@ -108,7 +129,11 @@ def test_sizes_of_batches_are_binomial() -> None:
 
     def cut(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(
-            RecordIds, "picks", lambda self, key, k, parts: one_pass.KeyedStream(key, "").permutation(len(self)) % parts
+            RecordIds,
+            "picks",
+            lambda self, key, k, parts: (
+                one_pass.KeyedStream(key, "").permutation(len(self)) % parts
+            ),
         )
 
     assert_caught(check, cut)
@@ -149,10 +174,18 @@ def test_a_record_less_moves_no_other_wherever_it_was() -> None:
 def test_readings_in_other_orders_and_forms_give_the_same_batches() -> None:
     numbers = list(range(N))
     expected = RecordIds(numbers).picks(KEY, 1, T).tolist()
-    for form in (np.arange(N), np.arange(N, dtype=np.uint8), torch.arange(N), [np.int16(k) for k in numbers]):
+    for form in (
+        np.arange(N),
+        np.arange(N, dtype=np.uint8),
+        torch.arange(N),
+        [np.int16(k) for k in numbers],
+    ):
         assert RecordIds(form).picks(KEY, 1, T).tolist() == expected
     assert RecordIds(np.arange(N)[::-1]).picks(KEY, 1, T).tolist() == expected[::-1]
-    assert RecordIds(np.array(IDS)).picks(KEY, 1, T).tolist() == RecordIds(IDS).picks(KEY, 1, T).tolist()
+    assert (
+        RecordIds(np.array(IDS)).picks(KEY, 1, T).tolist()
+        == RecordIds(IDS).picks(KEY, 1, T).tolist()
+    )
     many = np.arange(2 * record_ids._BLOCK + 3)
     assert len(RecordIds(many).picks(KEY, 0, T)) == len(many)
 
@@ -165,7 +198,16 @@ def test_different_ids_have_different_bytes() -> None:
 
 
 def test_ids_that_are_not_the_same_everywhere_are_refused() -> None:
-    for bad in (None, 1.0, True, ("a", 1), float("nan"), object(), np.float32(1.0), torch.tensor(True)):
+    for bad in (
+        None,
+        1.0,
+        True,
+        ("a", 1),
+        float("nan"),
+        object(),
+        np.float32(1.0),
+        torch.tensor(True),
+    ):
         with pytest.raises(UnitError, match="ids must be integers, strings or bytes"):
             RecordIds(["a", bad])
     for bad in ("abc", b"abc", {"a": 1}, {"a"}, 5, None):
@@ -173,7 +215,13 @@ def test_ids_that_are_not_the_same_everywhere_are_refused() -> None:
             RecordIds(bad)
     with pytest.raises(UnitError, match="one id per record"):
         RecordIds(IDS, N + 1)
-    for bad in (np.ones(3), np.array([True]), torch.ones(3), torch.ones(3, dtype=torch.bfloat16), [[1], [2]]):
+    for bad in (
+        np.ones(3),
+        np.array([True]),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.bfloat16),
+        [[1], [2]],
+    ):
         with pytest.raises(UnitError, match="ids must be integers"):
             RecordIds(bad)
     for bad in (np.ones((2, 2), dtype=int), torch.ones((2, 2)), torch.tensor(3), np.array(3)):
@@ -187,7 +235,11 @@ def test_ids_that_are_not_the_same_everywhere_are_refused() -> None:
 def test_records_with_one_id_are_refused() -> None:
     def check() -> None:
         for ids in ([*IDS[:-1], IDS[0]], np.arange(N) // 2, [5] * N):
-            refused(lambda ids=ids: AssignedSampler(Assigned(6, N), ids=ids), "UserClippedSGD", UnitError)  # type: ignore[misc]
+            refused(
+                lambda ids=ids: AssignedSampler(Assigned(6, N), ids=ids),
+                "UserClippedSGD",
+                UnitError,
+            )  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(RecordIds, "require_unique", nothing))
 
@@ -232,9 +284,12 @@ def test_a_run_by_ids_goes_on_by_its_ids_only() -> None:
     model, optimizer = built()
     loader = optimizer.loader(numbered, ids=IDS, padding=False, steps=2 * T)
     expected = batches(loader.batch_sampler)  # type: ignore[arg-type]
-    assert seen(optimizer.loader(numbered, ids=IDS, padding=False, steps=1, resume=True), 9, model, optimizer) == [
-        expected[0]
-    ]
+    assert seen(
+        optimizer.loader(numbered, ids=IDS, padding=False, steps=1, resume=True),
+        9,
+        model,
+        optimizer,
+    ) == [expected[0]]
     for data, ids in ((numbered, None), (moved, IDS), (numbered, IDS[::-1]), (DATA, IDS)):
         refused(
             lambda data=data, ids=ids: optimizer.loader(data, ids=ids, resume=True),  # type: ignore[misc]
@@ -265,7 +320,9 @@ def test_draws_by_ids_of_another_run_are_refused() -> None:
     def check() -> None:
         _, optimizer = built()
         known = AssignedSampler(optimizer.design, ids=IDS)
-        loader = dp.sampling.PrivateLoader(DATA, AssignedSampler(optimizer.design, ids=IDS, resume=known.partition))
+        loader = dp.sampling.PrivateLoader(
+            DATA, AssignedSampler(optimizer.design, ids=IDS, resume=known.partition)
+        )
         refused(lambda: optimizer.bind(loader), "by fresh bits", UnknownSamplerError)
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
@@ -297,7 +354,12 @@ def test_no_id_shows_anywhere() -> None:
     one_step(model, optimizer, *next(iter(loader)))
     state = stored(optimizer)
     assert isinstance(optimizer.state_dict(), SecretState)
-    shown += [repr(state), str(optimizer.report(1e-4)), optimizer.accountant.ledger.to_json(), repr(optimizer)]
+    shown += [
+        repr(state),
+        str(optimizer.report(1e-4)),
+        optimizer.accountant.ledger.to_json(),
+        repr(optimizer),
+    ]
     bad: list[Callable[[], Any]] = [
         lambda: optimizer.loader(DATA, ids=[*IDS[:-1], IDS[0]], resume=True),
         lambda: optimizer.loader(DATA, ids=IDS[:-1], resume=True),
@@ -314,7 +376,13 @@ def test_no_id_shows_anywhere() -> None:
 
 def test_users_have_no_ids_of_records() -> None:
     plan = dp.UserClippedSGD.plan(
-        n_users=N, clip=1.0, lr=0.1, noise_multiplier=2.0, sampling="allocated", batch_size=6, epochs=1
+        n_users=N,
+        clip=1.0,
+        lr=0.1,
+        noise_multiplier=2.0,
+        sampling="allocated",
+        batch_size=6,
+        epochs=1,
     )
     optimizer = dp.UserClippedSGD(dp.attach(torch.nn.Linear(2, 1)).parameters(), plan)
     with pytest.raises(UnitError, match="ids must not be given with users"):
@@ -330,7 +398,9 @@ def test_processes_with_a_key_give_a_record_the_batch_that_one_process_gives_it(
     expected = by_id(IDS)
     found = {}
     for rank, own in enumerate((IDS[::3], IDS[1::3] + IDS[2::3], [])):
-        sampler = RankAssignedSampler(Assigned(6, N, passes=2), rank=rank, processes=3, key=KEY, ids=own, steps=T)
+        sampler = RankAssignedSampler(
+            Assigned(6, N, passes=2), rank=rank, processes=3, key=KEY, ids=own, steps=T
+        )
         drawn = batches(sampler)
         assert len(drawn) == T
         found |= {own[i]: batch for batch, members in enumerate(drawn) for i in members}
@@ -396,7 +466,9 @@ def test_a_stream_gives_every_record_once_in_a_pass_by_several_readings(held: in
 
 def test_batches_of_a_stream_are_filled_up_and_dealt_in_parts() -> None:
     model, optimizer = built(passes=1)
-    loader = optimizer.loader(Streamed(Stream(IDS), name_of), collate_fn=rows, physical_batch_size=4)
+    loader = optimizer.loader(
+        Streamed(Stream(IDS), name_of), collate_fn=rows, physical_batch_size=4
+    )
     sizes = set()
     for x, y in loader:
         sizes.add(len(x))
@@ -413,11 +485,15 @@ def test_a_stream_goes_on_after_a_pause_with_its_own_records_only() -> None:
         if k == 1:
             break
     refused(
-        lambda: optimizer.loader(Streamed(Stream([*IDS[1:], "patient 99"]), name_of), collate_fn=rows, resume=True),
+        lambda: optimizer.loader(
+            Streamed(Stream([*IDS[1:], "patient 99"]), name_of), collate_fn=rows, resume=True
+        ),
         "dataset must hold the records of the run",
         PrivacyError,
     )
-    left = optimizer.loader(streamed_data, collate_fn=rows, padding=False, resume=True, steps=2 * T - 2)
+    left = optimizer.loader(
+        streamed_data, collate_fn=rows, padding=False, resume=True, steps=2 * T - 2
+    )
     count = 0
     for x, y in left:
         count += len(x)
@@ -428,7 +504,9 @@ def test_a_stream_goes_on_after_a_pause_with_its_own_records_only() -> None:
 
 def test_a_stream_with_one_id_twice_is_refused() -> None:
     model, optimizer = built()
-    loader = optimizer.loader(Streamed(Stream([*IDS[:-1], IDS[0]]), name_of), collate_fn=rows, padding=False)
+    loader = optimizer.loader(
+        Streamed(Stream([*IDS[:-1], IDS[0]]), name_of), collate_fn=rows, padding=False
+    )
 
     def run() -> None:
         for x, y in loader:
@@ -458,7 +536,9 @@ def test_a_stream_that_cannot_be_read_again_is_refused() -> None:
 
 def test_a_stream_is_read_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_dpsco.optim.checks.world_size", lambda: 2)
-    refused(lambda: built()[1].loader(Streamed(Stream(IDS), name_of)), "must be map-style", UnitError)
+    refused(
+        lambda: built()[1].loader(Streamed(Stream(IDS), name_of)), "must be map-style", UnitError
+    )
 
 
 # -- ids given to fit and make_private --------------------------------------------------------------------------------
@@ -484,7 +564,9 @@ LOSS = nn.BCEWithLogitsLoss(reduction="sum")
 def test_fit_and_make_private_draw_by_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     picks = RecordIds.picks
-    monkeypatch.setattr(RecordIds, "picks", lambda self, *args: asked.append(len(self)) or picks(self, *args))
+    monkeypatch.setattr(
+        RecordIds, "picks", lambda self, *args: asked.append(len(self)) or picks(self, *args)
+    )
     model, optimizer = built()
     dp.fit(model, optimizer, DATA, LOSS, ids=IDS, progress=False)
     assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
@@ -506,7 +588,14 @@ def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
     with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
         private(ids=IDS, sampling="poisson")
     with pytest.raises(UnitError, match="ids must not be given for a stream"):
-        dp.fit(model, optimizer, Streamed([(i, 0) for i in range(N)], lambda r: r[0]), print, ids=IDS, progress=False)
+        dp.fit(
+            model,
+            optimizer,
+            Streamed([(i, 0) for i in range(N)], lambda r: r[0]),
+            print,
+            ids=IDS,
+            progress=False,
+        )
 
 
 def test_no_refusal_quotes_an_id() -> None:

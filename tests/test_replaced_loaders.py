@@ -54,22 +54,48 @@ class Repeats(DataLoader[Any]):
 
 
 CHOSEN: dict[str, tuple[Callable[[], DataLoader[Any]], str]] = {
-    "fold": (lambda: DataLoader(DATA, BATCH, sampler=SubsetRandomSampler(range(40))), r"Subset\(dataset, indices\)"),
-    "weights": (lambda: DataLoader(DATA, BATCH, sampler=WeightedRandomSampler([1.0] * N, N)), "pos_weight"),
-    "ranks": (lambda: DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, 2, 0)), "among processes"),
+    "fold": (
+        lambda: DataLoader(DATA, BATCH, sampler=SubsetRandomSampler(range(40))),
+        r"Subset\(dataset, indices\)",
+    ),
+    "weights": (
+        lambda: DataLoader(DATA, BATCH, sampler=WeightedRandomSampler([1.0] * N, N)),
+        "pos_weight",
+    ),
+    "ranks": (
+        lambda: DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, 2, 0)),
+        "among processes",
+    ),
     "own": (lambda: DataLoader(DATA, BATCH, sampler=Curriculum()), "Subset.*pos_weight"),
     "list": (lambda: DataLoader(DATA, BATCH, sampler=[0] * N), "Subset.*pos_weight"),
-    "first records": (lambda: DataLoader(DATA, BATCH, sampler=SequentialSampler(range(40))), "Subset"),
-    "shuffled first records": (lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(range(40))), "Subset"),
-    "replacement": (lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(DATA, replacement=True)), "shuffle=True"),
-    "short passes": (lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(DATA, num_samples=20)), "epochs="),
-    "batches": (lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)), "Subset"),
+    "first records": (
+        lambda: DataLoader(DATA, BATCH, sampler=SequentialSampler(range(40))),
+        "Subset",
+    ),
+    "shuffled first records": (
+        lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(range(40))),
+        "Subset",
+    ),
+    "replacement": (
+        lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(DATA, replacement=True)),
+        "shuffle=True",
+    ),
+    "short passes": (
+        lambda: DataLoader(DATA, BATCH, sampler=RandomSampler(DATA, num_samples=20)),
+        "epochs=",
+    ),
+    "batches": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)),
+        "Subset",
+    ),
     "no batches": (lambda: DataLoader(DATA, batch_size=None), "Subset"),
     "own iteration": (lambda: Repeats(DATA, BATCH, shuffle=True), "Subset"),
 }
 
 
-def made_private(loader: DataLoader[Any], model: nn.Module | None = None, n: int = N, **options: Any) -> Any:
+def made_private(
+    loader: DataLoader[Any], model: nn.Module | None = None, n: int = N, **options: Any
+) -> Any:
     model = model or nn.Linear(3, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     return dp.make_private(model, sgd, loader, problem=PROBLEM, budget=BUDGET, n=n, **options)
@@ -77,8 +103,13 @@ def made_private(loader: DataLoader[Any], model: nn.Module | None = None, n: int
 
 def engine(loader: DataLoader[Any]) -> Any:
     model = nn.Linear(3, 1)
-    given: dict[str, Any] = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    return PrivacyEngine().make_private(**given, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, n=N)
+    given: dict[str, Any] = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    return PrivacyEngine().make_private(
+        **given, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, n=N
+    )
 
 
 @cache
@@ -118,7 +149,9 @@ def test_a_part_of_the_data_is_all_that_is_drawn_from() -> None:
     labels = torch.arange(N)[:, None].float()
     fold = Subset(TensorDataset(torch.zeros(N, 3), labels), range(40))
     model = nn.Linear(3, 1)
-    _, optimizer, loader = made_private(DataLoader(fold, BATCH, shuffle=True), model, n=40, epochs=2)
+    _, optimizer, loader = made_private(
+        DataLoader(fold, BATCH, shuffle=True), model, n=40, epochs=2
+    )
     for x, y in loader:
         optimizer.zero_grad()
         dp.losses.Squared()(model(x), y).backward()
@@ -131,7 +164,10 @@ def test_a_part_of_the_data_is_all_that_is_drawn_from() -> None:
     [
         (DataLoader(DATA, BATCH), r"order \(shuffle=False\) of"),
         (DataLoader(DATA, BATCH, shuffle=True, generator=torch.Generator()), "generator of"),
-        (DataLoader(DATA, BATCH, num_workers=1, worker_init_fn=print), "shuffle=False.*, worker_init_fn of"),
+        (
+            DataLoader(DATA, BATCH, num_workers=1, worker_init_fn=print),
+            "shuffle=False.*, worker_init_fn of",
+        ),
     ],
     ids=["order", "generator", "workers"],
 )
@@ -147,7 +183,9 @@ def test_what_cannot_be_kept_is_said(loader: DataLoader[Any], lost: str) -> None
         DataLoader(DATA, 7, shuffle=True, drop_last=True),  # draws have no last batch
         DataLoader(DATA, N),  # one batch of all records has no order
         DataLoader(TensorDataset(torch.zeros(0, 3)), BATCH),
-        DataLoader(DATA, BATCH, shuffle=True, num_workers=1, prefetch_factor=4, persistent_workers=True),
+        DataLoader(
+            DATA, BATCH, shuffle=True, num_workers=1, prefetch_factor=4, persistent_workers=True
+        ),
     ],
     ids=["shuffled", "without the last", "whole", "empty", "workers"],
 )
@@ -158,11 +196,18 @@ def test_a_plain_pass_is_replaced_in_silence(loader: DataLoader[Any]) -> None:
 def test_copied_records_are_found_by_their_ids_before_the_design_is_refused() -> None:
     copies = Subset(DATA, [*range(N), 0])
     with pytest.raises(UnitError, match="ids must be unique"):
-        made_private(DataLoader(copies, BATCH, shuffle=True), n=N + 1, ids=torch.tensor([*range(N), 0]))
+        made_private(
+            DataLoader(copies, BATCH, shuffle=True), n=N + 1, ids=torch.tensor([*range(N), 0])
+        )
 
 
 def test_a_loader_in_place_of_its_data_set_is_told_what_would_be_lost() -> None:
     model, optimizer = trained()
-    for door in (optimizer.loader, lambda given: dp.fit(model, optimizer, given, dp.losses.Logistic())):
-        with pytest.raises(ValueError, match=r"got DataLoader\).*loader's data set.*Subset.*weights"):
+    for door in (
+        optimizer.loader,
+        lambda given: dp.fit(model, optimizer, given, dp.losses.Logistic()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"got DataLoader\).*loader's data set.*Subset.*weights"
+        ):
             door(CHOSEN["fold"][0]())

@@ -76,7 +76,9 @@ def test_copies_of_the_default_stream_draw_bits_of_their_own():
 @pytest.mark.real_entropy
 def test_every_bit_is_drawn_anew():
     """False alarm 2e-9: each of 19,968 bits stays at one value over 44 draws with probability 2^-43."""
-    drawn = np.unpackbits(np.frombuffer(Keystream().read(44 * 2496), dtype=np.uint8).reshape(44, -1), axis=1)
+    drawn = np.unpackbits(
+        np.frombuffer(Keystream().read(44 * 2496), dtype=np.uint8).reshape(44, -1), axis=1
+    )
     assert drawn.any(axis=0).all()
     assert not drawn.all(axis=0).any()
 
@@ -110,7 +112,9 @@ def test_a_generator_of_the_callers_is_repeatable_and_warns():
 
 
 def test_a_generator_on_another_device_is_refused():
-    with pytest.raises(ValueError, match=r"generator must be on meta, where the parameters are \(got cpu\)"):
+    with pytest.raises(
+        ValueError, match=r"generator must be on meta, where the parameters are \(got cpu\)"
+    ):
         noise_generator("meta", torch.Generator())
 
 
@@ -130,7 +134,9 @@ def test_batches_repeat_only_with_a_seed_and_that_warns():
 
 
 @pytest.mark.parametrize(
-    "stream", [Keystream(), KeyedStream(KEY, "a"), seeded(0), picks(0)], ids=["fresh", "keyed", "seeded", "picks"]
+    "stream",
+    [Keystream(), KeyedStream(KEY, "a"), seeded(0), picks(0)],
+    ids=["fresh", "keyed", "seeded", "picks"],
 )
 def test_bytes_are_uniform_and_as_many_as_asked_for(stream):
     """Bits of each place of a byte, and bytes; false-alarm rate 2e-6."""
@@ -152,7 +158,13 @@ def test_a_keyed_stream_is_the_same_for_all_who_have_the_key():
 
 def test_no_call_of_a_keyed_stream_repeats_another():
     """Neither of its own nor of another key or label, whatever the sizes."""
-    keys = [KEY, *(bytes(KEY[k] ^ (1 << k % 8) if k == place else KEY[k] for k in range(32)) for place in range(32))]
+    keys = [
+        KEY,
+        *(
+            bytes(KEY[k] ^ (1 << k % 8) if k == place else KEY[k] for k in range(32))
+            for place in range(32)
+        ),
+    ]
     streams = [KeyedStream(key, label) for key in keys for label in ("", "a", "b")]
     drawn = [stream.read(size)[:16] for stream in streams for size in (16, 200, 16)]
     assert len(set(drawn)) == len(drawn) == 3 * 3 * 33
@@ -177,7 +189,9 @@ def test_integers_are_exactly_uniform(limit):
     assert len(drawn) == 20_000
     assert ((drawn >= 0) & (drawn < limit)).all()
     if limit <= 10:
-        assert limit == 1 or stats.chisquare(np.bincount(drawn, minlength=limit)).pvalue > FALSE_ALARM
+        assert (
+            limit == 1 or stats.chisquare(np.bincount(drawn, minlength=limit)).pvalue > FALSE_ALARM
+        )
     else:
         assert stats.kstest(drawn / limit, "uniform").pvalue > FALSE_ALARM
 
@@ -213,7 +227,11 @@ def test_subsets_are_exactly_uniform(size, count):
 def test_positions_drawn_twice_leave_a_subset_of_its_size():
     class Stuck(Words):
         def read(self, size: int) -> bytes:
-            return np.full(size // 8, 5, dtype=np.uint64).tobytes() if self.left.pop() else os.urandom(size)
+            return (
+                np.full(size // 8, 5, dtype=np.uint64).tobytes()
+                if self.left.pop()
+                else os.urandom(size)
+            )
 
     source = Stuck([0, 1, 1])
     assert len(set(source.subset(1000, 8).tolist())) == 8
@@ -226,5 +244,7 @@ def test_seeded_samplers_repeat_their_batches():
         for seed in (1, 1, 2):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UtilityWarning)
-                drawn.append([indices.tolist() for _, indices in make_sampler(design, seed=seed).draws()])
+                drawn.append(
+                    [indices.tolist() for _, indices in make_sampler(design, seed=seed).draws()]
+                )
         assert drawn[0] == drawn[1] != drawn[2]

@@ -15,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import (
+    Design,
+    Disjoint,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.rng import Repeatable, Stream
@@ -41,7 +50,9 @@ TENSORS = TensorDataset(X, Y)
 DESIGNS = [Poisson(4, N), Fixed(4, N), Shuffled(4, N), Disjoint(4, N), Full(N)]
 SAMPLERS = [PoissonSampler, FixedSampler, ShuffledSampler, DisjointSampler, FullSampler]
 RARE = Poisson(1, N)  # most draws of it are small, and a third of them empty
-multiprocess = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+multiprocess = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 
 class Tuples(Dataset):
@@ -100,7 +111,9 @@ class FixedNumber(Stream):
 @given(st.integers(0, 3000), st.floats(1e-6, 1))
 def test_the_gap_method_reaches_the_first_and_the_last_position(size, rate):
     """Numbers above 1 - rate are gaps of 0: every position is drawn, over as many chunks as it takes."""
-    assert poisson_positions(size, rate, FixedNumber([int(2**63 * (1 - rate / 2))])).tolist() == list(range(size))
+    assert poisson_positions(
+        size, rate, FixedNumber([int(2**63 * (1 - rate / 2))])
+    ).tolist() == list(range(size))
 
 
 @pytest.mark.parametrize("rate", [1e-7, 1e-4, 256 / 60_000, 0.3, 0.9, 1 - 2.0**-40])
@@ -126,13 +139,17 @@ def test_no_gap_is_too_long_to_be_drawn(more):
 
 def test_batches_are_drawn_at_the_rate_that_is_charged(monkeypatch):
     seen = []
-    monkeypatch.setattr(samplers, "poisson_positions", lambda size, rate, rng: seen.append(rate) or np.arange(0))
+    monkeypatch.setattr(
+        samplers, "poisson_positions", lambda size, rate, rng: seen.append(rate) or np.arange(0)
+    )
     for design in (Poisson(7, 49), Poisson(3, 1001)):
         list(PoissonSampler(design, steps=1).draws())
         assert design.draw_event(clipped_gaussian(1.0), Draw(0)).q == seen[-1]
 
 
-@pytest.mark.parametrize(("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)])
+@pytest.mark.parametrize(
+    ("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)]
+)
 def test_drawn_positions_are_distinct_sorted_and_in_range(size, rate):
     rng = Repeatable(np.random.default_rng(0))
     for _ in range(20):
@@ -165,7 +182,9 @@ def test_shuffled_epochs_hold_each_record_once_in_parts_of_their_own(batch_size)
         assert sorted(i for _, indices in chosen for i in indices) == list(range(N))
         assert len({(draw.partition, draw.part) for draw, _ in chosen}) == epoch
         assert len({draw.partition for draw, _ in chosen}) == 1
-    assert len({draw.partition for draw, _ in draws}) == 3  # a started third pass is a pass of its own
+    assert (
+        len({draw.partition for draw, _ in draws}) == 3
+    )  # a started third pass is a pass of its own
 
 
 def test_every_iteration_and_every_sampler_has_a_permutation_of_its_own():
@@ -178,7 +197,9 @@ def test_every_iteration_and_every_sampler_has_a_permutation_of_its_own():
 def test_partitions_of_different_cuts_have_different_names():
     """One permutation cut in two ways: part 0 of one overlaps with part 1 of the other."""
     names = {draw.partition for b in (5, 10) for draw, _ in seeded(Shuffled(b, N)).draws()}
-    again = {draw.partition for kind in (Shuffled, Disjoint) for draw, _ in seeded(kind(5, N)).draws()}
+    again = {
+        draw.partition for kind in (Shuffled, Disjoint) for draw, _ in seeded(kind(5, N)).draws()
+    }
     assert (len(names), len(again)) == (2, 1)
 
 
@@ -204,7 +225,9 @@ def test_a_sampler_refuses_a_foreign_design(sampler):
         if type(make_sampler(design) if design in DESIGNS else None) is sampler:
             assert sampler(design).design is design
         else:
-            with pytest.raises(UnknownSamplerError, match=rf"design must be \w+ for {sampler.__name__} \(got "):
+            with pytest.raises(
+                UnknownSamplerError, match=rf"design must be \w+ for {sampler.__name__} \(got "
+            ):
                 sampler(design)
 
 
@@ -228,8 +251,14 @@ def test_another_number_of_records_is_refused_where_batches_depend_on_it(design)
     ("build", "message"),
     [
         (lambda: make_sampler(RARE, steps=0), r"steps must be an integer >= 1 \(got 0\)"),
-        (lambda: make_sampler(Disjoint(6, N), steps=5), r"steps must be <= 4, what is left of one pass .* \(got 5\)"),
-        (lambda: PrivateLoader(TENSORS, make_sampler(RARE), physical_batch_size=0), r"physical_batch_size must be"),
+        (
+            lambda: make_sampler(Disjoint(6, N), steps=5),
+            r"steps must be <= 4, what is left of one pass .* \(got 5\)",
+        ),
+        (
+            lambda: PrivateLoader(TENSORS, make_sampler(RARE), physical_batch_size=0),
+            r"physical_batch_size must be",
+        ),
     ],
 )
 def test_a_bad_number_is_named(build, message):
@@ -240,7 +269,9 @@ def test_a_bad_number_is_named(build, message):
 # -- secrecy ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))]
+)
 def test_a_copy_draws_other_batches_and_logs_for_itself(duplicate):
     sampler = seeded(Poisson(50, 1000))
     sampler.log.deliver(Chunk(Draw(1), 1, last=True))
@@ -273,7 +304,9 @@ def test_the_log_admits_one_use_of_each_batch_in_order():
     assert log.take() is log.taken is chunks[0]
     with pytest.raises(SequenceError, match="no batch is outstanding"):
         log.take()
-    with pytest.raises(SequenceError, match="the previous batch was not used"):  # taken, but its step has not ended
+    with pytest.raises(
+        SequenceError, match="the previous batch was not used"
+    ):  # taken, but its step has not ended
         log.deliver(chunks[1])
     log.taken = None
     with pytest.raises(SequenceError, match="an older iteration of the loader was continued"):
@@ -316,7 +349,9 @@ def test_chunks_cover_each_draw_with_one_last_flag(design, physical):
     sampler = seeded(design)
     covered: list[list[int]] = [[]]
     chunks = []
-    for (x, y), chunk in used(PrivateLoader(TENSORS, sampler, physical_batch_size=physical), sampler):
+    for (x, y), chunk in used(
+        PrivateLoader(TENSORS, sampler, physical_batch_size=physical), sampler
+    ):
         assert len(x) == len(y) == chunk.rows <= (physical or N)
         assert x[:, 0].tolist() == y.tolist()
         covered[-1] += y.tolist()
@@ -336,7 +371,12 @@ def test_tensors_in_memory_give_the_batches_of_the_data_loader(physical, workers
     for dataset, count in ((TENSORS, 0), (Tuples(), workers)):
         sampler = seeded(RARE, steps=30)
         loader = PrivateLoader(dataset, sampler, physical_batch_size=physical, num_workers=count)
-        runs.append([(x.tolist(), y.tolist(), x.dtype, y.dtype, c.rows, c.last) for (x, y), c in used(loader, sampler)])
+        runs.append(
+            [
+                (x.tolist(), y.tolist(), x.dtype, y.dtype, c.rows, c.last)
+                for (x, y), c in used(loader, sampler)
+            ]
+        )
     assert runs[0] == runs[1]
     assert min(rows for *_, rows, _ in runs[0]) == 0
 
@@ -344,7 +384,9 @@ def test_tensors_in_memory_give_the_batches_of_the_data_loader(physical, workers
 @pytest.mark.parametrize("dataset", [TENSORS, Tuples()])
 def test_an_empty_draw_is_a_batch_without_rows(dataset):
     sampler = seeded(RARE, steps=40)
-    empty = [batch for batch, chunk in used(PrivateLoader(dataset, sampler), sampler) if not chunk.rows]
+    empty = [
+        batch for batch, chunk in used(PrivateLoader(dataset, sampler), sampler) if not chunk.rows
+    ]
     assert empty
     for x, y in empty:
         assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 3), torch.float64, (0,), torch.int64)
@@ -354,18 +396,27 @@ def test_an_empty_draw_is_a_batch_without_rows(dataset):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_draw_has_the_structure_of_the_records(workers):
     sampler = seeded(RARE, steps=20)
-    seen = {chunk.rows: batch for batch, chunk in used(PrivateLoader(Dicts(), sampler, num_workers=workers), sampler)}
+    seen = {
+        chunk.rows: batch
+        for batch, chunk in used(PrivateLoader(Dicts(), sampler, num_workers=workers), sampler)
+    }
     for rows, batch in seen.items():
         first, second = batch["pair"]
         assert (batch["x"].shape, batch["x"].dtype) == ((rows, 3), torch.float32)
-        assert (first.dtype, second.dtype, batch["flag"].dtype) == (torch.int64, torch.float64, torch.bool)
+        assert (first.dtype, second.dtype, batch["flag"].dtype) == (
+            torch.int64,
+            torch.float64,
+            torch.bool,
+        )
         assert len(first) == len(second) == len(batch["flag"]) == rows
     assert 0 in seen
 
 
 def test_a_collate_function_of_the_users_is_used_also_for_tensors():
     sampler, sizes = seeded(RARE, steps=40), set()
-    loader = PrivateLoader(TENSORS, sampler, collate_fn=lambda items: [2 * default_collate(items)[0], torch.tensor(1)])
+    loader = PrivateLoader(
+        TENSORS, sampler, collate_fn=lambda items: [2 * default_collate(items)[0], torch.tensor(1)]
+    )
     for (x, _), chunk in used(loader, sampler):
         assert (x.shape, x.dtype) == ((chunk.rows, 3), torch.float64)
         assert (x % 2 == 0).all()
@@ -387,7 +438,9 @@ def test_a_subclass_of_a_tensor_dataset_keeps_its_own_records():
 def test_what_is_sent_to_workers_can_be_pickled(monkeypatch):
     """Where processes are spawned, and not forked, the collate function is pickled."""
     sent = []
-    monkeypatch.setattr("torch_dpsco.sampling.loader.DataLoader", lambda *_, **options: sent.append(options) or [])
+    monkeypatch.setattr(
+        "torch_dpsco.sampling.loader.DataLoader", lambda *_, **options: sent.append(options) or []
+    )
     list(PrivateLoader(Tuples(), make_sampler(RARE), num_workers=2))
     collate = pickle.loads(pickle.dumps(sent[0]["collate_fn"]))
     assert [part.shape for part in collate([])] == [(0, 3), (0,)]
@@ -404,7 +457,9 @@ def test_a_batch_that_no_step_has_used_stops_the_loader():
 
 @multiprocess
 @pytest.mark.parametrize(("dataset", "workers"), [(TENSORS, 0), (Tuples(), 0), (Tuples(), 2)])
-def test_an_iteration_broken_off_is_followed_by_one_that_begins_with_the_same_draw(dataset, workers):
+def test_an_iteration_broken_off_is_followed_by_one_that_begins_with_the_same_draw(
+    dataset, workers
+):
     sampler = make_sampler(Fixed(4, N))
     loader = PrivateLoader(dataset, sampler, physical_batch_size=3, num_workers=workers)
     restarts = []
@@ -425,7 +480,10 @@ def test_an_iteration_broken_off_is_followed_by_one_that_begins_with_the_same_dr
 
 
 def test_a_sampler_serves_a_plain_data_loader_as_batch_sampler():
-    sampler, expected = seeded(Poisson(10, N), steps=15), positions(seeded(Poisson(10, N), steps=15))
+    sampler, expected = (
+        seeded(Poisson(10, N), steps=15),
+        positions(seeded(Poisson(10, N), steps=15)),
+    )
     loader = DataLoader(Tuples(), batch_sampler=sampler)
     assert len(loader) == 15
     got = []

@@ -18,14 +18,21 @@ def test_steps_are_located_phase_by_phase_in_order(lengths):
     assert schedule.steps == sum(lengths)
     expected = [(index, k) for index, steps in enumerate(lengths) for k in range(steps)]
     assert [schedule.locate(step) for step in range(sum(lengths))] == expected
-    with pytest.raises(ValueError, match=rf"step must be < {sum(lengths)}, .* \(got {sum(lengths)}\)"):
+    with pytest.raises(
+        ValueError, match=rf"step must be < {sum(lengths)}, .* \(got {sum(lengths)}\)"
+    ):
         schedule.locate(sum(lengths))
 
 
 def test_a_last_phase_without_steps_never_ends():
     schedule = Schedule((Phase(2), Phase(lr=0.1)))
     assert schedule.steps is None
-    assert [schedule.locate(step) for step in (0, 1, 2, 10**9)] == [(0, 0), (0, 1), (1, 0), (1, 10**9 - 2)]
+    assert [schedule.locate(step) for step in (0, 1, 2, 10**9)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 10**9 - 2),
+    ]
 
 
 def test_the_default_is_one_phase_without_end():

@@ -30,7 +30,11 @@ def data(shift: int = 0) -> TensorDataset:
 
 def one_pass() -> tuple[nn.Module, dp.PrivateOptimizer]:
     model = dp.attach(nn.Linear(3, 1))
-    parts: dict[str, Any] = {"oracle": Clipped(1.0, 1.0, 4), "rule": SGD(), "design": dp.Disjoint(4, 16)}
+    parts: dict[str, Any] = {
+        "oracle": Clipped(1.0, 1.0, 4),
+        "rule": SGD(),
+        "design": dp.Disjoint(4, 16),
+    }
     return model, dp.PrivateOptimizer(model.parameters(), 0.1, **parts)
 
 
@@ -54,14 +58,18 @@ def test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run(tmp_pat
         model = dp.attach(nn.Linear(3, 1))
         accountant = dp.Accountant(BUDGET, ledger_path=tmp_path / path)
         problem = dp.Problem(lipschitz=1.0)
-        plan = dp.HolderSGD.plan(lr=0.1, problem=problem, noise_multiplier=4.0, batch_size=4, n=16, budget=BUDGET)
+        plan = dp.HolderSGD.plan(
+            lr=0.1, problem=problem, noise_multiplier=4.0, batch_size=4, n=16, budget=BUDGET
+        )
         return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
 
     model, optimizer = run("first")
     batches = iter(optimizer.loader(data(), steps=2))
     step(model, optimizer, next(batches))
     saved = optimizer.state_dict()
-    step(model, optimizer, next(batches))  # may have been released, and the checkpoint does not know of it
+    step(
+        model, optimizer, next(batches)
+    )  # may have been released, and the checkpoint does not know of it
     optimizer.accountant.close()
     _, other = run("second")
     other.accountant.load_state_dict(saved["dpsco"]["ledger"])
@@ -104,7 +112,9 @@ class Odd:
         return "Odd"
 
 
-@pytest.mark.parametrize("leaf", [Odd(), torch.eye(2).to_sparse(), {1: Odd()}], ids=["object", "sparse", "nested"])
+@pytest.mark.parametrize(
+    "leaf", [Odd(), torch.eye(2).to_sparse(), {1: Odd()}], ids=["object", "sparse", "nested"]
+)
 def test_records_that_cannot_be_told_apart_are_refused(leaf: Any) -> None:
     with pytest.raises(PrivacyError, match="dataset must hold dense tensors"):
         fingerprint("00" * 16, [leaf])

@@ -39,7 +39,13 @@ from tests.processes import (
 from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.distributed import World
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.errors import (
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+    UtilityWarning,
+)
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
@@ -88,9 +94,14 @@ def everything(rank: int) -> dict[str, Any]:
         torch.manual_seed(1), np.random.seed(1)  # noqa: NPY002  (what naive samplers draw by)
         model = layer()
         optimizer = repeatable(kind, model)
-        run = train(model, optimizer, optimizer.loader(data, shard=N, steps=STEPS[kind], padding=False))
+        run = train(
+            model, optimizer, optimizer.loader(data, shard=N, steps=STEPS[kind], padding=False)
+        )
         optimizer.finalize()
-        found[kind] = run | {"answer": numbers(model), "ledger": optimizer.accountant.ledger.digest()}
+        found[kind] = run | {
+            "answer": numbers(model),
+            "ledger": optimizer.accountant.ledger.digest(),
+        }
         found[kind]["said"] = " ".join(str(optimizer.report(1e-3)).split())
     return found | {"fit": fitted(data), "law": drawn_often(data), "by ids": with_ids(rank, data)}
 
@@ -124,7 +135,11 @@ def fitted(data: TensorDataset) -> dict[str, Any]:
     plan = dp.HolderSGD.plan(problem=loss.problem(bound_x=3.0), n=50, budget=budget, batch_size=8)
     optimizer = dp.HolderSGD(model.parameters(), plan)
     dp.fit(model, optimizer, Rows(data), loss, shard=50, progress=False)
-    facts = {"steps": optimizer.steps, "planned": plan.steps, "ledger": optimizer.accountant.ledger.digest()}
+    facts = {
+        "steps": optimizer.steps,
+        "planned": plan.steps,
+        "ledger": optimizer.accountant.ledger.digest(),
+    }
     return facts | {"answer": numbers(model)}
 
 
@@ -137,11 +152,18 @@ def with_ids(rank: int, data: TensorDataset) -> dict[str, Any]:
     wrong = message(UnitError, lambda: optimizer.loader(data, ids=twice, shard=N))
     pairs = TensorDataset(*data.tensors[:2])
     fitted = message(
-        UnitError, lambda: dp.fit(model, optimizer, pairs, nn.MSELoss(), ids=twice, shard=N, steps=1, progress=False)
+        UnitError,
+        lambda: dp.fit(
+            model, optimizer, pairs, nn.MSELoss(), ids=twice, shard=N, steps=1, progress=False
+        ),
     )
     alone = message(UnknownSamplerError, lambda: optimizer.loader(data, ids=names))
-    other = message(SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N))
-    run = train(model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, padding=False))
+    other = message(
+        SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N)
+    )
+    run = train(
+        model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, padding=False)
+    )
     return {
         "wrong": wrong,
         "fit": fitted,
@@ -172,7 +194,9 @@ def refusals(rank: int) -> dict[str, str]:
 
     refused: dict[str, Callable[[], Any]] = {
         "sampler": with_sampler,
-        "mixed": lambda: built("poisson", layer()).loader(data if rank else everyone, shard=N if rank else None),
+        "mixed": lambda: built("poisson", layer()).loader(
+            data if rank else everyone, shard=N if rank else None
+        ),
         "total": lambda: built("poisson", layer()).loader(everyone, shard=N),
         "bound": lambda: built("poisson", layer()).loader(data, shard=N - 1),
     }
@@ -203,7 +227,12 @@ def told(rank: int, extra: int) -> list[list[int]]:
         add_up(group, said)
 
     group = distributed.Group
-    group.gather, group.send, group.add_up, distributed.sampling_key = gathered, sent, added, lambda: bytes(32)
+    group.gather, group.send, group.add_up, distributed.sampling_key = (
+        gathered,
+        sent,
+        added,
+        lambda: bytes(32),
+    )
     data = TensorDataset(*(tensor[: 5 + extra * rank] for tensor in records().tensors))
     for kind in KINDS:
         built(kind, layer(), adjacency="add_remove").loader(data, shard=N)
@@ -228,7 +257,10 @@ def moved(rank: int) -> dict[str, Any]:
     found = train(other, second, dp.sampling.PhysicalBatches(loader, 2))
     second.finalize()
     facts = {"steps": second.steps, "charged": len(second.accountant), "answer": numbers(other)}
-    return facts | {"ledger": second.accountant.ledger.digest(), "drawn": first["drawn"] + found["drawn"]}
+    return facts | {
+        "ledger": second.accountant.ledger.digest(),
+        "drawn": first["drawn"] + found["drawn"],
+    }
 
 
 def passes(rank: int) -> dict[str, Any]:
@@ -236,7 +268,9 @@ def passes(rank: int) -> dict[str, Any]:
     model = layer()
     optimizer = built("allocated", model)
     data = shard_of(rank, 2)
-    found = train(model, optimizer, optimizer.loader(data, shard=N, steps=2, padding=False))["drawn"]
+    found = train(model, optimizer, optimizer.loader(data, shard=N, steps=2, padding=False))[
+        "drawn"
+    ]
     state = optimizer.state_dict()
     again: dict[str, Callable[[], Any]] = {
         "whole": lambda: optimizer.loader(records(), resume=True),
@@ -245,7 +279,9 @@ def passes(rank: int) -> dict[str, Any]:
         "crash": lambda: built("allocated", layer()).load_state_dict(state),
     }
     wrong = {name: message((PrivacyError, ValueError), call) for name, call in again.items()}
-    found += train(model, optimizer, optimizer.loader(data, shard=N, steps=2, resume=True, padding=False))["drawn"]
+    found += train(
+        model, optimizer, optimizer.loader(data, shard=N, steps=2, resume=True, padding=False)
+    )["drawn"]
     common = built("allocated", model := layer())
     train(model, common, common.loader(records(), steps=2, padding=False))
     turned = TensorDataset(*(tensor.flip(0) for tensor in records().tensors))
@@ -272,14 +308,18 @@ def dying(rank: int) -> str:
             os._exit(0)
         if k == 0:
             optimizer.step()
-    return message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+    return (
+        message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+    )
 
 
 # -- as one process ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def together(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     return launch(everything, request.param, tmp_path_factory.mktemp("together"))
 
 
@@ -326,7 +366,10 @@ def summed(kind: str, parts: list[list[list[int]]]) -> Tensor:
 
     def recorded() -> Iterator[tuple[Draw, np.ndarray]]:
         for (draw, _), part in zip(name(), parts[0], strict=True):
-            yield Draw(len(part), draw.partition, draw.part, draw.index), np.array(part, dtype=np.int64)
+            yield (
+                Draw(len(part), draw.partition, draw.part, draw.index),
+                np.array(part, dtype=np.int64),
+            )
 
     sampler.draws = recorded
     optimizer._world = Summed(model, parts[1:])
@@ -362,15 +405,24 @@ def test_each_record_is_drawn_where_it_is_and_a_rank_without_records_takes_part(
     assert sorted(once) == list(range(N))
 
 
-def test_the_union_of_the_draws_of_shards_has_the_law_of_the_design(together: list[dict[str, Any]]) -> None:
+def test_the_union_of_the_draws_of_shards_has_the_law_of_the_design(
+    together: list[dict[str, Any]],
+) -> None:
     check_that_draws_are_poisson(union([{"drawn": rank["law"]} for rank in together]), 6 / N)
 
 
-def test_shards_whose_draws_are_copies_of_each_other_are_caught(together: list[dict[str, Any]]) -> None:
+def test_shards_whose_draws_are_copies_of_each_other_are_caught(
+    together: list[dict[str, Any]],
+) -> None:
     """The second half of the records is drawn where the first half is."""
-    own = [[i for i in draw if i < N // 2] for draw in union([{"drawn": rank["law"]} for rank in together])]
+    own = [
+        [i for i in draw if i < N // 2]
+        for draw in union([{"drawn": rank["law"]} for rank in together])
+    ]
     with pytest.raises(AssertionError):
-        check_that_draws_are_poisson([sorted(draw + [i + N // 2 for i in draw]) for draw in own], 6 / N)
+        check_that_draws_are_poisson(
+            [sorted(draw + [i + N // 2 for i in draw]) for draw in own], 6 / N
+        )
 
 
 def check_that_draws_are_poisson(draws: list[list[int]], rate: float) -> None:
@@ -422,29 +474,39 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("total", f"UnitError: n must be the number of records under replace_one (declared {N}"),
     ],
 )
-def test_what_shards_cannot_share_is_refused_on_all_ranks(name: str, words: str, failed: list[dict[str, Any]]) -> None:
+def test_what_shards_cannot_share_is_refused_on_all_ranks(
+    name: str, words: str, failed: list[dict[str, Any]]
+) -> None:
     for rank in failed:
         assert words in rank["refused"][name]
 
 
-def test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused(failed: list[dict[str, Any]]) -> None:
+def test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused(
+    failed: list[dict[str, Any]],
+) -> None:
     for rank in failed:
         assert "loader must draw this rank's positions" in rank["refused"]["sampler"]
 
 
-def test_a_shard_above_its_declared_number_is_refused_where_that_is_public(failed: list[dict[str, Any]]) -> None:
+def test_a_shard_above_its_declared_number_is_refused_where_that_is_public(
+    failed: list[dict[str, Any]],
+) -> None:
     assert "rank 1 has given this loader up" in failed[0]["refused"]["bound"]
     assert f"declared {N - 1}, the data set has more" in failed[1]["refused"]["bound"]
 
 
-def test_under_add_remove_no_rank_tells_how_many_records_it_has(failed: list[dict[str, Any]]) -> None:
+def test_under_add_remove_no_rank_tells_how_many_records_it_has(
+    failed: list[dict[str, Any]],
+) -> None:
     for rank in failed:
         without, with_one_more = rank["told"]
         assert without == with_one_more
         assert len(without) > 3 * len(KINDS)
 
 
-def test_a_poisson_run_goes_on_after_records_have_moved_to_other_ranks(failed: list[dict[str, Any]]) -> None:
+def test_a_poisson_run_goes_on_after_records_have_moved_to_other_ranks(
+    failed: list[dict[str, Any]],
+) -> None:
     """Each draw is of the records where they are: no draw depends on an earlier one."""
     first, second = (rank["moved"] for rank in failed)
     for name in ("steps", "charged", "ledger"):
@@ -474,7 +536,10 @@ def test_ranks_go_on_with_their_records_in_their_order_only(failed: list[dict[st
 def test_ranks_go_on_with_a_partition_of_their_common_key_only() -> None:
     place: dict[str, Any] = {"rank": 0, "processes": 2, "own": True, "size": 9}
     begun = RankAssignedSampler(dp.Assigned(16, N), **place, key=bytes(32)).so_far
-    assert RankAssignedSampler(dp.Assigned(16, N), **place, key=bytes(32), resume=begun).so_far is not None
+    assert (
+        RankAssignedSampler(dp.Assigned(16, N), **place, key=bytes(32), resume=begun).so_far
+        is not None
+    )
     with pytest.raises(SequenceError, match="got a partition of another key"):
         RankAssignedSampler(dp.Assigned(16, N), **place, key=bytes([1]) * 32, resume=begun)
 
@@ -486,7 +551,9 @@ def test_a_draw_of_a_shard_is_no_draw_of_all_records(failed: list[dict[str, Any]
 
 def test_a_rank_that_dies_with_its_shard_makes_the_others_raise(tmp_path: Path) -> None:
     set_forkserver_preload(["torch_dpsco", "pytest", "scipy.stats"])
-    running = start_processes(run_rank, (dying, 3, str(tmp_path), ()), nprocs=3, join=False, start_method="forkserver")
+    running = start_processes(
+        run_rank, (dying, 3, str(tmp_path), ()), nprocs=3, join=False, start_method="forkserver"
+    )
     for process in running.processes:
         process.join(SECONDS)
         assert process.exitcode == 0

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("name", torch_dpsco.__all__)
 def test_every_public_name_is_on_a_page(name: str) -> None:
-    documented = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = "\n".join(
+        page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")
+    )
     assert f":: {name}\n" in documented or f":: torch_dpsco.{name}\n" in documented
 
 
@@ -30,7 +32,9 @@ def test_the_link_check_of_the_site_names_what_leads_nowhere(tmp_path: Path) -> 
     whole = '<p id="top"><a href="#top">1</a><a href="folder/b.html#here">2</a><a href="https://x.y/z#q">3</a>'
     (tmp_path / "a.html").write_text(whole)
     assert check()[0] == 0
-    (tmp_path / "a.html").write_text(f'{whole}<a href="folder/b.html#gone">4</a><img src="c.png"><a href="#no">5</a>')
+    (tmp_path / "a.html").write_text(
+        f'{whole}<a href="folder/b.html#gone">4</a><img src="c.png"><a href="#no">5</a>'
+    )
     code, said = check()
     assert code == 1
     assert said.splitlines()[:3] == ["a.html: #no", "a.html: c.png", "a.html: folder/b.html#gone"]

@@ -21,7 +21,12 @@ def test_the_studies_find_what_is_there(tmp_path):
     pytest.importorskip("matplotlib")
     words = [sys.executable, str(ROOT / "examples" / "study.py"), "--save", str(tmp_path)]
     done = subprocess.run(
-        words, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=900
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=900,
     )
     scores = [float(score) for score in re.findall(r"held out: auc ([\d.]+) [+]- ", done.stdout)]
     for score, least in zip(scores, (0.85, 0.77, 0.45), strict=True):
@@ -31,5 +36,13 @@ def test_the_studies_find_what_is_there(tmp_path):
         assert f"for one {unit}" in (tmp_path / name / "report.html").read_text(encoding="utf-8")
         model = Released.load(tmp_path / name / "model.json")
         assert model.schema["unit"] == unit
-    few = {"age": [20, 60], "years of education": [9, 16], "hours per week": [40, 60], "sex": ["Female", "Male"]}
-    assert Released.load(tmp_path / "intervals" / "model.json").predict(few).tolist() == ["<=50K", ">50K"]
+    few = {
+        "age": [20, 60],
+        "years of education": [9, 16],
+        "hours per week": [40, 60],
+        "sex": ["Female", "Male"],
+    }
+    assert Released.load(tmp_path / "intervals" / "model.json").predict(few).tolist() == [
+        "<=50K",
+        ">50K",
+    ]

@@ -35,7 +35,9 @@ def accuracy() -> Iterator[ModuleType]:
         import accuracy as module
 
         yield module
-        beside = {path.stem for folder in (FOLDER, ROOT / "examples") for path in folder.glob("*.py")}
+        beside = {
+            path.stem for folder in (FOLDER, ROOT / "examples") for path in folder.glob("*.py")
+        }
         for name in beside & (set(sys.modules) - before):
             del sys.modules[name]
 
@@ -45,18 +47,24 @@ def toy(parts: ModuleType, users: bool = False, kind: str = "binary") -> object:
     draw = np.random.default_rng(3)
     rows, ids = draw.random((60, 3)), draw.integers(0, 12, 60)
     targets = (
-        (draw.random(60) < rows[:, 0]).astype(float) if kind == "binary" else 3 * rows[:, 0] + draw.standard_t(2, 60)
+        (draw.random(60) < rows[:, 0]).astype(float)
+        if kind == "binary"
+        else 3 * rows[:, 0] + draw.standard_t(2, 60)
     )
     groups = pd.Series(ids) if users else None
     bound = None if kind == "binary" else 100.0
-    return parts.made("toy", "develop", [rows / math.sqrt(3)], targets, bound_y=bound, threshold=0.5, users=groups)
+    return parts.made(
+        "toy", "develop", [rows / math.sqrt(3)], targets, bound_y=bound, threshold=0.5, users=groups
+    )
 
 
 # -- public constants -------------------------------------------------------------------------------------------------
 
 
 @given(numbers=NUMBERS)
-def test_a_block_has_norm_at_most_1_whatever_the_records_hold(accuracy: ModuleType, numbers: list[float]) -> None:
+def test_a_block_has_norm_at_most_1_whatever_the_records_hold(
+    accuracy: ModuleType, numbers: list[float]
+) -> None:
     parts = sys.modules["table_parts"]
     column = pd.Series(numbers)
     for block in (parts.unit(column, -2.0, 5.0), parts.log_unit(column, 100.0)):
@@ -72,7 +80,16 @@ def test_ranges_levels_and_bounds_are_literals_and_no_statistic_of_the_data_is_t
         for node in ast.walk(ast.parse((FOLDER / f"{script}.py").read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 named = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                assert named not in {"min", "mean", "median", "std", "var", "quantile", "unique", "value_counts"}, named
+                assert named not in {
+                    "min",
+                    "mean",
+                    "median",
+                    "std",
+                    "var",
+                    "quantile",
+                    "unique",
+                    "value_counts",
+                }, named
                 if named in {"unit", "log_unit"}:
                     calls += 1
                     assert all(isinstance(ast.literal_eval(a), (int, float)) for a in node.args[1:])
@@ -80,7 +97,9 @@ def test_ranges_levels_and_bounds_are_literals_and_no_statistic_of_the_data_is_t
 
 
 @pytest.mark.slow
-def test_every_row_is_within_the_declared_bounds_and_no_user_is_in_both_sets(accuracy: ModuleType) -> None:
+def test_every_row_is_within_the_declared_bounds_and_no_user_is_in_both_sets(
+    accuracy: ModuleType,
+) -> None:
     left_out, seen = [], set()
     for name, make in accuracy.TABLES.items():
         try:
@@ -108,7 +127,10 @@ def test_the_list_says_rows_bounds_and_what_is_not_private(
     accuracy: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sys.modules["tables"].main(["--list", "--tables", "adult", "--save", str(tmp_path)])
-    assert "48,842 rows (33% test), d = 65; bound_x 3.464; not private: auc 0.89" in capsys.readouterr().out
+    assert (
+        "48,842 rows (33% test), d = 65; bound_x 3.464; not private: auc 0.89"
+        in capsys.readouterr().out
+    )
     saved = np.load(tmp_path / "adult.npz")
     assert saved["X"].shape == (48_842, 65)
     assert str(saved["kind"]), str(saved["split"]) == ("binary", "develop")
@@ -130,9 +152,13 @@ def test_an_anchor_without_noise_is_the_loop_that_clips_each_gradient(
     last, half = anchors.descend(data, jobs, torch.Generator())
     largest = 0.5 if loss == "huber" else 1.0
     for column, clip in enumerate((0.05, 1.0)):
-        iterates = literal(table, loss, clip * largest * data.bound, {"logistic": 4.0}.get(loss, 0.5) / data.bound)
+        iterates = literal(
+            table, loss, clip * largest * data.bound, {"logistic": 4.0}.get(loss, 0.5) / data.bound
+        )
         np.testing.assert_allclose(last[:, column], iterates[-1], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(half[:, column], np.mean(iterates[2:], axis=0), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            half[:, column], np.mean(iterates[2:], axis=0), rtol=1e-4, atol=1e-6
+        )
 
 
 def literal(table: object, loss: str, clip: float, rate: float) -> list[np.ndarray]:
@@ -145,7 +171,9 @@ def literal(table: object, loss: str, clip: float, rate: float) -> list[np.ndarr
         total = np.zeros_like(weights)
         for user in sorted(set(ids)):
             gradients = [
-                slope(loss, float(x @ weights), y) * x for x, y, i in zip(rows, targets, ids, strict=True) if i == user
+                slope(loss, float(x @ weights), y) * x
+                for x, y, i in zip(rows, targets, ids, strict=True)
+                if i == user
             ]
             mean = np.mean(gradients, axis=0)
             total += mean * min(1.0, clip / np.linalg.norm(mean))
@@ -157,19 +185,29 @@ def literal(table: object, loss: str, clip: float, rate: float) -> list[np.ndarr
 def slope(loss: str, score: float, target: float) -> float:
     if loss == "logistic":
         return 1 / (1 + math.exp(-score)) - target
-    return math.copysign(1.0, score - target) if loss == "absolute" else max(-0.5, min(0.5, score - target))
+    return (
+        math.copysign(1.0, score - target)
+        if loss == "absolute"
+        else max(-0.5, min(0.5, score - target))
+    )
 
 
-def test_a_poisson_batch_holds_each_row_at_its_rate(accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poisson_batch_holds_each_row_at_its_rate(
+    accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step of a run moves by the rows of one batch; 1,000 runs are within 5.5 standard deviations: 4e-8."""
     anchors, parts = sys.modules["anchors"], sys.modules["table_parts"]
     monkeypatch.setattr(anchors, "noise", lambda *numbers: 0.0)
     data = anchors.Data(toy(parts))
-    slopes = data.targets[:, 0] - 0.5  # of the logistic loss at 0, up to the sign; no gradient is clipped
+    slopes = (
+        data.targets[:, 0] - 0.5
+    )  # of the logistic loss at 0, up to the sign; no gradient is clipped
     data.rows[:] = torch.eye(len(data.rows), data.rows.shape[1])  # the first rows are told apart
     data.norms[:] = 1.0
     jobs = [anchors.Job(anchors.Setting("logistic", 1.0, 1.0, 1, 12), 1.0)]
-    moved = [anchors.descend(data, jobs, torch.Generator().manual_seed(s))[0][:, 0] for s in range(1_000)]
+    moved = [
+        anchors.descend(data, jobs, torch.Generator().manual_seed(s))[0][:, 0] for s in range(1_000)
+    ]
     seen = (np.abs(np.array(moved)) > 0).mean(0)
     rate = 12 / data.count
     assert np.abs(slopes.numpy()).min() == 0.5
@@ -182,11 +220,15 @@ def test_the_noise_of_an_anchor_spends_its_epsilon(accuracy: ModuleType) -> None
     anchors = sys.modules["anchors"]
     for batch, design in ((None, dp.Full(1_000)), (100, dp.Poisson(100, 1_000))):
         level = anchors.noise(1.0, 1_000, batch, 30)
-        spent = design_epsilon(level, anchors.DELTA, design=design, steps=30, adjacency="add_remove")
+        spent = design_epsilon(
+            level, anchors.DELTA, design=design, steps=30, adjacency="add_remove"
+        )
         assert 0.99 < spent <= 1.0
 
 
-def test_the_noise_of_a_step_has_the_size_of_its_level(accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_of_a_step_has_the_size_of_its_level(
+    accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     anchors, parts = sys.modules["anchors"], sys.modules["table_parts"]
     monkeypatch.setattr(anchors, "noise", lambda *numbers: 1e4)  # nothing else is seen
     data = anchors.Data(toy(parts))
@@ -209,14 +251,20 @@ def test_a_verdict_allows_a_thousandth_and_knows_what_is_better(accuracy: Module
 
 def test_the_best_anchor_is_the_best_median_of_all_methods(accuracy: ModuleType) -> None:
     anchors = accuracy.Results(None)
-    anchors.add("t", "1", "DP-GD", {"auc": {"runs": [0.7, 0.8, 0.9]}, "mae": {"runs": [3.0, 1.0, 2.0]}})
-    anchors.add("t", "1", "DP-SGD", {"auc": {"runs": [0.1, 0.7, 0.99]}, "mae": {"runs": [1.5, 1.5, 9.0]}})
+    anchors.add(
+        "t", "1", "DP-GD", {"auc": {"runs": [0.7, 0.8, 0.9]}, "mae": {"runs": [3.0, 1.0, 2.0]}}
+    )
+    anchors.add(
+        "t", "1", "DP-SGD", {"auc": {"runs": [0.1, 0.7, 0.99]}, "mae": {"runs": [1.5, 1.5, 9.0]}}
+    )
     assert accuracy.best_anchor(anchors, "t", "1", "auc") == 0.8
     assert accuracy.best_anchor(anchors, "t", "1", "mae") == 1.5
     assert accuracy.best_anchor(anchors, "t", "3", "mae") is None
 
 
-def test_what_cannot_be_planned_is_reported_and_what_is_known_is_kept(accuracy: ModuleType, tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_reported_and_what_is_known_is_kept(
+    accuracy: ModuleType, tmp_path: Path
+) -> None:
     parts, ours = sys.modules["table_parts"], sys.modules["ours"]
 
     def refused(table: object, epsilon: float) -> None:

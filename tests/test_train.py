@@ -55,7 +55,15 @@ def conv() -> nn.Module:
 
 
 def holder(model: nn.Module, **changes: Any) -> dp.HolderSGD:
-    kind = {"lr": 0.1, "problem": PROBLEM, "noise_multiplier": 2.0, "batch_size": BATCH, "n": N, "steps": 5, **changes}
+    kind = {
+        "lr": 0.1,
+        "problem": PROBLEM,
+        "noise_multiplier": 2.0,
+        "batch_size": BATCH,
+        "n": N,
+        "steps": 5,
+        **changes,
+    }
     own = {name: kind.pop(name) for name in ("generator", "accountant", "rule") if name in kind}
     return dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**kind), **own)
 
@@ -91,14 +99,18 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-def test_the_bar_never_shows_less_epsilon_than_was_spent(adjacency: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_never_shows_less_epsilon_than_was_spent(
+    adjacency: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = linear()
     optimizer = planned(model, dp.Budget(1.0, DELTA, adjacency=adjacency), epochs=10)
     dp.fit(model, optimizer, records(), LOSS)
     event = optimizer.design.event(optimizer.oracle.event(), 1)
     seen = []
     for frame in frames(capsys)[1:]:
-        step, epsilon, left = re.search(r" (\d+)/50 .*epsilon=([\d.]+), left=(\d+)\]", frame).groups()
+        step, epsilon, left = re.search(
+            r" (\d+)/50 .*epsilon=([\d.]+), left=(\d+)\]", frame
+        ).groups()
         assert int(step) + int(left) == 50
         other = dp.Accountant(adjacency=adjacency)
         other.record(event, int(step))
@@ -119,7 +131,9 @@ def test_the_bar_never_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> Non
     shown = frames(capsys)
     assert len(shown) > 5
     for frame in shown:
-        assert re.search(r"[76]\.[56]\d|loss", re.sub(r"[\d.?]+ ?(step/s|s/step)", "", frame)) is None
+        assert (
+            re.search(r"[76]\.[56]\d|loss", re.sub(r"[\d.?]+ ?(step/s|s/step)", "", frame)) is None
+        )
 
 
 @pytest.mark.usefixtures("every_step")
@@ -158,21 +172,30 @@ def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple
             calls.append(len(target))
         return LOSS(output, target, reduction="sum")
 
-    optimizer = planned(model, batch_size=1, epochs=1, sampling="poisson")  # 40 draws, each empty with probability 0.36
+    optimizer = planned(
+        model, batch_size=1, epochs=1, sampling="poisson"
+    )  # 40 draws, each empty with probability 0.36
     before, data = weights(model), records(shape=shape)
-    assert dp.fit(model, optimizer, data, loss, loss_reduction="sum", padding=False, progress=False) is model
+    assert (
+        dp.fit(model, optimizer, data, loss, loss_reduction="sum", padding=False, progress=False)
+        is model
+    )
     assert optimizer.steps == len(optimizer.accountant) == 40
     assert 0 not in calls
     assert len(calls) < 40  # all full: probability 2e-8
     assert optimizer.finalized
-    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert not any(
+        torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_the_model_can_be_used_at_once() -> None:
     model, data = conv(), records(shape=(1, 4, 4))
     dp.fit(model, planned(model), data, LOSS, progress=False)
-    assert torch.equal(model(data.tensors[0]), model(data.tensors[0]))  # two forwards, gradients enabled
+    assert torch.equal(
+        model(data.tensors[0]), model(data.tensors[0])
+    )  # two forwards, gradients enabled
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -183,7 +206,9 @@ def test_fit_is_the_loop_that_one_would_write(reduction: str) -> None:
     optimizers = []
     for model in (first, second):
         with pytest.warns(UtilityWarning, match="generator="):
-            optimizers.append(planned(model, batch_size=N, epochs=4, generator=torch.Generator().manual_seed(3)))
+            optimizers.append(
+                planned(model, batch_size=N, epochs=4, generator=torch.Generator().manual_seed(3))
+            )
     loss = partial(LOSS, reduction=reduction)
     dp.fit(first, optimizers[0], records(), loss, loss_reduction=reduction, progress=False)
     dp.attach(second, loss_reduction=reduction)
@@ -221,7 +246,12 @@ def test_pairs_of_any_structure_are_trained_on(workers: int) -> None:
             return self.layer(inputs["x"] + inputs["more"][0][:, None])
 
     model = Model()
-    data = Records([Pair({"x": torch.ones(DIM), "more": [torch.tensor(i % 2.0)]}, torch.ones(1)) for i in range(N)])
+    data = Records(
+        [
+            Pair({"x": torch.ones(DIM), "more": [torch.tensor(i % 2.0)]}, torch.ones(1))
+            for i in range(N)
+        ]
+    )
     dp.fit(model, optimizer := planned(model), data, LOSS, num_workers=workers, progress=False)
     assert optimizer.steps == 5
 
@@ -232,14 +262,24 @@ def test_batches_move_to_the_device_of_the_model_whatever_their_structure() -> N
     assert type(moved) is Pair
     assert moved.inputs["x"].is_meta
     assert moved.inputs["names"] == ["a", "b"]
-    assert (moved.target[0].is_meta, moved.target[0].dtype, moved.target[1]) == (True, torch.int64, 3)
+    assert (moved.target[0].is_meta, moved.target[0].dtype, moved.target[1]) == (
+        True,
+        torch.int64,
+        3,
+    )
 
 
 # -- refused before anything is spent ---------------------------------------------------------------------------------
 
 
 def refused(
-    kind: type[Exception], message: str, model: nn.Module, optimizer: Any, data: Any = None, loss: Any = LOSS, **kw: Any
+    kind: type[Exception],
+    message: str,
+    model: nn.Module,
+    optimizer: Any,
+    data: Any = None,
+    loss: Any = LOSS,
+    **kw: Any,
 ) -> None:
     """Asserts that fit raises, and that model and ledger are then as they were."""
     before, spent = weights(model), len(optimizer.accountant)
@@ -252,7 +292,13 @@ def refused(
 def test_more_steps_than_are_planned_are_refused_and_the_plan_can_still_be_made() -> None:
     model = linear()
     optimizer = planned(model)
-    refused(ValueError, r"steps must be <= 5, what is left of the 5 planned ones \(got 6\)", model, optimizer, steps=6)
+    refused(
+        ValueError,
+        r"steps must be <= 5, what is left of the 5 planned ones \(got 6\)",
+        model,
+        optimizer,
+        steps=6,
+    )
     assert not optimizer.finalized
     dp.fit(model, optimizer, records(), LOSS, steps=5, progress=False)
     refused(SequenceError, "finalized: make a new one", model, optimizer)
@@ -264,7 +310,9 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     for inputs, targets in optimizer.loader(records(), steps=1):
         LOSS(model(inputs), targets).backward()
         optimizer.step()
-    refused(SequenceError, "the optimizer is finalized: make a new one to train again", model, optimizer)
+    refused(
+        SequenceError, "the optimizer is finalized: make a new one to train again", model, optimizer
+    )
 
 
 @pytest.mark.parametrize("design", [dp.Poisson, dp.Fixed, dp.Shuffled], ids=lambda d: d.__name__)
@@ -274,14 +322,23 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
 ) -> None:
     model = dp.attach(linear())
     accountant = dp.Accountant(dp.Budget(3.0, DELTA))
-    oracle = dp.oracles.Clipped(clip=1.0, noise_multiplier=2.0 if design is not dp.Shuffled else 4.0, batch_size=BATCH)
+    oracle = dp.oracles.Clipped(
+        clip=1.0, noise_multiplier=2.0 if design is not dp.Shuffled else 4.0, batch_size=BATCH
+    )
     own = design(BATCH, N)
     if already:
         accountant.record(own.event(oracle.event(), already))
     optimizer = dp.PrivateOptimizer(
-        model.parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=own, accountant=accountant
+        model.parameters(),
+        0.1,
+        oracle=oracle,
+        rule=dp.rules.SGD(),
+        design=own,
+        accountant=accountant,
     )
-    with pytest.raises(InfeasibleError, match=r"steps must be <= \d+, .*the budget admits \(got 500\)") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"steps must be <= \d+, .*the budget admits \(got 500\)"
+    ) as caught:
         dp.fit(model, optimizer, records(), LOSS, steps=500, progress=False)
     admitted = int(re.search(r"<= (\d+)", str(caught.value))[1])
     assert len(accountant) == (1 if already and design is dp.Shuffled else already)
@@ -296,13 +353,24 @@ def test_an_unknown_number_of_steps_and_a_bad_delta_are_refused() -> None:
     refused(ValueError, r"steps must be given.*\(got None\)", model, holder(model, steps=None))
     refused(ValueError, r"delta must be in \(0, 1\) \(got 1.5\)", model, holder(model), delta=1.5)
     refused(ValueError, r"steps must be an integer >= 1 \(got 0\)", model, holder(model), steps=0)
-    refused(ValueError, r"physical_batch_size must be an integer >= 1", model, holder(model), physical_batch_size=0)
+    refused(
+        ValueError,
+        r"physical_batch_size must be an integer >= 1",
+        model,
+        holder(model),
+        physical_batch_size=0,
+    )
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = mlp()
     refused(SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
-    refused(SequenceError, r"in common 2\); freeze the others with requires_grad_", model, holder(model[0]))
+    refused(
+        SequenceError,
+        r"in common 2\); freeze the others with requires_grad_",
+        model,
+        holder(model[0]),
+    )
     model[2].requires_grad_(False)
     dp.fit(model, holder(model[0]), records(), LOSS, progress=False)
 
@@ -325,7 +393,9 @@ def test_records_that_are_no_pairs_are_refused(record: Any, got: str) -> None:
 def test_an_optimizer_of_torch_is_refused() -> None:
     model = linear()
     sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer must be a PrivateOptimizer, as HolderSGD\(.*got SGD"):
+    with pytest.raises(
+        ValueError, match=r"optimizer must be a PrivateOptimizer, as HolderSGD\(.*got SGD"
+    ):
         dp.fit(model, sgd, records(), LOSS, progress=False)
 
 
@@ -339,7 +409,10 @@ def test_a_stream_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "got"),
-    [(lambda output, target: (output - target).square(), r"shape \(\d+, 1\)"), (lambda output, target: 1.0, "float")],
+    [
+        (lambda output, target: (output - target).square(), r"shape \(\d+, 1\)"),
+        (lambda output, target: 1.0, "float"),
+    ],
 )
 def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, got: str) -> None:
     message = rf"the loss must be a tensor with one number \(got {got}\)"
@@ -393,7 +466,9 @@ def test_an_interrupted_fit_keeps_steps_and_ledger_and_can_go_on(physical: int |
     model, calls = linear(), []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        calls.extend([len(target)] * (optimizer.outstanding_rows is not None))  # else the doctor probes
+        calls.extend(
+            [len(target)] * (optimizer.outstanding_rows is not None)
+        )  # else the doctor probes
         if len(calls) == 2 * (1 if physical is None else 3) + 1:  # in the third step
             calls.append(0)
             raise KeyboardInterrupt
@@ -431,7 +506,9 @@ def test_a_charge_whose_step_was_lost_is_not_forgotten(monkeypatch: pytest.Monke
 
 def token_labels(several: bool) -> TensorDataset:
     """Classes 0..2 for records of 5 numbers; the last record's are ignored, in part where it has several."""
-    labels = torch.zeros(12, 4, dtype=torch.int64) if several else torch.zeros(12, dtype=torch.int64)
+    labels = (
+        torch.zeros(12, 4, dtype=torch.int64) if several else torch.zeros(12, dtype=torch.int64)
+    )
     labels[-1, ...] = torch.tensor([-100, 0, -100, 0]) if several else -100
     return TensorDataset(torch.randn(12, 5), labels)
 
@@ -461,7 +538,9 @@ def full_steps(model: nn.Module) -> dp.PrivateOptimizer:
 def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
     model = Tokens()
     optimizer = full_steps(model)
-    with pytest.raises(PrivacyError, match="coupled records"):  # by the doctor, whatever the labels are
+    with pytest.raises(
+        PrivacyError, match="coupled records"
+    ):  # by the doctor, whatever the labels are
         dp.fit(model, optimizer, token_labels(True), nn.CrossEntropyLoss(), steps=1, progress=False)
     single = nn.Sequential(nn.Linear(5, 3))
     refused = full_steps(single)
@@ -474,4 +553,12 @@ def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
 def test_a_sum_may_ignore_targets(several):
     model = Tokens() if several else nn.Sequential(nn.Linear(5, 3))
     loss = nn.CrossEntropyLoss(reduction="sum")
-    dp.fit(model, full_steps(model), token_labels(several), loss, steps=2, loss_reduction="sum", progress=False)
+    dp.fit(
+        model,
+        full_steps(model),
+        token_labels(several),
+        loss,
+        steps=2,
+        loss_reduction="sum",
+        progress=False,
+    )

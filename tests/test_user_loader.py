@@ -22,7 +22,9 @@ IDS = torch.tensor([3, 0, 3, 1, 5, 3, 0])  # users 2, 4 have no rows
 ROWS = TensorDataset(torch.arange(7.0)[:, None], torch.arange(7))
 
 
-def made(design: dp.Poisson | dp.Fixed | dp.Full, ids: torch.Tensor = IDS, steps: int = 40, **more: int) -> UserLoader:
+def made(
+    design: dp.Poisson | dp.Fixed | dp.Full, ids: torch.Tensor = IDS, steps: int = 40, **more: int
+) -> UserLoader:
     data = TensorDataset(torch.arange(float(len(ids)))[:, None], torch.arange(len(ids)))
     return UserLoader(data, make_sampler(design, size=design.n, steps=steps, seed=3), ids, **more)
 
@@ -50,7 +52,9 @@ class Numbers(Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([float(index)]), index
 
 
-@pytest.mark.parametrize("design", [dp.Poisson(2, 6), dp.Fixed(2, 6), dp.Full(6)], ids=["poisson", "fixed", "full"])
+@pytest.mark.parametrize(
+    "design", [dp.Poisson(2, 6), dp.Fixed(2, 6), dp.Full(6)], ids=["poisson", "fixed", "full"]
+)
 def test_a_draw_brings_every_row_of_its_users_with_its_id_and_no_other_row(design) -> None:
     batches = taken(made(design))
     assert len(batches) == 40
@@ -71,12 +75,18 @@ def test_users_without_rows_are_drawn_as_often_as_others() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(0, 7), max_size=30), chunk=st.integers(1, 9), seed=st.integers(0, 5))
-def test_chunks_of_any_size_hold_the_rows_of_the_whole_draw(ids: list[int], chunk: int, seed: int) -> None:
+@given(
+    ids=st.lists(st.integers(0, 7), max_size=30), chunk=st.integers(1, 9), seed=st.integers(0, 5)
+)
+def test_chunks_of_any_size_hold_the_rows_of_the_whole_draw(
+    ids: list[int], chunk: int, seed: int
+) -> None:
     users = torch.tensor(ids, dtype=torch.int64)
     whole = taken(made(dp.Poisson(3, 8), users, steps=5 + seed))
     joined, draw = [], ([], [])
-    for records, of, last in taken(made(dp.Poisson(3, 8), users, steps=5 + seed, physical_batch_size=chunk)):
+    for records, of, last in taken(
+        made(dp.Poisson(3, 8), users, steps=5 + seed, physical_batch_size=chunk)
+    ):
         assert len(records) <= chunk
         draw = (draw[0] + records, draw[1] + of)
         if last:
@@ -144,7 +154,11 @@ def test_names_are_numbered_in_order_of_appearance(make) -> None:
 
 def test_any_ids_that_hash_are_numbered() -> None:
     days = [datetime.date(2026, 11, d) for d in (1, 2, 1)]
-    assert user_ids(days, 3).tolist() == user_ids([("a", 1), ("b", 1), ("a", 1)], 3).tolist() == [0, 1, 0]
+    assert (
+        user_ids(days, 3).tolist()
+        == user_ids([("a", 1), ("b", 1), ("a", 1)], 3).tolist()
+        == [0, 1, 0]
+    )
     assert user_ids(np.array(days, dtype="datetime64[D]"), 3).tolist() == [0, 1, 0]
     assert user_ids([], 0).tolist() == user_ids(np.array([], dtype=str), 0).tolist() == []
 
@@ -217,7 +231,9 @@ def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
 @pytest.mark.parametrize("users", [0, 20, 30])
 def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
-    data, ids = runs.agreeing(users, rows=2) if users else (runs.dataset(np.ones((0, 2))), torch.arange(0))
+    data, ids = (
+        runs.agreeing(users, rows=2) if users else (runs.dataset(np.ones((0, 2))), torch.arange(0))
+    )
     run.train(data, ids)
     assert run.opt.steps == 60
     assert bool(run.weights.abs().sum() > 0) == (users > 0)
@@ -228,7 +244,9 @@ def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> N
 def test_under_add_remove_users_beyond_the_reference_are_refused_at_once() -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
     data, ids = runs.agreeing(45, rows=2)
-    with pytest.raises(UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"):
+    with pytest.raises(
+        UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"
+    ):
         run.opt.loader(data, ids)
 
 
@@ -239,12 +257,18 @@ def test_only_loaders_of_users_are_bound_to_an_optimizer_that_protects_users() -
     with pytest.raises(PrivacyError, match="users"):
         run.opt.bind(PrivateLoader(data, make_sampler(run.opt.design, size=30, steps=3)))
     with pytest.raises(PrivacyError, match="users"):
-        run.opt.bind(torch.utils.data.DataLoader(data, batch_sampler=make_sampler(run.opt.design, size=30, steps=3)))
+        run.opt.bind(
+            torch.utils.data.DataLoader(
+                data, batch_sampler=make_sampler(run.opt.design, size=30, steps=3)
+            )
+        )
 
 
 def test_a_loader_of_users_is_not_bound_to_an_optimizer_that_protects_examples() -> None:
     layer = runs.model()
-    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, sampling=dp.Poisson(15, 30), steps=3)
+    plan = dp.ClippedSGD.plan(
+        lr=1.0, clip=1.0, noise_multiplier=1.0, sampling=dp.Poisson(15, 30), steps=3
+    )
     opt = dp.ClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(30, rows=2)
     with pytest.raises(PrivacyError, match="loader must draw examples"):
@@ -258,8 +282,12 @@ def test_physical_batches_do_not_turn_a_loader_of_users_into_one_of_rows() -> No
         PhysicalBatches(run.opt.loader(data, ids), 2)
 
 
-def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> None:
-    with pytest.raises(UnitError, match="users must be given for UserClippedSGD, which protects users"):
+def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> (
+    None
+):
+    with pytest.raises(
+        UnitError, match="users must be given for UserClippedSGD, which protects users"
+    ):
         runs.clipped(3).opt.loader(runs.dataset(np.ones((3, 2))))
     data, ids = runs.agreeing(12, rows=4)
     given, known = (runs.clipped(12, clip=0.7, steps=2) for _ in range(2))
@@ -295,7 +323,9 @@ def test_ids_that_were_not_delivered_are_refused(name: str, partial: bool) -> No
 
 def test_ids_that_the_loop_overwrites_are_refused() -> None:
     run = runs.clipped(3)
-    rows, targets, ids = next(iter(run.opt.loader(runs.dataset(np.ones((10, 2))), [0] * 8 + [1, 2])))
+    rows, targets, ids = next(
+        iter(run.opt.loader(runs.dataset(np.ones((10, 2))), [0] * 8 + [1, 2]))
+    )
     runs.linear_loss(run.model(rows), targets).backward()
     ids.copy_(torch.arange(len(ids)))
     with pytest.raises(UnitError, match="users must be the ids that the loader delivered"):
@@ -362,7 +392,9 @@ def test_phases_do_not_start_again() -> None:
 
 
 def test_users_without_rows_are_in_phases_too() -> None:
-    run = runs.localized(runs.phased(runs.quiet(40, floor=35, steps=2), runs.quiet(40, floor=35, steps=2)))
+    run = runs.localized(
+        runs.phased(runs.quiet(40, floor=35, steps=2), runs.quiet(40, floor=35, steps=2))
+    )
     data, ids = runs.agreeing(80)
     run.train(runs.dataset(data.tensors[0][:79]), ids[:79])
     assert (run.opt.steps, run.opt.halted) == (4, False)

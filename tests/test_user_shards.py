@@ -52,8 +52,14 @@ def everything(rank: int) -> dict[str, Any]:
         optimizer = repeatable(kind, model)
         run = train(model, optimizer, optimizer.loader(data, users, shard=USERS, padding=False))
         optimizer.finalize()
-        found[kind] = run | {"answer": numbers(model), "ledger": optimizer.accountant.ledger.digest()}
-        found[kind] |= {"charged": len(optimizer.accountant), "said": " ".join(str(optimizer.report(1e-3)).split())}
+        found[kind] = run | {
+            "answer": numbers(model),
+            "ledger": optimizer.accountant.ledger.digest(),
+        }
+        found[kind] |= {
+            "charged": len(optimizer.accountant),
+            "said": " ".join(str(optimizer.report(1e-3)).split()),
+        }
     return found | {"fit": fitted(data, users), "law": drawn_often(data, users), "page": shown()}
 
 
@@ -62,7 +68,14 @@ def shown() -> dict[str, Any]:
     page = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
     block = page.split("### Shards of users")[1].split("```python\n")[1].split("```")[0]
     x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
-    scope: dict[str, Any] = {"torch": torch, "nn": nn, "dist": dist, "dp": dp, "dim": DIM, "loss": dp.losses.Logistic()}
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "dp": dp,
+        "dim": DIM,
+        "loss": dp.losses.Logistic(),
+    }
     scope["own"] = TensorDataset(x, x[:, :1].sign())
     torch.manual_seed(0)
     exec(block, scope)
@@ -100,7 +113,9 @@ def fitted(data: TensorDataset, users: Tensor) -> dict[str, Any]:
     )
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
     names = [f"user {i}" for i in users.tolist()]
-    dp.fit(model, optimizer, Rows(data), dp.losses.Logistic(), users=names, shard=12, progress=False)
+    dp.fit(
+        model, optimizer, Rows(data), dp.losses.Logistic(), users=names, shard=12, progress=False
+    )
     facts = {"steps": optimizer.steps, "ledger": optimizer.accountant.ledger.digest()}
     return facts | {"answer": numbers(model)}
 
@@ -157,7 +172,10 @@ def summed(kind: str, parts: list[list[tuple[list[int], list[int]]]]) -> Tensor:
 
     def recorded() -> Iterator[tuple[Draw, np.ndarray]]:
         for (draw, _), (users, _) in zip(draws(), parts[0], strict=True):
-            yield Draw(len(users), draw.partition, draw.part, draw.index), np.array(users, dtype=np.int64)
+            yield (
+                Draw(len(users), draw.partition, draw.part, draw.index),
+                np.array(users, dtype=np.int64),
+            )
 
     sampler.draws = recorded
     optimizer._world = Summed(model, parts[1:])
@@ -178,14 +196,19 @@ def test_shards_of_users_release_bit_for_bit_what_one_process_releases_that_sums
         assert "all records of a user on one, whatever their values" in rank["said"]
 
 
-def test_users_are_drawn_with_all_their_records_where_they_are(together: list[dict[str, Any]]) -> None:
+def test_users_are_drawn_with_all_their_records_where_they_are(
+    together: list[dict[str, Any]],
+) -> None:
     world = len(together)
     for rank, found in enumerate(together):
         mine = set(share(rank, world).tolist())
         for kind in KINDS:
             for users, positions in found[kind]["drawn"]:
                 assert set(users) <= mine
-                assert sorted(positions) == torch.isin(OWNER, torch.tensor(users)).nonzero()[:, 0].tolist()
+                assert (
+                    sorted(positions)
+                    == torch.isin(OWNER, torch.tensor(users)).nonzero()[:, 0].tolist()
+                )
             if kind != "poisson":
                 assert {user for users, _ in found[kind]["drawn"] for user in users} == mine
     assert together[0]["poisson"]["drawn"] == [([], [])] * 4
@@ -219,7 +242,9 @@ def test_the_union_of_the_draws_of_users_is_a_poisson_draw(together: list[dict[s
         check(alike)
 
 
-def test_fit_trains_on_shards_of_users_of_which_one_is_empty(together: list[dict[str, Any]]) -> None:
+def test_fit_trains_on_shards_of_users_of_which_one_is_empty(
+    together: list[dict[str, Any]],
+) -> None:
     ranks = [rank["fit"] for rank in together]
     for rank in ranks:
         assert rank["steps"] == 4
@@ -236,7 +261,9 @@ def test_the_block_of_the_page_makes_one_run_of_users(together: list[dict[str, A
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared_error(in_torch: None) -> None:
+def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared_error(
+    in_torch: None,
+) -> None:
     """float32 only where the users of both processes have room for it; each has two equal rows."""
     batch_size, dim, processes = 64, 4096, 2
     query, declared = [torch.zeros(dim)], Clipped(1.0, 0.0, batch_size)
@@ -250,7 +277,9 @@ def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared
             users = UserClipped(Clipped(1.0, 0.0, batch_size), n_users=count)
             users.clipping.share(processes)
             users.open(query)
-            users.observe(GradBatch([DenseBlock(torch.cat([means, means]))]), torch.arange(count).repeat(2))
+            users.observe(
+                GradBatch([DenseBlock(torch.cat([means, means]))]), torch.arange(count).repeat(2)
+            )
             exact = Clipped(1.0, 0.0, batch_size)
             exact.share(1020)  # which leaves no room for float32
             exact.open(query)
@@ -267,7 +296,9 @@ def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("unit", "processes", "said"), [("user", 2, True), ("user", 1, False), ("example", 2, False)])
+@pytest.mark.parametrize(
+    ("unit", "processes", "said"), [("user", 2, True), ("user", 1, False), ("example", 2, False)]
+)
 def test_users_need_a_shard_in_several_processes(
     unit: str, processes: int, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +335,9 @@ def test_a_loader_of_users_numbers_those_of_a_shard_only() -> None:
     """Their ids stay as they are; a sampler of all users takes ids for positions."""
     data = TensorDataset(torch.arange(4.0))
     ids = torch.tensor([7, 3, 7, 11])
-    sampler = RankSampler(dp.Full(12), rank=0, processes=2, key=bytes(32), size=3, steps=1, own=True)
+    sampler = RankSampler(
+        dp.Full(12), rank=0, processes=2, key=bytes(32), size=3, steps=1, own=True
+    )
     ((x, users),) = UserLoader(data, sampler, ids)
     assert (x.tolist(), users.tolist()) == ([1.0, 0.0, 2.0, 3.0], [3, 7, 7, 11])
     with pytest.raises(UnitError, match="users must be < n_users=3"):

@@ -15,7 +15,19 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.processes import N, launch, layer, message, numbers, records
-from tests.user_shards import CLIP, OWNER, USERS, backward, built, patched, rows, shard_of, share, summed_layer, train
+from tests.user_shards import (
+    CLIP,
+    OWNER,
+    USERS,
+    backward,
+    built,
+    patched,
+    rows,
+    shard_of,
+    share,
+    summed_layer,
+    train,
+)
 from torch_dpsco import distributed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.errors import PrivacyError, SequenceError
@@ -58,13 +70,18 @@ def moved(rank: int) -> dict[str, float]:
     """How far a user of many long rows moves the mean of all ranks, over the declared bound of its relation."""
     mine, users = shard_of(rank)
     few = users < USERS - 1
-    own = TensorDataset(*(tensor[few] for tensor in mine.tensors)), users[few]  # the last user is not there
+    own = (
+        TensorDataset(*(tensor[few] for tensor in mine.tensors)),
+        users[few],
+    )  # the last user is not there
     bounds = {relation: sensitivity(relation) for relation in (ADD_REMOVE, REPLACE_ONE)}
 
     def with_user(value: float, *places: int) -> tuple[TensorDataset, Tensor]:
         return rows(own, USERS - 1, 5, value) if rank in places else own
 
-    def share_of(one: tuple[TensorDataset, Tensor], other: tuple[TensorDataset, Tensor], relation: str) -> float:
+    def share_of(
+        one: tuple[TensorDataset, Tensor], other: tuple[TensorDataset, Tensor], relation: str
+    ) -> float:
         gap = mean_of(*one, relation) - mean_of(*other, relation)
         return float(gap.norm()) / bounds[relation]
 
@@ -73,7 +90,9 @@ def moved(rank: int) -> dict[str, float]:
     found["replaced elsewhere"] = share_of(with_user(9.0, 0), with_user(-9.0, 1), REPLACE_ONE)
     for name, mutate in MUTATIONS.items():
         undo = mutate()
-        found[name] = share_of(own, with_user(9.0, *((0, 1) if name == "on two ranks" else (1,))), ADD_REMOVE)
+        found[name] = share_of(
+            own, with_user(9.0, *((0, 1) if name == "on two ranks" else (1,))), ADD_REMOVE
+        )
         undo()
     return found
 
@@ -97,7 +116,9 @@ def rows_for_users() -> Callable[[], None]:
 
 MUTATIONS: dict[str, Callable[[], Callable[[], None]]] = {
     "on two ranks": lambda: patched(distributed.Ranks, "_require_own_ids", lambda *args: None),
-    "unclipped": lambda: patched(ClippedMean, "weights", lambda self, norms, clip: torch.ones_like(norms)),
+    "unclipped": lambda: patched(
+        ClippedMean, "weights", lambda self, norms, clip: torch.ones_like(norms)
+    ),
     "by record": rows_for_users,
 }
 
@@ -108,17 +129,23 @@ def noise_alone(rank: int, mutated: bool) -> Tensor:
         write_sum = Clipped.write_sum
 
         def noisy(self: Clipped, out: Tensor) -> int:
-            out += self.noise_std * torch.randn(out.shape, generator=torch.Generator().manual_seed(rank))
+            out += self.noise_std * torch.randn(
+                out.shape, generator=torch.Generator().manual_seed(rank)
+            )
             return write_sum(self, out)
 
         Clipped.write_sum = noisy
     x = torch.zeros(4, 20_000)
     model = layer(inputs=20_000, dtype=torch.float32)
     model.bias.requires_grad_(False)
-    plan = dp.UserClippedSGD.plan(n_users=4, clip=CLIP, lr=0.1, noise_multiplier=2.0, sampling="full", steps=1)
+    plan = dp.UserClippedSGD.plan(
+        n_users=4, clip=CLIP, lr=0.1, noise_multiplier=2.0, sampling="full", steps=1
+    )
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
     optimizer._noise = torch.Generator().manual_seed(100 + rank)
-    for features, target, ids in optimizer.loader(TensorDataset(x, x[:, :1]), torch.arange(4) // 2 + 2 * rank, shard=4):
+    for features, target, ids in optimizer.loader(
+        TensorDataset(x, x[:, :1]), torch.arange(4) // 2 + 2 * rank, shard=4
+    ):
         nn.functional.mse_loss(model(features), target).backward()
         optimizer.step(users=ids)
     return model.weight.grad[0].double() / optimizer.oracle.clipping.noise_std
@@ -136,13 +163,19 @@ def refusals(rank: int) -> dict[str, str]:
 
     def loader(users: Any, kind: str = "poisson", **options: Any) -> Callable[[], Any]:
         plan = {name: options.pop(name) for name in ("adjacency", "n_users") if name in options}
-        return lambda: built(kind, layer(), **plan).loader(data, users, **{"shard": USERS} | options)
+        return lambda: built(kind, layer(), **plan).loader(
+            data, users, **{"shard": USERS} | options
+        )
 
     def planned(kind: Any, **options: Any) -> Callable[[], Any]:
         budget = dp.Budget(8.0, 1e-5, unit="user")
         return lambda: kind(params, kind.plan(budget=budget, **{"n_users": 500} | options))
 
-    near: dict[str, Any] = {"pair_radius": 0.5, "problem": dp.Problem(lipschitz=1.0, radius=1.0), "dim": 6}
+    near: dict[str, Any] = {
+        "pair_radius": 0.5,
+        "problem": dp.Problem(lipschitz=1.0, radius=1.0),
+        "dim": 6,
+    }
     near |= {"n_users": 5000, "reg": 0.1, "phases": 1, "max_steps": 2}
     refused: dict[str, Callable[[], Any]] = {
         "names on two": loader(twice),
@@ -179,7 +212,10 @@ def told(rank: int, more: int) -> list[list[int]]:
         send(group, said)
         heard.append(said.tolist())
 
-    undo = [patched(distributed.Group, "gather", gathered), patched(distributed.Group, "send", sent)]
+    undo = [
+        patched(distributed.Group, "gather", gathered),
+        patched(distributed.Group, "send", sent),
+    ]
     undo.append(patched(distributed, "sampling_key", lambda: bytes(32)))
     data, users = rows(shard_of(rank), int(share(rank, 2)[0]), more * rank, 1.0)
     built("poisson", layer(), adjacency="add_remove").loader(data, users, shard=USERS)
@@ -218,7 +254,11 @@ def failed_charge(rank: int, what: str) -> dict[str, Any]:
     x, y, _, ids = next(iter(optimizer.loader(*shard_of(rank), shard=USERS, padding=False)))
     backward(model, optimizer, x, y)
     said = message(PrivacyError, lambda: optimizer.step(users=ids))
-    return {"said": said, "stands": torch.equal(before, numbers(model)), "sums": optimizer.oracle.clipping._means}
+    return {
+        "said": said,
+        "stands": torch.equal(before, numbers(model)),
+        "sums": optimizer.oracle.clipping._means,
+    }
 
 
 def moved_on(rank: int) -> dict[str, Any]:
@@ -280,7 +320,10 @@ def test_the_noise_on_users_is_that_of_one_rank(failed: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("name", ["names on two", "numbers on two"])
 def test_a_user_of_two_ranks_is_refused(name: str, failed: list[dict[str, Any]]) -> None:
     for rank in failed:
-        assert "UnitError: users must be on one rank each, with all of their records" in rank["refused"][name]
+        assert (
+            "UnitError: users must be on one rank each, with all of their records"
+            in rank["refused"][name]
+        )
 
 
 def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, Any]]) -> None:
@@ -296,12 +339,18 @@ def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, A
         ("kind", "UnitError: ids must be integers, strings or bytes (got a tuple)"),
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
         ("votes", "(got AdaptiveClipped): run it in one process, as users who vote on clips"),
-        ("filtered", "(got UserFiltered): run it in one process, as users who vote on clips, or are filtered"),
+        (
+            "filtered",
+            "(got UserFiltered): run it in one process, as users who vote on clips, or are filtered",
+        ),
         ("localized", "UnknownSamplerError: design must be Poisson or Full"),
         ("allocated", "UnknownSamplerError: design must be Poisson or Full"),
         ("fixed", "UnknownSamplerError: design must be Poisson or Full"),
         ("one pass", "UnknownSamplerError: design must be Poisson or Full"),
-        ("default of one pass", "give the plan n= (n_users= for users) and sampling='poisson' or 'full'"),
+        (
+            "default of one pass",
+            "give the plan n= (n_users= for users) and sampling='poisson' or 'full'",
+        ),
     ],
 )
 def test_what_users_of_several_ranks_cannot_share_is_refused(
@@ -314,7 +363,9 @@ def test_what_users_of_several_ranks_cannot_share_is_refused(
 def test_what_one_rank_refuses_is_given_up_by_the_others(failed: list[dict[str, Any]]) -> None:
     refused = [rank["refused"] for rank in failed]
     assert "rank 1 has given this loader up" in refused[0]["bound"]
-    assert "shard must be how many users this process has at most (declared 8" in refused[1]["bound"]
+    assert (
+        "shard must be how many users this process has at most (declared 8" in refused[1]["bound"]
+    )
     assert "rank 0 has given this loader up" in refused[1]["out of range"]
     assert "users must be < n_users=16 (got a larger id" in refused[0]["out of range"]
 
@@ -336,7 +387,9 @@ def test_a_rank_that_fails_before_the_charge_fails_for_all_and_the_draw_comes_ag
 
 
 @pytest.mark.parametrize("what", ["charge", "clip"])
-def test_a_rank_that_cannot_charge_or_clip_releases_no_sum_of_users(what: str, failed: list[dict[str, Any]]) -> None:
+def test_a_rank_that_cannot_charge_or_clip_releases_no_sum_of_users(
+    what: str, failed: list[dict[str, Any]]
+) -> None:
     first, second = (rank[what] for rank in failed)
     assert "a rank could not charge or release this step" in first["said"]
     assert "no disk" in second["said"]

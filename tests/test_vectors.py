@@ -33,7 +33,10 @@ from tests.vector_rules import PROBABILITIES, mismatches
 COMPLETE = ("accounting", "allocation", "heavytail", "holder", "output", "userlevel")
 # Vectors that take more than 1.5 s.
 SLOW = {"allocation:allocation_epsilon": (22, 23), "allocation:allocation_noise": (5,)}
-BUILT = {family: [key.split(":")[1] for key in API_MAP if key.startswith(f"{family}:")] for family in COMPLETE}
+BUILT = {
+    family: [key.split(":")[1] for key in API_MAP if key.startswith(f"{family}:")]
+    for family in COMPLETE
+}
 
 
 # The vectors.
@@ -44,7 +47,9 @@ def pytest_generate_tests(metafunc):
         chosen = metafunc.config.getoption("--vectors")
         vectors = load(Path(chosen) if chosen else FOLDER)
         slow = {} if chosen else SLOW  # those from elsewhere are all run
-        marks = [[pytest.mark.slow] if each.number in slow.get(each.key, ()) else [] for each in vectors]
+        marks = [
+            [pytest.mark.slow] if each.number in slow.get(each.key, ()) else [] for each in vectors
+        ]
         cases = [pytest.param(each, marks=mark) for each, mark in zip(vectors, marks, strict=True)]
         metafunc.parametrize("vector", cases, ids=[str(each) for each in vectors])
 
@@ -59,7 +64,9 @@ def test_the_package_agrees_with_the_vector(vector, record_property):
     assert problems == [], f"{vector.key} with {vector.inputs}"
 
 
-@pytest.mark.parametrize("key", [f"{family}:{function}" for family, names in BUILT.items() for function in names])
+@pytest.mark.parametrize(
+    "key", [f"{family}:{function}" for family, names in BUILT.items() for function in names]
+)
 def test_a_function_that_must_exist_is_built(key):
     first = next(vector for vector in load(FOLDER) if vector.key == key)
     call(first)  # NotBuiltError fails
@@ -99,7 +106,11 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
             for leaf, rebuild in _leaves(item):
                 yield (
                     leaf,
-                    lambda new, index=index, rebuild=rebuild: [*value[:index], rebuild(new), *value[index + 1 :]],
+                    lambda new, index=index, rebuild=rebuild: [
+                        *value[:index],
+                        rebuild(new),
+                        *value[index + 1 :],
+                    ],
                 )
     else:
         yield value, lambda new: new
@@ -150,12 +161,36 @@ def _vector(key, expected, tolerance):
 
 RULES = [
     # key, expected, tolerance, accepted values, refused values
-    ("accounting:gaussian_mu", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.71, 2.29], [1.69, 2.31, math.nan]),
+    (
+        "accounting:gaussian_mu",
+        2.0,
+        {"rtol": 0.1, "atol": 0.1},
+        [1.71, 2.29],
+        [1.69, 2.31, math.nan],
+    ),
     ("accounting:ledger_epsilon", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.9996, 2.29], [1.9994, 2.31]),
-    ("accounting:epsilon_wor_replace_one", 2.0, {"rtol": 0.1, "atol": 0.0}, [1.9996, 2.19], [1.9994, 2.21]),
-    ("accounting:ledger_epsilon", math.inf, {"rtol": 0.1, "atol": 0.1}, [math.inf], [1e300, math.nan]),
+    (
+        "accounting:epsilon_wor_replace_one",
+        2.0,
+        {"rtol": 0.1, "atol": 0.0},
+        [1.9996, 2.19],
+        [1.9994, 2.21],
+    ),
+    (
+        "accounting:ledger_epsilon",
+        math.inf,
+        {"rtol": 0.1, "atol": 0.1},
+        [math.inf],
+        [1e300, math.nan],
+    ),
     ("output:knorm_mean_norm", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.71, 2.29], [1.69, 2.31]),
-    ("output:analytic_gaussian_sigma", 2.0, {"rtol": 0.1, "atol": 0.0}, [2.0, 2.19], [1.999, 2.0 * (1 - 2e-9), 2.21]),
+    (
+        "output:analytic_gaussian_sigma",
+        2.0,
+        {"rtol": 0.1, "atol": 0.0},
+        [2.0, 2.19],
+        [1.999, 2.0 * (1 - 2e-9), 2.21],
+    ),
     (
         "output:objpert_delta_general",
         1e-118,
@@ -165,7 +200,13 @@ RULES = [
     ),
     ("output:objpert_delta_general", 0.0, {"rtol": 1e-6, "atol": 1e-14}, [0.0, 9e-15], [2e-14]),
     ("output:objpert_delta_general", 0.5, {"rtol": 1e-6, "atol": 1e-14}, [0.5000004], [0.5000006]),
-    ("heavytail:exp_mech_quantile_probs", [1e-30, 0.5], 1e-9, [[1e-30, 0.5]], [[0.0, 0.5], [1e-20, 0.5]]),
+    (
+        "heavytail:exp_mech_quantile_probs",
+        [1e-30, 0.5],
+        1e-9,
+        [[1e-30, 0.5]],
+        [[0.0, 0.5], [1e-20, 0.5]],
+    ),
     (
         "heavytail:binomial_shift_renyi_windowed",
         {"rdp": 1e-9, "lost_mass": 1e-9},
@@ -179,7 +220,13 @@ RULES = [
     ("userlevel:bernoulli_mismatch_quantile", 12, {"rel": 0, "abs": 0}, [12, 12.0], [11, 13, 12.5]),
     ("heavytail:sc_clip", 2.0, 0.1, [1.81, 2.19], [1.79, 2.21]),
     ("heavytail:sc_clip", 1e-9, 0.1, [9e-5, -9e-5], [1.1e-4, -1.1e-4]),
-    ("heavytail:sc_reduction_sizes", [5, 10], 0, [[5, 10], (5, 10), np.array([5, 10])], [[5], [5, 11], [5, 10, 1], 5]),
+    (
+        "heavytail:sc_reduction_sizes",
+        [5, 10],
+        0,
+        [[5, 10], (5, 10), np.array([5, 10])],
+        [[5], [5, 11], [5, 10, 1], 5],
+    ),
     (
         "heavytail:localized_schedule_tight",
         {"phases": [{"T": 9}]},
@@ -187,7 +234,13 @@ RULES = [
         [{"phases": [{"T": 10}]}],
         [{"phases": [{"T": 11}]}],
     ),
-    ("heavytail:localized_schedule_tight", {"ell": 9}, 1e-8, [{"phases_count": 9}], [{"phases_count": 10}, {"ell": 9}]),
+    (
+        "heavytail:localized_schedule_tight",
+        {"ell": 9},
+        1e-8,
+        [{"phases_count": 9}],
+        [{"phases_count": 10}, {"ell": 9}],
+    ),
     ("holder:beta_unconstrained", 2.0, 0.1, [1.81, 2.19], [1.79, 2.21]),
     ("holder:beta_unconstrained", 0.0, 0.1, [0.09, -0.09], [0.11, -0.11]),
     ("holder:beta_unconstrained", 1e-9, 0.1, [1.09e-9], [1.2e-9, 0.0]),
@@ -218,7 +271,13 @@ RULES = [
         [{"condition_a": 1.0}, {"condition_a": False}],
     ),
     ("holder:rdp_lemma3", None, 1e-9, [None, ValueError("no")], [0.1, math.inf, math.nan]),
-    ("output:term_sensitivity", {"raises": "ValueError"}, None, [ValueError("no")], [None, 0.1, math.inf]),
+    (
+        "output:term_sensitivity",
+        {"raises": "ValueError"},
+        None,
+        [ValueError("no")],
+        [None, 0.1, math.inf],
+    ),
     ("userlevel:mu_for_budget", {"error": "ValueError"}, None, [ValueError("no")], [None, 0.0]),
 ]
 
@@ -236,14 +295,20 @@ def test_a_rule_accepts_what_it_should_and_refuses_the_rest(key, expected, toler
 
 NAMED_LIKE_A_PROBABILITY = re.compile("delta|prob|tail|cdf|mass")
 NO_PROBABILITIES = {
-    *("holder:gaussian_log_delta", "heavytail:gdp_mu_from_eps_delta", "heavytail:rho_from_eps_delta_zcdp_tight"),
+    *(
+        "holder:gaussian_log_delta",
+        "heavytail:gdp_mu_from_eps_delta",
+        "heavytail:rho_from_eps_delta_zcdp_tight",
+    ),
     "output:zhao_c_delta",
 }
 
 
 def test_every_probability_is_also_compared_in_log():
     """By the names: a new function that returns a delta must be listed, or be none; and no listed one has gone."""
-    named = {vector.key for vector in load(FOLDER) if NAMED_LIKE_A_PROBABILITY.search(vector.function)}
+    named = {
+        vector.key for vector in load(FOLDER) if NAMED_LIKE_A_PROBABILITY.search(vector.function)
+    }
     assert named - NO_PROBABILITIES <= set(PROBABILITIES)
     assert named >= NO_PROBABILITIES
     assert set(API_MAP) >= set(PROBABILITIES)
@@ -260,7 +325,9 @@ def test_no_under_report_of_a_tiny_probability_passes():
                 tampered, true = value | {field: value[field] * wrong}, value[field]
             else:
                 true = min(value) if isinstance(value, list) else value
-                tampered = [item * wrong for item in value] if isinstance(value, list) else value * wrong
+                tampered = (
+                    [item * wrong for item in value] if isinstance(value, list) else value * wrong
+                )
             if true > 0:
                 assert mismatches(vector, _as_result(vector, tampered)) != [], (vector, wrong)
                 checked += 1
@@ -284,21 +351,33 @@ def test_only_a_value_error_counts_as_a_refusal(monkeypatch):
 
 def test_fixed_arguments_reach_the_function_and_inputs_are_renamed(monkeypatch):
     monkeypatch.setattr(adapters, "resolve", lambda module, name: lambda **arguments: arguments)
-    vector = Vector("userlevel", "min_users_paper_corrected", {"T": 10, "delta": 0.1, "eps": 1.0}, 1.0, None)
+    vector = Vector(
+        "userlevel", "min_users_paper_corrected", {"T": 10, "delta": 0.1, "eps": 1.0}, 1.0, None
+    )
     assert call(vector) == {"steps": 10, "delta": 0.1, "epsilon": 1.0, "corrected": True}
 
 
 def test_the_strings_inf_become_floats_everywhere_and_other_strings_stay():
-    case = {"function": "f", "inputs": {"T": "inf", "domain": "bounded", "x": [["-inf"]]}, "expected": {"a": "-inf"}}
+    case = {
+        "function": "f",
+        "inputs": {"T": "inf", "domain": "bounded", "x": [["-inf"]]},
+        "expected": {"a": "-inf"},
+    }
     vector = parse("holder", case)
     assert vector.inputs == {"T": math.inf, "domain": "bounded", "x": [[-math.inf]]}
     assert vector.expected == {"a": -math.inf}
 
 
-def test_a_missing_module_or_attribute_is_not_built_but_a_broken_module_is_an_error(monkeypatch, tmp_path):
+def test_a_missing_module_or_attribute_is_not_built_but_a_broken_module_is_an_error(
+    monkeypatch, tmp_path
+):
     (tmp_path / "broken_module_of_test.py").write_text("import no_such_module_of_test\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for module, name in [("torch_dpsco.no_such", "f"), ("no_such_package.inner", "f"), ("torch_dpsco.errors", "f")]:
+    for module, name in [
+        ("torch_dpsco.no_such", "f"),
+        ("no_such_package.inner", "f"),
+        ("torch_dpsco.errors", "f"),
+    ]:
         with pytest.raises(NotBuiltError, match="f"):
             resolve(module, name)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_test"):
@@ -321,8 +400,20 @@ def test_vectors_from_elsewhere_are_all_run(tmp_path):
     quick = next(case for case in cases if case["function"] == "allocation_epsilon")
     (tmp_path / "allocation.json").write_text(json.dumps([quick] * 40))
     test = "test_the_package_agrees_with_the_vector"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"{__file__}::{test}"]
-    found = subprocess.run([*command, "--vectors", tmp_path], cwd=FOLDER.parents[1], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        f"{__file__}::{test}",
+    ]
+    found = subprocess.run(
+        [*command, "--vectors", tmp_path], cwd=FOLDER.parents[1], capture_output=True, text=True
+    )
     assert re.search(r"^40 passed in", found.stdout, re.MULTILINE), found.stdout
 
 
@@ -341,8 +432,26 @@ def test_a_plan_whose_recomputed_delta_exceeds_the_target_is_refused(monkeypatch
     delta = 3.0 + (1 + math.e) * beta
     interval = {"sigma_at_least": 1.0, "sigma_at_most": 3.0}
     inputs = {"n": 10, "T": 4, "eps": 1.0, "delta": delta * (1 + 1e-12), "tau": 3.0}
-    assert mismatches(Vector("userlevel", "calibrate_tight", inputs, interval, {"rel": 0, "abs": 0}), plan) == []
+    assert (
+        mismatches(
+            Vector("userlevel", "calibrate_tight", inputs, interval, {"rel": 0, "abs": 0}), plan
+        )
+        == []
+    )
     tighter = inputs | {"delta": delta * (1 - 1e-12)}
-    assert mismatches(Vector("userlevel", "calibrate_tight", tighter, interval, {"rel": 0, "abs": 0}), plan) != []
-    for narrow in ({"sigma_at_least": 2.1, "sigma_at_most": 3.0}, {"sigma_at_least": 1.0, "sigma_at_most": 1.9}):
-        assert mismatches(Vector("userlevel", "calibrate_tight", inputs, narrow, {"rel": 0, "abs": 0}), plan) != []
+    assert (
+        mismatches(
+            Vector("userlevel", "calibrate_tight", tighter, interval, {"rel": 0, "abs": 0}), plan
+        )
+        != []
+    )
+    for narrow in (
+        {"sigma_at_least": 2.1, "sigma_at_most": 3.0},
+        {"sigma_at_least": 1.0, "sigma_at_most": 1.9},
+    ):
+        assert (
+            mismatches(
+                Vector("userlevel", "calibrate_tight", inputs, narrow, {"rel": 0, "abs": 0}), plan
+            )
+            != []
+        )

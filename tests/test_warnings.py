@@ -33,12 +33,22 @@ def caught(work: Callable[[], Any]) -> Counter[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         work()
-    assert all(issubclass(one.category, UtilityWarning) for one in found if "torch_dpsco" in str(one.category))
-    return Counter(" ".join(str(one.message).split()[:3]) for one in found if issubclass(one.category, UtilityWarning))
+    assert all(
+        issubclass(one.category, UtilityWarning)
+        for one in found
+        if "torch_dpsco" in str(one.category)
+    )
+    return Counter(
+        " ".join(str(one.message).split()[:3])
+        for one in found
+        if issubclass(one.category, UtilityWarning)
+    )
 
 
 def records() -> TensorDataset:
-    return TensorDataset(torch.randn(N, DIM, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1))
+    return TensorDataset(
+        torch.randn(N, DIM, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1)
+    )
 
 
 def net() -> nn.Module:
@@ -48,7 +58,9 @@ def net() -> nn.Module:
 def optimizer(model: nn.Module, *, theorem: bool, inner: Any = None) -> dp.HolderSGD:
     """Returns an optimizer whose plan states a bound on the risk, or does not."""
     stated = {"dim": DIM + 1, "average": "uniform"} if theorem else {}
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, batch_size=BATCH, steps=6, noise_multiplier=1.0, lr=0.1, **stated)
+    plan = dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, batch_size=BATCH, steps=6, noise_multiplier=1.0, lr=0.1, **stated
+    )
     assert (plan.risk_bound is not None) == theorem
     if inner is None:
         return dp.HolderSGD(model.parameters(), plan)
@@ -56,7 +68,9 @@ def optimizer(model: nn.Module, *, theorem: bool, inner: Any = None) -> dp.Holde
     return dp.HolderSGD(made.param_groups, plan, rule=dp.rules.TorchRule(made, "uniform"))
 
 
-def run(made: dp.HolderSGD, model: nn.Module, lr: Callable[[int], float] = lambda step: 0.1) -> None:
+def run(
+    made: dp.HolderSGD, model: nn.Module, lr: Callable[[int], float] = lambda step: 0.1
+) -> None:
     dp.attach(model)
     for inputs, targets in made.loader(records(), steps=6):
         made.zero_grad()
@@ -107,7 +121,9 @@ def test_a_net_under_adam_with_a_schedule_is_trained_without_a_warning() -> None
 
 
 def with_generator() -> None:
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, batch_size=BATCH, steps=6, noise_multiplier=1.0, lr=0.1)
+    plan = dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, batch_size=BATCH, steps=6, noise_multiplier=1.0, lr=0.1
+    )
     dp.HolderSGD(nn.Linear(DIM, 1).parameters(), plan, generator=torch.Generator())
 
 
@@ -117,7 +133,13 @@ def with_a_large_delta() -> None:
 
 def with_a_large_delta_at_the_end() -> None:
     dp.HolderOutputSGD.plan(
-        problem=PROBLEM, n=N, dim=DIM, budget=dp.Budget(1.0, 0.1), batch_size=BATCH, epochs=1, lr=0.01
+        problem=PROBLEM,
+        n=N,
+        dim=DIM,
+        budget=dp.Budget(1.0, 0.1),
+        batch_size=BATCH,
+        epochs=1,
+        lr=0.01,
     )
 
 
@@ -171,5 +193,7 @@ def test_no_warning_about_privacy_depends_on_whether_it_was_given() -> None:
             if isinstance(node, ast.If) and re.search(r"_told|_warned", ast.unparse(node.test)):
                 remembered.append(ast.unparse(node))
     assert found == ABOUT_PRIVACY
-    assert len(remembered) == 3  # two of step sizes; one of training losses, which are left out of logs each time
+    assert (
+        len(remembered) == 3
+    )  # two of step sizes; one of training losses, which are left out of logs each time
     assert not [code for code in remembered for words in ABOUT_PRIVACY if words in code]

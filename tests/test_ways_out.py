@@ -41,7 +41,9 @@ class Both(nn.Module):
 def test_several_forwards_are_made_by_one_module(design: Any, rows: str) -> None:
     def step(model: nn.Module, together: bool) -> int:
         opt, real, fake = make_optimizer(model, design), torch.randn(N, 3), torch.randn(N, 3)
-        for (x,) in [(real,)] if isinstance(design, Undeclared) else opt.loader(TensorDataset(real)):
+        for (x,) in (
+            [(real,)] if isinstance(design, Undeclared) else opt.loader(TensorDataset(real))
+        ):
             score = model(x, fake) if together else model(x) - model(fake)
             score.square().mean().backward()
             opt.step()
@@ -108,10 +110,18 @@ class Lengths(nn.Module):
 @pytest.mark.parametrize(
     ("error", "args"), [(ValueError, ("length 0",)), (KeyError, ()), (ArithmeticError, (3, "none"))]
 )
-def test_an_exception_over_filled_rows_tells_of_the_filling(error: type[Exception], args: tuple[Any, ...]) -> None:
+def test_an_exception_over_filled_rows_tells_of_the_filling(
+    error: type[Exception], args: tuple[Any, ...]
+) -> None:
     def train(model: nn.Module, **options: Any) -> int:
         plan = dp.ClippedSGD.plan(
-            clip=1.0, noise_multiplier=1.0, n=40, batch_size=8, steps=1, lr=0.1, adjacency="add_remove"
+            clip=1.0,
+            noise_multiplier=1.0,
+            n=40,
+            batch_size=8,
+            steps=1,
+            lr=0.1,
+            adjacency="add_remove",
         )
         opt = dp.ClippedSGD(model.parameters(), plan)
         for (x,) in opt.loader(TensorDataset(torch.ones(40, 1)), steps=1, **options):
@@ -138,7 +148,10 @@ def test_an_exception_over_rows_that_are_not_filled_is_left_alone() -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(3, 2), "weight", 0.5)), r"prune\.remove"),
+    "pruned": (
+        lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(3, 2), "weight", 0.5)),
+        r"prune\.remove",
+    ),
     "old weight norm": (
         lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(3, 2))),
         "spectral_norm: its weight.*clamping",
@@ -172,12 +185,19 @@ def test_sparse_inputs_are_refused_in_a_sentence(rows: str, made: Callable[[], n
 
 
 def test_a_spent_ledger_says_so() -> None:
-    plan = dp.ClippedSGD.plan(clip=1.0, budget=dp.Budget(1.0, 1e-5), n=64, batch_size=16, steps=2, lr=0.1)
-    opt, data = dp.ClippedSGD((model := dp.attach(net())).parameters(), plan), TensorDataset(torch.randn(64, 3))
+    plan = dp.ClippedSGD.plan(
+        clip=1.0, budget=dp.Budget(1.0, 1e-5), n=64, batch_size=16, steps=2, lr=0.1
+    )
+    opt, data = (
+        dp.ClippedSGD((model := dp.attach(net())).parameters(), plan),
+        TensorDataset(torch.randn(64, 3)),
+    )
     for (x,) in opt.loader(data, steps=2):
         model(x).mean().backward()
         opt.step()
-    with pytest.raises(InfeasibleError, match=r"this ledger holds 2 events, epsilon 0\.99\d* of 1 at delta=1e-05"):
+    with pytest.raises(
+        InfeasibleError, match=r"this ledger holds 2 events, epsilon 0\.99\d* of 1 at delta=1e-05"
+    ):
         dp.ClippedSGD(net().parameters(), plan, accountant=opt.accountant)
 
 
@@ -185,7 +205,10 @@ def test_the_plan_of_an_optimizer_is_the_one_that_it_was_made_from() -> None:
     budget, logistic = dp.Budget(1.0, 1e-5), dp.losses.Logistic().problem(bound_x=1.0)
     promised = {"problem": logistic, "n": 1000, "budget": budget}
     for kind, options in (
-        (dp.ClippedSGD, {"clip": 1.0, "n": 1000, "budget": budget, "batch_size": 50, "steps": 2, "lr": 0.1}),
+        (
+            dp.ClippedSGD,
+            {"clip": 1.0, "n": 1000, "budget": budget, "batch_size": 50, "steps": 2, "lr": 0.1},
+        ),
         (dp.HolderSGD, promised | {"batch_size": 50, "epochs": 1}),
         (dp.HolderOutputSGD, promised | {"dim": 2, "distance": 1.0}),
     ):

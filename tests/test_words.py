@@ -19,21 +19,38 @@ from torch_dpsco.estimators import LogisticRegression, Ridge
 PROBLEM = dp.losses.Logistic().problem(bound_x=1.0)
 ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "C": (lambda: LogisticRegression(C=0.1), "LogisticRegression has no C: take reg .reg = 1 / C"),
-    "two": (lambda: LogisticRegression(penalty="l2", max_iter=9), "no penalty: take reg .*; no max_iter: leave it out"),
+    "two": (
+        lambda: LogisticRegression(penalty="l2", max_iter=9),
+        "no penalty: take reg .*; no max_iter: leave it out",
+    ),
     "diffprivlib": (lambda: LogisticRegression(data_norm=1.0), "no data_norm: take bound_x"),
-    "budget": (lambda: dp.Budget(target_epsilon=1.0, target_delta=1e-5), "no target_epsilon: take epsilon; .* delta"),
+    "budget": (
+        lambda: dp.Budget(target_epsilon=1.0, target_delta=1e-5),
+        "no target_epsilon: take epsilon; .* delta",
+    ),
     "accountant": (lambda: dp.Accountant(target_epsilon=1.0), "no target_epsilon: take budget"),
     "plan": (
         lambda: dp.ClippedSGD.plan(n=9, max_grad_norm=1.0, eps=1.0),
         "no max_grad_norm: take clip .*no eps: take b",
     ),
-    "users": (lambda: dp.UserClippedSGD.plan(n=100, clip=1.0), "no n: take n_users .the public number of users"),
+    "users": (
+        lambda: dp.UserClippedSGD.plan(n=100, clip=1.0),
+        "no n: take n_users .the public number of users",
+    ),
     "make_private": (
-        lambda: dp.make_private(nn.Linear(1, 1), None, None, noise_multiplier=1.0, max_grad_norm=1.0),
+        lambda: dp.make_private(
+            nn.Linear(1, 1), None, None, noise_multiplier=1.0, max_grad_norm=1.0
+        ),
         "no noise_multiplier: take budget .*no max_grad_norm: take problem",
     ),
-    "fit": (lambda: dp.fit(nn.Linear(1, 1), None, None, None, epochs=3), "no epochs: the plan has it"),
-    "groups": (lambda: dp.fit(nn.Linear(1, 1), None, None, None, groups=[1]), "no groups: take users"),
+    "fit": (
+        lambda: dp.fit(nn.Linear(1, 1), None, None, None, epochs=3),
+        "no epochs: the plan has it",
+    ),
+    "groups": (
+        lambda: dp.fit(nn.Linear(1, 1), None, None, None, groups=[1]),
+        "no groups: take users",
+    ),
 }
 
 
@@ -70,15 +87,23 @@ def test_c_and_reg_are_one_penalty() -> None:
     X = draws.uniform(-1, 1, (300, 2))
     y = np.where(draws.random(300) < 1 / (1 + np.exp(-3 * X[:, 0])), 1, 0)
     w = torch.from_numpy(Sklearn(C=0.2, fit_intercept=False, tol=1e-10).fit(X, y).coef_[0])
-    slopes = -torch.sigmoid(-torch.from_numpy(2 * y - 1) * (torch.from_numpy(X) @ w)) * torch.from_numpy(2 * y - 1)
-    assert torch.allclose(slopes @ torch.from_numpy(X) + w / 0.2, torch.zeros(2, dtype=torch.float64), atol=1e-5)
+    slopes = -torch.sigmoid(
+        -torch.from_numpy(2 * y - 1) * (torch.from_numpy(X) @ w)
+    ) * torch.from_numpy(2 * y - 1)
+    assert torch.allclose(
+        slopes @ torch.from_numpy(X) + w / 0.2, torch.zeros(2, dtype=torch.float64), atol=1e-5
+    )
     w = torch.from_numpy(SklearnRidge(alpha=3.0, fit_intercept=False).fit(X, X[:, 0]).coef_)
     residuals = torch.from_numpy(X) @ w - torch.from_numpy(X[:, 0])
-    assert torch.allclose(residuals @ torch.from_numpy(X) + 3.0 * w, torch.zeros(2, dtype=torch.float64), atol=1e-9)
+    assert torch.allclose(
+        residuals @ torch.from_numpy(X) + 3.0 * w, torch.zeros(2, dtype=torch.float64), atol=1e-9
+    )
 
 
 def test_all_missing_settings_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"n, bound_x and classes must be given \(got None\). n: a public number"):
+    with pytest.raises(
+        ValueError, match=r"n, bound_x and classes must be given \(got None\). n: a public number"
+    ):
         LogisticRegression().fit(np.zeros((3, 2)), [0, 1, 0])
     with pytest.raises(ValueError, match="n, bound_x and bound_y must be given"):
         Ridge().plan(2)

@@ -33,8 +33,16 @@ def summed_layer(**options: Any) -> nn.Linear:
     return dp.attach(dp.detach(layer(**options)), loss_reduction="sum")
 
 
-def built(kind: str, model: nn.Module, noise: float = 1.0, accountant: Any = None, **options: Any) -> dp.UserClippedSGD:
-    given: dict[str, Any] = {"n_users": USERS, "clip": CLIP, "lr": 0.1, "noise_multiplier": noise, "steps": 4}
+def built(
+    kind: str, model: nn.Module, noise: float = 1.0, accountant: Any = None, **options: Any
+) -> dp.UserClippedSGD:
+    given: dict[str, Any] = {
+        "n_users": USERS,
+        "clip": CLIP,
+        "lr": 0.1,
+        "noise_multiplier": noise,
+        "steps": 4,
+    }
     given |= {"batch_size": 4, "sampling": "poisson"} if kind == "poisson" else {"sampling": "full"}
     plan = dp.UserClippedSGD.plan(**given | options)
     return dp.UserClippedSGD(model.parameters(), plan, accountant=accountant)
@@ -57,11 +65,15 @@ def train(model: nn.Module, optimizer: dp.PrivateOptimizer, loader: Any) -> dict
     return {"drawn": drawn, "path": torch.stack(path)}
 
 
-def rows(own: tuple[TensorDataset, Tensor], user: int, many: int, value: float) -> tuple[TensorDataset, Tensor]:
+def rows(
+    own: tuple[TensorDataset, Tensor], user: int, many: int, value: float
+) -> tuple[TensorDataset, Tensor]:
     """Returns a shard with one user more, of that many long rows."""
     x = torch.full((many, DIM), value, dtype=torch.float64)
     new = (x, x[:, :1].abs() * 100.0, torch.zeros(many, dtype=torch.int64))
-    data = TensorDataset(*(torch.cat([old, more]) for old, more in zip(own[0].tensors, new, strict=True)))
+    data = TensorDataset(
+        *(torch.cat([old, more]) for old, more in zip(own[0].tensors, new, strict=True))
+    )
     return data, torch.cat([own[1], torch.full((many,), user)])
 
 

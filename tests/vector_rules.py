@@ -91,7 +91,9 @@ def _compare(vector: Vector, expected: Any, actual: Any, path: str) -> Iterator[
     elif isinstance(expected, dict):
         returns = API_MAP[vector.key].get("returns", {})
         for name, value in expected.items():
-            yield from _compare(vector, value, _field(actual, returns.get(name, name)), f"{path}.{name}")
+            yield from _compare(
+                vector, value, _field(actual, returns.get(name, name)), f"{path}.{name}"
+            )
     elif isinstance(expected, list):
         items = actual.tolist() if isinstance(actual, (np.ndarray, torch.Tensor)) else actual
         if not isinstance(items, (list, tuple)) or len(items) != len(expected):
@@ -123,7 +125,10 @@ def accepted(vector: Vector, field: str, expected: float) -> tuple[float, float]
     if vector.family == "output" and "_sigma" in vector.function:
         low = max(low, expected * (1 - 1e-9))
     if PROBABILITIES.get(vector.key) == field and expected > 0:
-        low, high = max(low, expected * math.exp(-LOG_TOLERANCE)), min(high, expected * math.exp(LOG_TOLERANCE))
+        low, high = (
+            max(low, expected * math.exp(-LOG_TOLERANCE)),
+            min(high, expected * math.exp(LOG_TOLERANCE)),
+        )
     return low, high
 
 
@@ -149,7 +154,11 @@ def _recompute(vector: Vector, plan: Any) -> Iterator[str]:
         return
     inputs = vector.inputs
     delta = recomputed_filter_delta(
-        plan, n_users=inputs["n"], steps=inputs["T"], epsilon=inputs["eps"], pair_radius=inputs["tau"]
+        plan,
+        n_users=inputs["n"],
+        steps=inputs["T"],
+        epsilon=inputs["eps"],
+        pair_radius=inputs["tau"],
     )
     if not delta <= inputs["delta"]:
         yield f"the plan's delta is {delta!r}, above the target {inputs['delta']!r}"
@@ -168,4 +177,6 @@ def _field(actual: Any, name: str) -> Any:
 def _is_number(actual: Any) -> bool:
     if isinstance(actual, torch.Tensor):
         return actual.numel() == 1 and actual.dtype != torch.bool
-    return isinstance(actual, (int, float, np.integer, np.floating)) and not isinstance(actual, bool)
+    return isinstance(actual, (int, float, np.integer, np.floating)) and not isinstance(
+        actual, bool
+    )

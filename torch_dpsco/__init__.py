@@ -101,8 +101,13 @@ else:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:
         if name in ("score", "study"):  # on first use: they import scikit-learn, as estimators do
-            return getattr(import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else 'one_call'}"), name)
+            return getattr(
+                import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else 'one_call'}"),
+                name,
+            )
         for place in (errors, sampling):
             if hasattr(place, name):
-                raise AttributeError(f"dp has no {name!r}: it is dp.{place.__name__.rpartition('.')[2]}.{name}")
+                raise AttributeError(
+                    f"dp has no {name!r}: it is dp.{place.__name__.rpartition('.')[2]}.{name}"
+                )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

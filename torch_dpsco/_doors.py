@@ -91,21 +91,32 @@ def check_fields(value: Any, largest: float = math.inf) -> None:
 def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
     if kind is not None and not kind.admits(value):
         way_out = _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
-        whole = ", without null characters" if isinstance(value, (str, os.PathLike)) and not is_path(value) else ""
+        whole = (
+            ", without null characters"
+            if isinstance(value, (str, os.PathLike)) and not is_path(value)
+            else ""
+        )
         raise ValueError(f"{name} must be {kind.words}{whole} (got {shown(value)}){way_out}")
     if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
-        raise ValueError(f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})")
+        raise ValueError(
+            f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})"
+        )
 
 
 @functools.cache
 def _kinds(target: Any) -> dict[str, _Kind]:
-    found = {name: _kind(hint) for name, hint in typing.get_type_hints(target).items() if name != "return"}
+    found = {
+        name: _kind(hint)
+        for name, hint in typing.get_type_hints(target).items()
+        if name != "return"
+    }
     return {name: kind for name, kind in found.items() if kind is not None}
 
 
 def _kind(hint: Any) -> _Kind | None:
     """Returns what an annotation admits; None if that is anything."""
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
     if hint is Any:
         return None
     if isinstance(hint, TypeVar):
@@ -113,7 +124,10 @@ def _kind(hint: Any) -> _Kind | None:
     if origin in (typing.Union, UnionType):
         return _union([_kind(part) for part in arguments])
     if origin is typing.Literal:
-        return _Kind(lambda value: isinstance(value, str) and value in arguments, f"one of {', '.join(arguments)}")
+        return _Kind(
+            lambda value: isinstance(value, str) and value in arguments,
+            f"one of {', '.join(arguments)}",
+        )
     if origin in _PLAIN:
         return _PLAIN[origin]
     if origin in (tuple, list, Sequence, Iterable):
@@ -121,12 +135,20 @@ def _kind(hint: Any) -> _Kind | None:
     if origin in (Mapping, MutableMapping, dict):
         return _Kind(lambda value: isinstance(value, origin), "a mapping")
     if origin is type:
-        return _Kind(lambda value: isinstance(value, type), "a class of torch_dpsco.estimators, as Ridge")
+        return _Kind(
+            lambda value: isinstance(value, type), "a class of torch_dpsco.estimators, as Ridge"
+        )
     if not isinstance(origin, type) or origin is object or getattr(origin, "_is_protocol", False):
         return None
     if origin.__name__ == "Dataset":  # any map will do
-        return _Kind(lambda value: hasattr(value, "__getitem__") and not isinstance(value, _NO_DATASETS), _DATASET)
-    return _Kind(lambda value: isinstance(value, origin), f"{article(origin.__name__)}{_HOW.get(origin.__name__, '')}")
+        return _Kind(
+            lambda value: hasattr(value, "__getitem__") and not isinstance(value, _NO_DATASETS),
+            _DATASET,
+        )
+    return _Kind(
+        lambda value: isinstance(value, origin),
+        f"{article(origin.__name__)}{_HOW.get(origin.__name__, '')}",
+    )
 
 
 def _union(kinds: list[_Kind | None]) -> _Kind | None:
@@ -148,7 +170,9 @@ def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
     def admits(value: Any) -> bool:
         if isinstance(value, (str, bytes, Mapping, type)) or not _iterable(value):
             return False
-        if origin is not Iterable and (isinstance(value, AbstractSet) or not hasattr(value, "__getitem__")):
+        if origin is not Iterable and (
+            isinstance(value, AbstractSet) or not hasattr(value, "__getitem__")
+        ):
             return False
         if not hasattr(value, "__len__") or not inner:
             return True
@@ -156,7 +180,9 @@ def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
             return False
         items = value.tolist() if hasattr(value, "tolist") and inner[0] in _NUMBERS else value
         each = inner if fixed else inner[:1] * len(value)
-        return all(kind is None or kind.admits(item) for kind, item in zip(each, items, strict=True))
+        return all(
+            kind is None or kind.admits(item) for kind, item in zip(each, items, strict=True)
+        )
 
     words = ["anything" if kind is None else kind.words for kind in inner]
     if fixed:
@@ -194,8 +220,8 @@ def _is_integer(value: Any) -> bool:
 _MANY = 3
 _DATASET = "a map-style data set, as torch.utils.data.TensorDataset(X, y)"
 _OF_LOADER = (
-    ": give the loader's data set; batches are drawn anew, so that a sampler would be lost: Subset(dataset, indices) "
-    "is a part of the data, and weights of classes belong into the loss"
+    ": give the loader's data set; batches are drawn anew, so that a sampler would be lost:"
+    " Subset(dataset, indices) is a part of the data, and weights of classes belong into the loss"
 )
 _NO_DATASETS = (str, bytes, type, Mapping, np.generic)
 _NONE = _Kind(lambda value: value is None, "None")

@@ -51,8 +51,9 @@ def owned(record: Any) -> Any:
             return copy.deepcopy(record)
     except (TypeError, copy.Error):
         raise TypeError(
-            f"records must be of what can be copied, as tensors, arrays, numbers, strings, and objects of these: a "
-            f"source may fill its memory again before a record is used (got a {kind.__name__})"
+            "records must be of what can be copied, as tensors, arrays, numbers, strings, and"
+            " objects of these: a source may fill its memory again before a record is used (got a"
+            f" {kind.__name__})"
         ) from None
 
 

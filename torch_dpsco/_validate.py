@@ -44,7 +44,9 @@ def shown(value: object) -> str:
     if isinstance(value, type):
         return f"class {value.__name__}"
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not all(part is None or isinstance(part, (bool, int, float, complex, str)) for part in parts):
+    if not all(
+        part is None or isinstance(part, (bool, int, float, complex, str)) for part in parts
+    ):
         return type(value).__name__
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

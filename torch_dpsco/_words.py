@@ -16,27 +16,45 @@ _PLAN = "the plan has it: the optimizer's class .plan(...)"
 # Theirs: (ours, what is to be known), of which the first that a callable takes is named; "" for no keyword at all.
 _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     "C": (("reg", "reg = 1 / C, of the sum of the losses"),),
-    "alpha": (("reg", "of the sum of the losses plus reg/2 |w|^2, where squared losses are r^2/2"),),
+    "alpha": (
+        ("reg", "of the sum of the losses plus reg/2 |w|^2, where squared losses are r^2/2"),
+    ),
     "weight_decay": (("reg", "of a plan or optimizer"),),
     "penalty": (("reg", "the penalty is reg/2 |w|^2"),),
     "max_iter": (("", "solvers stop when the answer is certified"),),
     "tol": (("", "solvers stop when the answer is certified"),),
     "random_state": (("", "noise comes from the operating system, and cannot be repeated"),),
     "data_norm": (("bound_x", "public"),),
-    "bounds_X": (("bound_x", "a public bound on the norm of rows; see also feature_center and feature_scale"),),
+    "bounds_X": (
+        (
+            "bound_x",
+            "a public bound on the norm of rows; see also feature_center and feature_scale",
+        ),
+    ),
     "bounds_y": (("bound_y", "targets are clipped to [-bound_y, bound_y]"),),
-    "l2_norm_clip": (("clip", "the same number"), ("problem", "losses.<Loss>().problem(bound_x=...) has the clip")),
+    "l2_norm_clip": (
+        ("clip", "the same number"),
+        ("problem", "losses.<Loss>().problem(bound_x=...) has the clip"),
+    ),
     "eps": (("epsilon", ""), ("budget", "Budget(epsilon, delta)")),
     "target_delta": (("delta", ""), ("budget", "Budget(epsilon, delta)")),
-    "sample_rate": (("batch_size", "sample_rate times n"), ("", "the batch size of the data loader has it")),
+    "sample_rate": (
+        ("batch_size", "sample_rate times n"),
+        ("", "the batch size of the data loader has it"),
+    ),
     "expected_batch_size": (("batch_size", ""), ("", "the batch size of the data loader has it")),
     "noise_multiplier": (("budget", "the noise follows from it"), ("", _PLAN)),
     "num_microbatches": (("", "each record is clipped by itself"),),
     "poisson_sampling": (("sampling", "'poisson', 'full' or 'allocated'"),),
-    "clipping": (("clip", "a number: all parameters are clipped together"), ("", "all parameters together")),
+    "clipping": (
+        ("clip", "a number: all parameters are clipped together"),
+        ("", "all parameters together"),
+    ),
     "epsilon": (("budget", "Budget(epsilon, delta)"),),
     "delta": (("budget", "Budget(epsilon, delta)"),),
-    "intervals": (("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),),
+    "intervals": (
+        ("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),
+    ),
     "groups": (("users", "the id of the user of each record"),),
     "n": (("n_users", "the public number of users"), ("", _PLAN)),
 }

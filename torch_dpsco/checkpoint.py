@@ -54,18 +54,27 @@ class Checkpoint(Unsaved):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], every: int, model: nn.Module, optimizer: PrivateOptimizer | RowFreeOptimizer
+        self,
+        path: str | os.PathLike[str],
+        every: int,
+        model: nn.Module,
+        optimizer: PrivateOptimizer | RowFreeOptimizer,
     ) -> None:
-        self.path, self.every = os.fspath(path), check.positive_count(every=every)
-        self._model, self._optimizer = model, optimizer
+        self.path = os.fspath(path)
+        self.every = check.positive_count(every=every)
+        self._model = model
+        self._optimizer = optimizer
         if world_size() > 1:
-            raise SequenceError(f"checkpoint must be None in a run of several processes (got {world_size()})")
+            raise SequenceError(
+                f"checkpoint must be None in a run of several processes (got {world_size()})"
+            )
         if optimizer.accountant.ledger_path is None:
             # PRIVACY: a checkpoint alone does not know what was released after it
             # (test_a_checkpoint_needs_a_ledger_file)
             raise PrivacyError(
-                "accountant must have a ledger file for a run with checkpoints, which knows what was released after "
-                "the last one: accountant=dp.Accountant(budget, ledger_path=...)"
+                "accountant must have a ledger file for a run with checkpoints, which knows what"
+                " was released after the last one: accountant=dp.Accountant(budget,"
+                " ledger_path=...)"
             )
         self._finished = False  # whether the file is of a run that was over
         if os.path.exists(self.path):
@@ -74,11 +83,13 @@ class Checkpoint(Unsaved):
     def _take_up(self) -> None:
         try:
             state = torch.load(self.path, weights_only=True)
-            model, optimizer, run = state["model"], state["optimizer"], state["optimizer"]["dpsco"]["run"]
+            model = state["model"]
+            optimizer = state["optimizer"]
+            run = state["optimizer"]["dpsco"]["run"]
         except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
             raise ValueError(
-                f"checkpoint must be a file that fit has written (got {self.path!r}, {type(error).__name__}): name "
-                f"another file"
+                f"checkpoint must be a file that fit has written (got {self.path!r},"
+                f" {type(error).__name__}): name another file"
             ) from error
         self._finished = bool(state["optimizer"]["dpsco"]["finalized"])
         if not self._optimizer.steps and not self._optimizer.finalized:
@@ -86,7 +97,8 @@ class Checkpoint(Unsaved):
             self._optimizer.resume(optimizer)
         elif run != self._optimizer.run:
             raise PrivacyError(
-                f"checkpoint must be a file of this run (got {self.path!r}, of another one): name another file"
+                f"checkpoint must be a file of this run (got {self.path!r}, of another one): name"
+                " another file"
             )
 
     def is_over(self, dataset: Dataset[Any]) -> bool:
@@ -98,15 +110,21 @@ class Checkpoint(Unsaved):
             UnitError: the data set is another one, as its public number of records shows.
         """
         optimizer = self._optimizer
-        planned = optimizer.planned_steps if isinstance(optimizer, RowFreeOptimizer) else optimizer.schedule.steps
+        planned = (
+            optimizer.planned_steps
+            if isinstance(optimizer, RowFreeOptimizer)
+            else optimizer.schedule.steps
+        )
         if not optimizer.finalized and (planned is None or optimizer.steps < planned):
             return False
         if optimizer.accountant.unit == "example":
-            checks.require_universe(optimizer.design, optimizer.adjacency, checks.number_of_records(dataset))
+            checks.require_universe(
+                optimizer.design, optimizer.adjacency, checks.number_of_records(dataset)
+            )
         if self._finished:
             warnings.warn(
-                f"nothing was trained: checkpoint={self.path!r} is of a finished run, whose model is returned, "
-                f"whatever dataset holds; to train another one, name another file",
+                f"nothing was trained: checkpoint={self.path!r} is of a finished run, whose model"
+                " is returned, whatever dataset holds; to train another one, name another file",
                 UtilityWarning,
                 stacklevel=4,
             )
@@ -117,7 +135,8 @@ class Checkpoint(Unsaved):
 
     def step_made(self) -> None:
         """Saves if it is time to."""
-        every, design = self.every, self._optimizer.design
+        every = self.every
+        design = self._optimizer.design
         if isinstance(self._optimizer, RowFreeOptimizer):
             if not isinstance(design, Shuffled):
                 return  # its batches are independent: an interrupted run starts again, nothing being released before
@@ -127,7 +146,10 @@ class Checkpoint(Unsaved):
 
     def save(self) -> None:
         """Replaces the file by the current state, which is on the disk before it gets the name."""
-        state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state: dict[str, Any] = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
         draft = f"{self.path}.draft"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "wb") as file:
@@ -139,7 +161,10 @@ class Checkpoint(Unsaved):
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str] | None, every: int, model: nn.Module, optimizer: PrivateOptimizer | RowFreeOptimizer
+    path: str | os.PathLike[str] | None,
+    every: int,
+    model: nn.Module,
+    optimizer: PrivateOptimizer | RowFreeOptimizer,
 ) -> Unsaved:
     """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
     every = check.positive_count(every=every)

@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for word in words:
             if "\0" in word:
-                raise ValueError(f"a word of a command must be text without null characters (got {word!r})")
+                raise ValueError(
+                    f"a word of a command must be text without null characters (got {word!r})"
+                )
         args = _parser().parse_args(words)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
@@ -69,60 +71,112 @@ def _say(stream: Any, text: str) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="dpsco", description="Plans and checks of differentially private fitting.")
+    parser = _Parser(
+        prog="dpsco", description="Plans and checks of differentially private fitting."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = _command(commands, _plan, "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6")
-    plan.add_argument("algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD")
-    plan.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help")
+    plan = _command(
+        commands,
+        _plan,
+        "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6",
+    )
+    plan.add_argument(
+        "algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD"
+    )
+    plan.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help"
+    )
 
     fit = _command(commands, _fit, "fit table.csv --schema schema.toml --epsilon 1 --out study")
     fit.add_argument("table", metavar="TABLE", help="private, .csv or .parquet (needs pyarrow)")
     fit.add_argument(
-        "--schema", required=True, metavar="FILE", help="what is public about it, as Schema.save writes it"
+        "--schema",
+        required=True,
+        metavar="FILE",
+        help="what is public about it, as Schema.save writes it",
     )
     fit.add_argument("--epsilon", type=_value, required=True, help="> 0, of all of it together")
-    fit.add_argument("--out", required=True, metavar="FOLDER", help="new or empty: model, card, summary and picture")
+    fit.add_argument(
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help="new or empty: model, card, summary and picture",
+    )
     fit.add_argument("--delta", type=_value, default=1e-6, help="far below 1/n; default 1e-6")
     fit.add_argument(
-        "--adjacency", default="replace_one", help="default replace_one, where the number of units is public"
+        "--adjacency",
+        default="replace_one",
+        help="default replace_one, where the number of units is public",
     )
     fit.add_argument("--n", type=_value, help="public number of units, needed under add_remove")
-    fit.add_argument("--model", help="class of torch_dpsco.estimators; default by the schema's target")
-    fit.add_argument("--ledger", metavar="FILE", help="ledger file, kept for all that is released about these data")
-    fit.add_argument("--unchecked", action="store_true", help="do not look first whether the schema can read the table")
+    fit.add_argument(
+        "--model", help="class of torch_dpsco.estimators; default by the schema's target"
+    )
+    fit.add_argument(
+        "--ledger",
+        metavar="FILE",
+        help="ledger file, kept for all that is released about these data",
+    )
+    fit.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="do not look first whether the schema can read the table",
+    )
     for name in ("metric", "holdout", "level", "intervals"):
         fit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study")
     predict = _command(commands, _predict, "predict study/model.json new.csv --out predictions.csv")
     predict.add_argument("model", metavar="MODEL.json", help="as dpsco fit writes it")
     predict.add_argument("table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)")
-    predict.add_argument("--out", metavar="FILE", help="new .csv file; else predictions are printed")
+    predict.add_argument(
+        "--out", metavar="FILE", help="new .csv file; else predictions are printed"
+    )
 
     report = _command(commands, _report, "report run.ledger --delta 1e-6")
     report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
     report.add_argument("--adjacency", help="default that of the ledger")
     report.add_argument("--plot", metavar="FILE", help=_PICTURE)
-    ledger = commands.add_parser("ledger", help="See dpsco ledger check --help.", allow_abbrev=False)
-    check = _command(ledger.add_subparsers(required=True, metavar="COMMAND"), _check, "ledger check run.ledger")
+    ledger = commands.add_parser(
+        "ledger", help="See dpsco ledger check --help.", allow_abbrev=False
+    )
+    check = _command(
+        ledger.add_subparsers(required=True, metavar="COMMAND"), _check, "ledger check run.ledger"
+    )
     for command in (report, check):
         command.add_argument("ledger", metavar="LEDGER", help="the file")
 
     doctor = _command(commands, _doctor, "doctor script.py:parts")
     audit = _command(commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1")
     for command in (doctor, audit):
-        command.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="called without arguments")
+        command.add_argument(
+            "target", metavar="SCRIPT.py:FUNCTION", help="called without arguments"
+        )
     for name in _AUDIT:
         needed = name in ("delta", "trials")
-        audit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, required=needed, help="of dp.audit")
-    audit.add_argument("--claim", type=float, metavar="EPSILON", help="exit with 1 if the bound refutes this epsilon")
+        audit.add_argument(
+            _option(name),
+            type=_value,
+            default=argparse.SUPPRESS,
+            required=needed,
+            help="of dp.audit",
+        )
+    audit.add_argument(
+        "--claim",
+        type=float,
+        metavar="EPSILON",
+        help="exit with 1 if the bound refutes this epsilon",
+    )
     for command in (report, doctor, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _command(commands: Any, run: Callable[[argparse.Namespace], Result], example: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, run: Callable[[argparse.Namespace], Result], example: str
+) -> argparse.ArgumentParser:
     """Returns the parser of a command, which is named and described by its function."""
-    text, example = inspect.getdoc(run), f"example: dpsco {example}"
+    text = inspect.getdoc(run)
+    example = f"example: dpsco {example}"
     command: argparse.ArgumentParser = commands.add_parser(
         run.__name__[1:], help=text, description=text, epilog=example, allow_abbrev=False
     )
@@ -142,33 +196,46 @@ def _plan(args: argparse.Namespace) -> Result:
     if args.algorithm not in kinds:
         raise ValueError(f"ALGORITHM must be one of {', '.join(kinds)} (got {args.algorithm!r})")
     kind = kinds[args.algorithm]
-    tables = {name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")}
+    tables = {
+        name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")
+    }
     losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
 
     def budget(epsilon: float, delta: float, adjacency: Any = "replace_one") -> dp.Budget:
         return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
 
-    sources, own = [kind.plan, dp.Budget], {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
+    sources = [kind.plan, dp.Budget]
+    own = {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
     promised = "problem" in _names(kind.plan)
     if promised:
         sources += [dp.Problem, *losses.values()]
         own |= {name for made in sources[2:] for name in _names(made)} - {"exact_grad_bound"}
-    parser = _Parser(prog=f"dpsco plan {args.algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    texts = {name: text for source in reversed(sources) for name, text in _described(source).items()}
+    parser = _Parser(
+        prog=f"dpsco plan {args.algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    texts = {
+        name: text for source in reversed(sources) for name, text in _described(source).items()
+    }
     for name in sorted(own):
         parser.add_argument(_option(name), type=_value, metavar="VALUE", help=texts.get(name))
     if promised:
-        parser.add_argument("--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}")
+        parser.add_argument(
+            "--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}"
+        )
     parser.add_argument("--json", action="store_true", help="print what --save writes")
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict")
     parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
     given = vars(parser.parse_args(args.options))
-    as_json, file, picture = given.pop("json", False), given.pop("save", None), given.pop("plot", None)
+    as_json = given.pop("json", False)
+    file = given.pop("save", None)
+    picture = given.pop("plot", None)
     _require_new(save=file, plot=picture)
 
     if given.keys() & {"epsilon", "delta"}:
         given["budget"] = _made(budget, given)
-    promises = {name: given.pop(name) for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}}
+    promises = {
+        name: given.pop(name) for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}
+    }
     if "loss" in given:
         problem = _made(_made(losses[given.pop("loss")], promises).problem, promises)
         given["problem"] = replace(problem, **_taken(dp.Problem, promises))
@@ -193,10 +260,16 @@ def _fit(args: argparse.Namespace) -> Result:
     schema: dp.Schema = _loaded("schema", dp.Schema.load, args.schema)
     unit = "example" if schema.rows_per_unit == 1 else "user"
     budget = dp.Budget(args.epsilon, args.delta, args.adjacency, unit=unit)
-    given = {name: vars(args)[name] for name in ("metric", "holdout", "level", "intervals") if name in args}
+    given = {
+        name: vars(args)[name]
+        for name in ("metric", "holdout", "level", "intervals")
+        if name in args
+    }
     if args.model is not None:
         if args.model not in estimators.__all__:
-            raise ValueError(f"model must be one of {', '.join(estimators.__all__)} (got {args.model!r})")
+            raise ValueError(
+                f"model must be one of {', '.join(estimators.__all__)} (got {args.model!r})"
+            )
         given["model"] = getattr(estimators, args.model)
     plots.figure("", plots.words("", ""))  # raises, before anything is spent, without matplotlib
     folder = Path(args.out)
@@ -229,18 +302,26 @@ def _predict(args: argparse.Namespace) -> Result:
     _require_new(out=args.out)
     model: Released = _loaded("MODEL.json", Released.load, args.model)
     if model.schema is None:
-        raise ValueError(f"MODEL.json must be one with a schema, as dpsco fit writes it (got {args.model!r})")
+        raise ValueError(
+            f"MODEL.json must be one with a schema, as dpsco fit writes it (got {args.model!r})"
+        )
     rows = Schema.from_dict(model.schema).features(_there("TABLE", args.table))
     whole = np.asarray(np.isfinite(rows).all(1))
     columns = {"prediction": model.predict(rows[whole])}
     if model.kind in ("probabilities", "softmax"):
         chances = model.predict_proba(rows[whole])
-        columns |= {f"probability of {label}": chances[:, k] for k, label in enumerate(model.classes)}
-    found, text = zip(*(column.tolist() for column in columns.values()), strict=True), io.StringIO()
+        columns |= {
+            f"probability of {label}": chances[:, k] for k, label in enumerate(model.classes)
+        }
+    found = zip(*(column.tolist() for column in columns.values()), strict=True)
+    text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(columns)
     lines.writerows(next(found) if known else [""] * len(columns) for known in whole.tolist())
-    note = "of rows that the model was fitted to, predictions beside their targets are covered by nothing"
+    note = (
+        "of rows that the model was fitted to, predictions beside their targets are covered by"
+        " nothing"
+    )
     if args.out is None:
         _say(sys.stderr, f"note: {note}")
         return text.getvalue().rstrip("\n"), 0
@@ -270,7 +351,9 @@ def _require_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"out must be a folder that can be written to: {error} (got {str(folder)!r})") from error
+        raise ValueError(
+            f"out must be a folder that can be written to: {error} (got {str(folder)!r})"
+        ) from error
 
 
 def _called(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
@@ -294,7 +377,9 @@ def _report(args: argparse.Namespace) -> Result:
     book = LedgerCopy(_file(args.ledger)).book
     if args.adjacency:
         book.config["adjacency"] = check_adjacency(args.adjacency)
-    accountant = Accountant(adjacency=book.config.get("adjacency"), unit=book.config.get("unit", "example"))
+    accountant = Accountant(
+        adjacency=book.config.get("adjacency"), unit=book.config.get("unit", "example")
+    )
     accountant.load_state_dict(write_state(book))
     report = accountant.report(args.delta)
     _draw(partial(card.draw, report), args.plot)
@@ -302,7 +387,10 @@ def _report(args: argparse.Namespace) -> Result:
         return str(report), 0
     names = [field.name for field in fields(report) if field.name not in ("charges", "spent")]
     shown = {name: getattr(report, name) for name in names}
-    return json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2), 0
+    return (
+        json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2),
+        0,
+    )
 
 
 def _check(args: argparse.Namespace) -> Result:
@@ -324,7 +412,11 @@ def _doctor(args: argparse.Namespace) -> Result:
 
     call = _call(doctor, args.target, {})
     diagnosis = doctor(*call.args, **call.kwargs)
-    text = json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2) if args.json else str(diagnosis)
+    text = (
+        json.dumps([asdict(finding) for finding in diagnosis.findings], indent=2)
+        if args.json
+        else str(diagnosis)
+    )
     return text, int(bool(diagnosis.critical))
 
 
@@ -336,7 +428,8 @@ def _audit(args: argparse.Namespace) -> Result:
     from torch_dpsco.audit import audit
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
-    mechanism, trials = call.arguments["mechanism"], call.arguments["trials"]
+    mechanism = call.arguments["mechanism"]
+    trials = call.arguments["trials"]
     with tqdm(total=2 * trials, unit="run", disable=None) as bar:  # none where no terminal is
 
         def counted(given: Any) -> Any:
@@ -429,12 +522,20 @@ def _described(function: Callable[..., Any]) -> dict[str, str]:
     return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
 
 
-def _call(function: Callable[..., Any], target: str, options: Mapping[str, Any]) -> inspect.BoundArguments:
+def _call(
+    function: Callable[..., Any], target: str, options: Mapping[str, Any]
+) -> inspect.BoundArguments:
     """Returns the arguments of a function: those that a function of a script returns, and options."""
     path, _, name = target.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if Path(path).is_file() else None
+    spec = (
+        importlib.util.spec_from_file_location(Path(path).stem, path)
+        if Path(path).is_file()
+        else None
+    )
     if spec is None or spec.loader is None:
-        raise ValueError(f"SCRIPT.py:FUNCTION must name a file and a function in it (got {target!r})")
+        raise ValueError(
+            f"SCRIPT.py:FUNCTION must name a file and a function in it (got {target!r})"
+        )
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
     _tried(path, partial(spec.loader.exec_module, script))
@@ -446,7 +547,9 @@ def _call(function: Callable[..., Any], target: str, options: Mapping[str, Any])
         return inspect.signature(function).bind(*values, **{**named, **options})
     except TypeError as error:
         takes = f"what dp.{function.__name__} takes, as a tuple or a dict"
-        raise ValueError(f"SCRIPT.py:FUNCTION must return {takes}: {error} (got {target!r})") from error
+        raise ValueError(
+            f"SCRIPT.py:FUNCTION must return {takes}: {error} (got {target!r})"
+        ) from error
 
 
 def _tried(what: str, call: Callable[[], Any]) -> Any:

@@ -62,7 +62,9 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
         0.9231
     """
     off = check.finite(fraction=fraction) - check.between(0.0, 1.0, target=target)
-    return check.positive(clip=clip) * math.exp(min(-check.positive(lr=lr) * off, 709.0))  # exp(710) would raise
+    return check.positive(clip=clip) * math.exp(
+        min(-check.positive(lr=lr) * off, 709.0)
+    )  # exp(710) would raise
 
 
 @typed
@@ -74,7 +76,9 @@ def pilot_size(n: int) -> int:
     """
     size = max(LEAST_PILOT, math.ceil(check.positive_count(n=n) / 20))
     if size >= n:
-        raise InfeasibleError(f"n must be > {LEAST_PILOT} for a pilot group (got {n}): give a fixed clip")
+        raise InfeasibleError(
+            f"n must be > {LEAST_PILOT} for a pilot group (got {n}): give a fixed clip"
+        )
     return size
 
 
@@ -88,7 +92,11 @@ def rank_error(epsilon: float, grid_size: int, failure: float = 0.05) -> float:
         failure: in (0, 1).
     """
     size = check.positive_count(grid_size=grid_size)
-    return 2.0 / check.positive(epsilon=epsilon) * math.log(size / check.open_interval(0.0, 1.0, failure=failure))
+    return (
+        2.0
+        / check.positive(epsilon=epsilon)
+        * math.log(size / check.open_interval(0.0, 1.0, failure=failure))
+    )
 
 
 @typed
@@ -125,15 +133,19 @@ def target_quantile(
         0.9
     """
     wanted = _wanted(check.choice(RULES, rule=rule), exchange_rate)
-    size, error = check.positive_count(pilot_size=pilot_size), rank_error(epsilon, grid_size, failure)
+    size = check.positive_count(pilot_size=pilot_size)
+    error = rank_error(epsilon, grid_size, failure)
     if error >= size:
-        raise InfeasibleError(f"pilot_size must be >= {math.floor(error) + 1} at epsilon {epsilon:g} (got {size})")
+        raise InfeasibleError(
+            f"pilot_size must be >= {math.floor(error) + 1} at epsilon {epsilon:g} (got {size})"
+        )
     # ranks near the end are released together with all thresholds above every norm: keep twice the error away from it
     highest = max(1.0 - 2.0 * error / size, min(0.9, 1.0 - error / size))
     if wanted > highest:
         warn(
-            f"a pilot of {size} records resolves ranks up to {error:.0f} only: quantile {highest:.3f} instead of "
-            f"{wanted:.3f}; a larger pilot_size or epsilon would resolve it"
+            f"a pilot of {size} records resolves ranks up to {error:.0f} only: quantile"
+            f" {highest:.3f} instead of {wanted:.3f}; a larger pilot_size or epsilon would"
+            " resolve it"
         )
     return min(wanted, highest)
 
@@ -146,8 +158,9 @@ def _wanted(rule: str, exchange_rate: float | None) -> float:
     rate = check.nonnegative(exchange_rate=exchange_rate)
     if rate > 0.9:
         warn(
-            f"noise dominates: a unit of clip costs {rate:.2f} in noise, so no clip gives a useful step; the quantile "
-            f"is 0.1. Use more records per step, fewer steps or a larger budget",
+            f"noise dominates: a unit of clip costs {rate:.2f} in noise, so no clip gives a useful"
+            " step; the quantile is 0.1. Use more records per step, fewer steps or a larger"
+            " budget",
             stacklevel=3,
         )
         return 0.1
@@ -158,4 +171,8 @@ def warn_at_grid_end(threshold: float, grid: Sequence[float] | NDArray[np.float6
     """Warns if a released threshold is an end of its grid. It looks at the private output only, so that it is free."""
     name = {float(grid[0]): "c_min", float(grid[-1]): "c_max"}.get(threshold)
     if name is not None:
-        warn(f"the private threshold {threshold:g} is at the end of its grid: {name} is probably wrong", stacklevel=3)
+        warn(
+            f"the private threshold {threshold:g} is at the end of its grid: {name} is probably"
+            " wrong",
+            stacklevel=3,
+        )

@@ -22,17 +22,34 @@ _RUN_WITH = "torch 2.6 and 2.14 with opacus 1.6"  # what .ci/weekly has run; see
 # Of every module, parameter, torch optimizer and Opacus optimizer.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "torch.nn.Module": (
-        *("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        *(
+            "_parameters",
+            "_buffers",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        ),
         *("_modules", "_compiled_call_impl"),
     ),
-    "torch.nn.Parameter": ("_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.nn.Parameter": (
+        "_version",
+        "_is_view",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    ),
     "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "opacus.optimizers.DPOptimizer": ("_is_last_step_skipped",),
     "opacus.GradSampleModule": ("_module", "autograd_grad_sample_hooks"),
     "a parameter of opacus.GradSampleModule": ("_forward_counter", "grad_sample"),
 }
 _GLOBAL_HOOKS = (
-    *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks"),
+    *(
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+    ),
     *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
 )
 _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -44,8 +61,9 @@ def _need(owner: Any, name: str, called: str = "") -> Any:
     found = getattr(owner, name, missing)
     if found is missing:
         raise ImportError(
-            f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {torch.__version__} with opacus "
-            f"{version('opacus')} does not have: it was run with {_RUN_WITH}; install one of these"
+            f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {torch.__version__}"
+            f" with opacus {version('opacus')} does not have: it was run with {_RUN_WITH}; install"
+            " one of these"
         )
     return found
 
@@ -84,11 +102,17 @@ def backward_number() -> int:
 
 def is_replicated(model: nn.Module) -> bool:
     """Returns whether `replicate` has taken a part of a model, or DistributedDataParallel runs a forward of it."""
-    composed = sys.modules.get("torch.distributed._composable.contract")  # not there: nothing was replicated
-    if composed is not None and any("replicate" in (composed._get_registry(part) or ()) for part in model.modules()):
+    composed = sys.modules.get(
+        "torch.distributed._composable.contract"
+    )  # not there: nothing was replicated
+    if composed is not None and any(
+        "replicate" in (composed._get_registry(part) or ()) for part in model.modules()
+    ):
         return True  # torch 2.6 does not say that its forwards are active (test_a_replica_is_known_before_it_is_called)
     active = DistributedDataParallel._active_ddp_module
-    return active is not None and not {*map(id, active.parameters())}.isdisjoint(map(id, model.parameters()))
+    return active is not None and not {*map(id, active.parameters())}.isdisjoint(
+        map(id, model.parameters())
+    )
 
 
 def is_sharded(thing: Tensor | nn.Module) -> bool:
@@ -103,12 +127,19 @@ def is_sharded(thing: Tensor | nn.Module) -> bool:
 
 def some_global_hook() -> bool:
     """Returns whether there is a hook on the forwards or backwards of all modules, except those that only observe."""
-    return any(not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values())
+    return any(
+        not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values()
+    )
 
 
 def is_plain(module: nn.Module) -> bool:
     """Returns whether calling a module calls the forward of its class and nothing else, hooks on all modules aside."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    hooks = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
     return not hooks and module._compiled_call_impl is None and "forward" not in module.__dict__
 
 
@@ -120,7 +151,9 @@ def whole(out: Tensor) -> Tensor:
 
 def some_optimizer_hook() -> bool:
     """Returns whether there is a hook on the steps of all optimizers, except that which looks for plain ones."""
-    return any(not hasattr(hook, "only_looks") for hooks in _optimizer_hooks for hook in hooks.values())
+    return any(
+        not hasattr(hook, "only_looks") for hooks in _optimizer_hooks for hook in hooks.values()
+    )
 
 
 def is_profiling() -> bool:
@@ -142,14 +175,18 @@ def of_opacus(*names: str) -> tuple[Any, ...]:
         ()
     """
     places = [f"opacus.{name}".rpartition(".") for name in names]
-    return tuple(_need(sys.modules[module], name) for module, _, name in places if module in sys.modules)
+    return tuple(
+        _need(sys.modules[module], name) for module, _, name in places if module in sys.modules
+    )
 
 
 class _Watch(importlib.abc.MetaPathFinder):
     """Runs a function once a module was imported, by whomever."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name, self._then, self._asks = name, then, False
+        self._name = name
+        self._then = then
+        self._asks = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self._name or self._asks:
@@ -204,12 +241,17 @@ def require_opacus() -> None:
     import opacus
 
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    private = opacus.optimizers.DPOptimizer(plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
+    private = opacus.optimizers.DPOptimizer(
+        plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
+    )
     with torch.random.fork_rng(devices=[]):  # a seed set by hand means the same before and after
         wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
     owners = [owner for owner in ATTRIBUTES if "opacus" in owner]
     _require(
-        {"torch.optim.Optimizer": plain, **dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True))}
+        {
+            "torch.optim.Optimizer": plain,
+            **dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True)),
+        }
     )
 
 

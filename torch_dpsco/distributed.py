@@ -70,20 +70,40 @@ _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equ
 _CALLS: dict[str, dict[str, str]] = {
     "construction": {
         "settings": "make the optimizer with the same arguments on every rank",
-        "parameters": "build the model after the same torch.manual_seed on every rank, or load the same weights",
-        "ledger": "give every rank a new Accountant with the same arguments, rank 0 alone one with a ledger file",
-        "arithmetic": "install the same builds of torch and torch_dpsco, the accelerator included, on every rank",
+        "parameters": (
+            "build the model after the same torch.manual_seed on every rank, or load the same"
+            " weights"
+        ),
+        "ledger": (
+            "give every rank a new Accountant with the same arguments, rank 0 alone one with a"
+            " ledger file"
+        ),
+        "arithmetic": (
+            "install the same builds of torch and torch_dpsco, the accelerator included, on every"
+            " rank"
+        ),
     },
     "loader": {
         "steps": "give the same steps= on every rank",
-        "data": "give every rank the whole data set, its records in the same order, or shard= (and ids=) on all ranks",
+        "data": (
+            "give every rank the whole data set, its records in the same order, or shard= (and"
+            " ids=) on all ranks"
+        ),
     },
     "step": {
         "settings": "make the optimizer with the same arguments on every rank",
-        "steps": "call optimizer.step() for every batch on every rank, and load a checkpoint on all of them",
-        "draw": "iterate over the loader and call optimizer.discard() in the same way on every rank",
+        "steps": (
+            "call optimizer.step() for every batch on every rank, and load a checkpoint on all of"
+            " them"
+        ),
+        "draw": (
+            "iterate over the loader and call optimizer.discard() in the same way on every rank"
+        ),
         "charges": "charge nothing on some ranks only",
-        "mechanism": "set lr in the same way on every rank, and write to the parameters on all of them or none",
+        "mechanism": (
+            "set lr in the same way on every rank, and write to the parameters on all of them or"
+            " none"
+        ),
     },
     "finalize": {
         "settings": "make the optimizer with the same arguments on every rank",
@@ -98,7 +118,9 @@ _AVAILABLE = dist.is_available()  # a property of the build of torch
 
 
 _ALONE = "alone"
-_current: ContextVar[Any] = ContextVar("_current", default=None)  # None: the default process group, if there is one
+_current: ContextVar[Any] = ContextVar(
+    "_current", default=None
+)  # None: the default process group, if there is one
 
 
 @contextmanager
@@ -127,8 +149,9 @@ def use(group: Any) -> Iterator[None]:
     member = _AVAILABLE and isinstance(group, dist.ProcessGroup)
     if not member and not (isinstance(group, str) and group == _ALONE):
         raise ValueError(
-            f"group must be a process group that this process is in, or 'alone' (got {check.shown(group)}): leave the "
-            f"block out for the default group, and on processes that are in no group"
+            "group must be a process group that this process is in, or 'alone' (got"
+            f" {check.shown(group)}): leave the block out for the default group, and on processes"
+            " that are in no group"
         )
     token = _current.set(group)
     try:
@@ -157,9 +180,12 @@ class Group:
 
     def __init__(self, device: torch.device) -> None:
         self._group = group = _current.get()
-        self.rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.processes = dist.get_world_size(group)
         self.first = self.rank == 0
-        self._root = 0 if group is None else dist.get_global_rank(group, 0)  # of all processes, as torch counts
+        self._root = (
+            0 if group is None else dist.get_global_rank(group, 0)
+        )  # of all processes, as torch counts
         self.device = _device_of_messages(device, group)
 
     def compare(self, call: str, problem: str = "", **values: int) -> None:
@@ -170,28 +196,37 @@ class Group:
             problem: why this rank is not ready, if it is not.
             values: 64-bit integers, by the names in `_CALLS`.
         """
-        table = self.exchange(call, ready=not problem, values=[values[name] for name in _CALLS[call]])
+        table = self.exchange(
+            call, ready=not problem, values=[values[name] for name in _CALLS[call]]
+        )
         if problem:
             raise SequenceError(problem)
         names = list(_CALLS)
         for rank, row in enumerate(table):
             if names[row[0]] != call:
                 raise SequenceError(
-                    f"all ranks must make the same calls in the same order (rank {rank} is in a {names[row[0]]}, rank "
-                    f"{self.rank} in a {call}): run the same script on every rank"
+                    f"all ranks must make the same calls in the same order (rank {rank} is in a"
+                    f" {names[row[0]]}, rank {self.rank} in a {call}): run the same script on every"
+                    " rank"
                 )
         for rank, row in enumerate(table):
             if not row[1]:
-                raise SequenceError(f"rank {rank} has given this {call} up, so that no rank makes it: see its error")
+                raise SequenceError(
+                    f"rank {rank} has given this {call} up, so that no rank makes it: see its error"
+                )
         for place, (name, advice) in enumerate(_CALLS[call].items(), start=2):
             others = [rank for rank, row in enumerate(table) if row[place] != table[0][place]]
             if others:
-                raise SequenceError(f"{name} must be equal on all ranks (rank {others[0]} differs from 0): {advice}")
+                raise SequenceError(
+                    f"{name} must be equal on all ranks (rank {others[0]} differs from 0): {advice}"
+                )
 
     def exchange(self, call: str, *, ready: bool, values: Sequence[int] = ()) -> list[list[int]]:
         """Returns what each rank says: the number of the call, whether it is ready, and the values to compare."""
         said = [list(_CALLS).index(call), int(ready), *values]
-        message = torch.tensor(said + [0] * (_WIDTH - len(said)), dtype=torch.int64, device=self.device)
+        message = torch.tensor(
+            said + [0] * (_WIDTH - len(said)), dtype=torch.int64, device=self.device
+        )
         return [row.tolist() for row in self.gather(message)]
 
     def gather(self, message: Tensor) -> list[Tensor]:
@@ -220,13 +255,15 @@ class Group:
         # (test_outside_of_its_block_an_optimizer_of_a_group_is_refused)
         if _current.get() is not self._group or world_size() != self.processes:
             raise SequenceError(
-                f"the process group must be that of the optimizer, of {self.processes} ranks: use it inside of the "
-                f"same block of distributed.use(group), if it was made in one"
+                f"the process group must be that of the optimizer, of {self.processes} ranks: use"
+                " it inside of the same block of distributed.use(group), if it was made in one"
             )
         try:
             function(*args, group=self._group, **options)
         except RuntimeError as error:
-            raise SequenceError(f"the other ranks cannot be reached, one may have ended or failed: {error}") from error
+            raise SequenceError(
+                f"the other ranks cannot be reached, one may have ended or failed: {error}"
+            ) from error
 
 
 def _device_of_messages(device: torch.device, group: Any) -> torch.device:
@@ -234,7 +271,9 @@ def _device_of_messages(device: torch.device, group: Any) -> torch.device:
     if device.type != "cpu" and backends.get(device.type, "gloo") != "gloo":
         return device
     if "cpu" not in backends or backends["cpu"] == "nccl":
-        raise SequenceError(f"the process group must have a backend for {device.type} tensors, e.g. gloo")
+        raise SequenceError(
+            f"the process group must have a backend for {device.type} tensors, e.g. gloo"
+        )
     return torch.device("cpu")
 
 
@@ -301,7 +340,13 @@ class World:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
     def compare_data(
-        self, dataset: Dataset[Any], steps: int | None, *, own: str = "", counted: bool = True, problem: str = ""
+        self,
+        dataset: Dataset[Any],
+        steps: int | None,
+        *,
+        own: str = "",
+        counted: bool = True,
+        problem: str = "",
     ) -> int:
         """Makes sure that all ranks draw from the same records, equally often; returns how many there are.
 
@@ -318,7 +363,14 @@ class World:
         return len(dataset)  # type: ignore[arg-type]
 
     def sampler(
-        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None, *, shard: bool = False
+        self,
+        run: Run,
+        size: int,
+        steps: int | None,
+        resume: Partition | None,
+        ids: Any = None,
+        *,
+        shard: bool = False,
     ) -> DesignSampler:
         """Returns the sampler of this process."""
         if shard and ids is not None and not isinstance(run.design, Assigned):
@@ -329,7 +381,9 @@ class World:
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
         if isinstance(getattr(loader, "batch_sampler", loader), (RankSampler, RankAssignedSampler)):
-            raise UnknownSamplerError("loader must draw whole batches (got the part of one of several processes)")
+            raise UnknownSamplerError(
+                "loader must draw whole batches (got the part of one of several processes)"
+            )
 
     def agree(self, run: Run, draw: Draw) -> None:
         """Makes sure that all ranks have the rows of the same step, before anything is charged."""
@@ -350,9 +404,9 @@ class World:
             # PRIVACY: W runs that do not know of each other would each release a mean of the same records
             # (test_an_optimizer_made_before_the_process_group_is_refused)
             raise SequenceError(
-                f"world_size must be 1 for an optimizer made in one process (got {world_size()}): call "
-                f"torch.distributed.init_process_group before the optimizer is made, or make and use it inside of "
-                f"distributed.use('alone')"
+                f"world_size must be 1 for an optimizer made in one process (got {world_size()}):"
+                " call torch.distributed.init_process_group before the optimizer is made, or make"
+                " and use it inside of distributed.use('alone')"
             )
 
 
@@ -362,7 +416,9 @@ def _adding(oracle: MeanOracle) -> MeanOracle:
 
 
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
-_COLLECTING, _CALLING, _AGREED = "collecting", "calling", "agreed"
+_COLLECTING = "collecting"
+_CALLING = "calling"
+_AGREED = "agreed"
 
 
 class Ranks(World):
@@ -373,7 +429,8 @@ class Ranks(World):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._group = device, Group(device)
+        self._device = device
+        self._group = Group(device)
         self._settings: int | None = None
         self._stage = _COLLECTING
         self._sampler: DesignSampler | None = None  # whose key these ranks have drawn
@@ -400,9 +457,10 @@ class Ranks(World):
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
-                f"oracle must be Clipped, HolderClipped or AutoClip in a run of several processes, whose releases are "
-                f"sums of rows, or of users' means (UserClippedSGD with clip=), with noise of a fixed multiplier (got "
-                f"{kind.__name__}): run it in one process, as users who vote on clips, or are filtered or localized"
+                "oracle must be Clipped, HolderClipped or AutoClip in a run of several processes,"
+                " whose releases are sums of rows, or of users' means (UserClippedSGD with clip=),"
+                f" with noise of a fixed multiplier (got {kind.__name__}): run it in one process,"
+                " as users who vote on clips, or are filtered or localized"
             )
         if oracle is not run.oracle:
             require_divisible(run.design)
@@ -418,7 +476,10 @@ class Ranks(World):
         if self._group.first:
             return ""
         if journal.file is not None:
-            return "ledger_path must be given on rank 0 only: all ranks charge the same events, which are written once"
+            return (
+                "ledger_path must be given on rank 0 only: all ranks charge the same events, which"
+                " are written once"
+            )
         try:
             if (state["ledger"] or filed) and not len(accountant):
                 accountant.load_state_dict(state)
@@ -429,7 +490,13 @@ class Ranks(World):
         return ""
 
     def compare_data(
-        self, dataset: Dataset[Any], steps: int | None, *, own: str = "", counted: bool = True, problem: str = ""
+        self,
+        dataset: Dataset[Any],
+        steps: int | None,
+        *,
+        own: str = "",
+        counted: bool = True,
+        problem: str = "",
     ) -> int:
         """Raises SequenceError where the data set of a rank has another size or, as far as one can see, order."""
         # PRIVACY: two ranks would draw a record that is at different places
@@ -451,7 +518,8 @@ class Ranks(World):
             key: 32 secret bytes of all ranks.
             users: where ids are those of users, who have several records on one rank: how many there are at most.
         """
-        group, mine = self._group, torch.from_numpy(ids.digests(key).copy())
+        group = self._group
+        mine = torch.from_numpy(ids.digests(key).copy())
         if users is not None:
             mine = mine.unique(dim=0)
         counts = [row[2] for row in group.exchange("loader", ready=True, values=[len(mine)])]
@@ -465,19 +533,28 @@ class Ranks(World):
             raise UnitError(f"users of all ranks must be at most n_users={users} (got more)")
 
     def sampler(
-        self, run: Run, size: int, steps: int | None, resume: Partition | None, ids: Any = None, *, shard: bool = False
+        self,
+        run: Run,
+        size: int,
+        steps: int | None,
+        resume: Partition | None,
+        ids: Any = None,
+        *,
+        shard: bool = False,
     ) -> DesignSampler:
         """Returns the sampler of this rank's positions, or own records, with a key that rank 0 draws."""
         self._share(run)
         group = self._group
         fresh = sampling_key() if resume is None else resume.cut.tobytes()[:32]
-        key = torch.tensor(list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device)
+        key = torch.tensor(
+            list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device
+        )
         group.send(key)
         secret = bytes(key.tolist())
         if ids is not None and not shard and not isinstance(run.design, Assigned):
             raise UnknownSamplerError(
-                f"design must be Assigned for draws by ids: sampling='allocated' (got {run.design}); give shard= where "
-                f"each rank has records of its own"
+                "design must be Assigned for draws by ids: sampling='allocated' (got"
+                f" {run.design}); give shard= where each rank has records of its own"
             )
         if ids is not None:
             self._require_own_ids(ids, secret, run.design.n if run.oracle.unit == "user" else None)
@@ -491,25 +568,32 @@ class Ranks(World):
 
     def require_own_draws(self, loader: Any) -> None:
         """Refuses loaders that were not made by `optimizer.loader` in this process."""
-        sampler, group = getattr(loader, "batch_sampler", loader), self._group
+        sampler = getattr(loader, "batch_sampler", loader)
+        group = self._group
         if isinstance(sampler, (RankSampler, RankAssignedSampler)) and sampler is self._sampler:
             return
         # PRIVACY: of a shard only ours, since ranks whose own samplers draw from one data set draw its records twice
         # (test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused)
-        ours = isinstance(sampler, RankSampler) and not sampler.own and not isinstance(loader, UserLoader)
+        ours = (
+            isinstance(sampler, RankSampler)
+            and not sampler.own
+            and not isinstance(loader, UserLoader)
+        )
         if ours and (sampler.rank, sampler.processes) == (group.rank, group.processes):
             return
         # PRIVACY: ranks that draw from all positions could draw a record twice
         # (test_a_sampler_of_all_positions_is_refused)
         raise UnknownSamplerError(
-            f"loader must draw this rank's positions in a run of several processes (got {type(sampler).__name__}): use "
-            f"optimizer.loader(dataset) on every rank"
+            "loader must draw this rank's positions in a run of several processes (got"
+            f" {type(sampler).__name__}): use optimizer.loader(dataset) on every rank"
         )
 
     def agree(self, run: Run, draw: Draw) -> None:
         """Raises SequenceError on all ranks if one has failed, or is at another step or draw, or has other settings."""
         if getattr(_adding(run.oracle), "processes", 1) != self._group.processes:
-            raise SequenceError("batches must come from optimizer.loader(dataset), called in this process group")
+            raise SequenceError(
+                "batches must come from optimizer.loader(dataset), called in this process group"
+            )
         self._stage = _CALLING
         # PRIVACY: else sums of different steps, or of rows clipped differently, would be added
         # (test_ranks_at_different_steps_are_refused)
@@ -519,7 +603,11 @@ class Ranks(World):
             steps=run.steps,
             draw=draw.index,
             charges=len(run.accountant),
-            mechanism=digest(run.oracle.event(), run.oracle.metrics(), [group["lr"] for group in run.param_groups]),
+            mechanism=digest(
+                run.oracle.event(),
+                run.oracle.metrics(),
+                [group["lr"] for group in run.param_groups],
+            ),
         )
         self._stage = _AGREED
 
@@ -536,7 +624,9 @@ class Ranks(World):
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
         group = self._group
-        message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)  # sum, rows, ranks ready
+        message = torch.zeros(
+            oracle.dim + 2, dtype=torch.float64, device=group.device
+        )  # sum, rows, ranks ready
         if noise is not None:
             message[-2], message[-1] = oracle.write_sum(message[:-2]), 1
         group.add_up(message)
@@ -554,13 +644,19 @@ class Ranks(World):
             message[-2], message[-1] = 0, released
             group.send(message)  # on the other ranks it overwrites partial sums
         if not message[-1]:
-            raise SequenceError("a rank could not charge or release this step, so that no rank makes it: see its error")
+            raise SequenceError(
+                "a rank could not charge or release this step, so that no rank makes it: see its"
+                " error"
+            )
         return oracle.views(message[:-2].to(self._device))
 
     def failed(self, run: Run, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""
-        stage, self._stage = self._stage, _COLLECTING
-        with suppress(RuntimeError):  # where the group is broken they fail by themselves; the caller raises its error
+        stage = self._stage
+        self._stage = _COLLECTING
+        with suppress(
+            RuntimeError
+        ):  # where the group is broken they fail by themselves; the caller raises its error
             if stage == _AGREED:
                 oracle = _adding(run.oracle)
                 assert isinstance(oracle, ClippedMean)
@@ -582,8 +678,13 @@ class Ranks(World):
 
     def _digest_of_settings(self, run: Run) -> int:
         if self._settings is None:  # constants of the optimizer
-            groups = [{key: value for key, value in g.items() if key not in ("params", "lr")} for g in run.param_groups]
-            self._settings = digest(type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups)
+            groups = [
+                {key: value for key, value in g.items() if key not in ("params", "lr")}
+                for g in run.param_groups
+            ]
+            self._settings = digest(
+                type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups
+            )
         return self._settings
 
 

@@ -77,13 +77,20 @@ class Logger:
 
     @typed
     def __init__(
-        self, write: Callable[[dict[str, float], int], Any], *, every: int = 50, delta: float | None = None
+        self,
+        write: Callable[[dict[str, float], int], Any],
+        *,
+        every: int = 50,
+        delta: float | None = None,
     ) -> None:
-        self._write, self._every = write, check.positive_count(every=every)
+        self._write = write
+        self._every = check.positive_count(every=every)
         self._delta = None if delta is None else check.open_interval(0.0, 1.0, delta=delta)
         self._last: tuple[str, int] | None = None  # run and step of the last line
 
-    def __call__(self, optimizer: CommonOptimizer, public: Mapping[str, float] | None = None, **private: Any) -> None:
+    def __call__(
+        self, optimizer: CommonOptimizer, public: Mapping[str, float] | None = None, **private: Any
+    ) -> None:
         """Writes the numbers of a run, if it is time to.
 
         Args:
@@ -103,9 +110,9 @@ class Logger:
             # PRIVACY: losses, norms and sizes of training batches are private (test_a_private_number_is_refused)
             name = next(iter(private))
             raise PrivacyError(
-                f"{name} must not be logged: what training records give (a loss, a norm, the size of a batch) is "
-                f"private, and to write it is to release it without noise; measure on public data instead, and pass "
-                f"public={{{name!r}: ...}}"
+                f"{name} must not be logged: what training records give (a loss, a norm, the size"
+                " of a batch) is private, and to write it is to release it without noise; measure"
+                f" on public data instead, and pass public={{{name!r}: ...}}"
             )
         vouched = _vouched(public)
         steps = isinstance(optimizer, PrivateOptimizer)
@@ -113,17 +120,25 @@ class Logger:
         step = optimizer.steps if steps else int(optimizer.finalized)
         if vouched and not (steps or step):
             # PRIVACY: a score of secret iterates is a release (test_scores_of_secret_iterates_are_refused)
-            raise PrivacyError("public must wait for finalize(): what the parameters hold before is secret")
+            raise PrivacyError(
+                "public must wait for finalize(): what the parameters hold before is secret"
+            )
         if isinstance(optimizer, PrivateOptimizer) and optimizer.in_draw:
             if vouched:
-                raise SequenceError("public must be given after the last chunk of a batch, not before")
+                raise SequenceError(
+                    "public must be given after the last chunk of a batch, not before"
+                )
             return  # what is due was written after the step
         if is_first():
             self._log(optimizer, step, vouched)
 
     def _log(self, optimizer: CommonOptimizer, step: int, vouched: dict[str, float]) -> None:
         # PRIVACY: one line a step: the number of chunks tells the size of a draw (test_chunks_of_a_draw_leave_one_line)
-        due = step and (optimizer.finalized or step % self._every == 0) and self._last != (optimizer.run, step)
+        due = (
+            step
+            and (optimizer.finalized or step % self._every == 0)
+            and self._last != (optimizer.run, step)
+        )
         line = self._numbers(optimizer) if due else {}
         if line or vouched:
             self._write(line | vouched, step)
@@ -139,7 +154,8 @@ class Logger:
 @typed
 def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Numbers:
     """Returns what plan and ledger say about a run; delta defaults to the budget's."""
-    accountant, budget = optimizer.accountant, optimizer.accountant.budget
+    accountant = optimizer.accountant
+    budget = optimizer.accountant.budget
     run: dict[str, Any] = {}
     if delta is None and budget is not None:
         delta = budget.quoted_delta
@@ -149,7 +165,10 @@ def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Nu
         run["epsilon_left"] = accountant.remaining
     if isinstance(optimizer, PrivateOptimizer):
         run["noise_multiplier"] = getattr(optimizer.oracle, "noise_multiplier", None)
-        run |= {"lr": float(optimizer.param_groups[0]["lr"]), "batch_size": optimizer.design.batch_size}
+        run |= {
+            "lr": float(optimizer.param_groups[0]["lr"]),
+            "batch_size": optimizer.design.batch_size,
+        }
     return Numbers(**run)
 
 
@@ -157,10 +176,15 @@ def _vouched(public: Any) -> dict[str, float]:
     """Returns public numbers by the names that they are written under."""
     given = {} if public is None else public
     if not isinstance(given, Mapping):
-        raise ValueError(f"public must be a mapping of names to numbers (got {check.shown(public)})")
+        raise ValueError(
+            f"public must be a mapping of names to numbers (got {check.shown(public)})"
+        )
     for name, value in given.items():
         if isinstance(value, Tensor):  # most likely the loss of a batch
-            raise ValueError(f"{name} must be a plain number, as float(...) of a score on public data (got Tensor)")
+            raise ValueError(
+                f"{name} must be a plain number, as float(...) of a score on public data (got"
+                " Tensor)"
+            )
     return {f"public/{name}": check.finite(**{str(name): value}) for name, value in given.items()}
 
 
@@ -181,14 +205,20 @@ def tensorboard(writer: Any, *, every: int = 50, delta: float | None = None) -> 
 
 def in_single(numbers: Mapping[str, float]) -> dict[str, float]:
     """Returns numbers of a run as float32 can hold them: what was spent rounded up, all others down."""
-    return {name: _single(value) if name in _UP else -_single(-value) for name, value in numbers.items()}
+    return {
+        name: _single(value) if name in _UP else -_single(-value) for name, value in numbers.items()
+    }
 
 
 def _single(value: float) -> float:
     """Returns the least float32 that is no smaller: event files of TensorBoard keep no more."""
     # PRIVACY: written figures are quoted (test_no_written_epsilon_is_less_than_was_spent)
     nearest = np.float32(value)
-    return float(nearest) if float(nearest) >= value else float(np.nextafter(nearest, np.float32(np.inf)))
+    return (
+        float(nearest)
+        if float(nearest) >= value
+        else float(np.nextafter(nearest, np.float32(np.inf)))
+    )
 
 
 @typed
@@ -198,7 +228,9 @@ def wandb(run: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     The step is logged as "privacy/step": W&B counts its own.
     """
     log = _method(run, "log", "run must be what wandb.init(...) returns")
-    return Logger(lambda numbers, step: log({"privacy/step": step, **numbers}), every=every, delta=delta)
+    return Logger(
+        lambda numbers, step: log({"privacy/step": step, **numbers}), every=every, delta=delta
+    )
 
 
 @typed

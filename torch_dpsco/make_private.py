@@ -108,16 +108,28 @@ def make_private(
         )
     require_same_parameters(model, optimizer)
     if isinstance(data_loader.dataset, IterableDataset):
-        raise ValueError("data_loader must have a map-style data set to sample from (got a stream, IterableDataset)")
+        raise ValueError(
+            "data_loader must have a map-style data set to sample from (got a stream,"
+            " IterableDataset)"
+        )
     require_replaceable(data_loader)
     batch_size = data_loader.batch_size
     check.choice(("poisson", "assigned", "allocated"), sampling=sampling)
-    lr, drawn = optimizer.param_groups[0]["lr"], "poisson" if sampling == "poisson" else "allocated"
+    lr = optimizer.param_groups[0]["lr"]
+    drawn = "poisson" if sampling == "poisson" else "allocated"
     plan = HolderSGD.plan(
-        problem=problem, n=n, budget=budget, batch_size=batch_size, epochs=epochs, lr=lr, sampling=drawn
+        problem=problem,
+        n=n,
+        budget=budget,
+        batch_size=batch_size,
+        epochs=epochs,
+        lr=lr,
+        sampling=drawn,
     )
     rule = TorchRule(optimizer, average)
-    private = HolderSGD(optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant)
+    private = HolderSGD(
+        optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant
+    )
     loader = private.loader(
         data_loader.dataset,
         ids=ids,
@@ -160,7 +172,9 @@ def require_sound(
     if len(loader.dataset):  # none is legal under add_remove, and shows no record
         # PRIVACY: (test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent)
         found = doctor(model, loss, loader, optimizer).findings
-        Diagnosis.of(finding for finding in found if finding.name != "fixed-seed").raise_if()  # that warned already
+        Diagnosis.of(
+            finding for finding in found if finding.name != "fixed-seed"
+        ).raise_if()  # that warned already
         if is_attached(model):
             first_step_of(model).settle_probed("model")
 
@@ -181,9 +195,10 @@ def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
         raise ValueError(
-            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and targets "
-            f"{_kinds_of(targets)}, where parameters are {_kinds_of(next(model.parameters()).detach()[None])}): match "
-            f"dtypes by x.to(dtype) in the data set, or model.to(dtype), and shapes with what model and loss take"
+            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and"
+            f" targets {_kinds_of(targets)}, where parameters are"
+            f" {_kinds_of(next(model.parameters()).detach()[None])}): match dtypes by x.to(dtype)"
+            " in the data set, or model.to(dtype), and shapes with what model and loss take"
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")

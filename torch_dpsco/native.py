@@ -37,24 +37,64 @@ WIDEST = 2**26  # columns for which the errors of norms are proved
 _BATCH = 32  # of _kernel.c
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 
-_HERE, _NAME = Path(__file__).parent, "_kernel.bin"
+_HERE = Path(__file__).parent
+_NAME = "_kernel.bin"
 _SWITCH = "TORCH_DPSCO_NATIVE"
-_POINTER, _INTEGER, _REAL, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_INTEGER = ctypes.c_int64
+_REAL = ctypes.c_double
+_SINGLE = ctypes.c_float
 _ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
 _INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
-_TABLE = [_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # first number, wide, stride, d, numbers, width
+_TABLE = [
+    _POINTER,
+    _INTEGER,
+    _INTEGER,
+    _INTEGER,
+    _POINTER,
+    _INTEGER,
+]  # first number, wide, stride, d, numbers, width
 _MEASURED = [*_TABLE, _POINTER]  # and norms
-_GAUSSIANS = [ctypes.c_char_p, _INTEGER, _INTEGER, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER]
+_GAUSSIANS = [
+    ctypes.c_char_p,
+    _INTEGER,
+    _INTEGER,
+    _REAL,
+    _REAL,
+    _REAL,
+    _POINTER,
+    _POINTER,
+    _POINTER,
+]
 _ARGUMENTS = {
     "norms": [*_ROWS, _POINTER],
     "sum": [*_ROWS, _POINTER, _POINTER],
-    "outer": [_POINTER, _INTEGER, _INTEGER, *_ROWS, _POINTER, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "outer": [
+        _POINTER,
+        _INTEGER,
+        _INTEGER,
+        *_ROWS,
+        _POINTER,
+        _INTEGER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+    ],
     "outer_space": [_INTEGER, _INTEGER],
     "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
     "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
     "images": [*_MEASURED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
     "gram": [*_MEASURED, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
-    "logistic": [*_MEASURED, _INTEGER, *[_POINTER] * 3, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER],
+    "logistic": [
+        *_MEASURED,
+        _INTEGER,
+        *[_POINTER] * 3,
+        _INTEGER,
+        _INTEGER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+    ],
     "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
     "gaussians": _GAUSSIANS,
 }
@@ -80,7 +120,8 @@ def _found() -> tuple[Any, str]:
         return None, "built from another version of _kernel.c: install torch_dpsco again"
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, f"dpsco_{name}")
-        function.argtypes, function.restype = arguments, _INTEGER if name in _COUNTS else None
+        function.argtypes = arguments
+        function.restype = _INTEGER if name in _COUNTS else None
     return library, "in use"
 
 
@@ -102,7 +143,11 @@ def arithmetic() -> str:
         True
     """
     library = _found()[0]
-    return "torch" if library is None else f"C {zlib.crc32((_HERE / _NAME).read_bytes()):08x}/{library.dpsco_kind()}"
+    return (
+        "torch"
+        if library is None
+        else f"C {zlib.crc32((_HERE / _NAME).read_bytes()):08x}/{library.dpsco_kind()}"
+    )
 
 
 def suits(rows: Tensor) -> bool:
@@ -160,7 +205,9 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
     return total
 
 
-def outer_sums(backprops: Tensor, rows: Tensor, weights: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+def outer_sums(
+    backprops: Tensor, rows: Tensor, weights: Tensor, tile: int
+) -> tuple[Tensor, Tensor]:
     """Returns sum_i weights[i] * backprops[i] rows[i]^T and sum_i weights[i] * backprops[i].
 
     Rows of weight 0 count for nothing, even NaN.
@@ -178,12 +225,25 @@ def outer_sums(backprops: Tensor, rows: Tensor, weights: Tensor, tile: int) -> t
     (n, out), width = backprops.shape, rows.shape[1]
     _require(weights, n, torch.float64)
     if len(rows) != n or tile < 1:
-        raise ValueError(f"rows must be as many as backprops, and tile >= 1 (got {len(rows)}, {n}, {tile})")
+        raise ValueError(
+            f"rows must be as many as backprops, and tile >= 1 (got {len(rows)}, {n}, {tile})"
+        )
     library = _found()[0]
     space = rows.new_empty(library.dpsco_outer_space(n, out))
-    total, bias = rows.new_empty(out, width), rows.new_empty(out, dtype=torch.float64)
-    sizes = backprops.data_ptr(), backprops.stride(0), out, rows.data_ptr(), rows.stride(0), n, width
-    library.dpsco_outer(*sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr())
+    total = rows.new_empty(out, width)
+    bias = rows.new_empty(out, dtype=torch.float64)
+    sizes = (
+        backprops.data_ptr(),
+        backprops.stride(0),
+        out,
+        rows.data_ptr(),
+        rows.stride(0),
+        n,
+        width,
+    )
+    library.dpsco_outer(
+        *sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr()
+    )
     return total, bias
 
 
@@ -266,12 +326,19 @@ class Table:
 
     def __init__(self, rows: Tensor, numbers: list[float]) -> None:
         if not suits_records(rows):
-            raise ValueError(f"rows must be float32 or float64 of the CPU, side by side (got strides {rows.stride()})")
-        self._rows, self._numbers = rows, torch.tensor(numbers, dtype=torch.float64)
+            raise ValueError(
+                "rows must be float32 or float64 of the CPU, side by side (got strides"
+                f" {rows.stride()})"
+            )
+        self._rows = rows
+        self._numbers = torch.tensor(numbers, dtype=torch.float64)
         _require(self._numbers, 5 + 2 * rows.shape[1], torch.float64)
         self.width = rows.shape[1] + (numbers[2] != 0)
         self._shares = self._numbers.new_empty(2, len(rows))
-        self.norms, scratch = self._shares.new_empty(len(rows)), self._shares.new_empty(4, self.width)
+        self.norms, scratch = (
+            self._shares.new_empty(len(rows)),
+            self._shares.new_empty(4, self.width),
+        )
         memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
         _found()[0].dpsco_measure(*self._place[:-1], len(rows), *memory)
 
@@ -279,7 +346,8 @@ class Table:
     def _place(self) -> tuple[int, ...]:
         rows = self._rows  # not kept: a copy of this has its own memory
         wide = rows.dtype is torch.float64
-        numbers, norms = self._numbers.data_ptr(), self.norms.data_ptr()
+        numbers = self._numbers.data_ptr()
+        norms = self.norms.data_ptr()
         return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], numbers, self.width, norms
 
     def __len__(self) -> int:
@@ -288,7 +356,8 @@ class Table:
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
-        part._rows, part.norms = self._rows[index], self.norms[index].contiguous()
+        part._rows = self._rows[index]
+        part.norms = self.norms[index].contiguous()
         part._shares = self._shares[:, index].contiguous()
         return part
 
@@ -311,13 +380,16 @@ class Table:
         _require(weights, len(self), torch.float64)
         start, stop, _ = slice(start, stop).indices(len(self))
         padded = -(-self.width // 8) * 8
-        scratch, found = weights.new_zeros(2 * _BATCH, padded), weights.new_zeros(padded, padded)
+        scratch = weights.new_zeros(2 * _BATCH, padded)
+        found = weights.new_zeros(padded, padded)
         memory = (part.data_ptr() for part in (self._shares, weights))
         more = padded, scratch.data_ptr(), found.data_ptr()
         _found()[0].dpsco_gram(*self._place, start, max(0, stop - start), len(self), *memory, *more)
         return found[: self.width, : self.width]
 
-    def logistic(self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None) -> Tensor:
+    def logistic(
+        self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None
+    ) -> Tensor:
         """Returns sums of weighted logistic losses and of their gradients in the point, for each block of records.
 
         Args:
@@ -331,10 +403,12 @@ class Table:
             (blocks, width + 1) float64: gradients, and losses in the last column; each term of a block passes through
             at most as many additions as it has records.
         """
-        n, padded = len(self), -(-self.width // 4) * 4
+        n = len(self)
+        padded = -(-self.width // 4) * 4
         for part, size in (columns, 5 * n), (point, self.width), (bends, n):
             _require(part, size, torch.float64)
-        scratch, weight = point.new_zeros(_BATCH, padded), point.new_zeros(padded)
+        scratch = point.new_zeros(_BATCH, padded)
+        weight = point.new_zeros(padded)
         weight[: self.width] = point
         sums = point.new_zeros(-(-n // block), padded + 1)
         given = self._shares.data_ptr(), columns.data_ptr(), weight.data_ptr()
@@ -379,5 +453,7 @@ def gaussians(
     given = None if logarithms is None else logarithms.ctypes.data
     plus = None if mean is None else mean.data_ptr()
     numbers = out.numel(), out.dtype is torch.float64
-    outside: int = _found()[0].dpsco_gaussians(bits, *numbers, scale, low, high, given, plus, out.data_ptr())
+    outside: int = _found()[0].dpsco_gaussians(
+        bits, *numbers, scale, low, high, given, plus, out.data_ptr()
+    )
     return outside

@@ -84,7 +84,10 @@ def _require(out: Tensor, std: float) -> None:
     """Raises ValueError for tensors and standard deviations of which the law would be another one."""
     # PRIVACY: half precision would round the tail off, and NaN is no noise (test_what_has_no_law_is_refused_by_name)
     if out.dtype is not torch.float64 and out.dtype is not torch.float32:
-        raise ValueError(f"out must be of torch.float32 or torch.float64 (got {out.dtype}): draw there, then convert")
+        raise ValueError(
+            f"out must be of torch.float32 or torch.float64 (got {out.dtype}): draw there, then"
+            " convert"
+        )
     if not 0.0 <= std < math.inf:
         raise ValueError(f"std must be >= 0 and finite (got {std})")
     if not out.is_contiguous():
@@ -93,8 +96,8 @@ def _require(out: Tensor, std: float) -> None:
             # PRIVACY: numbers at one place are one number (test_what_has_no_law_is_refused_by_name)
             if size > 1 and step <= reach:
                 raise ValueError(
-                    f"out must have each number at a place of its own (got shape {tuple(out.shape)} with strides "
-                    f"{out.stride()}): use out.contiguous()"
+                    f"out must have each number at a place of its own (got shape {tuple(out.shape)}"
+                    f" with strides {out.stride()}): use out.contiguous()"
                 )
             reach += step * (size - 1)
 
@@ -108,7 +111,9 @@ def exponential_sum(count: int, source: Source) -> float:
     """Returns the sum of `count` exponential numbers of mean 1: a Gamma(count, 1) number."""
     stream = stream_of(source)
     sizes = [min(_PAIRS, count - start) for start in range(0, count, _PAIRS)]
-    return -math.fsum(float(_logarithms(stream.words(size), stream, np.empty(size)).sum()) for size in sizes)
+    return -math.fsum(
+        float(_logarithms(stream.words(size), stream, np.empty(size)).sum()) for size in sizes
+    )
 
 
 def uniform(shape: Sequence[int], source: Source) -> Tensor:
@@ -163,7 +168,10 @@ class _Pairs:
 
     def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:
         if self._memory is None:  # always the same: fresh memory costs as much as the arithmetic
-            self._memory = np.empty(count), np.empty((2, count), np.float64 if self._wide else np.float32)
+            self._memory = (
+                np.empty(count),
+                np.empty((2, count), np.float64 if self._wide else np.float32),
+            )
         values, (radius, angle) = self._memory[0][:count], self._memory[1][:, :count]
         radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, values)
         radius *= -2.0
@@ -194,7 +202,9 @@ def _logarithms(drawn: npt.NDArray[np.int64], stream: Stream, values: _Floats) -
         values *= 2.0**-63
         np.abs(values, out=values)
         np.log(values, out=values)
-        inside = not len(values) or bool(np.minimum.reduce(values) > _LOW and np.maximum.reduce(values) < _HIGH)
+        inside = not len(values) or bool(
+            np.minimum.reduce(values) > _LOW and np.maximum.reduce(values) < _HIGH
+        )
     # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_the_tail_is_reached_in_small_steps)
     if not inside:
         for place in np.flatnonzero(~((values > _LOW) & (values < _HIGH))):

@@ -25,7 +25,10 @@ from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.coupling.loss_trace import apply_as_one
 from torch_dpsco.losses.labels import as_module, read_for
 
-_AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)  # by weights of classes, and over targets that are not ignored
+_AVERAGING = (
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+)  # by weights of classes, and over targets that are not ignored
 
 
 class PerRecord:
@@ -37,7 +40,8 @@ class PerRecord:
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any], reduction: str = "mean") -> None:
-        self.loss, self.reduction = loss, check.choice(("mean", "sum"), reduction=reduction)
+        self.loss = loss
+        self.reduction = check.choice(("mean", "sum"), reduction=reduction)
         self._of_one = loss
         if isinstance(loss, _AVERAGING) and loss.reduction == "mean":
             # in a batch of one the weight of a class would cancel, and an ignored target be 0/0
@@ -59,7 +63,11 @@ class PerRecord:
             ValueError: the tensors have not one entry per record; the function returns several numbers for a record, or
                 cannot be vectorized.
         """
-        reduction = self.reduction if reduction is None else check.choice(("mean", "sum", "none"), reduction=reduction)
+        reduction = (
+            self.reduction
+            if reduction is None
+            else check.choice(("mean", "sum", "none"), reduction=reduction)
+        )
         _require_batch(output, target)
         return apply_as_one(self._reduced, (output, target, reduction), reduction)
 
@@ -71,8 +79,9 @@ class PerRecord:
             if "vmap" not in str(error):
                 raise
             raise ValueError(
-                f"loss must be a function of one record that torch.func.vmap can take: tensor operations, no .item(), "
-                f"no branches on values, no writing to what is not the record's (got {self.loss!r})"
+                "loss must be a function of one record that torch.func.vmap can take: tensor"
+                " operations, no .item(), no branches on values, no writing to what is not the"
+                f" record's (got {self.loss!r})"
             ) from error
         if reduction == "none":
             return losses
@@ -86,8 +95,13 @@ class PerRecord:
         if isinstance(value, Tensor) and self._of_one is not self.loss:
             value = value.mean()  # over the targets of the record
         if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"loss must return one number for a record (got {got}): reduce it, by .mean() or .sum()")
+            got = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise ValueError(
+                f"loss must return one number for a record (got {got}): reduce it, by .mean() or"
+                " .sum()"
+            )
         return value.reshape(())
 
 
@@ -122,10 +136,14 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
         try:
             loss = loss()
         except TypeError as error:
-            raise ValueError(f"loss must be an instance where its class needs arguments (got {loss!r})") from error
+            raise ValueError(
+                f"loss must be an instance where its class needs arguments (got {loss!r})"
+            ) from error
     loss = as_module(loss)
     if not callable(loss):
-        raise ValueError(f"loss must be a function of (output, target), or a class of such (got {loss!r})")
+        raise ValueError(
+            f"loss must be a function of (output, target), or a class of such (got {loss!r})"
+        )
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("loss must have no parameters to train: put them into the model")
     return PerRecord(loss, reduction)
@@ -140,7 +158,10 @@ def _require_batch(output: Any, target: Any) -> None:
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.dim()]
     if others or not leaves:
         got = check.shown(others[0]) if others else "none"
-        raise ValueError(f"output and target must hold tensors with one entry per record, and nothing else (got {got})")
+        raise ValueError(
+            "output and target must hold tensors with one entry per record, and nothing else (got"
+            f" {got})"
+        )
     sizes = sorted({len(leaf) for leaf in leaves})
     if len(sizes) > 1:
         raise ValueError(f"output and target must have one length (got {sizes[0]} and {sizes[-1]})")

@@ -38,10 +38,17 @@ if TYPE_CHECKING:
 
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
-_LABEL, _WIDTH = 12, 110
+_LABEL = 12
+_WIDTH = 110
 _NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
-_SHOWN, _POINTS = 16, 12
-_LAST = ("assumed", "trusted", "expected", "exact noise")  # lines that end every table, in this order
+_SHOWN = 16
+_POINTS = 12
+_LAST = (
+    "assumed",
+    "trusted",
+    "expected",
+    "exact noise",
+)  # lines that end every table, in this order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +64,22 @@ class Plan(ABC):
     adjacency: Adjacency
 
     unit: ClassVar[str] = "example"
-    values: ClassVar[tuple[type, ...]] = ()  # frozen dataclasses that fields may hold, beside those of `_VALUES`
+    values: ClassVar[
+        tuple[type, ...]
+    ] = ()  # frozen dataclasses that fields may hold, beside those of `_VALUES`
 
     def __post_init__(self) -> None:
         check_fields(self)
-        promised = (self.adjacency, self.unit) if self.budget is None else (self.budget.adjacency, self.budget.unit)
+        promised = (
+            (self.adjacency, self.unit)
+            if self.budget is None
+            else (self.budget.adjacency, self.budget.unit)
+        )
         if promised != (self.adjacency, self.unit):
-            raise ValueError(f"adjacency and unit must be {promised}, the budget's (got {(self.adjacency, self.unit)})")
+            raise ValueError(
+                f"adjacency and unit must be {promised}, the budget's (got"
+                f" {(self.adjacency, self.unit)})"
+            )
 
     @abstractmethod
     def event(self) -> Event:
@@ -93,9 +109,13 @@ class Plan(ABC):
         """
         if delta is None:
             if self.budget is None:
-                raise ValueError("delta must be given: the plan has noise and steps of yours, and no budget")
+                raise ValueError(
+                    "delta must be given: the plan has noise and steps of yours, and no budget"
+                )
             delta = self.budget.quoted_delta
-        return Ledger([self.event()]).epsilon(check.between(0.0, 1.0, delta=delta), adjacency or self.adjacency)
+        return Ledger([self.event()]).epsilon(
+            check.between(0.0, 1.0, delta=delta), adjacency or self.adjacency
+        )
 
     def ledger(self) -> Accountant:
         """Returns a new ledger with the plan's budget, or with its adjacency and unit alone."""
@@ -133,15 +153,19 @@ class Plan(ABC):
         return plots.figure(title, self._noise_panel(), self._epsilon_panel())
 
     def _noise_panel(self) -> plots.Panel:
-        title, shares = "Noise beside signal", list(self.noise_shares())[:_SHOWN]
+        title = "Noise beside signal"
+        shares = list(self.noise_shares())[:_SHOWN]
         if not shares or not all(math.isfinite(share) and share > 0 for _, share, _ in shares):
             return plots.words(title, "the plan does not bound\nwhat the noise is added to")
         drawn = {"noise, one coordinate (std)": [share for _, share, _ in shares]}
         dims = [dim for _, _, dim in shares if dim is not None]
         if len(dims) == len(shares):
-            norms = [share * math.sqrt(dim) for (_, share, _), dim in zip(shares, dims, strict=True)]
+            norms = [
+                share * math.sqrt(dim) for (_, share, _), dim in zip(shares, dims, strict=True)
+            ]
             drawn[f"noise, all {dims[0]} coordinates (norm)"] = norms
-        names, whole = [name for name, _, _ in shares], ("largest signal (norm)", 1.0)
+        names = [name for name, _, _ in shares]
+        whole = ("largest signal (norm)", 1.0)
         return plots.dots(title, "share of the largest signal", names, drawn, whole)
 
     def _epsilon_panel(self) -> plots.Panel:
@@ -154,7 +178,9 @@ class Plan(ABC):
                 return self._release_panel(level, limit)
             drawn = [plots.Line("this plan", *self._costs(stages, 1.0))]
         except ConditionError as error:
-            return plots.words("What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40))
+            return plots.words(
+                "What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40)
+            )
         for factor in _NEIGHBORS:
             with suppress(ConditionError):
                 drawn.append(plots.Line(f"with noise x {factor:g}", *self._costs(stages, factor)))
@@ -164,16 +190,26 @@ class Plan(ABC):
         factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
         own = self._cost(self.event(), 1.0)
         try:
-            line = plots.Line("one release", factors, [self._cost(self.event(), factor) for factor in factors])
+            line = plots.Line(
+                "one release", factors, [self._cost(self.event(), factor) for factor in factors]
+            )
         except ConditionError:
             return plots.words(
-                "What is spent", f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(self._shown_delta)}"
+                "What is spent",
+                f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(self._shown_delta)}",
             )
         x_label = "noise, as a multiple of this plan's"
-        return plots.lines("What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own))
+        return plots.lines(
+            "What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own)
+        )
 
-    def _costs(self, stages: list[tuple[int, Event]], factor: float) -> tuple[list[float], list[float]]:
-        return [0.0, *(float(steps) for steps, _ in stages)], [0.0, *(self._cost(made, factor) for _, made in stages)]
+    def _costs(
+        self, stages: list[tuple[int, Event]], factor: float
+    ) -> tuple[list[float], list[float]]:
+        return [0.0, *(float(steps) for steps, _ in stages)], [
+            0.0,
+            *(self._cost(made, factor) for _, made in stages),
+        ]
 
     def _cost(self, event: Event, factor: float) -> float:
         scaled = event if factor == 1 else scaled_noise(event, factor)
@@ -189,33 +225,47 @@ class Plan(ABC):
         out = [f"{type(self).__name__}: privacy for one {self.unit} ({self.adjacency})"]
         for label, text in rows:
             out += textwrap.wrap(
-                text, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=" " * (_LABEL + 2)
+                text,
+                _WIDTH,
+                initial_indent=f"  {label:<{_LABEL}}",
+                subsequent_indent=" " * (_LABEL + 2),
             )
         return "\n".join(out)
 
     def _promise(self) -> str:
         if self.budget is None:
             return "no budget limits the run"
-        target, unit = self.budget, self.unit
-        changes = {"replace_one": f"replacing one {unit} by any other", "add_remove": f"adding or removing one {unit}"}
+        target = self.budget
+        unit = self.unit
+        changes = {
+            "replace_one": f"replacing one {unit} by any other",
+            "add_remove": f"adding or removing one {unit}",
+        }
         change = changes.get(self.adjacency, f"replacing one {unit} by an empty one")
         if target.risk:
-            return f"no test for {change} does better than {target.risk} (which holds by {target.line})"
+            return (
+                f"no test for {change} does better than {target.risk} (which holds by"
+                f" {target.line})"
+            )
         return (
-            f"{change} hardly changes what is released: ({rounded_up(target.epsilon)}, {rounded_up(target.delta)})-"
-            f"differential privacy"
+            f"{change} hardly changes what is released: ({rounded_up(target.epsilon)},"
+            f" {rounded_up(target.delta)})-differential privacy"
         )
 
     def _epsilons(self) -> str:
         delta = self._shown_delta
-        found, beyond = [], ""
+        found = []
+        beyond = ""
         try:
             for adjacency in ADJACENCIES:
                 try:
                     epsilon = self.epsilon(delta, adjacency)
                     found.append(f"{adjacency} {rounded_up(epsilon)}")
                     own = self.budget if adjacency == self.adjacency else None
-                    if own and (epsilon if own.risk is None else self.epsilon(own.delta)) > own.epsilon:
+                    if (
+                        own
+                        and (epsilon if own.risk is None else self.epsilon(own.delta)) > own.epsilon
+                    ):
                         beyond = "; what would exceed the budget is refused"
                 except AdjacencyError:
                     found.append(f"{adjacency} not proved")
@@ -239,14 +289,19 @@ class Plan(ABC):
     def from_dict(cls: type[_Self], row: Mapping[str, Any]) -> _Self:
         """Returns the plan of `to_dict`; raises ValueError for anything else."""
         if row.get("version") != _VERSION:
-            raise ValueError(f"version of a saved plan must be {_VERSION} (got {row.get('version')!r})")
+            raise ValueError(
+                f"version of a saved plan must be {_VERSION} (got {row.get('version')!r})"
+            )
         kinds = {kind.__name__: kind for kind in _subclasses(cls)}
         kind = kinds.get(row.get("type", ""))
         if kind is None:
             raise ValueError(
-                f"type of a saved plan must be one of {', '.join(sorted(kinds))} (got {row.get('type')!r})"
+                f"type of a saved plan must be one of {', '.join(sorted(kinds))} (got"
+                f" {row.get('type')!r})"
             )
-        made: _Self = _decoded({key: value for key, value in row.items() if key != "version"}, kind._kinds())
+        made: _Self = _decoded(
+            {key: value for key, value in row.items() if key != "version"}, kind._kinds()
+        )
         return made
 
     @classmethod
@@ -256,7 +311,10 @@ class Plan(ABC):
 
 def exact_cost(secure: str | None) -> tuple[str, str]:
     """Returns (label, text) of what exact noise costs, where there is such."""
-    more = "up to 9 times the noise's time from 10,000 parameters on, and 0.03 % more of it (docs/performance.md)"
+    more = (
+        "up to 9 times the noise's time from 10,000 parameters on, and 0.03 % more of it"
+        " (docs/performance.md)"
+    )
     return "exact noise", f"{'chosen' if secure else 'on request'}, by secure='exact': {more}"
 
 
@@ -289,8 +347,14 @@ def _encoded(value: Any, kinds: Mapping[str, type]) -> Any:
         return [_encoded(item, kinds) for item in value]
     kind = type(value)
     if kinds.get(kind.__name__) is not kind:
-        raise ValueError(f"a plan is saved with values of the library alone (got {kind.__name__}: {value!r})")
-    own = {field.name: _encoded(getattr(value, field.name), kinds) for field in fields(value) if field.init}
+        raise ValueError(
+            f"a plan is saved with values of the library alone (got {kind.__name__}: {value!r})"
+        )
+    own = {
+        field.name: _encoded(getattr(value, field.name), kinds)
+        for field in fields(value)
+        if field.init
+    }
     return {"type": kind.__name__, **own}
 
 
@@ -312,4 +376,6 @@ def _decoded(value: Any, kinds: Mapping[str, type]) -> Any:
     try:
         return kind(**given)
     except TypeError as error:
-        raise ValueError(f"fields of a saved {kind.__name__} must be its own (got {sorted(given)})") from error
+        raise ValueError(
+            f"fields of a saved {kind.__name__} must be its own (got {sorted(given)})"
+        ) from error

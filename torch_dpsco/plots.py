@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 Panel: TypeAlias = "Callable[[Axes], None]"
 
-LOOKS = (("#0b5394", "-", "o"), ("#b45f06", "--", "s"), ("#38761d", ":", "^"), ("#741b47", "-.", "D"))
+LOOKS = (
+    ("#0b5394", "-", "o"),
+    ("#b45f06", "--", "s"),
+    ("#38761d", ":", "^"),
+    ("#741b47", "-.", "D"),
+)
 _FIXED = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
@@ -33,7 +38,9 @@ _FIXED = {
     "legend.framealpha": 0.9,
     "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
 }
-_A4, _LINES, _LONG = (8.27, 11.69), 66, 24
+_A4 = (8.27, 11.69)
+_LINES = 66
+_LONG = 24
 
 
 class Line(NamedTuple):
@@ -68,10 +75,19 @@ def lines(
         for line, (color, style, marker) in zip(drawn, LOOKS, strict=False):
             every = max(1, len(line.x) // 8)
             axes.plot(
-                line.x, line.y, style, color=color, marker=marker, markersize=4, markevery=every, label=line.label
+                line.x,
+                line.y,
+                style,
+                color=color,
+                marker=marker,
+                markersize=4,
+                markevery=every,
+                label=line.label,
             )
         if limit is not None:
-            axes.axhline(limit[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=limit[0])
+            axes.axhline(
+                limit[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=limit[0]
+            )
         if mark is not None:
             axes.plot(*mark[1:], "*", color="black", markersize=11, label=mark[0])
         _name_axes(axes, title, x_label, y_label)
@@ -85,7 +101,11 @@ def lines(
 
 
 def dots(
-    title: str, x_label: str, rows: Sequence[str], drawn: Mapping[str, Sequence[float]], whole: tuple[str, float]
+    title: str,
+    x_label: str,
+    rows: Sequence[str],
+    drawn: Mapping[str, Sequence[float]],
+    whole: tuple[str, float],
 ) -> Panel:
     """Returns a panel of one row per name, with one dot per series, on a logarithmic scale.
 
@@ -101,8 +121,17 @@ def dots(
         for (label, values), (color, _, marker) in zip(drawn.items(), LOOKS, strict=False):
             axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
             for row, value in enumerate(values):
-                text, plain = f"{value:.2g}", {"pad": 0.5, "fc": "white", "ec": "none"}
-                axes.annotate(text, (value, row), (7, 0), textcoords="offset points", va="center", size=7, bbox=plain)
+                text = f"{value:.2g}"
+                plain = {"pad": 0.5, "fc": "white", "ec": "none"}
+                axes.annotate(
+                    text,
+                    (value, row),
+                    (7, 0),
+                    textcoords="offset points",
+                    va="center",
+                    size=7,
+                    bbox=plain,
+                )
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
@@ -135,7 +164,9 @@ def ranges(
     def panel(axes: Axes) -> None:
         arms = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
         arms.append([high - value for value, (_, high) in zip(values, ends, strict=True)])
-        axes.errorbar(values, range(len(rows)), xerr=arms, fmt="o", color=LOOKS[0][0], capsize=4, label=label)
+        axes.errorbar(
+            values, range(len(rows)), xerr=arms, fmt="o", color=LOOKS[0][0], capsize=4, label=label
+        )
         axes.axvline(0.0, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="0")
         _name_rows(axes, rows)
         _name_axes(axes, title, x_label)
@@ -144,7 +175,9 @@ def ranges(
     return panel
 
 
-def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float], whole: tuple[str, float]) -> Panel:
+def bars(
+    title: str, x_label: str, rows: Sequence[str], values: Sequence[float], whole: tuple[str, float]
+) -> Panel:
     """Returns a panel of one bar per name, with a line where the whole is.
 
     Args:
@@ -156,7 +189,9 @@ def bars(title: str, x_label: str, rows: Sequence[str], values: Sequence[float],
     """
 
     def panel(axes: Axes) -> None:
-        axes.barh(range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//")
+        axes.barh(
+            range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//"
+        )
         axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
         _name_rows(axes, rows)
         _name_axes(axes, title, x_label)
@@ -194,7 +229,9 @@ def words(title: str, text: str) -> Panel:
     def panel(axes: Axes) -> None:
         _name_axes(axes, title)
         axes.set_axis_off()
-        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, parse_math=False)
+        axes.text(
+            0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, parse_math=False
+        )
 
     return panel
 
@@ -212,7 +249,8 @@ def figure(title: str, *panels: Panel) -> Figure:
     """
     style, figures = _matplotlib()
     with style.context(["default", _FIXED]):  # whatever the caller's style is
-        columns, rows = min(2, len(panels)), (len(panels) + 1) // 2
+        columns = min(2, len(panels))
+        rows = (len(panels) + 1) // 2
         made: Figure = figures.Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
         if title:
             made.suptitle(title, fontsize=11, parse_math=False)
@@ -228,7 +266,13 @@ def encoded(drawn: Figure, kind: str) -> bytes:
     style, _ = _matplotlib()
     file = io.BytesIO()
     with style.context(["default", _FIXED]):
-        drawn.savefig(file, format=kind, facecolor="white", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        drawn.savefig(
+            file,
+            format=kind,
+            facecolor="white",
+            dpi=150,
+            metadata={"Date": None} if kind == "svg" else None,
+        )
     return file.getvalue()
 
 
@@ -242,11 +286,23 @@ def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
     from matplotlib.backends.backend_pdf import PdfPages
 
     file = io.BytesIO()
-    with style.context(["default", _FIXED]), PdfPages(file, metadata={"CreationDate": date}) as pages:
+    with (
+        style.context(["default", _FIXED]),
+        PdfPages(file, metadata={"CreationDate": date}) as pages,
+    ):
         for start in range(0, len(text), _LINES):
             page = figures.Figure(figsize=_A4)
             shown = "\n".join(text[start : start + _LINES])
-            page.text(0.08, 0.95, shown, va="top", family="monospace", size=7.5, linespacing=1.4, parse_math=False)
+            page.text(
+                0.08,
+                0.95,
+                shown,
+                va="top",
+                family="monospace",
+                size=7.5,
+                linespacing=1.4,
+                parse_math=False,
+            )
             pages.savefig(page)
         pages.savefig(drawn, facecolor="white", bbox_inches="tight", pad_inches=0.6)
     return file.getvalue()
@@ -260,7 +316,9 @@ def _name_axes(axes: Axes, title: str, x_label: str = "", y_label: str = "") -> 
 
 def _name_series(axes: Axes) -> None:
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
-    legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2)
+    legend = axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2
+    )
     for name in legend.get_texts():
         name.set_parse_math(False)
 
@@ -275,5 +333,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib import figure as figures
         from matplotlib import style
     except ImportError as error:
-        raise ImportError("pictures must be drawn by matplotlib: pip install 'torch_dpsco[plots]'") from error
+        raise ImportError(
+            "pictures must be drawn by matplotlib: pip install 'torch_dpsco[plots]'"
+        ) from error
     return style, figures

@@ -27,14 +27,26 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency, check_adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    check_adjacency,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.data import as_features
-from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, TransformerMixin, check_columns, read_columns
+from torch_dpsco.estimators.protocol import (
+    BaseEstimator,
+    NotFittedError,
+    TransformerMixin,
+    check_columns,
+    read_columns,
+)
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.rounding import exact_grid, with_grid
@@ -106,8 +118,12 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         sens: dict[Adjacency, float] = dict.fromkeys((ADD_REMOVE, ZERO_OUT), moved)
         sens[REPLACE_ONE] = with_grid(math.sqrt(dim * max(one, two)) * _ROUNDED)
         target = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
-        event = Gaussian(gaussian_sigma(target.epsilon, target.delta, sens[target.adjacency]), sens, exact=True)
-        exact_grid(event.sigma, moved, self._size(dim), largest=_MOST_RECORDS)  # raises before anything is charged
+        event = Gaussian(
+            gaussian_sigma(target.epsilon, target.delta, sens[target.adjacency]), sens, exact=True
+        )
+        exact_grid(
+            event.sigma, moved, self._size(dim), largest=_MOST_RECORDS
+        )  # raises before anything is charged
         return event
 
     def fit(self: _Self, X: Any, y: Any = None) -> _Self:
@@ -124,14 +140,18 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         check_fields(self)
         rows = as_features(X).detach().cpu()
         low, high = self._range(rows.shape[1])
-        event, columns = self.event(rows.shape[1]), read_columns(X, rows.shape[1])
-        ledger, target = self.accountant, Budget(self.epsilon, self.delta, adjacency=self.adjacency)
+        event = self.event(rows.shape[1])
+        columns = read_columns(X, rows.shape[1])
+        ledger = self.accountant
+        target = Budget(self.epsilon, self.delta, adjacency=self.adjacency)
         if ledger is None:
             ledger = Accountant(target)
         ledger.require_unit("example")
         if ledger.adjacency != self.adjacency:
             # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
-            raise AdjacencyError(f"accountant must have the adjacency {self.adjacency!r} (got {ledger.adjacency!r})")
+            raise AdjacencyError(
+                f"accountant must have the adjacency {self.adjacency!r} (got {ledger.adjacency!r})"
+            )
         # PRIVACY: else their number is private (test_the_number_of_scored_records_is_not_told_under_add_remove)
         if self.adjacency != ADD_REMOVE:
             warn_of_delta(target, len(rows))
@@ -140,14 +160,20 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
             block = part.double().numpy()
             # PRIVACY: a missing value adds nothing, others are in range (test_no_row_moves_a_release_by_more)
             present = np.isfinite(block)
-            scaled = np.where(present, np.clip(block, low, high) * 2 - (low + high), 0.0) / (high - low)
+            scaled = np.where(present, np.clip(block, low, high) * 2 - (low + high), 0.0) / (
+                high - low
+            )
             total += self._numbers(np.clip(scaled, -1.0, 1.0), present)
-        delta, source = self.delta if ledger.budget is None else None, noise_generator("cpu", None)
-        ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
+        delta = self.delta if ledger.budget is None else None
+        source = noise_generator("cpu", None)
+        ledger.report(
+            delta
+        )  # raises, before anything is charged, if the ledger has no answer at this delta
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
         ledger.authorize(event)
         released = exact_release(torch.from_numpy(total / _UNIT), event, source).numpy()
-        self._low, self._high = low, high
+        self._low = low
+        self._high = high
         self._install(released.reshape(-1, rows.shape[1]), event.sigma)
         self.privacy_ = ledger.report(delta)
         vars(self).pop("feature_names_in_", None)
@@ -157,7 +183,9 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     def transform(self, X: Any) -> Array:
         """Returns rows (m, d), each a function of its own row and of what was released."""
         if not hasattr(self, "privacy_"):
-            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")
+            raise NotFittedError(
+                f"This {type(self).__name__} instance is not fitted yet: call fit before"
+            )
         rows = as_features(X).detach().cpu().double().numpy()
         check_columns(self, X, rows.shape[1])
         return self._transformed(rows)
@@ -169,11 +197,19 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     def get_feature_names_out(self, input_features: Sequence[str] | None = None) -> NDArray[Any]:
         """Returns the names of the columns: those of the input."""
         if not hasattr(self, "privacy_"):
-            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")
-        given = getattr(self, "feature_names_in_", None) if input_features is None else input_features
-        names = [f"x{place}" for place in range(self.n_features_in_)] if given is None else list(given)
+            raise NotFittedError(
+                f"This {type(self).__name__} instance is not fitted yet: call fit before"
+            )
+        given = (
+            getattr(self, "feature_names_in_", None) if input_features is None else input_features
+        )
+        names = (
+            [f"x{place}" for place in range(self.n_features_in_)] if given is None else list(given)
+        )
         if len(names) != self.n_features_in_:
-            raise ValueError(f"input_features must be {self.n_features_in_} names (got {len(names)})")
+            raise ValueError(
+                f"input_features must be {self.n_features_in_} names (got {len(names)})"
+            )
         return np.asarray(names, dtype=object)
 
     def _size(self, dim: int) -> int:
@@ -184,15 +220,24 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         missing = [name for name in ("lower", "upper") if getattr(self, name) is None]
         if missing:
             raise ValueError(
-                f"{' and '.join(missing)} must be given: public ends of the ranges of columns, one number or d; "
-                f"by what columns mean, never the least and largest in the data (got None)"
+                f"{' and '.join(missing)} must be given: public ends of the ranges of columns, one"
+                " number or d; by what columns mean, never the least and largest in the data (got"
+                " None)"
             )
-        low, high = _public(lower=self.lower), _public(upper=self.upper)
+        low = _public(lower=self.lower)
+        high = _public(upper=self.upper)
         if any(end.shape not in ((), (dim,)) for end in (low, high)):
-            raise ValueError(f"lower and upper must be numbers, or {dim} of them (got {self.lower} and {self.upper})")
+            raise ValueError(
+                f"lower and upper must be numbers, or {dim} of them (got {self.lower} and"
+                f" {self.upper})"
+            )
         if not ((low < high).all() and np.abs([low, high][low.ndim == 0]).max() < 1e100):
-            raise ValueError(f"lower must be below upper, both below 1e100 (got {self.lower} and {self.upper})")
-        return np.broadcast_to(low, dim).astype(np.float64), np.broadcast_to(high, dim).astype(np.float64)
+            raise ValueError(
+                f"lower must be below upper, both below 1e100 (got {self.lower} and {self.upper})"
+            )
+        return np.broadcast_to(low, dim).astype(np.float64), np.broadcast_to(high, dim).astype(
+            np.float64
+        )
 
     def _moments(self, released: Array, std: float) -> tuple[Array, Array]:
         """Returns mean and spread of columns in [-1, 1], of sums of z, z^2 - 1/2 and 1/2; spreads above their noise."""
@@ -200,7 +245,9 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         count = np.maximum(2.0 * halves, 1.0)
         mean = np.clip(sums / count, -1.0, 1.0)
         variance = (squares + halves) / count - mean**2
-        return mean, np.sqrt(np.clip(variance, np.minimum(1.0, np.maximum(2.0**-20, 2.0 * std / count)), 1.0))
+        return mean, np.sqrt(
+            np.clip(variance, np.minimum(1.0, np.maximum(2.0**-20, 2.0 * std / count)), 1.0)
+        )
 
 
 def _public(**field: Any) -> Array:
@@ -272,7 +319,8 @@ class PrivateStandardScaler(_OfMoments):
     def _install(self, released: Array, std: float) -> None:
         mean, spread = self._moments(released, std)
         half = (self._high - self._low) / 2
-        self.mean_, self.scale_ = self._low + half * (1 + mean), half * spread
+        self.mean_ = self._low + half * (1 + mean)
+        self.scale_ = half * spread
 
     def _transformed(self, rows: Array) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -399,7 +447,9 @@ class PrivateImputer(PrivateTransformer):
     def _install(self, released: Array, std: float) -> None:
         if self.strategy == "median":
             edges = np.linspace(0.0, 1.0, self.bins + 1)
-            share = np.asarray([float(np.interp(0.5, places, edges)) for places in _places(released).T])
+            share = np.asarray(
+                [float(np.interp(0.5, places, edges)) for places in _places(released).T]
+            )
         else:
             share = (1 + self._moments(released, std)[0]) / 2
         self.statistics_ = self._low + (self._high - self._low) * share

@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 LEAST_ROWS = 50
 _AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a model's epsilon
 _BETTER_UP = ("AUC", "accuracy")
-_MOST_RUNS, _BOOTSTRAPS, _TINY_REG, _CLOSE, _NEWTON_DIM, _KINK = 1000, 50, 1e-6, 1e-3, 1000, 0.01
+_MOST_RUNS = 1000
+_BOOTSTRAPS = 50
+_TINY_REG = 1e-6
+_CLOSE = 1e-3
+_NEWTON_DIM = 1000
+_KINK = 0.01
 _Array = NDArray[Any]
 
 
@@ -97,16 +102,28 @@ class Preview:
     @property
     def hopeless(self) -> tuple[float, ...]:
         """The epsilons at which noise is longer than every possible signal."""
-        return tuple(epsilon for epsilon, noise in zip(self.epsilons, self.noise, strict=True) if noise > 1)
+        return tuple(
+            epsilon for epsilon, noise in zip(self.epsilons, self.noise, strict=True) if noise > 1
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as what JSON holds."""
         return dict(json.loads(json.dumps(asdict(self))))
 
     def __str__(self) -> str:
-        table = [["epsilon", "mechanism", "noise/signal", *(f"{name} (90 % band)" for name in self.scores)]]
+        table = [
+            [
+                "epsilon",
+                "mechanism",
+                "noise/signal",
+                *(f"{name} (90 % band)" for name in self.scores),
+            ]
+        ]
         for k, epsilon in enumerate(self.epsilons):
-            bands = (f"{b[k].median:.4g} ({b[k].low:.4g} to {b[k].high:.4g})" for b in self.scores.values())
+            bands = (
+                f"{b[k].median:.4g} ({b[k].low:.4g} to {b[k].high:.4g})"
+                for b in self.scores.values()
+            )
             table.append([f"{epsilon:g}", self.mechanisms[k], f"{self.noise[k]:.2g}", *bands])
         for label, values in (("not private", self.not_private), ("a constant", self.constant)):
             if values:
@@ -117,7 +134,10 @@ class Preview:
         out[0] += about if self.scores else "public numbers only; a public sample would show scores"
         out += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         if self.hopeless:
-            out.append(f"hopeless at epsilon {', '.join(f'{e:g}' for e in self.hopeless)}: noise buries every signal")
+            out.append(
+                f"hopeless at epsilon {', '.join(f'{e:g}' for e in self.hopeless)}: noise buries"
+                " every signal"
+            )
         return "\n".join(out)
 
     def plot(self) -> Figure:
@@ -127,11 +147,16 @@ class Preview:
             ImportError: matplotlib is not installed.
         """
         noise = plots.Line("noise (norm)", self.epsilons, self.noise)
-        shown = plots.lines("Noise beside signal", "epsilon", "share of the largest signal", [noise])
-        return plots.figure(f"{self.model}, n={self.n} {self.unit}s", *map(self._panel, self.scores), shown)
+        shown = plots.lines(
+            "Noise beside signal", "epsilon", "share of the largest signal", [noise]
+        )
+        return plots.figure(
+            f"{self.model}, n={self.n} {self.unit}s", *map(self._panel, self.scores), shown
+        )
 
     def _panel(self, name: str) -> plots.Panel:
-        bands, flat = self.scores[name], [self.not_private[name]] * len(self.epsilons)
+        bands = self.scores[name]
+        flat = [self.not_private[name]] * len(self.epsilons)
         drawn = [
             plots.Line("median of private fits", self.epsilons, [band.median for band in bands]),
             plots.Line("1 in 20 is lower", self.epsilons, [band.low for band in bands]),
@@ -168,7 +193,9 @@ def require_one(X_like: Any, y_like: Any, groups: Any, dim: int | None) -> None:
     if dim is not None and check.positive_count(dim=dim) and X_like is not None:
         raise ValueError(f"dim must be given without X_like only (got {dim})")
     if (X_like is None) != (y_like is None) or (groups is not None and X_like is None):
-        raise ValueError("X_like and y_like must be given together, and with groups (got None for one)")
+        raise ValueError(
+            "X_like and y_like must be given together, and with groups (got None for one)"
+        )
 
 
 def of_plans(name: str, plans: Sequence[LinearPlan]) -> Preview:
@@ -182,7 +209,8 @@ def of_plans(name: str, plans: Sequence[LinearPlan]) -> Preview:
         epsilons=tuple(plan.task.target.epsilon for plan in plans),
         mechanisms=tuple(plan.mechanism for plan in plans),
         noise=tuple(
-            max(share for _, share, _ in plan.noise_shares()) * math.sqrt(min(plan.task.parameters, task.n))
+            max(share for _, share, _ in plan.noise_shares())
+            * math.sqrt(min(plan.task.parameters, task.n))
             for plan in plans
         ),
         sampled=0,
@@ -222,9 +250,11 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
     Raises:
         ValueError: a sample that is too small, or that has values that cannot be used.
     """
-    task, rng = plans[-1].task, np.random.default_rng(0)
+    task = plans[-1].task
+    rng = np.random.default_rng(0)
     halves = _Halves.of(task, sample, rng)
-    rows, out = halves.rows, halves.out
+    rows = halves.rows
+    out = halves.out
     plain = _not_private(plans[-1], sample, halves)
     answer = _answer(task, plain, sample.features[out])
     reached = _scores(task, answer, halves.truth[out])
@@ -237,13 +267,22 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
             drawn, users = halves.rows_of(rng.choice(halves.own, task.n))
             weights = None if sample.weights is None else sample.weights[drawn]
             ids = None if sample.ids is None else torch.from_numpy(users)
-            fitted = fit_linear(plan, sample.features[drawn], sample.targets[drawn], weights, users=ids)
+            fitted = fit_linear(
+                plan, sample.features[drawn], sample.targets[drawn], weights, users=ids
+            )
             answer = _answer(plan.task, fitted, sample.features[out])
             found.append(_scores(task, answer, halves.truth[out]))
         errors = halves.standard_errors(task, answer, rng)
         for score, row in bands.items():
             learned = (reached[score] - seen[score]) / 2
-            row.append(_band(np.array([one[score] for one in found]), errors[score], learned, score in _BETTER_UP))
+            row.append(
+                _band(
+                    np.array([one[score] for one in found]),
+                    errors[score],
+                    learned,
+                    score in _BETTER_UP,
+                )
+            )
     return replace(
         of_plans(name, plans),
         sampled=halves.count,
@@ -273,16 +312,25 @@ class _Halves:
         _, codes, sizes = np.unique(ids, return_inverse=True, return_counts=True)
         if len(sizes) < LEAST_ROWS:
             what = "X_like" if sample.ids is None else "groups"
-            raise ValueError(f"{what} must have at least {LEAST_ROWS} records, or users (got {len(sizes)})")
+            raise ValueError(
+                f"{what} must have at least {LEAST_ROWS} records, or users (got {len(sizes)})"
+            )
         least = {"sign": 1, "class": 0}.get(task.loss.target_kind)
-        usable = np.isfinite(truth) if least is None else (np.abs(truth) if least else truth) >= least
+        usable = (
+            np.isfinite(truth) if least is None else (np.abs(truth) if least else truth) >= least
+        )
         if not usable.all():
-            raise ValueError("y_like must hold finite targets, or labels of classes, only: it is public")
+            raise ValueError(
+                "y_like must hold finite targets, or labels of classes, only: it is public"
+            )
         users = rng.permutation(len(sizes))
         middle = len(users) // 2
-        order, starts = np.argsort(codes, kind="stable"), np.cumsum(sizes) - sizes
+        order = np.argsort(codes, kind="stable")
+        starts = np.cumsum(sizes) - sizes
         made = cls(truth, order, starts, sizes, users[:middle], users[middle:])
-        if least is not None and any(len(np.unique(truth[part])) < 2 for part in (made.rows, made.out)):
+        if least is not None and any(
+            len(np.unique(truth[part])) < 2 for part in (made.rows, made.out)
+        ):
             raise ValueError("y_like must hold two classes in each half of it")
         return made
 
@@ -305,9 +353,13 @@ class _Halves:
         """Returns all rows of drawn users, and the place of each row's user in the draw."""
         sizes = self.sizes[drawn]
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return self.order[np.repeat(self.starts[drawn], sizes) + within], np.repeat(np.arange(len(drawn)), sizes)
+        return self.order[np.repeat(self.starts[drawn], sizes) + within], np.repeat(
+            np.arange(len(drawn)), sizes
+        )
 
-    def standard_errors(self, task: LinearTask, answer: _Array, rng: np.random.Generator) -> dict[str, float]:
+    def standard_errors(
+        self, task: LinearTask, answer: _Array, rng: np.random.Generator
+    ) -> dict[str, float]:
         """Returns that of each score of an answer for the held-out rows, by a bootstrap of records or users."""
         place = np.empty(len(self.truth), dtype=np.int64)
         place[self.out] = np.arange(len(answer))
@@ -320,12 +372,15 @@ class _Halves:
 
 def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
     """Returns the band of the module's docstring; `learned`: how far held-out rows score above a fit's own, halved."""
-    runs, median = len(values), float(np.median(values))
+    runs = len(values)
+    median = float(np.median(values))
     reach = float(scipy.stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(1 + 1 / runs)
     low, high = (float(end) for end in np.quantile(values, (0.05, 0.95)))
-    low, high = min(low, float(values.mean()) - reach), max(high, float(values.mean()) + reach)
+    low = min(low, float(values.mean()) - reach)
+    high = max(high, float(values.mean()) + reach)
     wide = float(scipy.stats.norm.ppf(0.95)) * math.sqrt(2) * error
-    low, high = median - math.hypot(median - low, wide), median + math.hypot(high - median, wide)
+    low = median - math.hypot(median - low, wide)
+    high = median + math.hypot(high - median, wide)
     if up:
         return Band(median, max(low, 0.0), min(high - min(learned, 0.0), 1.0))
     return Band(median, max(low - max(learned, 0.0), 0.0), high)
@@ -339,12 +394,19 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
         if isinstance(loss, Squared):
             return {"mean squared error": float(np.mean(errors**2))}
         if isinstance(loss, (Pinball, SmoothedPinball)) and loss.quantile != 0.5:
-            return {"pinball loss": float(np.mean(np.maximum(loss.quantile * errors, (loss.quantile - 1) * errors)))}
+            return {
+                "pinball loss": float(
+                    np.mean(np.maximum(loss.quantile * errors, (loss.quantile - 1) * errors))
+                )
+            }
         return {"mean absolute error": float(np.mean(np.abs(errors)))}
     if answer.ndim == 2:
         own = answer[np.arange(len(truth)), truth.astype(np.int64)]
         total = logsumexp(answer, axis=1)
-        return {"log-loss": float(np.mean(total - own)), "accuracy": float(np.mean(answer.argmax(1) == truth))}
+        return {
+            "log-loss": float(np.mean(total - own)),
+            "accuracy": float(np.mean(answer.argmax(1) == truth)),
+        }
     signs = np.where(truth > 0, 1.0, -1.0)
     positive = int((signs > 0).sum())
     area = math.nan
@@ -373,7 +435,10 @@ def _best(task: LinearTask, truth: _Array) -> Any:
 def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit:
     """Fits by the loss of a plan: no noise, gradients not clipped, kinks not smoothed, a negligible regularizer."""
     task, prepare, (rows, users) = plan.task, plan.task.prepare, halves.rows_of(halves.own)
-    targets, loss, center, spread = sample.targets[rows], task.loss, 0.0, 1.0
+    targets = sample.targets[rows]
+    loss = task.loss
+    center = 0.0
+    spread = 1.0
     if prepare is not None and prepare.quantile is not None and prepare.bound_y is not None:
         targets = targets.double().clamp(-prepare.bound_y, prepare.bound_y)
         center = float(np.quantile(targets.cpu().numpy(), prepare.quantile))
@@ -383,7 +448,9 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     if isinstance(loss, Hinge):
         loss = SmoothedHinge(width=_KINK)
     if isinstance(loss, (Pinball, SmoothedPinball)):
-        loss = SmoothedPinball(quantile=loss.quantile, width=_KINK * float(targets.double().std()) + 1e-9)
+        loss = SmoothedPinball(
+            quantile=loss.quantile, width=_KINK * float(targets.double().std()) + 1e-9
+        )
     given = _given(task)
     given = replace(given, intercept=given.bound_x if task.preparation.intercept else 0.0)
     weights = torch.from_numpy(1.0 / np.bincount(users)[users]).to(targets.device)
@@ -392,7 +459,14 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     classes = loss.num_classes if isinstance(loss, SoftmaxCrossEntropy) else None
     records = Records(sample.features[rows], targets, weights, num_classes=classes, prepare=given)
     bare = replace(
-        task, loss=loss, preparation=given, prepare=None, residual_clip=None, n=len(halves.own), n_max=0, n_min=None
+        task,
+        loss=loss,
+        preparation=given,
+        prepare=None,
+        residual_clip=None,
+        n=len(halves.own),
+        n_max=0,
+        n_min=None,
     )
     reg = plan.reg if task.tilt < 0 else _TINY_REG * bare.n * given.bound**2
     objective = build_objective(bare, reg, records)
@@ -409,10 +483,12 @@ def _given(task: LinearTask) -> Preparation:
 
 def _answer(task: LinearTask, fitted: LinearFit, features: Tensor) -> _Array:
     """Returns the answers of a fit for raw rows: (n,), or (n, K) for K > 2 classes, as models give them."""
-    given, units = _given(task), fitted.units
+    given = _given(task)
+    units = fitted.units
     (center, scale), (shift, unit) = given.shift_and_scale, units.rows.shift_and_scale
     rows = (given(features).cpu() * scale + center - shift) / unit  # clipped by public numbers only
-    weights, constant = fitted.weights.cpu(), units.rows.intercept
+    weights = fitted.weights.cpu()
+    constant = units.rows.intercept
     scores = rows @ weights[:, : task.dim].T + constant * weights[:, task.dim :].sum(1)
     if scores.shape[1] == 1:
         return np.asarray(scores[:, 0] * units.spread + units.location)

@@ -160,9 +160,10 @@ class Problem:
         least = min(self._bounds(reach), default=math.inf)
         if math.isinf(least):
             raise MissingConstantError(
-                f"no promised constant bounds the gradient for ||w|| <= {reach:g}: give Problem a lipschitz constant"
-                " (valid up to its radius), an exact_grad_bound, or holder_exponent, holder_constant and grad_at_zero"
-                " with a finite radius; losses.<Loss>().problem(bound_x=..., radius=...) gives them all"
+                f"no promised constant bounds the gradient for ||w|| <= {reach:g}: give Problem a"
+                " lipschitz constant (valid up to its radius), an exact_grad_bound, or"
+                " holder_exponent, holder_constant and grad_at_zero with a finite radius;"
+                " losses.<Loss>().problem(bound_x=..., radius=...) gives them all"
             )
         return least
 
@@ -188,7 +189,9 @@ class Problem:
         )
         bound = round_up(at_zero + constant * math.pow(reach, exponent))
         if math.isinf(bound):
-            raise MissingConstantError(f"the paper's gradient bound needs a finite radius (got {reach:g})")
+            raise MissingConstantError(
+                f"the paper's gradient bound needs a finite radius (got {reach:g})"
+            )
         return bound
 
     def require(self, *names: str, by: str) -> tuple[float, ...]:
@@ -214,15 +217,20 @@ class Problem:
         if missing:
             example = ", ".join(f"{name}=..." for name in missing)
             raise MissingConstantError(
-                f"{by} needs {', '.join(missing)}: promise Problem({example}), derived from public knowledge and never"
-                " from the data, or use losses.<Loss>().problem(bound_x=..., radius=...), which gives what its loss has"
+                f"{by} needs {', '.join(missing)}: promise Problem({example}), derived from public"
+                " knowledge and never from the data, or use losses.<Loss>().problem(bound_x=...,"
+                " radius=...), which gives what its loss has"
             )
         return tuple(values[name] for name in names)
 
     def _bounds(self, reach: float) -> Iterator[float]:
         if self.lipschitz is not None and reach <= self.radius:
             yield self.lipschitz
-        elif self.lipschitz is not None and self.holder_exponent is not None and self.holder_constant is not None:
+        elif (
+            self.lipschitz is not None
+            and self.holder_exponent is not None
+            and self.holder_constant is not None
+        ):
             # w outside of the ball is reach - radius away from a point of it
             beyond = math.pow(reach - self.radius, self.holder_exponent)
             yield round_up(self.lipschitz + self.holder_constant * beyond)
@@ -235,7 +243,9 @@ class Problem:
             yield self.grad_at_zero
         if self.holder_exponent is not None and self.holder_constant is not None:
             if self.grad_at_zero is not None:
-                yield round_up(self.grad_at_zero + self.holder_constant * math.pow(reach, self.holder_exponent))
+                yield round_up(
+                    self.grad_at_zero + self.holder_constant * math.pow(reach, self.holder_exponent)
+                )
             if self.holder_exponent == 0 and self.loss_at_zero is not None:
                 yield self.holder_constant
 

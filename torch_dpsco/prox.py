@@ -42,7 +42,9 @@ class Prox(ABC):
                 parameter (nothing is changed then).
         """
         if len(tensors) != len(steps):
-            raise ValueError(f"one step per tensor expected (got {len(steps)} for {len(tensors)} tensors)")
+            raise ValueError(
+                f"one step per tensor expected (got {len(steps)} for {len(tensors)} tensors)"
+            )
         for step in steps:
             if not 0.0 <= step < math.inf:
                 nonnegative(step=step)  # raises: its words are made only where there is an error
@@ -173,12 +175,19 @@ class L2(Prox):
         if self.groups == "per_tensor":
             return [t.square().sum().sqrt() for t in wide]
         return [
-            t.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (t.dim() - 1)) if t.dim() > 1 else t.abs() for t in wide
+            (
+                t.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (t.dim() - 1))
+                if t.dim() > 1
+                else t.abs()
+            )
+            for t in wide
         ]
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         if self.groups == "global" and len(set(steps)) > 1:
-            raise ValueError(f"lr must be the same for all parameters of one group (got {sorted(set(steps))})")
+            raise ValueError(
+                f"lr must be the same for all parameters of one group (got {sorted(set(steps))})"
+            )
         for tensor, norm, step in zip(tensors, self._norms(tensors), steps, strict=True):
             shrink = (1 - step * self.strength / norm).clamp(min=0).nan_to_num(nan=0.0, neginf=0.0)
             tensor.copy_(tensor.double() * shrink)
@@ -222,16 +231,22 @@ class Ball(Prox):
             return
         norm = _joint_norm(tensors)
         if not math.isfinite(norm):
-            raise ValueError(f"parameters must be finite (got norm {norm}): they diverged; lower the learning rate lr")
+            raise ValueError(
+                f"parameters must be finite (got norm {norm}): they diverged; lower the learning"
+                " rate lr"
+            )
         if norm <= self.radius:
             return
         points = [tensor.to(torch.float64, copy=True) for tensor in tensors]
-        shrink, slack, least = self.radius / norm, 0.0, _eighth_of_rounding(tensors)
+        shrink = self.radius / norm
+        slack = 0.0
+        least = _eighth_of_rounding(tensors)
         # Rounding may lift the norm over the radius: shrink a little more. The slack doubles, so that it ends at 0.
         while norm > self.radius:
             for tensor, point in zip(tensors, points, strict=True):
                 tensor.copy_(point * (shrink * max(0.0, 1 - slack)))
-            norm, slack = _joint_norm(tensors), max(2 * slack, least)
+            norm = _joint_norm(tensors)
+            slack = max(2 * slack, least)
 
 
 @dataclass(frozen=True)
@@ -264,7 +279,10 @@ class Box(Prox):
         object.__setattr__(self, "low", float(self.low))
         object.__setattr__(self, "high", float(self.high))
         if not self.low <= self.high or self.low == math.inf or self.high == -math.inf:
-            raise ValueError(f"low must be <= high, and the box must hold a number (got {self.low} and {self.high})")
+            raise ValueError(
+                f"low must be <= high, and the box must hold a number (got {self.low} and"
+                f" {self.high})"
+            )
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         _require_finite(tensors)
@@ -309,7 +327,9 @@ class Simplex(Prox):
         point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
         point -= point.max()  # moves no answer, and keeps large numbers from hiding small ones
         falling = point.sort(descending=True).values
-        excess = (falling.cumsum(0) - self.total) / torch.arange(1, len(point) + 1, device=point.device)
+        excess = (falling.cumsum(0) - self.total) / torch.arange(
+            1, len(point) + 1, device=point.device
+        )
         support = int((falling > excess).sum())  # the first of all always is in it
         point = (point - excess[support - 1]).clamp_(min=0.0)
         for tensor, part in zip(tensors, point.split([t.numel() for t in tensors]), strict=True):
@@ -348,7 +368,9 @@ def project_on_two_balls_(
         along = (radius**2 + length**2 - center_radius**2) / (2 * length)
         axis = c / length
         across = v - (v @ axis) * axis
-        answer = along * axis + across * (math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300))
+        answer = along * axis + across * (
+            math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300)
+        )
     for tensor, part in zip(tensors, answer.split(sizes), strict=True):
         tensor.copy_(part.view(tensor.shape))
     Ball(radius).apply_(tensors, [0.0] * len(tensors))
@@ -356,7 +378,9 @@ def project_on_two_balls_(
 
 def _require_finite(tensors: Sequence[Tensor]) -> None:
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        raise ValueError("parameters must be finite (got inf or nan): they diverged; lower the learning rate lr")
+        raise ValueError(
+            "parameters must be finite (got inf or nan): they diverged; lower the learning rate lr"
+        )
 
 
 def _joint_norm(tensors: Sequence[Tensor]) -> float:
@@ -365,7 +389,8 @@ def _joint_norm(tensors: Sequence[Tensor]) -> float:
 
 def _rough_norm_bound(tensors: Sequence[Tensor]) -> float:
     """Upper bound on the joint norm by sums in any order, which need no copies: (numel + 8) roundings at the most."""
-    size, norms = 8, []
+    size = 8
+    norms = []
     for tensor in tensors:
         norms.append(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)))
         size += tensor.numel()

@@ -24,7 +24,8 @@ from torch_dpsco.schema import Schema
 
 Array = NDArray[np.float64]
 
-_FORMAT, _VERSION = "torch_dpsco.released", 1
+_FORMAT = "torch_dpsco.released"
+_VERSION = 1
 _KINDS = {
     "LogisticRegression": "probabilities",
     "SoftmaxRegression": "softmax",
@@ -35,7 +36,10 @@ _KINDS = {
     "QuantileRegressor": "regressor",
     "Ridge": "regressor",
 }
-_CLASSES = "classes must be two or more different texts, numbers or truth values, one per score (got others)"
+_CLASSES = (
+    "classes must be two or more different texts, numbers or truth values, one per score (got"
+    " others)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +75,31 @@ class Released:
     schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _require(self.kind in _KINDS.values(), f"kind must be one of {', '.join(sorted(set(_KINDS.values())))}")
+        _require(
+            self.kind in _KINDS.values(),
+            f"kind must be one of {', '.join(sorted(set(_KINDS.values())))}",
+        )
         width = len(self.coef[0]) if self.coef else 0
         _require(width > 0, "coef must have rows of numbers (got none)")
         for name, values in (("intercept", self.intercept), *(("coef", row) for row in self.coef)):
-            _require(all(_finite(value) for value in values), f"{name} must be finite numbers (got others)")
-        _require(all(len(row) == width for row in self.coef), "coef must have rows of one length (got several)")
-        _require(len(self.intercept) == len(self.coef), "intercept must have one number per row of coef")
+            _require(
+                all(_finite(value) for value in values),
+                f"{name} must be finite numbers (got others)",
+            )
+        _require(
+            all(len(row) == width for row in self.coef),
+            "coef must have rows of one length (got several)",
+        )
+        _require(
+            len(self.intercept) == len(self.coef), "intercept must have one number per row of coef"
+        )
         plain = all(isinstance(label, (str, bool, int)) or _finite(label) for label in self.classes)
         _require(plain and len(set(self.classes)) == len(self.classes), _CLASSES)
         scores = len(self.classes) if self.kind == "softmax" else 1
-        _require(len(self.coef) == scores, "coef must have one row, or for softmax one per class (got others)")
+        _require(
+            len(self.coef) == scores,
+            "coef must have one row, or for softmax one per class (got others)",
+        )
         several = len(self.classes) >= 2 if self.kind == "softmax" else len(self.classes) == 2
         _require(not self.classes if self.kind == "regressor" else several, _CLASSES)
         _require(_finite(self.bound_x) and self.bound_x > 0, "bound_x must be a number > 0")
@@ -89,16 +107,22 @@ class Released:
             fits = given is None or (len(given) == width and all(_finite(value) for value in given))
             _require(fits, f"{name} must be {width} finite numbers, or null")
         _require(self.scale is None or min(self.scale) > 0, "scale must be numbers > 0")
-        named = self.names is None or (len(self.names) == width and all(isinstance(x, str) for x in self.names))
+        named = self.names is None or (
+            len(self.names) == width and all(isinstance(x, str) for x in self.names)
+        )
         _require(named, f"names must be {width} texts, or null")
         _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
-            _require(columns == width, f"schema must have {width} features, as coef has (got {columns})")
+            _require(
+                columns == width, f"schema must have {width} features, as coef has (got {columns})"
+            )
 
     @classmethod
     @typed
-    def of(cls, model: Any, *, schema: Schema | None = None, card: Statement | None = None) -> Released:
+    def of(
+        cls, model: Any, *, schema: Schema | None = None, card: Statement | None = None
+    ) -> Released:
         """Returns what may be published of a fitted model of `torch_dpsco.estimators`.
 
         Args:
@@ -109,7 +133,8 @@ class Released:
         Raises:
             ValueError: another class, a model that is not fitted, or classes that JSON has no word for.
         """
-        name, module = type(model).__name__, type(model).__module__
+        name = type(model).__name__
+        module = type(model).__module__
         # PRIVACY: what a subclass adds nobody has proved (test_other_classes_are_refused_by_name)
         if name not in _KINDS or not module.startswith("torch_dpsco.estimators."):
             raise ValueError(f"model must be one of {', '.join(_KINDS)} (got {module}.{name})")
@@ -150,15 +175,24 @@ class Released:
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"path must be of JSON that Released.save wrote (got {os.fspath(path)!r})") from error
+            raise ValueError(
+                f"path must be of JSON that Released.save wrote (got {os.fspath(path)!r})"
+            ) from error
         found = read.pop("format", None) if isinstance(read, dict) else None
         ours = f"format must be {_FORMAT!r}, as Released.save and dpsco fit write it"
         _require(found == _FORMAT, f"{ours} (got {check.shown(found)} in {os.fspath(path)!r})")
         version = read.pop("version", None)
-        _require(type(version) is int and version == _VERSION, f"version must be {_VERSION}: take a newer torch_dpsco")
+        _require(
+            type(version) is int and version == _VERSION,
+            f"version must be {_VERSION}: take a newer torch_dpsco",
+        )
         wanted = list(cls.__dataclass_fields__)
         for name in sorted({*wanted} ^ {*read}):
-            raise ValueError(f"{name} must be in the file" if name in wanted else f"{name!r} must not be in the file")
+            raise ValueError(
+                f"{name} must be in the file"
+                if name in wanted
+                else f"{name!r} must not be in the file"
+            )
         for name in ("coef", "intercept", "classes", "center", "scale", "names"):
             optional = name in ("center", "scale", "names") and read[name] is None
             _require(optional or isinstance(read[name], list), f"{name} must be a list")
@@ -178,14 +212,20 @@ class Released:
             return self._scores(X)[:, 0]
         scores = self.decision_function(X)
         labels = np.asarray(self.classes)
-        if labels.tolist() != list(self.classes):  # of several kinds, which numpy would turn into one
+        if labels.tolist() != list(
+            self.classes
+        ):  # of several kinds, which numpy would turn into one
             labels = np.empty(len(self.classes), dtype=object)
             labels[:] = self.classes
-        return np.asarray(labels[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)])
+        return np.asarray(
+            labels[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)]
+        )
 
     def decision_function(self, X: Any) -> Array:
         """Returns scores of a classifier: (n,) for the second of two classes, or (n, K)."""
-        _require(self.kind != "regressor", "kind must be of a classifier for scores (got 'regressor')")
+        _require(
+            self.kind != "regressor", "kind must be of a classifier for scores (got 'regressor')"
+        )
         scores = self._scores(X)
         if self.kind != "softmax":
             return scores[:, 0]
@@ -193,20 +233,29 @@ class Released:
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows, for logistic and softmax regression."""
-        _require(self.kind in ("probabilities", "softmax"), f"kind must have probabilities (got {self.kind!r})")
+        _require(
+            self.kind in ("probabilities", "softmax"),
+            f"kind must have probabilities (got {self.kind!r})",
+        )
         scores = self._scores(X)
         if self.kind == "probabilities":
             small = np.exp(-np.abs(scores[:, 0]))
-            likely, unlikely = 1.0 / (1.0 + small), small / (1.0 + small)
+            likely = 1.0 / (1.0 + small)
+            unlikely = small / (1.0 + small)
             second = scores[:, 0] >= 0
-            return np.stack([np.where(second, unlikely, likely), np.where(second, likely, unlikely)], axis=1)
+            return np.stack(
+                [np.where(second, unlikely, likely), np.where(second, likely, unlikely)], axis=1
+            )
         weights = np.exp(scores - scores.max(1, keepdims=True))
         return np.asarray(weights / weights.sum(1, keepdims=True))
 
     def _scores(self, X: Any) -> Array:
         if self.schema is not None and not (isinstance(X, (np.ndarray, list)) and np.ndim(X) == 2):
             X = Schema.from_dict(self.schema).features(X)
-            _require(not np.isnan(X).any(), "X must have values that the schema can read, or columns with missing=True")
+            _require(
+                not np.isnan(X).any(),
+                "X must have values that the schema can read, or columns with missing=True",
+            )
         columns = getattr(X, "columns", None)
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")
@@ -223,8 +272,12 @@ class Released:
         center = np.zeros(weight.shape[1]) if self.center is None else np.array(self.center)
         scale = np.ones(weight.shape[1]) if self.scale is None else np.array(self.scale)
         rows = (rows - center) / scale
-        largest = np.maximum(np.abs(rows).max(1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny)
-        norms = largest * np.linalg.norm(rows / largest, axis=1, keepdims=True)  # squares neither over- nor underflow
+        largest = np.maximum(
+            np.abs(rows).max(1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny
+        )
+        norms = largest * np.linalg.norm(
+            rows / largest, axis=1, keepdims=True
+        )  # squares neither over- nor underflow
         rows = rows * np.minimum(1.0, self.bound_x / np.maximum(norms, np.finfo(np.float64).tiny))
         return np.asarray(rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center))
 

@@ -129,7 +129,9 @@ class KeyedStream(Stream):
 
     def __reduce__(self) -> NoReturn:
         # PRIVACY: a copy would draw the same bits (test_a_keyed_stream_is_not_copied)
-        raise PrivacyError("a keyed stream must not be copied or saved: its key is as confidential as the data")
+        raise PrivacyError(
+            "a keyed stream must not be copied or saved: its key is as confidential as the data"
+        )
 
 
 class Repeatable(Stream):
@@ -161,7 +163,9 @@ def stream_of(source: Source) -> Stream:
     return source if isinstance(source, Stream) else Repeatable(source)
 
 
-def noise_generator(device: torch.device | str = "cpu", generator: torch.Generator | None = None) -> Stream:
+def noise_generator(
+    device: torch.device | str = "cpu", generator: torch.Generator | None = None
+) -> Stream:
     """Returns the stream of noise for tensors on a device.
 
     Args:
@@ -175,9 +179,12 @@ def noise_generator(device: torch.device | str = "cpu", generator: torch.Generat
     if generator is None:
         return Keystream(device)
     if generator.device.type != device.type:
-        raise ValueError(f"generator must be on {device.type}, where the parameters are (got {generator.device})")
+        raise ValueError(
+            f"generator must be on {device.type}, where the parameters are (got {generator.device})"
+        )
     warnings.warn(
-        "generator= makes the noise repeatable: anybody who knows its seed can subtract the noise; for tests only",
+        "generator= makes the noise repeatable: anybody who knows its seed can subtract the noise;"
+        " for tests only",
         UtilityWarning,
         stacklevel=3,
     )
@@ -189,7 +196,8 @@ def sampling_generator(seed: int | None = None) -> Stream:
     if seed is None:
         return Keystream()
     warnings.warn(
-        "seed= makes the batches repeatable: amplification by sampling holds only while they are secret; tests only",
+        "seed= makes the batches repeatable: amplification by sampling holds only while they are"
+        " secret; tests only",
         UtilityWarning,
         stacklevel=3,
     )

@@ -68,7 +68,12 @@ class UpdateRule(ABC):
         return lr if phase.lr is None else phase.lr
 
     def constrain(
-        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+        self,
+        prox: Prox,
+        params: Sequence[Tensor],
+        steps: Sequence[float],
+        state: State,
+        phase: Phase,
     ) -> None:
         """Applies the proximal map after an update, with one step size per parameter."""
         prox.apply_(params, steps)
@@ -147,7 +152,9 @@ class SGD(UpdateRule):
             params = trained(group)
             absorb(params, state, k, self.average)
             if params:
-                compat.foreach_add_(params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
+                compat.foreach_add_(
+                    params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase)
+                )
 
     def settings(self) -> dict[str, Any]:
         """Returns name and average."""
@@ -184,10 +191,17 @@ class Momentum(UpdateRule):
             absorb(params, state, k, self.average)
             inner = [_inner(state, p, k) for p in params]
             if params:
-                compat.foreach_add_(inner, means(params), alpha=-self.step_size(float(group["lr"]), k, phase))
+                compat.foreach_add_(
+                    inner, means(params), alpha=-self.step_size(float(group["lr"]), k, phase)
+                )
 
     def constrain(
-        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+        self,
+        prox: Prox,
+        params: Sequence[Tensor],
+        steps: Sequence[float],
+        state: State,
+        phase: Phase,
     ) -> None:
         """Projects the inner iterates, whose averages then are feasible."""
         prox.apply_([state[p]["inner"] for p in params], steps)
@@ -229,9 +243,13 @@ class TorchRule(UpdateRule):
     def __init__(self, optimizer: torch.optim.Optimizer, average: str = "last") -> None:
         super().__init__(average)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("optimizer must use one gradient per step (got LBFGS, which evaluates the loss itself)")
+            raise ValueError(
+                "optimizer must use one gradient per step (got LBFGS, which evaluates the loss"
+                " itself)"
+            )
         self.plain = type(optimizer) is torch.optim.SGD and all(
-            group["momentum"] == 0 and group["weight_decay"] == 0 for group in optimizer.param_groups
+            group["momentum"] == 0 and group["weight_decay"] == 0
+            for group in optimizer.param_groups
         )
         self.optimizer = optimizer
 
@@ -241,8 +259,8 @@ class TorchRule(UpdateRule):
         # (test_a_torch_rule_on_other_parameters_is_refused)
         if [id(group) for group in groups] != [id(group) for group in self.optimizer.param_groups]:
             raise ValueError(
-                "params must be the groups of the rule's optimizer: give `optimizer.param_groups` of the torch "
-                "optimizer as params (got other groups)"
+                "params must be the groups of the rule's optimizer: give `optimizer.param_groups`"
+                " of the torch optimizer as params (got other groups)"
             )
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
@@ -263,7 +281,11 @@ class TorchRule(UpdateRule):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, optimizer and average."""
-        return {"rule": "TorchRule", "optimizer": type(self.optimizer).__name__, "average": self.average}
+        return {
+            "rule": "TorchRule",
+            "optimizer": type(self.optimizer).__name__,
+            "average": self.average,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the torch optimizer's state."""
@@ -291,17 +313,23 @@ class ScheduledSGD(SGD):
         self.weights = tuple(check.nonnegative(weights=weight) for weight in weights)
         if len(self.factors) != len(self.weights) or not math.fsum(self.weights) > 0:
             raise ValueError(
-                f"weights must be one per factor, with a sum > 0 (got {len(self.weights)} for {len(self.factors)})"
+                f"weights must be one per factor, with a sum > 0 (got {len(self.weights)} for"
+                f" {len(self.factors)})"
             )
         totals = [math.fsum(self.weights[: k + 1]) for k in range(len(self.weights))]
         # share of the newest iterate in the running average; before the first weight it is the whole
-        self._shares = [w / total if total else 1.0 for w, total in zip(self.weights, totals, strict=True)]
+        self._shares = [
+            w / total if total else 1.0 for w, total in zip(self.weights, totals, strict=True)
+        ]
 
     def check_schedule(self, schedule: Schedule) -> None:
         """Raises ValueError if a phase has more steps than there are factors."""
         longest = max(phase.steps or math.inf for phase in schedule.phases)
         if longest > len(self.factors):
-            raise ValueError(f"steps must be planned, and at most {len(self.factors)}, one per factor (got {longest})")
+            raise ValueError(
+                f"steps must be planned, and at most {len(self.factors)}, one per factor (got"
+                f" {longest})"
+            )
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns factors[k] lr."""
@@ -314,7 +342,11 @@ class ScheduledSGD(SGD):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
-        return {"rule": "ScheduledSGD", "factors": list(self.factors), "weights": list(self.weights)}
+        return {
+            "rule": "ScheduledSGD",
+            "factors": list(self.factors),
+            "weights": list(self.weights),
+        }
 
 
 class Accelerated(UpdateRule):
@@ -345,10 +377,17 @@ class Accelerated(UpdateRule):
                     state[p].pop("inner", None)
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
-                compat.foreach_add_([_kept(state, p)["inner"] for p in params], means(params), alpha=-step)
+                compat.foreach_add_(
+                    [_kept(state, p)["inner"] for p in params], means(params), alpha=-step
+                )
 
     def constrain(
-        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+        self,
+        prox: Prox,
+        params: Sequence[Tensor],
+        steps: Sequence[float],
+        state: State,
+        phase: Phase,
     ) -> None:
         """Projects the inner iterates."""
         prox.apply_([state[p]["inner"] for p in params], steps)
@@ -358,7 +397,8 @@ class Accelerated(UpdateRule):
         for group in groups:
             for p in trained(group):
                 kept = state[p]
-                inner, outer = kept["inner"], kept["outer"]
+                inner = kept["inner"]
+                outer = kept["outer"]
                 outer.lerp_(inner, 2.0 / (k + 2))
                 torch.lerp(outer, inner, 2.0 / (k + 3), out=p)
 
@@ -411,11 +451,18 @@ class Anchored(UpdateRule):
             for p in params:
                 if "anchor" not in state[p] or (k == 0 and phase.copy == 0):
                     state[p]["anchor"] = p.detach().clone()
-            compat.foreach_lerp_(params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase))
+            compat.foreach_lerp_(
+                params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase)
+            )
             compat.foreach_add_(params, means(params), alpha=-self.step_size(lr, k, phase))
 
     def constrain(
-        self, prox: Prox, params: Sequence[Tensor], steps: Sequence[float], state: State, phase: Phase
+        self,
+        prox: Prox,
+        params: Sequence[Tensor],
+        steps: Sequence[float],
+        state: State,
+        phase: Phase,
     ) -> None:
         """Projects on the feasible set, and on the ball around the anchor."""
         if math.isinf(phase.radius):
@@ -443,7 +490,9 @@ class Anchored(UpdateRule):
             for p in params:
                 p.copy_(state[p]["anchor"])
             return
-        chosen = select_central(torch.cat([state[p]["candidates"].flatten(1).double() for p in params], dim=1)).index
+        chosen = select_central(
+            torch.cat([state[p]["candidates"].flatten(1).double() for p in params], dim=1)
+        ).index
         for p in params:
             p.copy_(state[p].pop("candidates")[chosen])
 

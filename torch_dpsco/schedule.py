@@ -35,7 +35,8 @@ class Phase:
             object.__setattr__(self, "steps", check.positive_count(steps=self.steps))
         if self.lr is not None:
             object.__setattr__(self, "lr", check.positive(lr=self.lr))
-        check.positive(reg=self.reg), check.positive(radius=self.radius, allow_inf=True)
+        check.positive(reg=self.reg)
+        check.positive(radius=self.radius, allow_inf=True)
         if not check.count(copy=self.copy) < check.positive_count(copies=self.copies):
             raise ValueError(f"copy must be < copies={self.copies} (got {self.copy})")
 

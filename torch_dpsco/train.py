@@ -40,7 +40,10 @@ from torch_dpsco.sampling.loader import to_device
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]
-_SHOW_EVERY, _SHARE = 0.5, 0.02  # seconds between two looks, and the share of the time that looks may take
+_SHOW_EVERY, _SHARE = (
+    0.5,
+    0.02,
+)  # seconds between two looks, and the share of the time that looks may take
 
 
 @typed
@@ -126,9 +129,16 @@ def fit(
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
         # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
-        kinds = {name: None if given is None else type(given) for name, given in (("users", users), ("ids", ids))}
+        kinds = {
+            name: None if given is None else type(given)
+            for name, given in (("users", users), ("ids", ids))
+        }
         wrong = kinds | {"shard": shard, "steps": steps, "loss_reduction": loss_reduction}
-        wrong |= {"padding": padding, "physical_batch_size": physical_batch_size, "compile": compile or None}
+        wrong |= {
+            "padding": padding,
+            "physical_batch_size": physical_batch_size,
+            "compile": compile or None,
+        }
         given = [name for name, value in wrong.items() if value is not None]
         if given:
             raise ValueError(
@@ -139,7 +149,8 @@ def fit(
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
-            f"optimizer must make steps (got {type(optimizer).__name__}): call optimizer.solve(dataset) and finalize()"
+            f"optimizer must make steps (got {type(optimizer).__name__}): call"
+            " optimizer.solve(dataset) and finalize()"
         )
     progress = progress and is_first()
     require_same_parameters(model, optimizer)
@@ -174,12 +185,21 @@ def fit(
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     # a step of the caller's expects a backward before it
     plain = own_step(type(optimizer)) is own_step(PrivateOptimizer)
-    closed = closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
-    compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile and closed is None else None
+    closed = (
+        closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
+    )
+    compiled = (
+        _compiled(model, loss_fn, loader, attached, reduction)
+        if compile and closed is None
+        else None
+    )
     due = _steps_on(model, optimizer, loader, loss_fn, compiled)
     if closed is not None:
         due = (partial(optimizer.step_on, rows) for rows in closed.batches(loader))
-    with optimizer, tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar:
+    with (
+        optimizer,
+        tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar,
+    ):
         progress_bar = _Progress(bar, optimizer, delta)
         optimizer.zero_grad()
         saved.save()  # what the first step needs to be resumed: partition and thresholds
@@ -213,7 +233,9 @@ def _steps_on(
         if optimizer.oracle.unit == "user":
             *batch, users = batch
         users = to_device(users, device)
-        if not optimizer.outstanding_rows or not len(batch):  # an empty draw is a step of noise only; no data at all
+        if not optimizer.outstanding_rows or not len(
+            batch
+        ):  # an empty draw is a step of noise only; no data at all
             yield partial(optimizer.step, users=users)
             continue
         inputs, targets = to_device(batch, device)
@@ -233,9 +255,9 @@ def _require_all_counted(loss_fn: _LossFn, targets: Any) -> None:
         # PRIVACY: each ignored target of one record makes the rows of all others longer
         # (test_a_mean_over_the_targets_that_are_not_ignored_is_refused)
         raise PrivacyError(
-            f"{type(loss_fn).__name__}(reduction='mean') must not ignore targets: it divides by the number of "
-            f"those that count, so that each record is in the rows of all others; use reduction='sum' and "
-            f"loss_reduction='sum'"
+            f"{type(loss_fn).__name__}(reduction='mean') must not ignore targets: it divides by the"
+            " number of those that count, so that each record is in the rows of all others; use"
+            " reduction='sum' and loss_reduction='sum'"
         )
 
 
@@ -256,8 +278,8 @@ def _fit_row_free(
         return model.eval()
     if is_attached(model):
         raise SequenceError(
-            f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)): it needs no "
-            f"per-sample gradients, and attached models have no plain ones"
+            f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)):"
+            " it needs no per-sample gradients, and attached models have no plain ones"
         )
     optimizer.discard()
     loader = optimizer.loader(dataset, num_workers=num_workers)
@@ -286,21 +308,31 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     if optimizer.finalized:
         raise SequenceError("the optimizer is finalized: make a new one to train again")
     if left is None and steps is None:
-        raise ValueError("steps must be given: the optimizer has no planned number of steps (got None)")
+        raise ValueError(
+            "steps must be given: the optimizer has no planned number of steps (got None)"
+        )
     if left == 0:
-        raise SequenceError(f"all {planned} planned steps are made: call optimizer.finalize(), or make a new optimizer")
+        raise SequenceError(
+            f"all {planned} planned steps are made: call optimizer.finalize(), or make a new"
+            " optimizer"
+        )
     wanted = check.positive_count(steps=left if steps is None else steps)
     if left is not None and wanted > left:
-        raise ValueError(f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})")
+        raise ValueError(
+            f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})"
+        )
     if optimizer.adaptive:
         return wanted  # each step is decided when it comes
-    admits, admitted = optimizer.accountant.admits, wanted
+    admits = optimizer.accountant.admits
+    admitted = wanted
     if not admits(optimizer.ahead(wanted)):
-        admitted = bisect_left(range(1, wanted), True, key=lambda count: not admits(optimizer.ahead(count)))
+        admitted = bisect_left(
+            range(1, wanted), True, key=lambda count: not admits(optimizer.ahead(count))
+        )
     if admitted < wanted:
         raise InfeasibleError(
-            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}); give steps=, or "
-            f"make an optimizer with a larger budget or more noise"
+            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted});"
+            " give steps=, or make an optimizer with a larger budget or more noise"
         )
     return wanted
 
@@ -309,7 +341,9 @@ def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> 
     """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
     if isinstance(loss_fn, PerRecord):
         if asked not in (None, loss_fn.reduction):
-            raise ValueError(f"loss_reduction must be {loss_fn.reduction!r}, that of loss_fn (got {asked!r})")
+            raise ValueError(
+                f"loss_reduction must be {loss_fn.reduction!r}, that of loss_fn (got {asked!r})"
+            )
         asked = loss_fn.reduction
     if not is_attached(model):
         return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
@@ -317,22 +351,25 @@ def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> 
     if asked not in (None, attached):
         raise ValueError(
             f"loss_reduction must be {attached!r}, as the model was attached (got {asked!r}); "
-            f"dp.detach(model) first to attach it in another way"
+            "dp.detach(model) first to attach it in another way"
         )
     return attached
 
 
 def _require_pairs(dataset: Dataset[Any]) -> None:
     if isinstance(dataset, IterableDataset):
-        raise ValueError("dataset must be map-style, to be sampled from (got a stream, IterableDataset)")
+        raise ValueError(
+            "dataset must be map-style, to be sampled from (got a stream, IterableDataset)"
+        )
     if not len(dataset):  # type: ignore[arg-type]
         return  # legal under add_remove; nothing shows what a record is like
     record = dataset[0]
     if not isinstance(record, (tuple, list)) or len(record) != 2:
         size = f" of {len(record)}" if isinstance(record, (tuple, list)) else ""
         raise ValueError(
-            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): give one that does, as "
-            f"torch.utils.data.TensorDataset(X, y), or write the loop yourself with optimizer.loader(dataset)"
+            f"dataset must give (input, target) pairs (got {type(record).__name__}{size}): give one"
+            " that does, as torch.utils.data.TensorDataset(X, y), or write the loop yourself with"
+            " optimizer.loader(dataset)"
         )
 
 
@@ -348,8 +385,12 @@ def _compiled(
         known = first_step_of(model)
         detach(model)
         device = next(model.parameters()).device
-        known_size = loader.design if loader.slots is None else Full(loader.slots.block)  # filled up
-        design = None if isinstance(loader, UserLoader) else known_size  # users have any number of records
+        known_size = (
+            loader.design if loader.slots is None else Full(loader.slots.block)
+        )  # filled up
+        design = (
+            None if isinstance(loader, UserLoader) else known_size
+        )  # users have any number of records
         rows = try_compile(
             model,
             loss_fn,
@@ -380,7 +421,9 @@ class _Progress:
     """Shows steps made, epsilon and steps left, twice a second, or as often as takes 2 % of the time."""
 
     def __init__(self, bar: Any, optimizer: PrivateOptimizer, delta: float | None) -> None:
-        self._bar, self._optimizer, self._delta = bar, optimizer, delta
+        self._bar = bar
+        self._optimizer = optimizer
+        self._delta = delta
         self._next_at = -math.inf
 
     def show(self, left: int) -> None:

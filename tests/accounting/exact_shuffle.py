@@ -13,7 +13,11 @@ def masses(trials, p):
     """Returns the pmf of Bin(N, p), to about 1e-12 of each mass that matters."""
     y = np.arange(trials + 1)
     log = (
-        gammaln(trials + 1) - gammaln(y + 1) - gammaln(trials - y + 1) + y * math.log(p) + (trials - y) * math.log1p(-p)
+        gammaln(trials + 1)
+        - gammaln(y + 1)
+        - gammaln(trials - y + 1)
+        + y * math.log(p)
+        + (trials - y) * math.log1p(-p)
     )
     mass = np.exp(log)
     return mass / mass.sum()
@@ -53,6 +57,8 @@ def delta_bounds(trials, p, shifts, epsilon, step=5e-5, negligible=1e-15):
             infinite = 1 - (1 - infinite) * (1 - never - (lost if upward else 0.0))
             finite, offset = fftconvolve(finite, law), offset + cell.min()
         gain = -np.expm1(epsilon - step * (offset + np.arange(len(finite))))
-        gained = np.maximum(finite, 0.0) * np.maximum(gain, 0.0)  # the transform errs by about 1e-17 at each point
+        gained = np.maximum(finite, 0.0) * np.maximum(
+            gain, 0.0
+        )  # the transform errs by about 1e-17 at each point
         bounds.append(float(gained.sum()) + infinite)
     return bounds[0], bounds[1]

@@ -8,7 +8,14 @@ import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.events import Event, Gaussian, Parallel, PoissonGaussian, WORGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Event,
+    Gaussian,
+    Parallel,
+    PoissonGaussian,
+    WORGaussian,
+    clipped_gaussian,
+)
 from torch_dpsco.errors import BudgetExceeded
 
 STEP = PoissonGaussian(2.0, 0.01)

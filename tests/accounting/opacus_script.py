@@ -17,7 +17,9 @@ DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(1
 class Script:
     """A plain Opacus training script with our accountant."""
 
-    def __init__(self, *, batch_size: int = 16, noise: float = 1.0, budget: Budget | None = None, **keywords) -> None:
+    def __init__(
+        self, *, batch_size: int = 16, noise: float = 1.0, budget: Budget | None = None, **keywords
+    ) -> None:
         self.engine = PrivacyEngine(accountant="dpsco")
         self.accountant: Accountant = self.engine.accountant
         self.accountant.budget = budget

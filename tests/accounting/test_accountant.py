@@ -11,7 +11,13 @@ from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part, ref
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, PoissonGaussian, Repeat, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    NonPrivate,
+    PoissonGaussian,
+    Repeat,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError
 
@@ -50,9 +56,19 @@ def test_a_refusal_leaves_every_bit_and_says_what_was_spent_asked_and_left():
     asked = accountant.ledger.evaluate(DELTA, REPLACE_ONE, extra=STEP, count=room + 1).epsilon
     assert image(accountant) == before
     assert accountant.get_epsilon(DELTA) == spent
-    for figure in ("past the budget of 1 at", "replace_one", "in 40 events", f"room for {room} more", str(STEP)):
+    for figure in (
+        "past the budget of 1 at",
+        "replace_one",
+        "in 40 events",
+        f"room for {room} more",
+        str(STEP),
+    ):
         assert figure in message
-    for label, exact in ((r"spent (\S+)", spent), (r"epsilon to ([\d.]+)", asked), (r"admit it: (\S+)", asked)):
+    for label, exact in (
+        (r"spent (\S+)", spent),
+        (r"epsilon to ([\d.]+)", asked),
+        (r"admit it: (\S+)", asked),
+    ):
         shown = float(re.search(label, message).group(1))
         assert exact <= shown <= exact * (1 + 1e-5)
     accountant.authorize(STEP, room)  # what was said to fit does fit
@@ -93,7 +109,16 @@ def test_no_budget_admits_a_release_without_noise(event):
     st.sampled_from([1e-3, DELTA, 1e-9]),
     st.lists(
         st.tuples(
-            st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1", 40.0), Gaussian(9, {REPLACE_ONE: 1}, 1e-10)]),
+            st.sampled_from(
+                [
+                    STEP,
+                    FIXED,
+                    WHOLE,
+                    part("0"),
+                    part("1", 40.0),
+                    Gaussian(9, {REPLACE_ONE: 1}, 1e-10),
+                ]
+            ),
             st.integers(0, 400),
         ),
         max_size=25,
@@ -192,7 +217,9 @@ def test_a_budget_answers_in_its_own_adjacency_unless_asked():
         assert accountant.get_epsilon(DELTA) == accountant.ledger.epsilon(DELTA, adjacency)
         assert accountant.get_delta(1.0) == accountant.ledger.delta(1.0, adjacency)
         for other in ADJACENCIES:
-            assert accountant.get_epsilon(DELTA, adjacency=other) == accountant.ledger.epsilon(DELTA, other)
+            assert accountant.get_epsilon(DELTA, adjacency=other) == accountant.ledger.epsilon(
+                DELTA, other
+            )
     with pytest.raises(ValueError, match=r"adjacency must be one of .* \(got 'swap'\)"):
         accountant.get_epsilon(DELTA, adjacency="swap")
 
@@ -204,7 +231,9 @@ def test_a_budget_is_measured_in_its_own_adjacency():
     for adjacency in (ADD_REMOVE, REPLACE_ONE):
         sampled = Accountant(Budget(1.0, DELTA, adjacency=adjacency))
         sampled.authorize(STEP, sampled.max_steps(STEP))
-        assert (sampled.get_epsilon(DELTA, adjacency=REPLACE_ONE) > 1.0) == (adjacency == ADD_REMOVE)
+        assert (sampled.get_epsilon(DELTA, adjacency=REPLACE_ONE) > 1.0) == (
+            adjacency == ADD_REMOVE
+        )
 
 
 @pytest.mark.parametrize("event", [FIXED, part("0"), Gaussian(9.0, {REPLACE_ONE: 2.0})])

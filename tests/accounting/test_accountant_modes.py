@@ -18,7 +18,11 @@ def test_who_comes_first_decides():
     ours.authorize(STEP)
     ours.step(noise_multiplier=1.0, sample_rate=0.01)
     opacus.authorize(STEP)
-    assert (opacus.adjacency, ours.adjacency, none.adjacency) == (ADD_REMOVE, REPLACE_ONE, REPLACE_ONE)
+    assert (opacus.adjacency, ours.adjacency, none.adjacency) == (
+        ADD_REMOVE,
+        REPLACE_ONE,
+        REPLACE_ONE,
+    )
     signed = Accountant()
     signed.require_unit("example")  # an optimizer was built, and promised replace_one
     signed.step(noise_multiplier=1.0, sample_rate=0.01)
@@ -69,15 +73,24 @@ def test_a_phase_counts_in_questions_too():
 def test_phases_do_not_nest_and_end_when_something_is_raised():
     accountant = Accountant()
     with accountant.phase("0", partition="p"):
-        with pytest.raises(SequenceError, match="a phase on part '0' is open"), accountant.phase("1", partition="q"):
+        with (
+            pytest.raises(SequenceError, match="a phase on part '0' is open"),
+            accountant.phase("1", partition="q"),
+        ):
             pass
         with pytest.raises(ValueError, match="must not contain another"):
             accountant.authorize(part("0"))
     with pytest.raises(RuntimeError, match="broken"), accountant.phase("0", partition="p"):
         raise RuntimeError("broken")
-    with pytest.raises(ValueError, match="partition must be a non-empty name"), accountant.phase("0", partition=""):
+    with (
+        pytest.raises(ValueError, match="partition must be a non-empty name"),
+        accountant.phase("0", partition=""),
+    ):
         pass
-    with pytest.raises(ValueError, match="kind must be one of"), accountant.phase("0", partition="p", kind="random"):
+    with (
+        pytest.raises(ValueError, match="kind must be one of"),
+        accountant.phase("0", partition="p", kind="random"),
+    ):
         pass
     assert len(accountant) == 0
     accountant.authorize(WHOLE)
@@ -168,7 +181,10 @@ def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
             assert answers == fresh
         seen.add(tuple(answers))
     assert len(seen) == 3
-    rich, poor = Budget(2.0, 1e-5, ADD_REMOVE, mode="gdp"), Budget(1.0, 1e-5, ADD_REMOVE, mode="gdp")
+    rich, poor = (
+        Budget(2.0, 1e-5, ADD_REMOVE, mode="gdp"),
+        Budget(1.0, 1e-5, ADD_REMOVE, mode="gdp"),
+    )
     empty = Accountant(rich)
     assert empty.get_epsilon(1e-5) == 2.0
     empty.budget = poor
@@ -185,7 +201,11 @@ def test_an_adaptive_run_has_no_delta_mu_or_rho():
     adapted.record(WHOLE, 1, adaptive=True)
     filtered.authorize(WHOLE)
     for accountant in (adapted, filtered):
-        for question in (accountant.get_mu, accountant.get_rho, lambda a=accountant: a.get_delta(0.5)):
+        for question in (
+            accountant.get_mu,
+            accountant.get_rho,
+            lambda a=accountant: a.get_delta(0.5),
+        ):
             with pytest.raises(ValueError, match=r"adaptive run: ask get_epsilon"):
                 question()
 

@@ -41,7 +41,10 @@ def test_the_state_survives_torch_save_with_weights_only_and_json():
     buffer = io.BytesIO()
     torch.save(accountant.state_dict(), buffer)
     buffer.seek(0)
-    for state in (torch.load(buffer, weights_only=True), json.loads(json.dumps(accountant.state_dict()))):
+    for state in (
+        torch.load(buffer, weights_only=True),
+        json.loads(json.dumps(accountant.state_dict())),
+    ):
         resumed = Accountant(Budget(8.0, DELTA))
         resumed.load_state_dict(state)
         assert image(resumed) == image(accountant)
@@ -51,7 +54,12 @@ def test_the_state_survives_torch_save_with_weights_only_and_json():
 
 
 @pytest.mark.slow
-@given(st.lists(st.tuples(st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1")]), st.integers(1, 9))), st.data())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1")]), st.integers(1, 9))
+    ),
+    st.data(),
+)
 def test_a_resumed_run_spends_what_an_uninterrupted_one_does(run, data):
     cut = data.draw(st.integers(0, len(run)))
     whole, first, second = Accountant(), Accountant(), Accountant()
@@ -76,7 +84,9 @@ def test_loading_never_forgets_what_was_charged_here():
         late.load_state_dict(early.state_dict())
         late.authorize(event)
         before = image(late)
-        late.load_state_dict(early.state_dict())  # a run that was rolled back keeps what it charged since
+        late.load_state_dict(
+            early.state_dict()
+        )  # a run that was rolled back keeps what it charged since
         assert image(late) == before
         ahead.load_state_dict(late.state_dict())
         assert image(ahead) == before
@@ -103,7 +113,10 @@ def test_loading_never_forgets_what_was_charged_here():
         ({"ledger": []}, "digest must match the ledger"),
         ({"ledger": [{"type": "NonPrivate", "count": 1}]}, "digest must match the ledger"),
         ({"ledger": [{"type": "Unknown"}]}, "event type must be one of"),
-        ({"ledger": [{"type": "PoissonGaussian", "noise_multiplier": 1.0, "q": 2.0}]}, r"q must be in \[0, 1\]"),
+        (
+            {"ledger": [{"type": "PoissonGaussian", "noise_multiplier": 1.0, "q": 2.0}]},
+            r"q must be in \[0, 1\]",
+        ),
         ({"history": []}, "history must match the ledger"),
         ({"history": [(2.0, 0.01, 4)]}, "history must match the ledger"),
         ({"history": None}, "history must match the ledger"),
@@ -113,7 +126,9 @@ def test_a_state_of_something_else_is_refused(change, message):
     source, target = Accountant(), Accountant()
     source.authorize(STEP, 5)
     before = image(target)
-    altered = {key: value for key, value in (source.state_dict() | change).items() if value is not None}
+    altered = {
+        key: value for key, value in (source.state_dict() | change).items() if value is not None
+    }
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(altered)
     for nothing in ({}, None):
@@ -126,7 +141,10 @@ def test_a_state_of_another_adjacency_or_unit_is_refused():
     source = Accountant()
     source.authorize(STEP, 5)
     for target, message in (
-        (Accountant(adjacency=ADD_REMOVE), r"adjacency must be 'add_remove', this accountant's \(got 'replace_one'\)"),
+        (
+            Accountant(adjacency=ADD_REMOVE),
+            r"adjacency must be 'add_remove', this accountant's \(got 'replace_one'\)",
+        ),
         (Accountant(unit="user"), r"unit must be 'user', this accountant's \(got 'example'\)"),
         (Accountant(Budget(1.0, DELTA, adjacency=ZERO_OUT)), r"adjacency must be 'zero_out'"),
     ):
@@ -149,7 +167,12 @@ def test_the_name_of_a_ledger_is_in_its_states_and_reports_and_stays():
     source.authorize(STEP)
     assert source.ledger_id != target.ledger_id
     target.load_state_dict(source.state_dict())
-    assert target.ledger_id == source.ledger_id == target.state_dict()["id"] == target.report(DELTA).ledger_id
+    assert (
+        target.ledger_id
+        == source.ledger_id
+        == target.state_dict()["id"]
+        == target.report(DELTA).ledger_id
+    )
     assert source.ledger_id in str(source.report(DELTA))
 
 
@@ -174,10 +197,17 @@ def test_a_loaded_state_counts_against_the_budget():
 
 def test_an_empty_ledger_has_spent_nothing():
     accountant = Accountant()
-    assert (accountant.get_epsilon(DELTA), accountant.get_delta(0.0), accountant.get_mu(), len(accountant)) == (
+    assert (
+        accountant.get_epsilon(DELTA),
+        accountant.get_delta(0.0),
+        accountant.get_mu(),
+        len(accountant),
+    ) == (
         0,
         0,
         0,
         0,
     )
-    assert dataclasses.asdict(accountant.report(DELTA))["epsilons"] == dict.fromkeys(ADJACENCIES, 0.0)
+    assert dataclasses.asdict(accountant.report(DELTA))["epsilons"] == dict.fromkeys(
+        ADJACENCIES, 0.0
+    )

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.allocation_literal import Drawn, bound, bracket, ratio, sampled, sum_law, two_steps
+from tests.reference.allocation_literal import (
+    Drawn,
+    bound,
+    bracket,
+    ratio,
+    sampled,
+    sum_law,
+    two_steps,
+)
 from torch_dpsco.accounting.analysis import allocation, allocation_rdp, allocation_sums
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
@@ -22,10 +30,19 @@ from torch_dpsco.accounting.analysis.allocation import (
 )
 from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
 from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, log_delta, profile
-from torch_dpsco.accounting.analysis.allocation_rdp import _integral, added, allocation_renyi, removed
+from torch_dpsco.accounting.analysis.allocation_rdp import (
+    _integral,
+    added,
+    allocation_renyi,
+    removed,
+)
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_log_delta,
+)
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_compose import Window
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
@@ -39,7 +56,17 @@ def delta(noise, steps, epsilon, way):
 
 # Against other computations.
 
-TWO = [(0.25, 30.0), (0.3, 12.0), (0.5, 1.0), (0.5, 5.0), (0.5, 15.0), (0.8, 3.0), (1.0, 1.0), (1.0, 6.0), (3.0, 1.0)]
+TWO = [
+    (0.25, 30.0),
+    (0.3, 12.0),
+    (0.5, 1.0),
+    (0.5, 5.0),
+    (0.5, 15.0),
+    (0.8, 3.0),
+    (1.0, 1.0),
+    (1.0, 6.0),
+    (3.0, 1.0),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -49,7 +76,9 @@ def test_two_steps_agree_with_quadrature(noise, epsilon, way):
     assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015  # of the quadrature
 
 
-@pytest.mark.parametrize(("noise", "epsilon"), [(60.0, 0.03), (100.0, 0.07), (1e3, 4e-3), (1e4, 5e-4)])
+@pytest.mark.parametrize(
+    ("noise", "epsilon"), [(60.0, 0.03), (100.0, 0.07), (1e3, 4e-3), (1e4, 5e-4)]
+)
 def test_two_steps_of_large_noise_agree_with_quadrature(noise, epsilon):
     exact = two_steps(noise, epsilon, "replace")
     assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, "replace") <= exact * 1.001
@@ -102,7 +131,9 @@ def test_no_figure_is_below_what_is_sampled(noise, steps, epsilons, way, shift):
 def test_several_passes_cost_no_less_than_is_sampled(way):
     """False alarms: one in a million for each side. Two passes of two losses, composed by `pld` in one order."""
     noise, steps, total, epochs = 1.0, 16, 1.0, 3
-    mean, error = sampled(noise, steps, [total / epochs] * epochs, way, 400_000, np.random.default_rng())
+    mean, error = sampled(
+        noise, steps, [total / epochs] * epochs, way, 400_000, np.random.default_rng()
+    )
     both = pld_delta([(AllocationLoss(noise, steps, way), epochs)], total)
     assert both is not None
     assert both.delta >= mean - 4.9 * error
@@ -133,7 +164,10 @@ CLOSE = [
 def test_epsilon_is_within_half_a_percent_of_the_truth(noise, steps, target, adjacency, m):
     """By a certified lower bound on delta, bins merged into their means: at 0.5 % less, it is larger than allowed."""
     less = 0.995 * allocation_epsilon(noise, steps, target, adjacency)
-    assert bound(noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False) > target
+    assert (
+        bound(noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False)
+        > target
+    )
 
 
 def _settings(number, generator):
@@ -152,8 +186,13 @@ def _settings(number, generator):
 def _is_close(noise, steps, epochs, target, less, ways):
     """Returns whether delta at an epsilon is more than `target`: certified for a pass, by 200,000 draws for several."""
     if epochs == 1:
-        return any(bound(noise, steps, less, way, 40, False) > target for way in ways if way != "add")
-    many = [Drawn(noise, steps, epochs, way, np.random.default_rng()).estimates((less,), 200_000)[0] for way in ways]
+        return any(
+            bound(noise, steps, less, way, 40, False) > target for way in ways if way != "add"
+        )
+    many = [
+        Drawn(noise, steps, epochs, way, np.random.default_rng()).estimates((less,), 200_000)[0]
+        for way in ways
+    ]
     return any(mean + 5.9 * error >= target for mean, error, _ in many)
 
 
@@ -180,14 +219,21 @@ def test_random_settings_agree_with_what_is_sampled():
         if epsilon == 0:
             continue
         less = (0.995 if epochs == 1 else 0.98) * epsilon
-        found = [Drawn(noise, steps, epochs, way, generator).estimates((epsilon, less), 5000) for way in ways]
+        found = [
+            Drawn(noise, steps, epochs, way, generator).estimates((epsilon, less), 5000)
+            for way in ways
+        ]
         setting = (noise, steps, epochs, target, adjacency, found)
-        assert all(mean - 5.9 * error <= target for (mean, error, number), _ in found if number > 300), setting
+        assert all(
+            mean - 5.9 * error <= target for (mean, error, number), _ in found if number > 300
+        ), setting
         (mean, error, number), (high, high_error, _) = max(found)
         if number > 300:
             checked += 1
             # weights may hide a part of delta that no draw was in: then a certified bound says, or many draws
-            assert high + 5.9 * high_error >= target or _is_close(noise, steps, epochs, target, less, ways), setting
+            assert high + 5.9 * high_error >= target or _is_close(
+                noise, steps, epochs, target, less, ways
+            ), setting
             ratios.append(mean / target)
             squares.append((error / target) ** 2)
     assert checked > 120
@@ -211,22 +257,32 @@ def test_more_steps_never_cost_more(noise, adjacency):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_below_a_quarter_counts_as_unsampled(way):
-    assert delta(0.2, 50, 3.0, way) == pytest.approx(gaussian_delta(Pass(0.2, 50, way).mu, 3.0), rel=1e-9)
+    assert delta(0.2, 50, 3.0, way) == pytest.approx(
+        gaussian_delta(Pass(0.2, 50, way).mu, 3.0), rel=1e-9
+    )
 
 
 def test_at_epsilon_0_removing_costs_what_adding_does():
     for noise, steps in [(0.4, 9), (1.0, 100), (20.0, 1000)]:
-        assert delta(noise, steps, 0.0, "remove") == pytest.approx(delta(noise, steps, 0.0, "add"), rel=1e-3)
+        assert delta(noise, steps, 0.0, "remove") == pytest.approx(
+            delta(noise, steps, 0.0, "add"), rel=1e-3
+        )
 
 
 def test_the_larger_direction_is_reported(monkeypatch):
     for way, noise, steps in [("remove", 1.0, 100), ("add", 1.0, 100), ("remove", 20.0, 3)]:
         law = AllocationLoss(noise, steps, way)
-        assert law.exchanged() == AllocationLoss(noise, steps, "add" if way == "remove" else "remove")
+        assert law.exchanged() == AllocationLoss(
+            noise, steps, "add" if way == "remove" else "remove"
+        )
         both = [epsilon_at(Pass(noise, steps, each), 1e-5) for each in ("remove", "add")]
         assert law.epsilon_alone(1e-5) == max(both)
-        assert law.delta_alone(0.3) == max(delta(noise, steps, 0.3, each) for each in ("remove", "add"))
-    assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(Pass(1.0, 100, "add"), 1e-5)
+        assert law.delta_alone(0.3) == max(
+            delta(noise, steps, 0.3, each) for each in ("remove", "add")
+        )
+    assert allocation_epsilon(1.0, 100, 1e-5, "add_remove") > 1.4 * epsilon_at(
+        Pass(1.0, 100, "add"), 1e-5
+    )
     # were adding dearer, adding would be reported
     costs = {"remove": (1.0, -9.0), "add": (2.0, -3.0)}
     monkeypatch.setattr(allocation, "epsilon_at", lambda pair, target: costs[pair.way][0])
@@ -264,7 +320,9 @@ def _exact_cells(term, cuts):
     out = []
     for left, right in itertools.pairwise(cuts):
         mass = at(right, 0) - at(left, 0)
-        value = mp.exp((2 * left - 1) / (2 * z * z)) - weight * mp.exp((-2 * left - 1) / (2 * z * z))
+        value = mp.exp((2 * left - 1) / (2 * z * z)) - weight * mp.exp(
+            (-2 * left - 1) / (2 * z * z)
+        )
         mean = (at(right, 1) - at(left, 1)) - weight * (at(right, -1) - at(left, -1))
         out.append((mass, mean - value * mass))
     return out
@@ -272,7 +330,8 @@ def _exact_cells(term, cuts):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    ("noise", "log_weight", "step"), [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)]
+    ("noise", "log_weight", "step"),
+    [(0.5, -math.inf, 0.5), (2.0, -math.inf, 0.02), (1.0, 0.7, 0.1)],
 )
 def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, step, sign):
     """Against 40 digits: no interval has less mass than it should, nor less at the end towards which sums grow."""
@@ -283,7 +342,10 @@ def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, st
     law = spread(term, step, (low, low, high), sign, 1.0)
     points = law.mass if sign > 0 else law.mass[::-1]
     with mp.workdps(40):
-        x = [mp.mpf(float(position)) for position in term.positions(np.arange(low, high + 1) * step)[0]]
+        x = [
+            mp.mpf(float(position))
+            for position in term.positions(np.arange(low, high + 1) * step)[0]
+        ]
         cells = _exact_cells(term, x)
         ends = [mp.ncdf(x[0] / noise), mp.ncdf(-x[-1] / noise)]
         up = [rise / step for _, rise in cells]
@@ -299,16 +361,28 @@ def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, st
 
 
 def test_the_error_of_a_position_is_within_the_stated_one():
-    for noise, log_weight in [(0.25, -math.inf), (0.25, 60.0), (1.0, 2.0), (100.0, -math.inf), (100.0, 0.01)]:
+    for noise, log_weight in [
+        (0.25, -math.inf),
+        (0.25, 60.0),
+        (1.0, 2.0),
+        (100.0, -math.inf),
+        (100.0, 0.01),
+    ]:
         term = Term(1.0, noise, log_weight=log_weight)
         values = term.value(np.linspace(-9 * noise, 9 * noise + 1, 200))
         back, _ = term.positions(values)
         with mp.workdps(60):
-            z, weight = mp.mpf(noise), mp.exp(mp.mpf(log_weight)) if log_weight > -math.inf else mp.mpf(0)
+            z, weight = (
+                mp.mpf(noise),
+                mp.exp(mp.mpf(log_weight)) if log_weight > -math.inf else mp.mpf(0),
+            )
             for value, position in zip(values.tolist(), back.tolist(), strict=True):
                 y, root = mp.mpf(value), 2 * mp.sqrt(weight) * mp.exp(-1 / (2 * z * z))
                 larger = mp.log((abs(y) + mp.sqrt(y * y + root * root)) / 2)
-                exact = z * z * (larger if y >= 0 else log_weight - larger - 1 / (z * z)) + mp.mpf(1) / 2
+                exact = (
+                    z * z * (larger if y >= 0 else log_weight - larger - 1 / (z * z))
+                    + mp.mpf(1) / 2
+                )
                 assert abs(float((exact - mp.mpf(position)) / (z * z))) <= term.rounding
 
 
@@ -328,10 +402,12 @@ def test_the_margin_for_rounding_is_in_the_figure():
     for view in (whole, part):  # what lies above the window counts, too
         first, log_value, _ = allocation_sums._exceeded(law, count, view, 0.0)
         for k in range(-33, min(80, first + log_value.size)):
-            excess = sum((mass * (i - 33 - k) for i, mass in enumerate(exact) if i - 33 > k), Fraction(0))
-            assert mp.mpf(log_value[k - first]) >= mp.log(mp.mpf(excess.numerator) / excess.denominator) - mp.mpf(
-                "1e-15"
+            excess = sum(
+                (mass * (i - 33 - k) for i, mass in enumerate(exact) if i - 33 > k), Fraction(0)
             )
+            assert mp.mpf(log_value[k - first]) >= mp.log(
+                mp.mpf(excess.numerator) / excess.denominator
+            ) - mp.mpf("1e-15")
 
 
 @pytest.mark.parametrize("first", [10**6, -(10**6)])
@@ -352,14 +428,19 @@ def test_what_terms_exceed_their_grid_by_counts(monkeypatch):
     assert delta(0.3, 2, 12.0, "remove") >= two_steps(0.3, 12.0, "remove") * (1 - 1e-7)
     monkeypatch.setattr(Sum, "_beyond", lambda self, low, high: 0.0)
     question = Pass(0.3, 2, "remove").sum(12.0, -30.0)
-    assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(0.3, 12.0, "remove")
+    assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * two_steps(
+        0.3, 12.0, "remove"
+    )
 
 
 @pytest.mark.parametrize("noise", [0.7, 30.0, 300.0])
 @pytest.mark.parametrize("log_weight", [-math.inf, 0.0, 2.0])
 @pytest.mark.parametrize("deviations", [-0.5, 0.0, 3.0])
 def test_what_is_beyond_a_grid_is_not_below_its_integral(noise, log_weight, deviations):
-    term, x = Term(1.0, noise, log_weight=log_weight), np.linspace(-12 * noise, 12 * noise + 9, 400_001)
+    term, x = (
+        Term(1.0, noise, log_weight=log_weight),
+        np.linspace(-12 * noise, 12 * noise + 9, 400_001),
+    )
     high = float(term.value(np.array([deviations * noise]))[0])
     density = np.exp(-x * x / 2 / noise**2) / noise / math.sqrt(2 * math.pi) * (x[1] - x[0])
     exact = float(density @ np.maximum(term.value(x) - high, 0.0))
@@ -379,7 +460,9 @@ def test_what_small_differences_exceed_their_grid_by_counts(monkeypatch):
     assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * exact
 
 
-@pytest.mark.parametrize(("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)])
+@pytest.mark.parametrize(
+    ("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)]
+)
 def test_one_large_term_is_a_bound_too(noise, epsilon):
     exact = two_steps(noise, epsilon, "replace")
     found = by_one_large(Pass(noise, 2, "replace").sum(epsilon, -90.0), 1e-4) - math.log(2)
@@ -399,15 +482,23 @@ def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
     losses = law.losses()
 
     def excess(epsilon):
-        return law.infinite + float(law.mass @ np.maximum(-np.expm1(np.minimum(epsilon - losses, 0.0)), 0.0))
+        return law.infinite + float(
+            law.mass @ np.maximum(-np.expm1(np.minimum(epsilon - losses, 0.0)), 0.0)
+        )
 
     for epsilon in (0.0, 0.1, 0.333, 1.0, 1.7, 2.5):
         exact = delta(1.0, 20, epsilon, way)
         assert exact * (1 - 1e-3) <= excess(epsilon) <= exact * (1.04 + 40 * grid * grid) + 1e-18
-        other = 1 - math.exp(-epsilon) + math.exp(-epsilon) * delta(1.0, 20, epsilon, Pass(1.0, 20, way).exchanged.way)
+        other = (
+            1
+            - math.exp(-epsilon)
+            + math.exp(-epsilon) * delta(1.0, 20, epsilon, Pass(1.0, 20, way).exchanged.way)
+        )
         assert other * (1 - 1e-3) <= excess(-epsilon) <= other * 1.01 + 40 * grid * grid
     epsilons, values = profile(Pass(1.0, 20, way), -40.0)
-    short = [_hull(np.exp(epsilons), values, i) - excess(epsilons[i]) for i in range(0, values.size, 9)]
+    short = [
+        _hull(np.exp(epsilons), values, i) - excess(epsilons[i]) for i in range(0, values.size, 9)
+    ]
     assert max(short) <= 0.0
 
 
@@ -430,7 +521,9 @@ def test_a_permutation_cut_into_batches_is_not_covered():
     epsilon = allocation_epsilon(noise, steps, 1e-5, "zero_out")
     x = np.random.default_rng().normal(0.0, noise, (draws, steps))
     x[:, 0] += 2
-    loss = np.log(np.exp((2 * x - 2) / noise**2).mean(axis=1)) - np.log(ratio(x, noise).mean(axis=1))
+    loss = np.log(np.exp((2 * x - 2) / noise**2).mean(axis=1)) - np.log(
+        ratio(x, noise).mean(axis=1)
+    )
     gain = -np.expm1(np.minimum(epsilon - loss, 0.0))
     assert gain.mean() - 4.9 * gain.std() / math.sqrt(draws) > 1e-3
 
@@ -441,7 +534,10 @@ def test_a_permutation_cut_into_batches_is_not_covered():
 def _exact_moments(noise, steps, largest):
     """Returns log E M^a for a = 0 .. `largest`, in 40 digits: a power of a series by repeated products."""
     with mp.workdps(40):
-        series = [mp.exp(mp.mpf(k * (k - 1)) / (2 * mp.mpf(noise) ** 2)) / mp.factorial(k) for k in range(largest + 1)]
+        series = [
+            mp.exp(mp.mpf(k * (k - 1)) / (2 * mp.mpf(noise) ** 2)) / mp.factorial(k)
+            for k in range(largest + 1)
+        ]
         total, left = [mp.mpf(1)] + [mp.mpf(0)] * largest, steps
         while left:
             if left % 2:
@@ -451,7 +547,9 @@ def _exact_moments(noise, steps, largest):
         return [mp.log(total[a] * mp.factorial(a) / mp.mpf(steps) ** a) for a in range(largest + 1)]
 
 
-@pytest.mark.parametrize(("noise", "steps"), [(0.25, 1000), (0.5, 7), (1.0, 100), (20.0, 1000), (100.0, 10**6)])
+@pytest.mark.parametrize(
+    ("noise", "steps"), [(0.25, 1000), (0.5, 7), (1.0, 100), (20.0, 1000), (100.0, 10**6)]
+)
 def test_renyi_divergences_are_not_below_exact_moments(noise, steps):
     exact = [float(value) for value in _exact_moments(noise, steps, 24)]
     orders = np.arange(2.0, 25.0)
@@ -462,7 +560,9 @@ def test_renyi_divergences_are_not_below_exact_moments(noise, steps):
         removed(noise, steps, orders[:1])[0], rel=1e-6
     )
     between = removed(noise, steps, orders + 0.5) * (orders - 0.5)
-    assert np.all(np.diff(found) / 2 <= np.diff(between) * (1 + 1e-9) + 1e-11)  # chords of a convex curve
+    assert np.all(
+        np.diff(found) / 2 <= np.diff(between) * (1 + 1e-9) + 1e-11
+    )  # chords of a convex curve
 
 
 def _moments_of_two(noise, powers, way):
@@ -473,7 +573,9 @@ def _moments_of_two(noise, powers, way):
         if way == "replace":
             x = np.arange(-14 * noise, 14 * noise + 2 * b + 1, 0.06 * noise)
         left = x - (b + 1) * (way == "add")  # where e^(-bx) puts the mass
-        density = -((left / noise) ** 2) / 2 + math.log((x[1] - x[0]) / noise / math.sqrt(2 * math.pi))
+        density = -((left / noise) ** 2) / 2 + math.log(
+            (x[1] - x[0]) / noise / math.sqrt(2 * math.pi)
+        )
         log_l, log_r = (2 * left - 1) / (2 * noise**2), (-2 * left - 1) / (2 * noise**2)
         one, two = (np.logaddexp(each[:, None], each) - math.log(2) for each in (log_l, log_r))
         total = density[:, None] + density + (-b * one if way == "add" else (b + 1) * one - b * two)
@@ -498,7 +600,10 @@ def test_the_integral_for_adding_is_not_below_moments(noise):
         low, high = (sum_law(noise, steps, 20, spread) for spread in (False, True))
         for order in (1.5, 3.0, 10.0):
             found = math.exp((order - 1) * added(noise, steps, np.array([order]))[0])
-            bounds = [float(mass @ (np.maximum(values, 1e-12) / steps) ** (1 - order)) for values, mass in (low, high)]
+            bounds = [
+                float(mass @ (np.maximum(values, 1e-12) / steps) ** (1 - order))
+                for values, mass in (low, high)
+            ]
             assert bounds[0] <= found
             if low[0].min() > 0 and order < 4:
                 assert found <= 1 + 1.04 * max(bounds[1] - 1, bounds[0] - 1)
@@ -511,7 +616,11 @@ def test_renyi_divergences_cover_both_directions(monkeypatch):
         found = allocation_renyi(noise, 2, orders, "replace_one")
         assert np.all(found >= exact * (1 - 1e-12))
         assert np.all(found <= 2 * exact)
-        assert allocation_renyi(noise, 2, 2.0, "add_remove") == allocation_renyi(noise, 2, 2.0, "zero_out") < found[1]
+        assert (
+            allocation_renyi(noise, 2, 2.0, "add_remove")
+            == allocation_renyi(noise, 2, 2.0, "zero_out")
+            < found[1]
+        )
     monkeypatch.setattr(allocation_rdp, "added", lambda noise, steps, orders: orders / 9.0)
     assert allocation_renyi(1.0, 100, 2.0, "zero_out") == 2 / 9
     assert allocation_renyi(1.0, 100, 2.0, "replace_one") > 4 / 9
@@ -523,7 +632,9 @@ def test_renyi_divergences_are_those_of_one_release_where_nothing_better_is_know
         for noise, steps in ((2.0, 1), (0.2, 50)):
             found = allocation_renyi(noise, steps, orders, adjacency)
             assert found == pytest.approx(orders * squared / (2 * noise**2), rel=1e-12)
-        assert np.all(allocation_renyi(2.0, 7, orders, adjacency) <= orders * squared / 8 * (1 + 1e-12))
+        assert np.all(
+            allocation_renyi(2.0, 7, orders, adjacency) <= orders * squared / 8 * (1 + 1e-12)
+        )
         assert allocation_renyi(0.0, 7, 2.0, adjacency) == math.inf
     with pytest.raises(ValueError, match="order"):
         allocation_renyi(1.0, 7, 1.0, "zero_out")
@@ -533,7 +644,11 @@ def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
     orders = np.arange(2.0, 60.0)
     for adjacency in ("add_remove", "replace_one"):
         loose = rdp_epsilon(orders, allocation_renyi(1.0, 100, orders, adjacency), 1e-5).epsilon
-        assert allocation_delta(1.0, 100, loose, adjacency) < 1e-5 < allocation_delta(1.0, 100, loose / 3, adjacency)
+        assert (
+            allocation_delta(1.0, 100, loose, adjacency)
+            < 1e-5
+            < allocation_delta(1.0, 100, loose / 3, adjacency)
+        )
 
 
 # -- another library ---------------------------------------------------------------------------------------------------
@@ -556,5 +671,7 @@ def test_epsilon_lies_within_the_brackets_of_another_library(
 ) -> None:
     """PLD_accounting 2.0, of Feldman and Shenfeld; ours is far narrower than its brackets of 0.5 to 5 %."""
     other = pytest.importorskip("PLD_accounting")
-    high, low = other.gaussian_allocation_epsilon_range(sigma=noise, num_steps=steps, num_epochs=epochs, delta=delta)
+    high, low = other.gaussian_allocation_epsilon_range(
+        sigma=noise, num_steps=steps, num_epochs=epochs, delta=delta
+    )
     assert low <= allocation_epsilon(noise, steps, delta, "add_remove", epochs=epochs) <= high

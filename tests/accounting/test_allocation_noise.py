@@ -7,18 +7,31 @@ import math
 import pytest
 
 from torch_dpsco.accounting.analysis import allocation
-from torch_dpsco.accounting.analysis.allocation import allocation_delta, allocation_epsilon, allocation_noise
+from torch_dpsco.accounting.analysis.allocation import (
+    allocation_delta,
+    allocation_epsilon,
+    allocation_noise,
+)
 
 
 @pytest.mark.parametrize(
     ("epsilon", "steps", "adjacency"),
-    [(1.0, 50, "zero_out"), (1.0, 1, "add_remove"), pytest.param(4.0, 7, "replace_one", marks=pytest.mark.slow)],
+    [
+        (1.0, 50, "zero_out"),
+        (1.0, 1, "add_remove"),
+        pytest.param(4.0, 7, "replace_one", marks=pytest.mark.slow),
+    ],
 )
 def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency, monkeypatch):
     noise = allocation_noise(epsilon, 1e-5, steps, adjacency)
     assert allocation_epsilon(noise, steps, 1e-5, adjacency) <= epsilon
     assert allocation_epsilon(noise * 0.995, steps, 1e-5, adjacency) > epsilon
-    for poor in ((1e-3, -1.0), (1e6, -1.0), (noise * 0.999, -1e-9), (noise * 1.001, -1e9)):  # guess and slope
+    for poor in (
+        (1e-3, -1.0),
+        (1e6, -1.0),
+        (noise * 0.999, -1e-9),
+        (noise * 1.001, -1e9),
+    ):  # guess and slope
         allocation._least_noise.cache_clear()
         monkeypatch.setattr(allocation, "_guess", lambda *args, poor=poor: poor)
         found = allocation_noise(epsilon, 1e-5, steps, adjacency)
@@ -74,7 +87,14 @@ def test_bad_arguments_are_refused(arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"epsilon": True}, {"epsilon": [1.0]}, {"delta": 0.0}, {"steps": 1.5}, {"adjacency": ["zero_out"]}, {"epochs": 0}],
+    [
+        {"epsilon": True},
+        {"epsilon": [1.0]},
+        {"delta": 0.0},
+        {"steps": 1.5},
+        {"adjacency": ["zero_out"]},
+        {"epochs": 0},
+    ],
     ids=str,
 )
 def test_bad_arguments_of_a_calibration_are_refused_though_good_ones_are_remembered(arguments):

@@ -15,14 +15,26 @@ from opacus.accountants import RDPAccountant
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.accounting.calibrate import design_epsilon, epoch_steps, max_steps, noise_multiplier
+from torch_dpsco.accounting.calibrate import (
+    design_epsilon,
+    epoch_steps,
+    max_steps,
+    noise_multiplier,
+)
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
 from torch_dpsco.accounting.events import PoissonGaussian, Repeat
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 DELTA = 1e-5
-DESIGNS = [Poisson(50, 1000), Fixed(50, 1000), Shuffled(50, 1000), Disjoint(50, 1000), Full(1000), Undeclared(50)]
+DESIGNS = [
+    Poisson(50, 1000),
+    Fixed(50, 1000),
+    Shuffled(50, 1000),
+    Disjoint(50, 1000),
+    Full(1000),
+    Undeclared(50),
+]
 STEPS = {Disjoint(50, 1000): 20}
 SUPPORTED = {Poisson: ADJACENCIES, Full: ADJACENCIES, Undeclared: (REPLACE_ONE,)}
 CELLS = [(d, a) for d in DESIGNS for a in SUPPORTED.get(type(d), (ZERO_OUT, REPLACE_ONE))]
@@ -34,7 +46,9 @@ def cell_id(value: object) -> str:
 
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
 @pytest.mark.parametrize("target", [0.2, 3.0])
-def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandth(design, adjacency, target):
+def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandth(
+    design, adjacency, target
+):
     steps = STEPS.get(design, 33)
     noise = noise_multiplier(target, DELTA, design=design, steps=steps, adjacency=adjacency)
     spent = design_epsilon(noise, DELTA, design=design, steps=steps, adjacency=adjacency)
@@ -43,7 +57,13 @@ def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandt
 
 @pytest.mark.slow
 @settings(max_examples=3)
-@given(st.floats(0.02, 50), st.floats(1e-12, 1e-2), st.integers(1, 10**5), st.integers(1, 60), st.integers(60, 10**6))
+@given(
+    st.floats(0.02, 50),
+    st.floats(1e-12, 1e-2),
+    st.integers(1, 10**5),
+    st.integers(1, 60),
+    st.integers(60, 10**6),
+)
 def test_a_tight_tolerance_meets_any_target_tightly(target, delta, steps, batch_size, n):
     query = {"design": Poisson(batch_size, n), "steps": steps, "adjacency": ADD_REMOVE}
     try:
@@ -58,7 +78,9 @@ def test_a_tight_tolerance_meets_any_target_tightly(target, delta, steps, batch_
 def test_only_noise_that_was_seen_to_meet_the_target_is_returned(monkeypatch):
     """Also where the search for the root ends below it."""
     search = scipy.optimize.brentq
-    monkeypatch.setattr(scipy.optimize, "brentq", lambda *given, **options: search(*given, **options) - 1e-2)
+    monkeypatch.setattr(
+        scipy.optimize, "brentq", lambda *given, **options: search(*given, **options) - 1e-2
+    )
     query = {"design": Poisson(10, 1000), "steps": 50, "adjacency": ADD_REMOVE}
     assert design_epsilon(noise_multiplier(1.0, DELTA, **query), DELTA, **query) <= 1.0
 
@@ -67,14 +89,20 @@ def test_unsampled_designs_get_the_exact_gaussian_noise():
     for target in (0.01, 1.0, 30.0):
         for adjacency, moves in ((ZERO_OUT, 1.0), (REPLACE_ONE, 2.0)):
             exact = gaussian_sigma(target, DELTA, moves * math.sqrt(4))
-            noise = noise_multiplier(target, DELTA, design=Full(10), steps=4, adjacency=adjacency, rtol=1e-9)
+            noise = noise_multiplier(
+                target, DELTA, design=Full(10), steps=4, adjacency=adjacency, rtol=1e-9
+            )
             assert exact * (1 - 1e-12) <= noise <= exact * (1 + 2e-9)
 
 
 @pytest.mark.slow
 def test_noise_grows_with_everything_that_asks_for_more_privacy_or_releases_more():
-    def noise(epsilon=1.0, delta=DELTA, batch_size=50, steps=100, adjacency=ADD_REMOVE, kind=Poisson):
-        return noise_multiplier(epsilon, delta, design=kind(batch_size, 1000), steps=steps, adjacency=adjacency)
+    def noise(
+        epsilon=1.0, delta=DELTA, batch_size=50, steps=100, adjacency=ADD_REMOVE, kind=Poisson
+    ):
+        return noise_multiplier(
+            epsilon, delta, design=kind(batch_size, 1000), steps=steps, adjacency=adjacency
+        )
 
     middle = noise()
     assert noise(epsilon=2.0) < middle < noise(epsilon=0.5)
@@ -88,7 +116,9 @@ def test_noise_grows_with_everything_that_asks_for_more_privacy_or_releases_more
 def test_a_target_out_of_reach_is_refused_with_the_least_that_is_in_reach(design):
     """Conversion from orders up to 2^20 leaves log(1 / delta) / 2^20 even without any cost."""
     query = {"design": design, "steps": 10**6, "adjacency": REPLACE_ONE}
-    with pytest.raises(InfeasibleError, match=r"epsilon must be >= .* \(got 1e-09\); take fewer steps") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"epsilon must be >= .* \(got 1e-09\); take fewer steps"
+    ) as caught:
         noise_multiplier(1e-9, 1e-12, **query)
     least = float(re.search(r">= (\S+),", str(caught.value)).group(1))
     exact = design_epsilon(1e8, 1e-12, **query)
@@ -122,7 +152,9 @@ def test_one_epoch_is_never_a_step_short():
     assert [epoch_steps(Poisson(1, n), 1) for n in range(1, 2000)] == list(range(1, 2000))
     assert [epoch_steps(Poisson(1, n), 0.1) for n in range(10, 3000, 10)] == list(range(1, 300))
     query = {"design": Poisson(50, 1000), "adjacency": ADD_REMOVE}
-    assert noise_multiplier(1.0, DELTA, epochs=2, **query) == noise_multiplier(1.0, DELTA, steps=40, **query)
+    assert noise_multiplier(1.0, DELTA, epochs=2, **query) == noise_multiplier(
+        1.0, DELTA, steps=40, **query
+    )
 
 
 @pytest.mark.parametrize("counts", [{}, {"steps": 3, "epochs": 1}, {"steps": 0}, {"epochs": 0.0}])
@@ -182,7 +214,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("noise", "rate", "steps"), SETTINGS)
-def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(noise, rate, steps):
+def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(
+    noise, rate, steps
+):
     ours = Ledger([Repeat(PoissonGaussian(noise, rate), steps)])
     renyi = ours.epsilon(DELTA, ADD_REMOVE, "rdp")
     opacus = RDPAccountant()
@@ -217,7 +251,9 @@ def test_many_different_noises_are_bounded_by_their_extremes():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("design", [d for d in DESIGNS if (d, ADD_REMOVE) not in CELLS], ids=cell_id)
+@pytest.mark.parametrize(
+    "design", [d for d in DESIGNS if (d, ADD_REMOVE) not in CELLS], ids=cell_id
+)
 def test_a_design_without_a_guarantee_there_is_not_calibrated(design):
     for call in (
         lambda: noise_multiplier(1.0, DELTA, design=design, steps=1, adjacency=ADD_REMOVE),
@@ -240,11 +276,20 @@ def test_a_design_without_a_guarantee_there_is_not_calibrated(design):
         ({"rtol": 0.0}, r"rtol must be in \[1e-12, 1\] \(got 0\.0\)"),
         ({"method": "prv"}, r"method must be one of .* \(got 'prv'\)"),
         ({"method": "gdp"}, r"method must be 'best' or 'rdp' for sampled events"),
-        ({"design": Disjoint(50, 1000), "steps": 21}, r"draws must be <= 20, one pass over the data \(got 21\)"),
+        (
+            {"design": Disjoint(50, 1000), "steps": 21},
+            r"draws must be <= 20, one pass over the data \(got 21\)",
+        ),
     ],
 )
 def test_a_bad_argument_is_named(change, message):
-    arguments = {"epsilon": 1.0, "delta": DELTA, "design": Poisson(50, 1000), "steps": 3, "adjacency": REPLACE_ONE}
+    arguments = {
+        "epsilon": 1.0,
+        "delta": DELTA,
+        "design": Poisson(50, 1000),
+        "steps": 3,
+        "adjacency": REPLACE_ONE,
+    }
     with pytest.raises(ValueError, match=message):
         noise_multiplier(**(arguments | change))
 
@@ -264,6 +309,8 @@ def test_steps_are_checked_too():
 
 def test_a_method_changes_the_answer_in_the_known_direction():
     query = {"design": Full(10), "steps": 5, "adjacency": REPLACE_ONE}
-    exact, zcdp, renyi = (noise_multiplier(1.0, DELTA, method=m, **query) for m in ("best", "zcdp", "rdp"))
+    exact, zcdp, renyi = (
+        noise_multiplier(1.0, DELTA, method=m, **query) for m in ("best", "zcdp", "rdp")
+    )
     assert exact < zcdp <= renyi * (1 + 1e-4)
     assert design_epsilon(zcdp, DELTA, **query) < 1.0

@@ -23,7 +23,9 @@ STEP = clipped_gaussian(9.0)
 def stated(name="NoisyGD", accountant=None):
     accountant = Accountant(Budget(3.0, DELTA)) if accountant is None else accountant
     accountant.authorize(STEP, 4)
-    return make_statement(accountant.report(DELTA), Run(name, Full(50), STEP, steps=4, planned=4, finalized=True))
+    return make_statement(
+        accountant.report(DELTA), Run(name, Full(50), STEP, steps=4, planned=4, finalized=True)
+    )
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
@@ -32,7 +34,14 @@ def test_the_card_says_all_that_the_statement_says(tmp_path, suffix):
     statement = stated()
     statement.save(path, date=DATE)
     text = path.read_text(encoding="utf-8")
-    for said in ("replace_one", "one example", "2030-01-02T03:04:05", "torch", statement.version, statement.headline):
+    for said in (
+        "replace_one",
+        "one example",
+        "2030-01-02T03:04:05",
+        "torch",
+        statement.version,
+        statement.headline,
+    ):
         assert said in text
     for line in statement.figures.assumptions:
         assert line[1:] in text
@@ -73,7 +82,9 @@ def test_other_suffixes_and_other_files_are_left_alone(tmp_path):
     assert path.read_text() == "mine"
     stated().save(path, overwrite=True)
     assert path.read_text(encoding="utf-8").startswith("# Privacy statement")
-    with pytest.raises(ValueError, match=r"path must end in .html, .pdf, .md, .json \(got 'card.docx'\)"):
+    with pytest.raises(
+        ValueError, match=r"path must end in .html, .pdf, .md, .json \(got 'card.docx'\)"
+    ):
         stated().save("card.docx")
 
 
@@ -83,7 +94,8 @@ def test_the_curve_is_that_of_the_accountant():
     assert curve[0] == (accountant.get_epsilon(DELTA), DELTA)
     assert all(delta == accountant.get_delta(epsilon) for epsilon, delta in curve[1:])
     assert all(
-        trade_off(curve, share) >= max(0.0, trade_off(curve[:1], share)) and trade_off(curve, share) <= 1 - share
+        trade_off(curve, share) >= max(0.0, trade_off(curve[:1], share))
+        and trade_off(curve, share) <= 1 - share
         for share in (0.0, 0.1, 0.5, 0.9, 1.0)
     )
 
@@ -102,7 +114,10 @@ def test_each_kind_of_charge_has_a_bar():
     statement = stated(accountant=accountant)
     _, _, _, kinds = statement.plot().axes
     assert max(bar.get_width() for bar in kinds.patches) < statement.epsilon
-    assert sorted(label.get_text()[:12] for label in kinds.get_yticklabels()) == ["1 x Gaussian", "4 x Gaussian"]
+    assert sorted(label.get_text()[:12] for label in kinds.get_yticklabels()) == [
+        "1 x Gaussian",
+        "4 x Gaussian",
+    ]
 
 
 def test_a_picture_that_shows_no_more_than_the_headline_is_left_out():
@@ -110,7 +125,10 @@ def test_a_picture_that_shows_no_more_than_the_headline_is_left_out():
     accountant = Accountant()
     accountant.authorize(STEP, 1)
     axes = make_statement(accountant.report(DELTA), stated().run).plot().axes
-    titles = ["What a test can find out about one example", "What an alarm proves about one example"]
+    titles = [
+        "What a test can find out about one example",
+        "What an alarm proves about one example",
+    ]
     assert [own.get_title() for own in axes] == titles
 
 
@@ -145,7 +163,9 @@ def test_an_adaptive_card_draws_no_sums():
 
 
 def test_a_ledger_of_the_events_of_a_ledger_is_the_same():
-    parts = Parallel({"a": (STEP, STEP), "b": (Gaussian(3.0, {"replace_one": 1.0}),)}, "cut", "keyed", True)
+    parts = Parallel(
+        {"a": (STEP, STEP), "b": (Gaussian(3.0, {"replace_one": 1.0}),)}, "cut", "keyed", True
+    )
     ledger, again = Ledger([STEP, parts, STEP]), Ledger()
     for event, count in ledger.events():
         again.add(event, count)

@@ -12,8 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import laplace_delta
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, CLIP_UNITS, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+)
+from torch_dpsco.accounting.analysis.pure import (
+    pure_delta,
+    rdp_l2_knorm,
+    rdp_laplace,
+    rdp_pure,
+    rho_pure,
+)
 from torch_dpsco.accounting.curves import METHODS, cost_of, orders_at
 from torch_dpsco.accounting.events import (
     AboveThreshold,
@@ -29,7 +41,16 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.loss_laws import laws_of
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.stated import (
+    GDP,
+    ZCDP,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    KNorm,
+    Pure,
+    RDPCurve,
+)
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5
@@ -82,14 +103,20 @@ def test_pure_mechanisms_have_the_curves_of_the_analysis(adjacency):
         cost = cost_of(event, adjacency)
         assert cost.pure == pytest.approx(epsilon)
         assert cost.zcdp == pytest.approx((0.0, rho_pure(epsilon)))
-        np.testing.assert_allclose(cost.rdp, rdp_pure(epsilon, ORDERS) if curve is None else curve, rtol=1e-12)
+        np.testing.assert_allclose(
+            cost.rdp, rdp_pure(epsilon, ORDERS) if curve is None else curve, rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("gdp",)])
 def test_pure_epsilon_is_the_price_at_small_delta(method):
     ledger = Ledger([Pure(0.5), Laplace(4.0, SENS)])
     found = ledger.epsilon(1e-12, ADD_REMOVE, method)
-    assert found >= 0.75 * (1 - 1e-9) if method in ("rdp", "zcdp", "pure") else found <= 0.75 * (1 + 1e-6)
+    assert (
+        found >= 0.75 * (1 - 1e-9)
+        if method in ("rdp", "zcdp", "pure")
+        else found <= 0.75 * (1 + 1e-6)
+    )
     assert ledger.delta(0.75, ADD_REMOVE) == 0.0
 
 
@@ -101,7 +128,11 @@ def test_many_pure_releases_cost_less_than_their_sum():
 
 
 def test_pure_events_have_the_worst_law():
-    for event, epsilon in ((Pure(1.0), 1.0), (Laplace(1.0, {ADD_REMOVE: 1.0}), 1.0), (KNorm(1.0, 5), 1.0)):
+    for event, epsilon in (
+        (Pure(1.0), 1.0),
+        (Laplace(1.0, {ADD_REMOVE: 1.0}), 1.0),
+        (KNorm(1.0, 5), 1.0),
+    ):
         for at in (0.0, 0.3, 0.9):
             delta = Ledger([event])
             found = delta.epsilon(pure_delta(at, epsilon) * (1 + 1e-9), ADD_REMOVE, "pld")
@@ -111,7 +142,11 @@ def test_pure_events_have_the_worst_law():
 
 
 def test_stated_guarantees_hold_where_they_were_stated_only():
-    for event in (Pure(1.0, (ADD_REMOVE,)), GDP(1.0, (ADD_REMOVE,)), ZCDP(1.0, adjacencies=(ADD_REMOVE,))):
+    for event in (
+        Pure(1.0, (ADD_REMOVE,)),
+        GDP(1.0, (ADD_REMOVE,)),
+        ZCDP(1.0, adjacencies=(ADD_REMOVE,)),
+    ):
         assert cost_of(event, ADD_REMOVE) is not None
         for adjacency in (ZERO_OUT, REPLACE_ONE):
             with pytest.raises(AdjacencyError, match=f"is not stated for {adjacency}"):
@@ -133,10 +168,14 @@ def test_a_curve_is_bounded_by_its_chords_and_nothing_is_said_past_its_end():
 
 
 def test_several_records_of_a_unit_cost_more_and_have_no_replace_one_pair():
-    one, three = (Ledger([PoissonGaussian(2.0, 0.01, k)]).epsilon(DELTA, ADD_REMOVE) for k in (1, 3))
+    one, three = (
+        Ledger([PoissonGaussian(2.0, 0.01, k)]).epsilon(DELTA, ADD_REMOVE) for k in (1, 3)
+    )
     assert three > one
     whole = Ledger([PoissonGaussian(2.0, 1.0, 3)]).epsilon(DELTA, ADD_REMOVE)
-    assert whole == pytest.approx(Ledger([Gaussian(2.0, {ADD_REMOVE: 3.0})]).epsilon(DELTA, ADD_REMOVE))
+    assert whole == pytest.approx(
+        Ledger([Gaussian(2.0, {ADD_REMOVE: 3.0})]).epsilon(DELTA, ADD_REMOVE)
+    )
     with pytest.raises(AdjacencyError, match="no tight pair is proved for several records"):
         Ledger([PoissonGaussian(2.0, 0.01, 3)]).epsilon(DELTA, REPLACE_ONE)
 
@@ -163,7 +202,10 @@ def test_failures_take_their_share_of_delta():
     assert plain < side < epsilon(base, Failure(DELTA / 2, "transcript"))
     for kind in ("coupling", "transcript", "per_side"):
         assert epsilon(base, Failure(DELTA, kind)) == math.inf
-        assert Ledger([base, Failure(p, kind)]).delta(1.0, REPLACE_ONE) > Ledger([base]).delta(1.0, REPLACE_ONE) + p / 2
+        assert (
+            Ledger([base, Failure(p, kind)]).delta(1.0, REPLACE_ONE)
+            > Ledger([base]).delta(1.0, REPLACE_ONE) + p / 2
+        )
 
 
 def test_approximate_guarantees_are_pure_ones_with_a_failure():
@@ -171,7 +213,9 @@ def test_approximate_guarantees_are_pure_ones_with_a_failure():
         (ApproxDP(0.5, 1e-7), [Pure(0.5), Failure(1e-7)]),
         (ApproxZCDP(0.01, 1e-7), [ZCDP(0.01), Failure(1e-7)]),
     ):
-        assert Ledger([event]).epsilon(DELTA, ADD_REMOVE) == pytest.approx(Ledger(same).epsilon(DELTA, ADD_REMOVE))
+        assert Ledger([event]).epsilon(DELTA, ADD_REMOVE) == pytest.approx(
+            Ledger(same).epsilon(DELTA, ADD_REMOVE)
+        )
         assert Ledger([event]).epsilon(1e-7, ADD_REMOVE) == math.inf
 
 
@@ -184,7 +228,11 @@ def parts(name: str, **options: object) -> Parallel:
 
 def test_keyed_parts_have_no_replace_one_guarantee():
     ledger = Ledger([parts("keys", partition_kind="keyed")])
-    assert ledger.epsilon(DELTA, ADD_REMOVE) == ledger.epsilon(DELTA, ZERO_OUT) == pytest.approx(1.0, rel=1e-4)
+    assert (
+        ledger.epsilon(DELTA, ADD_REMOVE)
+        == ledger.epsilon(DELTA, ZERO_OUT)
+        == pytest.approx(1.0, rel=1e-4)
+    )
     with pytest.raises(AdjacencyError, match=r"no replace_one guarantee .*another key"):
         ledger.epsilon(DELTA, REPLACE_ONE)
     public = Ledger([parts("keys", partition_kind="keyed", key_public=True)])
@@ -214,8 +262,12 @@ def test_pld_agrees_with_dp_accounting_and_is_never_above_renyi(noise, steps):
     ledger = Ledger()
     ledger.add(PoissonGaussian(noise, 0.01), steps)
     ledger.add(clipped_gaussian(8.0), 2)
-    judge = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
-    judge.compose(dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(noise)), steps)
+    judge = PLDAccountant(
+        dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4
+    )
+    judge.compose(
+        dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(noise)), steps
+    )
     judge.compose(dp_accounting.GaussianDpEvent(8.0), 2)
     found, theirs = ledger.epsilon(DELTA, ADD_REMOVE, "pld"), judge.get_epsilon(DELTA)
     assert theirs - 2e-3 <= found <= theirs * 1.005 + 2e-3
@@ -235,7 +287,9 @@ def test_the_worst_combination_of_parts_counts():
     both = Ledger([Parallel({"a": large, "b": small}, "p"), PoissonGaussian(1.0, 0.02)])
     for delta in (1e-9, 1e-5, 0.05):
         alone = [
-            Ledger([Parallel({"a": part}, "p"), PoissonGaussian(1.0, 0.02)]).epsilon(delta, ZERO_OUT, "pld")
+            Ledger([Parallel({"a": part}, "p"), PoissonGaussian(1.0, 0.02)]).epsilon(
+                delta, ZERO_OUT, "pld"
+            )
             for part in (large, small)
         ]
         assert both.epsilon(delta, ZERO_OUT, "pld") == pytest.approx(max(alone), rel=1e-9)
@@ -257,15 +311,20 @@ def test_a_failure_of_one_part_is_not_added_to_the_losses_of_another():
             Ledger(part).epsilon(delta, ZERO_OUT) for part in ([curve], [leaks, Pure(0.5)])
         )
     # a record is in one part of each partition, and in both partitions
-    twice = Ledger([Parallel({"a": [fails], "b": [leaks]}, "p"), Parallel({"a": [fails], "b": [leaks]}, "q")])
+    twice = Ledger(
+        [Parallel({"a": [fails], "b": [leaks]}, "p"), Parallel({"a": [fails], "b": [leaks]}, "q")]
+    )
     assert twice.epsilon(1e-5, ZERO_OUT) == max(
-        Ledger(pair).epsilon(1e-5, ZERO_OUT) for pair in ([fails, fails], [fails, leaks], [leaks, leaks])
+        Ledger(pair).epsilon(1e-5, ZERO_OUT)
+        for pair in ([fails, fails], [fails, leaks], [leaks, leaks])
     )
     assert twice.epsilon(1e-6, ZERO_OUT) == math.inf
 
 
 @pytest.mark.parametrize("one", [RDPCurve((2.0,), (0.1,)), ApproxDP(1.0, 1e-9)])
-@pytest.mark.parametrize(("kind", "adjacency"), [("positional", ADD_REMOVE), ("keyed", REPLACE_ONE)])
+@pytest.mark.parametrize(
+    ("kind", "adjacency"), [("positional", ADD_REMOVE), ("keyed", REPLACE_ONE)]
+)
 def test_choices_of_parts_need_a_cut_that_holds(one, kind, adjacency):
     ledger = Ledger([Parallel({"a": [one], "b": [GDP(0.1)]}, "p", kind)])
     with pytest.raises(AdjacencyError, match="partition 'p'"):
@@ -276,7 +335,11 @@ def test_choices_of_parts_need_a_cut_that_holds(one, kind, adjacency):
 
 def test_too_many_combinations_fall_back():
     blocks = [
-        Parallel({str(i): [PoissonGaussian(1.0 + i / 10, 0.01)] for i in range(4)}, f"p{k}", partition_kind="keyed")
+        Parallel(
+            {str(i): [PoissonGaussian(1.0 + i / 10, 0.01)] for i in range(4)},
+            f"p{k}",
+            partition_kind="keyed",
+        )
         for k in range(5)
     ]
     ledger = Ledger(blocks)
@@ -285,14 +348,18 @@ def test_too_many_combinations_fall_back():
 
 @settings(max_examples=25)
 @given(
-    st.lists(st.sampled_from([e for e in EVENTS if not isinstance(e, (Parallel, RDPCurve))]), max_size=4),
+    st.lists(
+        st.sampled_from([e for e in EVENTS if not isinstance(e, (Parallel, RDPCurve))]), max_size=4
+    ),
     st.sampled_from([1e-3, 1e-6]),
 )
 def test_best_is_never_above_any_other_bound(events, delta):
     """Loss distributions lose where only a pure epsilon is known of noise in many dimensions (`KNorm`)."""
     ledger, adjacency = Ledger(events), ZERO_OUT if _fixed(events) else ADD_REMOVE
     best = ledger.evaluate(delta, adjacency)
-    figures = {method: ledger.epsilon(delta, adjacency, method) for method in ("rdp", "pld", "pure")}
+    figures = {
+        method: ledger.epsilon(delta, adjacency, method) for method in ("rdp", "pld", "pure")
+    }
     assert best.epsilon <= min(figures.values())
     assert best.epsilon == figures.get(best.method, best.epsilon)
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.calibrate import design_epsilon
 from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import (
+    Design,
+    Disjoint,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
 from torch_dpsco.accounting.events import (
     Gaussian,
     NonPrivate,
@@ -50,7 +59,9 @@ def supported(ledger: Ledger, adjacency: str) -> bool:
 # -- plan and ledger --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 6, 10, 11])  # 14 records in batches of 3: five draws an epoch
+@pytest.mark.parametrize(
+    "steps", [1, 2, 5, 6, 10, 11]
+)  # 14 records in batches of 3: five draws an epoch
 @pytest.mark.parametrize("design", [*DECLARED, Undeclared(3)], ids=lambda d: type(d).__name__)
 def test_the_plan_costs_what_the_draws_cost_one_by_one(design, steps):
     if isinstance(design, Disjoint):
@@ -96,9 +107,9 @@ def test_positional_designs_refuse_add_remove(design, base):
 
 def test_an_undeclared_sampling_is_covered_under_replace_one_only():
     ledger = Ledger([Undeclared(5).event(BASE, 3)])
-    assert ledger.epsilon(1e-5, REPLACE_ONE) == Ledger([Gaussian(1.5, {REPLACE_ONE: 2.0 * math.sqrt(3)})]).epsilon(
-        1e-5, REPLACE_ONE
-    )
+    assert ledger.epsilon(1e-5, REPLACE_ONE) == Ledger(
+        [Gaussian(1.5, {REPLACE_ONE: 2.0 * math.sqrt(3)})]
+    ).epsilon(1e-5, REPLACE_ONE)
     for adjacency in (ADD_REMOVE, ZERO_OUT):
         with pytest.raises(AdjacencyError, match=adjacency):
             ledger.epsilon(1e-5, adjacency)
@@ -181,7 +192,9 @@ def test_an_unsampled_draw_of_a_part_is_restricted_and_named():
 
 @pytest.mark.parametrize("kind", [Poisson, Fixed, Shuffled, Disjoint])
 def test_sizes_are_checked_and_plain_integers(kind):
-    assert repr(kind(np.int64(3), np.int32(14))) == repr(kind(3, 14))  # the repr enters checkpoint digests
+    assert repr(kind(np.int64(3), np.int32(14))) == repr(
+        kind(3, 14)
+    )  # the repr enters checkpoint digests
     assert kind(3, 14) == kind(np.int64(3), 14)
     assert len({kind(3, 14), kind(3, 14), kind(3, 15)}) == 2
     assert kind(3, 14).steps_per_epoch == 5
@@ -202,7 +215,11 @@ def test_designs_of_different_kinds_are_never_equal():
 
 
 def test_the_other_designs_know_what_they_know():
-    assert (Full(14).batch_size, Full(14).steps_per_epoch, repr(Full(np.int64(14)))) == (14, 1, "Full(n=14)")
+    assert (Full(14).batch_size, Full(14).steps_per_epoch, repr(Full(np.int64(14)))) == (
+        14,
+        1,
+        "Full(n=14)",
+    )
     assert repr(Undeclared(np.int64(5))) == "Undeclared(batch_size=5)"
     with pytest.raises(ValueError, match="n was not declared"):
         _ = Undeclared(5).n
@@ -221,12 +238,18 @@ def test_the_poisson_rate_is_batch_size_over_n():
 SETTINGS = [(epochs, noise) for epochs in (1, 10) for noise in (0.6, 1.0, 2.0)]
 # (design, adjacency): published Renyi figures, and the tight values that no valid figure can fall below
 TABLE = {
-    (Poisson(B, N), ADD_REMOVE): ("3.716 0.9261 0.1897 5.930 1.3534 0.4276", "2.781 0.3934 0.1150 4.953 1.1013 0.3871"),
+    (Poisson(B, N), ADD_REMOVE): (
+        "3.716 0.9261 0.1897 5.930 1.3534 0.4276",
+        "2.781 0.3934 0.1150 4.953 1.1013 0.3871",
+    ),
     (Poisson(B, N), REPLACE_ONE): (
         "3.849 0.9899 0.2554 6.735 1.9431 0.8283",
         "2.874 0.5299 0.2162 5.769 1.7665 0.7567",
     ),
-    (Fixed(B, N), REPLACE_ONE): ("28.72 6.506 0.949 70.14 12.15 1.572", "23.83 5.143 0.4369 62.63 10.445 1.3653"),
+    (Fixed(B, N), REPLACE_ONE): (
+        "28.72 6.506 0.949 70.14 12.15 1.572",
+        "23.83 5.143 0.4369 62.63 10.445 1.3653",
+    ),
     (Shuffled(B, N), ZERO_OUT): ("8.004 4.377 1.993 35.64 17.86 7.511",) * 2,
     (Shuffled(B, N), REPLACE_ONE): ("19.13 9.997 4.377 99.67 46.21 17.86",) * 2,
 }
@@ -242,7 +265,10 @@ def test_the_decision_table_of_the_spec_is_reproduced_or_improved(key):
     published, tight = (row.split() for row in TABLE[key])
     for (epochs, noise), most, least in zip(SETTINGS, published, tight, strict=True):
         got = design_epsilon(noise, 1e-5, design=design, steps=epochs * EPOCH, adjacency=adjacency)
-        assert float(least) - half_a_digit(least) <= got <= float(most) + half_a_digit(most), (epochs, noise)
+        assert float(least) - half_a_digit(least) <= got <= float(most) + half_a_digit(most), (
+            epochs,
+            noise,
+        )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +309,9 @@ def test_epsilon_orders_the_schemes_as_theory_does(noise, batch_size, n, steps):
     full = [epsilon(Full(n), a) for a in (ADD_REMOVE, REPLACE_ONE)]
     assert poisson[0] <= poisson[1] * (1 + 1e-9)  # one pair dominates the other
     assert full[0] <= full[1]
-    rdp_full = design_epsilon(noise, 1e-5, design=Full(n), steps=steps, adjacency=REPLACE_ONE, method="rdp")
+    rdp_full = design_epsilon(
+        noise, 1e-5, design=Full(n), steps=steps, adjacency=REPLACE_ONE, method="rdp"
+    )
     assert poisson[1] <= rdp_full * (1 + 1e-9)  # sampling never hurts
     assert poisson[1] <= epsilon(Fixed(batch_size, n), REPLACE_ONE) * (1 + 1e-9)
     shuffled = epsilon(Shuffled(batch_size, n), REPLACE_ONE)

@@ -32,7 +32,14 @@ from dp_accounting.rdp import RdpAccountant
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency
-from torch_dpsco.accounting.events import Event, Gaussian, Laplace, PoissonGaussian, WORGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Event,
+    Gaussian,
+    Laplace,
+    PoissonGaussian,
+    WORGaussian,
+    clipped_gaussian,
+)
 
 RELATION = {
     ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -77,14 +84,20 @@ def setting(seed: int) -> Setting:
     for _ in range(rng.integers(0, 3)):
         entries.append((clipped_gaussian(10 ** rng.uniform(0.8, 1.4)), int(rng.integers(1, 6))))
     if adjacency != REPLACE_ONE and rng.random() < 0.6:
-        epsilon = int(rng.integers(1, 26)) / 100  # a multiple of every grid here: nothing is rounded
-        entries.append((Laplace(1 / epsilon, {ADD_REMOVE: 1.0, ZERO_OUT: 1.0}), int(rng.integers(1, 6))))
+        epsilon = (
+            int(rng.integers(1, 26)) / 100
+        )  # a multiple of every grid here: nothing is rounded
+        entries.append(
+            (Laplace(1 / epsilon, {ADD_REMOVE: 1.0, ZERO_OUT: 1.0}), int(rng.integers(1, 6)))
+        )
     return Setting(tuple(entries), float(10 ** rng.uniform(-7, -3)), adjacency)
 
 
 def their_event(event: Event) -> dp_accounting.DpEvent:
     if isinstance(event, PoissonGaussian):
-        return dp_accounting.PoissonSampledDpEvent(event.q, dp_accounting.GaussianDpEvent(event.noise_multiplier))
+        return dp_accounting.PoissonSampledDpEvent(
+            event.q, dp_accounting.GaussianDpEvent(event.noise_multiplier)
+        )
     if isinstance(event, Laplace):
         return dp_accounting.LaplaceDpEvent(event.scale)
     return dp_accounting.GaussianDpEvent(event.sigma)
@@ -108,18 +121,28 @@ def by_laws(case: Setting, step: float, *, pure: bool, pessimistic: bool) -> flo
     }
     for event, count in case.entries:
         if isinstance(event, Laplace) and pure:
-            law = other_tool.from_privacy_parameters(DifferentialPrivacyParameters(1 / event.scale, 0.0), step)
+            law = other_tool.from_privacy_parameters(
+                DifferentialPrivacyParameters(1 / event.scale, 0.0), step
+            )
         elif isinstance(event, Laplace):
             law = other_tool.from_laplace_mechanism(event.scale, **how)
         else:
-            noise, rate = (event.noise_multiplier, event.q) if isinstance(event, PoissonGaussian) else (event.sigma, 1)
+            noise, rate = (
+                (event.noise_multiplier, event.q)
+                if isinstance(event, PoissonGaussian)
+                else (event.sigma, 1)
+            )
             relation = RELATION[case.adjacency]
-            law = other_tool.from_gaussian_mechanism(noise, sampling_prob=rate, neighboring_relation=relation, **how)
+            law = other_tool.from_gaussian_mechanism(
+                noise, sampling_prob=rate, neighboring_relation=relation, **how
+            )
         total = total.compose(law.self_compose(count))
     return total.get_epsilon_for_delta(case.delta)
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed >= QUICK else ()) for seed in range(LEDGERS)]
+SEEDS = [
+    pytest.param(seed, marks=pytest.mark.slow if seed >= QUICK else ()) for seed in range(LEDGERS)
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -130,7 +153,10 @@ def test_epsilon_of_a_random_ledger_lies_in_the_error_interval_of_dp_accounting(
     rounded_down = by_laws(case, STEP, pure=False, pessimistic=False)
     assert rounded_down - TAILS <= ours  # proved to be no more than the truth
     assert fine - (coarse - fine) - TAILS <= ours
-    assert ours <= (by_laws(case, STEP, pure=True, pessimistic=True) if case.has_laplace else fine) + TAILS
+    assert (
+        ours
+        <= (by_laws(case, STEP, pure=True, pessimistic=True) if case.has_laplace else fine) + TAILS
+    )
     assert coarse - fine < 0.02 * fine  # the interval says something
 
 
@@ -144,7 +170,9 @@ def test_the_random_ledgers_are_of_all_kinds():
     assert kinds == {PoissonGaussian, Laplace, Gaussian}
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(LEDGERS) if seed % 3 != 1])  # theirs has no replace_one here
+@pytest.mark.parametrize(
+    "seed", [seed for seed in range(LEDGERS) if seed % 3 != 1]
+)  # theirs has no replace_one here
 def test_renyi_epsilon_of_a_random_ledger_is_that_of_dp_accounting_at_every_order(seed):
     case = setting(seed)
     accountant = case.accountant
@@ -155,20 +183,34 @@ def test_renyi_epsilon_of_a_random_ledger_is_that_of_dp_accounting_at_every_orde
         assert accountant.get_epsilon(case.delta, alphas=[order]) == pytest.approx(
             judge.get_epsilon(case.delta), rel=1e-9
         )
-    assert accountant.get_epsilon(case.delta, method="pld") <= accountant.get_epsilon(case.delta, method="rdp")
+    assert accountant.get_epsilon(case.delta, method="pld") <= accountant.get_epsilon(
+        case.delta, method="rdp"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_epsilon_of_random_fixed_batches_is_below_the_published_bound_of_dp_accounting(seed):
     """Theirs is the bound of Wang, Balle and Kasiviswanathan, with noise relative to twice the clip."""
     rng = np.random.default_rng([5, seed])
-    accountant, judge = Accountant(), RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    accountant, judge = (
+        Accountant(),
+        RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE),
+    )
     n, delta = int(rng.integers(200, 50_000)), float(10 ** rng.uniform(-7, -3))
     for _ in range(rng.integers(1, 4)):
-        noise, size, count = 10 ** rng.uniform(0, 0.8), int(rng.integers(1, n // 10)), int(10 ** rng.uniform(0, 2))
+        noise, size, count = (
+            10 ** rng.uniform(0, 0.8),
+            int(rng.integers(1, n // 10)),
+            int(10 ** rng.uniform(0, 2)),
+        )
         accountant.authorize(WORGaussian(noise, size, n), count)
         release = dp_accounting.GaussianDpEvent(noise / 2)
         judge.compose(dp_accounting.SampledWithoutReplacementDpEvent(n, size, release), count)
     published = judge.get_epsilon(delta)
     renyi = accountant.get_epsilon(delta, method="rdp")
-    assert published / 4 < accountant.get_epsilon(delta, method="pld") <= renyi <= published * (1 + 1e-9)
+    assert (
+        published / 4
+        < accountant.get_epsilon(delta, method="pld")
+        <= renyi
+        <= published * (1 + 1e-9)
+    )

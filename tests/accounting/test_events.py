@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, CLIP_UNITS, REPLACE_ONE, ZERO_OUT, check_adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+    check_adjacency,
+)
 from torch_dpsco.accounting.curves import METHODS, cost_of
 from torch_dpsco.accounting.events import (
     Event,
@@ -49,7 +56,9 @@ def events() -> st.SearchStrategy[Event]:
         return st.one_of(
             st.builds(Repeat, inner, st.integers(0, 10**12)),
             st.builds(Sequential, st.lists(inner, max_size=3)),
-            st.builds(Parallel, st.dictionaries(names, st.lists(inner, max_size=2), max_size=3), names),
+            st.builds(
+                Parallel, st.dictionaries(names, st.lists(inner, max_size=2), max_size=3), names
+            ),
         )
 
     return st.recursive(simple_events(), nested, max_leaves=6)
@@ -103,7 +112,13 @@ def test_a_bad_field_is_named_with_its_value_and_range(build, message):
 def test_scalars_of_numpy_and_torch_become_plain_floats(scalar):
     sampled = PoissonGaussian(scalar(1.5), scalar(0.25))
     whole = Gaussian(scalar(1.5), {REPLACE_ONE: scalar(0.5)}, scalar(0.125))
-    for value in (sampled.noise_multiplier, sampled.q, whole.sigma, whole.failure, *dict(whole.sens).values()):
+    for value in (
+        sampled.noise_multiplier,
+        sampled.q,
+        whole.sigma,
+        whole.failure,
+        *dict(whole.sens).values(),
+    ):
         assert type(value) is float
     assert sampled == PoissonGaussian(1.5, 0.25)
     assert whole == Gaussian(1.5, {REPLACE_ONE: 0.5}, 0.125)
@@ -112,7 +127,9 @@ def test_scalars_of_numpy_and_torch_become_plain_floats(scalar):
 @pytest.mark.parametrize("scalar", [np.int64, np.int32, torch.tensor])
 def test_integers_of_numpy_and_torch_become_plain_ints(scalar):
     event = Repeat(WORGaussian(1, scalar(2), scalar(10)), scalar(3))
-    assert [type(v) for v in (event.n, event.event.batch_size, event.event.dataset_size)] == [int] * 3
+    assert [type(v) for v in (event.n, event.event.batch_size, event.event.dataset_size)] == [
+        int
+    ] * 3
     assert event == Repeat(WORGaussian(1, 2, 10), 3)
 
 
@@ -135,7 +152,8 @@ def test_events_are_equal_and_hash_equal_exactly_if_their_json_is(first, second)
 
 
 @pytest.mark.parametrize(
-    "event", [Gaussian(1, SENS), PoissonGaussian(1, 0.1), WORGaussian(1, 1, 2), Repeat(NonPrivate(), 1)]
+    "event",
+    [Gaussian(1, SENS), PoissonGaussian(1, 0.1), WORGaussian(1, 1, 2), Repeat(NonPrivate(), 1)],
 )
 def test_events_cannot_be_changed(event):
     for field in dataclasses.fields(event):
@@ -164,7 +182,11 @@ def test_a_sensitivity_that_was_not_given_is_refused_naming_event_and_adjacency(
 
 
 def test_a_clipped_sum_moves_by_one_clip_and_by_two_if_a_row_is_replaced():
-    assert dict(clipped_gaussian(0.7).sens) == dict(CLIP_UNITS) == {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+    assert (
+        dict(clipped_gaussian(0.7).sens)
+        == dict(CLIP_UNITS)
+        == {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+    )
     assert clipped_gaussian(0.7).sigma == 0.7
 
 
@@ -203,9 +225,13 @@ def test_a_count_inside_a_part_repeats_the_event_there():
 
 def test_an_unknown_field_is_refused():
     """It may say that the event costs more than what it says without the field."""
-    with pytest.raises(ValueError, match=r"PoissonGaussian must have no field but its own \(got items\)"):
+    with pytest.raises(
+        ValueError, match=r"PoissonGaussian must have no field but its own \(got items\)"
+    ):
         event_from_json({"type": "PoissonGaussian", "noise_multiplier": 1.0, "q": 0.1, "items": 2})
-    with pytest.raises(ValueError, match=r"Parallel must have no field but its own \(got overlap\)"):
+    with pytest.raises(
+        ValueError, match=r"Parallel must have no field but its own \(got overlap\)"
+    ):
         event_from_json({"type": "Parallel", "partition": "p", "parts": {}, "overlap": 2})
 
 
@@ -214,7 +240,10 @@ def test_an_unknown_field_is_refused():
     [
         ({}, r"event type must be one of Gaussian, .* \(got None\)"),
         ({"type": "Cauchy", "scale": 1}, r"event type must be one of .* \(got 'Cauchy'\)"),
-        ({"type": "PoissonGaussian", "q": 0.1}, r"PoissonGaussian must have the field 'noise_multiplier'"),
+        (
+            {"type": "PoissonGaussian", "q": 0.1},
+            r"PoissonGaussian must have the field 'noise_multiplier'",
+        ),
         ({"type": "PoissonGaussian", "q": 2, "noise_multiplier": 1}, r"q must be in \[0, 1\]"),
         ({"type": "PoissonGaussian", "q": "nan", "noise_multiplier": 1}, r"q must be in \[0, 1\]"),
         ({"type": "Gaussian", "sigma": 1, "sens": {"swap": 1}}, r"adjacency must be one of"),
@@ -242,7 +271,9 @@ def test_no_noise_costs_infinity_and_never_nan(event, adjacency, method):
 
 
 @pytest.mark.parametrize("adjacency", [ZERO_OUT, REPLACE_ONE])
-@pytest.mark.parametrize("event", [PoissonGaussian(0, 1e-9), PoissonGaussian(0, 1), WORGaussian(0, 1, 10)])
+@pytest.mark.parametrize(
+    "event", [PoissonGaussian(0, 1e-9), PoissonGaussian(0, 1), WORGaussian(0, 1, 10)]
+)
 def test_sampling_does_not_hide_a_release_without_noise(event, adjacency):
     assert Ledger([event]).epsilon(0.999, adjacency) == math.inf
     assert Ledger([event]).delta(50.0, adjacency) == 1.0
@@ -252,7 +283,9 @@ def test_sampling_does_not_hide_a_release_without_noise(event, adjacency):
 def test_rate_zero_costs_nothing_and_rate_one_is_the_unsampled_gaussian(noise):
     for adjacency in ADJACENCIES:
         assert Ledger([PoissonGaussian(noise, 0.0)]).epsilon(1e-5, adjacency) == 0.0
-        sampled, whole = (cost_of(e, adjacency) for e in (PoissonGaussian(noise, 1.0), clipped_gaussian(noise)))
+        sampled, whole = (
+            cost_of(e, adjacency) for e in (PoissonGaussian(noise, 1.0), clipped_gaussian(noise))
+        )
         assert sampled.mu_squared == whole.mu_squared
         assert (sampled.rdp == whole.rdp).all()
 
@@ -260,7 +293,9 @@ def test_rate_zero_costs_nothing_and_rate_one_is_the_unsampled_gaussian(noise):
 def test_a_subset_of_everything_is_the_unsampled_gaussian():
     for adjacency in (ZERO_OUT, REPLACE_ONE):
         whole = Ledger([Gaussian(1.5, {adjacency: 2.0})])
-        assert Ledger([WORGaussian(1.5, 7, 7)]).epsilon(1e-5, adjacency) == whole.epsilon(1e-5, adjacency)
+        assert Ledger([WORGaussian(1.5, 7, 7)]).epsilon(1e-5, adjacency) == whole.epsilon(
+            1e-5, adjacency
+        )
 
 
 def test_a_sensitivity_of_zero_costs_nothing_even_without_noise():

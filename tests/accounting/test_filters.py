@@ -18,17 +18,37 @@ from torch_dpsco.accounting.analysis import odometer
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.accounting.analysis.odometer import odometer_epsilon
-from torch_dpsco.accounting.analysis.rdp import rdp_poisson_gaussian, rdp_poisson_gaussian_replace_one
+from torch_dpsco.accounting.analysis.rdp import (
+    rdp_poisson_gaussian,
+    rdp_poisson_gaussian_replace_one,
+)
 from torch_dpsco.accounting.budgets.budget import ADAPTIVE_MODES, Budget, renyi_budget
-from torch_dpsco.accounting.budgets.filters import RDPOrdersFilter, Usage, _OrderReader, adaptive_epsilon, make_filter
+from torch_dpsco.accounting.budgets.filters import (
+    RDPOrdersFilter,
+    Usage,
+    _OrderReader,
+    adaptive_epsilon,
+    make_filter,
+)
 from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, Parallel, PoissonGaussian, Repeat, Sequential
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    NonPrivate,
+    Parallel,
+    PoissonGaussian,
+    Repeat,
+    Sequential,
+)
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import ZCDP, Failure, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "holder.json").read_text())
-STEPS = [(v["inputs"]["budget"], v["inputs"]["step_rdp"], v["expected"]) for v in VECTORS if "filter" in v["function"]]
+STEPS = [
+    (v["inputs"]["budget"], v["inputs"]["step_rdp"], v["expected"])
+    for v in VECTORS
+    if "filter" in v["function"]
+]
 costs = st.floats(0, 10)
 
 
@@ -53,9 +73,15 @@ def executed(run: RDPFilter, spends: list[float]) -> int:
         ({"delta": -1e-9}, r"delta must be >= 0 \(got -1e-09\)"),
         ({"delta": math.nan}, r"delta must be >= 0 \(got nan\)"),
         ({"delta": 1}, r"delta must be in \[0, 1\) \(got 1\.0\)"),
-        ({"adjacency": "swap"}, r"adjacency must be one of add_remove, zero_out, replace_one \(got 'swap'\)"),
+        (
+            {"adjacency": "swap"},
+            r"adjacency must be one of add_remove, zero_out, replace_one \(got 'swap'\)",
+        ),
         ({"unit": "row"}, r"unit must be one of example, user \(got 'row'\)"),
-        ({"mode": "some"}, r"mode must be one of planned, gdp, zcdp, rdp, rdp-mixture, pure \(got 'some'\)"),
+        (
+            {"mode": "some"},
+            r"mode must be one of planned, gdp, zcdp, rdp, rdp-mixture, pure \(got 'some'\)",
+        ),
     ],
 )
 def test_a_bad_target_is_named(change, message):
@@ -100,7 +126,9 @@ def test_what_was_executed_never_passes_the_budget(budget, spends):
 def test_a_refused_event_costs_nothing_and_a_cheaper_one_still_fits():
     run = RDPFilter(8.0, 0.5)
     run.charge(0.3)
-    with pytest.raises(ValueError, match=r"value must fit the budget: spent 0\.3, asked 0\.3, budget 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"value must fit the budget: spent 0\.3, asked 0\.3, budget 0\.5"
+    ):
         run.charge(0.3)
     assert run.spent == 0.3
     run.charge(0.2)
@@ -184,7 +212,9 @@ def test_the_target_of_a_filter_is_checked(change, message):
 
 TARGET = {"epsilon": 1.0, "delta": 1e-5}
 NEEDS = {"rdp": {"orders": 20.0}}
-ADAPTIVE = [{"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"]  # test_pure_budgets.py
+ADAPTIVE = [
+    {"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"
+]  # test_pure_budgets.py
 ALL_MODES = [{"mode": "planned"}, *ADAPTIVE]
 
 
@@ -198,23 +228,50 @@ def gaussian(sigma: float, **more: float) -> Gaussian:
         ({"mode": "rdp"}, r"orders must be given in mode 'rdp' \(got None\), or a schedule"),
         ({"mode": "rdp", "schedule": ()}, r"orders must be given in mode 'rdp'"),
         ({"mode": "rdp", "orders": 1.0}, r"orders must be finite and > 1 \(got 1\.0\)"),
-        ({"mode": "rdp", "orders": (20.0, 1.01)}, r"orders must be in \(1\.01, 2\^20\] \(got 1\.01\)"),
+        (
+            {"mode": "rdp", "orders": (20.0, 1.01)},
+            r"orders must be in \(1\.01, 2\^20\] \(got 1\.01\)",
+        ),
         ({"mode": "rdp", "orders": 2.0**21}, r"orders must be in \(1\.01, 2\^20\]"),
-        ({"mode": "rdp", "orders": ()}, r"orders must be different from each other, >= 1 of them \(got \(\)\)"),
+        (
+            {"mode": "rdp", "orders": ()},
+            r"orders must be different from each other, >= 1 of them \(got \(\)\)",
+        ),
         ({"mode": "rdp", "orders": (20, 20)}, r"orders must be different from each other"),
-        ({"mode": "rdp", "orders": (20, 2)}, r"order must leave a budget: at order 2 the conversion alone costs 10\.1"),
+        (
+            {"mode": "rdp", "orders": (20, 2)},
+            r"order must leave a budget: at order 2 the conversion alone costs 10\.1",
+        ),
         ({"mode": "gdp", "orders": 20.0}, r"orders must not be given in mode 'gdp' \(got 20\.0\)"),
         ({"mode": "planned", "orders": 20.0}, r"orders must not be given in mode 'planned'"),
-        ({"mode": "rdp", "orders": 20.0, "weights": (1.0,)}, r"weights must not be given in mode 'rdp'"),
+        (
+            {"mode": "rdp", "orders": 20.0, "weights": (1.0,)},
+            r"weights must not be given in mode 'rdp'",
+        ),
         ({"mode": "zcdp", "schedule": ()}, r"schedule must not be given in mode 'zcdp'"),
-        ({"mode": "planned", "failure": 1e-6}, r"failure must not be given in mode 'planned' \(got 1e-06\)"),
-        ({"mode": "gdp", "failure": 1e-5}, r"failure must be < delta=1e-05, of which it is a part \(got 1e-05\)"),
+        (
+            {"mode": "planned", "failure": 1e-6},
+            r"failure must not be given in mode 'planned' \(got 1e-06\)",
+        ),
+        (
+            {"mode": "gdp", "failure": 1e-5},
+            r"failure must be < delta=1e-05, of which it is a part \(got 1e-05\)",
+        ),
         ({"mode": "gdp", "failure": -1e-6}, r"failure must be >= 0 \(got -1e-06\)"),
         ({"mode": "gdp", "failure": math.nan}, r"failure must be >= 0 \(got nan\)"),
         ({"mode": "rdp-mixture", "weights": (1.0,)}, r"weights must be as many as orders"),
-        ({"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0,)}, r"weights must be as many as orders"),
-        ({"mode": "rdp-mixture", "orders": (8, 16), "weights": (0.5, 0.6)}, r"weights must sum to 1 \(got 1\.1\)"),
-        ({"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0, 0.0)}, r"weights must be > 0 \(got 0\.0\)"),
+        (
+            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0,)},
+            r"weights must be as many as orders",
+        ),
+        (
+            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (0.5, 0.6)},
+            r"weights must sum to 1 \(got 1\.1\)",
+        ),
+        (
+            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0, 0.0)},
+            r"weights must be > 0 \(got 0\.0\)",
+        ),
         ({"schedule": [(gaussian(20.0), -1)]}, r"steps must be an integer >= 0 \(got -1\)"),
     ],
 )
@@ -224,9 +281,23 @@ def test_a_bad_mode_of_a_budget_is_named(change, message):
 
 
 def test_budgets_of_every_mode_are_values_that_show_what_was_given():
-    budget = Budget(**TARGET, mode="rdp-mixture", orders=iter([8, 16]), weights=[0.5, 0.5], failure=1e-6)
-    assert repr(budget).endswith("mode='rdp-mixture', orders=(8.0, 16.0), weights=(0.5, 0.5), failure=1e-06)")
-    assert len({budget, Budget(**TARGET, mode="rdp-mixture"), Budget(**TARGET, mode="gdp"), Budget(**TARGET)}) == 4
+    budget = Budget(
+        **TARGET, mode="rdp-mixture", orders=iter([8, 16]), weights=[0.5, 0.5], failure=1e-6
+    )
+    assert repr(budget).endswith(
+        "mode='rdp-mixture', orders=(8.0, 16.0), weights=(0.5, 0.5), failure=1e-06)"
+    )
+    assert (
+        len(
+            {
+                budget,
+                Budget(**TARGET, mode="rdp-mixture"),
+                Budget(**TARGET, mode="gdp"),
+                Budget(**TARGET),
+            }
+        )
+        == 4
+    )
     assert budget.adaptive
     assert not Budget(**TARGET).adaptive
     planned = Budget(**TARGET, schedule=[(gaussian(20.0), 3)])
@@ -234,7 +305,9 @@ def test_budgets_of_every_mode_are_values_that_show_what_was_given():
     assert "schedule=((Gaussian(" in repr(planned)
 
 
-@pytest.mark.parametrize("mode", [{}, *ADAPTIVE, {"mode": "rdp", "schedule": [(gaussian(20.0), 5)]}])
+@pytest.mark.parametrize(
+    "mode", [{}, *ADAPTIVE, {"mode": "rdp", "schedule": [(gaussian(20.0), 5)]}]
+)
 def test_only_a_planned_schedule_takes_declarations(mode):
     with pytest.raises(ValueError, match="schedule must be given, as"):
         Budget(**TARGET, **mode).declaring(gaussian(20.0), 3)
@@ -250,7 +323,11 @@ def test_the_odometer_is_the_one_of_the_analysis():
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("sigma", [19.9, 40.0, 700.0])
 def test_the_number_of_steps_left_is_exact_and_nothing_is_charged(mode, sigma):
-    run, ledger, event = make_filter(Budget(**TARGET, **mode)), Ledger([Repeat(gaussian(20.0), 3)]), gaussian(sigma)
+    run, ledger, event = (
+        make_filter(Budget(**TARGET, **mode)),
+        Ledger([Repeat(gaussian(20.0), 3)]),
+        gaussian(sigma),
+    )
     before = ledger.digest()
     left = run.max_steps(ledger, event)
     assert left > 5
@@ -293,13 +370,17 @@ def test_what_was_used_is_told_in_the_resource_of_the_mode():
     assert told["gdp"].spent == pytest.approx(0.01, rel=1e-12)
     assert told["gdp"].limit == pytest.approx(gaussian_mu(1.0, 1e-5) ** 2, rel=1e-12)
     assert told["zcdp"].spent == pytest.approx(0.005, rel=1e-12)
-    assert told["rdp"] == Usage("the Renyi divergence of order 20", told["rdp"].spent, told["rdp"].limit)
+    assert told["rdp"] == Usage(
+        "the Renyi divergence of order 20", told["rdp"].spent, told["rdp"].limit
+    )
     assert told["rdp"].spent == pytest.approx(0.1, rel=1e-12)
     assert told["planned"].spent == ledger.epsilon(1e-5, "replace_one")
     mixture = told["rdp-mixture"].spent
     spent = [0.005 * order for order in odometer.ODOMETER_ORDERS]
     assert odometer.mixture_filter_admits(mixture, 1e-5, odometer.ODOMETER_ORDERS, spent)
-    assert not odometer.mixture_filter_admits(mixture * 0.99999, 1e-5, odometer.ODOMETER_ORDERS, spent)
+    assert not odometer.mixture_filter_admits(
+        mixture * 0.99999, 1e-5, odometer.ODOMETER_ORDERS, spent
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,9 +397,16 @@ def test_a_resource_fits_up_to_its_limit_and_not_beyond(spent, fits):
 def test_a_long_sum_of_different_costs_is_not_rounded_down(mode):
     sigmas = [1e3 + k / 7 for k in range(3000)]
     ledger = Ledger([gaussian(sigma) for sigma in sigmas])
-    exact = mp.fsum(1 / mp.mpf(sigma) ** 2 for sigma in sigmas) * {"gdp": 1, "zcdp": 0.5, "rdp": 10}[mode]
+    exact = (
+        mp.fsum(1 / mp.mpf(sigma) ** 2 for sigma in sigmas)
+        * {"gdp": 1, "zcdp": 0.5, "rdp": 10}[mode]
+    )
     cost = ledger.cost("replace_one")
-    plain = {"gdp": cost.mu_squared, "zcdp": cost.zcdp[1], "rdp": _OrderReader([20.0]).read(cost)[0]}[mode]
+    plain = {
+        "gdp": cost.mu_squared,
+        "zcdp": cost.zcdp[1],
+        "rdp": _OrderReader([20.0]).read(cost)[0],
+    }[mode]
     spent = make_filter(Budget(**TARGET, mode=mode, **NEEDS.get(mode, {}))).usage(ledger).spent
     assert exact <= spent <= exact * (1 + 1e-11)
     assert spent >= plain * (1 + 2999 * 2.0**-53)  # as much as 2999 additions can lose
@@ -327,7 +415,9 @@ def test_a_long_sum_of_different_costs_is_not_rounded_down(mode):
 def test_the_weights_of_a_mixture_count():
     orders, few = (8.0, 16.0, 32.0), {**TARGET, "mode": "rdp-mixture"}
     favored, equal, spoiled = (
-        make_filter(Budget(**few, orders=orders, weights=weights)).max_steps(Ledger(), gaussian(100.0))
+        make_filter(Budget(**few, orders=orders, weights=weights)).max_steps(
+            Ledger(), gaussian(100.0)
+        )
         for weights in ((0.01, 0.98, 0.01), None, (0.98, 0.01, 0.01))
     )
     assert favored > equal > spoiled
@@ -337,7 +427,9 @@ def test_a_mode_names_the_event_that_it_cannot_take():
     sampled = PoissonGaussian(1.0, 0.01)
     for mode in ("gdp", "zcdp"):
         run = make_filter(Budget(**TARGET, mode=mode))
-        with pytest.raises(ValueError, match=rf"mode '{mode}' must be fed .* \(got PoissonGaussian\(.*q=0\.01\)\)"):
+        with pytest.raises(
+            ValueError, match=rf"mode '{mode}' must be fed .* \(got PoissonGaussian\(.*q=0\.01\)\)"
+        ):
             run.admits(Ledger([gaussian(20.0)]), Sequential((gaussian(50.0), sampled)))
         with pytest.raises(ValueError, match=r"\(got PoissonGaussian"):
             run.max_steps(Ledger([gaussian(20.0), sampled]), gaussian(50.0))
@@ -346,7 +438,9 @@ def test_a_mode_names_the_event_that_it_cannot_take():
     with pytest.raises(ValueError, match="unsampled Gaussian noise only"):
         make_filter(Budget(**TARGET, mode="gdp")).admits(Ledger(), Pure(0.01))
     assert make_filter(Budget(**TARGET, mode="zcdp")).admits(Ledger(), Pure(0.01))
-    assert make_filter(Budget(**TARGET, mode="rdp", orders=20)).admits(Ledger(), PoissonGaussian(4.0, 0.01))
+    assert make_filter(Budget(**TARGET, mode="rdp", orders=20)).admits(
+        Ledger(), PoissonGaussian(4.0, 0.01)
+    )
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -402,27 +496,44 @@ def test_an_order_that_still_fits_does_not_save_one_that_does_not():
 def test_without_orders_the_schedule_chooses_the_one_that_lasts_longest():
     event, budget = gaussian(20.0), {"epsilon": 1.0, "delta": 1e-5, "mode": "rdp"}
     run = make_filter(Budget(**budget, schedule=[(event, 7)]))
-    fixed = [make_filter(Budget(**budget, orders=order)).max_steps(Ledger(), event) for order in (12, 17, 18, 30, 99)]
+    fixed = [
+        make_filter(Budget(**budget, orders=order)).max_steps(Ledger(), event)
+        for order in (12, 17, 18, 30, 99)
+    ]
     assert run.max_steps(Ledger(), event) == max(fixed)
     assert 15 < run.orders[0] < 22
     assert run.admits(Ledger(), gaussian(77.0))  # the schedule restricts nothing
-    with pytest.raises(ValueError, match="schedule must spend something, so that an order can be chosen for it"):
+    with pytest.raises(
+        ValueError, match="schedule must spend something, so that an order can be chosen for it"
+    ):
         make_filter(Budget(**budget, schedule=[(event, 0)]))
 
 
 def test_a_target_that_no_order_can_meet_names_the_smallest_one():
     curve = RDPCurve((2.0, 4.0), (0.1, 0.2))
-    with pytest.raises(InfeasibleError, match=r"epsilon must be > 3\.0\d+, the least overhead of an order \(got 1\)"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"epsilon must be > 3\.0\d+, the least overhead of an order \(got 1\)",
+    ):
         make_filter(Budget(**TARGET, mode="rdp", schedule=[(curve, 5)]))
-    with pytest.raises(InfeasibleError, match=r"epsilon must be >= [\d.]+, the smallest .* \(got 1\)"):
+    with pytest.raises(
+        InfeasibleError, match=r"epsilon must be >= [\d.]+, the smallest .* \(got 1\)"
+    ):
         make_filter(Budget(**TARGET, mode="rdp-mixture", orders=(2.0, 3.0)))
 
 
-@given(st.floats(1.02, 30000.0), st.sampled_from([Gaussian(3.0, {"add_remove": 1.0}), PoissonGaussian(0.8, 0.02)]))
+@given(
+    st.floats(1.02, 30000.0),
+    st.sampled_from([Gaussian(3.0, {"add_remove": 1.0}), PoissonGaussian(0.8, 0.02)]),
+)
 def test_between_orders_of_the_grid_the_cost_is_an_upper_bound(order, event):
     reader = _OrderReader([order])
     read = float(reader.read(cost_of(event, "add_remove", reader.level))[0])
-    exact = order / 18 if isinstance(event, Gaussian) else float(rdp_poisson_gaussian(0.02, 0.8, [order], "remove")[0])
+    exact = (
+        order / 18
+        if isinstance(event, Gaussian)
+        else float(rdp_poisson_gaussian(0.02, 0.8, [order], "remove")[0])
+    )
     assert exact * (1 - 1e-13) <= read <= exact * 1.01
 
 
@@ -475,7 +586,9 @@ def test_failures_are_paid_from_the_part_set_aside(mode):
 
 def test_a_schedule_admits_what_was_declared_in_any_order_and_nothing_else():
     first, second, other = gaussian(40.0), gaussian(50.0), gaussian(1e6)
-    run = make_filter(Budget(**TARGET, schedule=()).declaring(first, 3).declaring(second, 2).declaring(first, 1))
+    run = make_filter(
+        Budget(**TARGET, schedule=()).declaring(first, 3).declaring(second, 2).declaring(first, 1)
+    )
     ledger = Ledger([Repeat(second, 2)])
     assert run.max_steps(ledger, first) == 4
     assert not run.admits(ledger, second)
@@ -491,8 +604,13 @@ def test_a_schedule_admits_what_was_declared_in_any_order_and_nothing_else():
 def test_a_schedule_that_passes_the_target_is_refused_before_anything_is_released():
     event = gaussian(20.0)
     most = make_filter(Budget(**TARGET)).max_steps(Ledger(), event)
-    assert make_filter(Budget(**TARGET, schedule=[(event, most)])).max_steps(Ledger(), event) == most
-    with pytest.raises(BudgetExceeded, match=r"the schedule would bring epsilon to 1\.0\d+, past the budget of 1 at"):
+    assert (
+        make_filter(Budget(**TARGET, schedule=[(event, most)])).max_steps(Ledger(), event) == most
+    )
+    with pytest.raises(
+        BudgetExceeded,
+        match=r"the schedule would bring epsilon to 1\.0\d+, past the budget of 1 at",
+    ):
         make_filter(Budget(**TARGET, schedule=[(event, most + 1)]))
 
 
@@ -512,7 +630,11 @@ def test_a_schedule_counts_parts_by_themselves():
 
 
 def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
-    run, ledger, event = make_filter(Budget(**TARGET)), Ledger([Repeat(gaussian(20.0), 3)]), gaussian(20.0)
+    run, ledger, event = (
+        make_filter(Budget(**TARGET)),
+        Ledger([Repeat(gaussian(20.0), 3)]),
+        gaussian(20.0),
+    )
     text = run.refusal(ledger, event, 26)
     found = re.search(
         r"past the budget of 1 at delta=1e-05 \(replace_one\); spent ([\d.]+) in 3 events, "
@@ -539,11 +661,17 @@ def test_an_adaptive_run_quotes_its_target_and_else_the_odometer(mode):
         return adaptive_epsilon(ledger, delta, adjacency, with_budget)
 
     def metered(delta):
-        return pytest.approx(odometer.odometer_epsilon(odometer.ODOMETER_ORDERS, spent, delta), rel=1e-3)
+        return pytest.approx(
+            odometer.odometer_epsilon(odometer.ODOMETER_ORDERS, spent, delta), rel=1e-3
+        )
 
     assert quoted(1e-5) == quoted(1e-3) == 1.0
     assert quoted(1e-6) == metered(1e-6)
-    assert quoted(1e-5, with_budget=None) == quoted(1e-5, with_budget=Budget(**TARGET)) == metered(1e-5)
+    assert (
+        quoted(1e-5, with_budget=None)
+        == quoted(1e-5, with_budget=Budget(**TARGET))
+        == metered(1e-5)
+    )
     assert quoted(1e-5, with_budget=None) > ledger.epsilon(1e-5, "replace_one")
     assert quoted(1e-5, "zero_out") < quoted(1e-5, with_budget=None)
     ledger.add(gaussian(1.0))
@@ -558,10 +686,18 @@ def test_an_adaptive_run_of_nothing_spends_nothing_and_failures_only_what_was_se
     ledger = Ledger([gaussian(1.0, failure=1e-6)])
     assert adaptive_epsilon(ledger, 1e-5, "replace_one") == math.inf
     kept = adaptive_epsilon(ledger, 1e-5, "replace_one", budget)
-    assert kept == pytest.approx(adaptive_epsilon(Ledger([gaussian(1.0)]), 6e-6, "replace_one"), rel=1e-9)
-    assert adaptive_epsilon(Ledger([gaussian(1.0, failure=5e-6)]), 1e-5, "replace_one", budget) == math.inf
+    assert kept == pytest.approx(
+        adaptive_epsilon(Ledger([gaussian(1.0)]), 6e-6, "replace_one"), rel=1e-9
+    )
+    assert (
+        adaptive_epsilon(Ledger([gaussian(1.0, failure=5e-6)]), 1e-5, "replace_one", budget)
+        == math.inf
+    )
     assert adaptive_epsilon(ledger, 1e-6, "replace_one", budget) == math.inf
-    assert adaptive_epsilon(Ledger([Failure(1e-9, "per_side")]), 5e-6, "replace_one", budget) == math.inf
+    assert (
+        adaptive_epsilon(Ledger([Failure(1e-9, "per_side")]), 5e-6, "replace_one", budget)
+        == math.inf
+    )
 
 
 def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
@@ -578,7 +714,9 @@ MIXED = (1.25, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
 SAMPLED = PoissonGaussian(1.0, 0.02)
 SAMPLED_COST = {
     a: float(c)
-    for a, c in zip(MIXED + ORDERS, rdp_poisson_gaussian_replace_one(0.02, 1.0, MIXED + ORDERS), strict=True)
+    for a, c in zip(
+        MIXED + ORDERS, rdp_poisson_gaussian_replace_one(0.02, 1.0, MIXED + ORDERS), strict=True
+    )
 }
 
 
@@ -587,7 +725,9 @@ def hockey_stick(mu: mp.mpf, epsilon: float) -> mp.mpf:
 
 
 def converted(cost: mp.mpf, order: float, delta: float) -> mp.mpf:
-    return cost + mp.log1p(-1 / mp.mpf(order)) - (mp.log(delta) + mp.log(order)) / (mp.mpf(order) - 1)
+    return (
+        cost + mp.log1p(-1 / mp.mpf(order)) - (mp.log(delta) + mp.log(order)) / (mp.mpf(order) - 1)
+    )
 
 
 def excess(mode: str, mus: list[float], samples: int, epsilon: float, delta: float) -> float:
@@ -624,7 +764,11 @@ ADAPTIVE = given(
     st.sampled_from([*["gdp", "zcdp", "rdp"] * 3, "rdp-mixture"]),  # the last is slow
     st.sampled_from([2.0, 3.3, 6.0]),
     st.sampled_from([1e-3, 1e-5, 1e-8]),
-    st.lists(st.tuples(st.floats(0.05, 2.0), st.floats(-3.0, 3.0), st.integers(0, 5)), min_size=1, max_size=10),
+    st.lists(
+        st.tuples(st.floats(0.05, 2.0), st.floats(-3.0, 3.0), st.integers(0, 5)),
+        min_size=1,
+        max_size=10,
+    ),
 )
 
 

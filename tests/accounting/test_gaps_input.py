@@ -29,8 +29,23 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UnitError
+from torch_dpsco.accounting.stated import (
+    GDP,
+    ZCDP,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    KNorm,
+    Pure,
+    RDPCurve,
+)
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+)
 
 SENS = {REPLACE_ONE: 1.0}
 GOOD: list[tuple[type, dict[str, Any]]] = [
@@ -63,7 +78,10 @@ def bad_values() -> list[Any]:
             bad += [1.0] if name in ("failure", "delta", "probability") else []
             bad += [1.0 + 1e-9] if name == "q" else []
             bad += [0] if name in WHOLE_NUMBERS - {"n"} else []
-            cases += [pytest.param(event, fields, name, item, id=f"{event.__name__}-{name}-{item}") for item in bad]
+            cases += [
+                pytest.param(event, fields, name, item, id=f"{event.__name__}-{name}-{item}")
+                for item in bad
+            ]
     return cases
 
 
@@ -101,9 +119,18 @@ def test_every_number_of_every_event_may_be_a_scalar_of_numpy_or_torch(scalar):
         given = {}
         for name, value in fields.items():
             exact = 0.125 if isinstance(value, float) else value  # a number that float32 has too
-            given[name] = value if name in ("sens", "event") else (whole if name in WHOLE_NUMBERS else scalar)(exact)
+            given[name] = (
+                value
+                if name in ("sens", "event")
+                else (whole if name in WHOLE_NUMBERS else scalar)(exact)
+            )
         made = event(**given)
-        plain = event(**{name: given[name] if name in ("sens", "event") else given[name].item() for name in given})
+        plain = event(
+            **{
+                name: given[name] if name in ("sens", "event") else given[name].item()
+                for name in given
+            }
+        )
         assert made == plain
         assert json.dumps(event_to_json(made)) == json.dumps(event_to_json(plain))
         assert event_from_json(event_to_json(made)) == made
@@ -126,10 +153,26 @@ QUESTIONS = [
         for d in (0, 0.0, 1, -0.1, 1.5, math.nan, math.inf, "x", None)
     ],
     *[(lambda a, d=d: a.report(d), "delta must be") for d in (0, 1, -0.1, math.nan, "x", None)],
-    *[(lambda a, e=e: a.get_delta(e), "epsilon must be") for e in (-1, math.nan, math.inf, "x", None)],
+    *[
+        (lambda a, e=e: a.get_delta(e), "epsilon must be")
+        for e in (-1, math.nan, math.inf, "x", None)
+    ],
     *[
         (lambda a, o=o: a.get_epsilon(DELTA, alphas=o), "alphas must be")
-        for o in ([1], [1.0], [0.5], [-2], [math.nan], [math.inf], ["x"], [None], [], [2, 1], [1.001], [10**9])
+        for o in (
+            [1],
+            [1.0],
+            [0.5],
+            [-2],
+            [math.nan],
+            [math.inf],
+            ["x"],
+            [None],
+            [],
+            [2, 1],
+            [1.001],
+            [10**9],
+        )
     ],
     (lambda a: a.get_epsilon(DELTA, adjacency="both"), "adjacency must be one of"),
     (lambda a: a.get_epsilon(DELTA, method="prv"), "method must be one of"),
@@ -150,26 +193,56 @@ def test_a_wrong_question_is_named_and_changes_nothing(used, ask, message):
 
 
 CHARGES = [
-    *[(lambda a, c=c: a.authorize(STEP, c), ValueError, "count must be") for c in (-1, 1.5, None, "1", True, math.inf)],
-    *[(lambda a, c=c: a.record(STEP, c), ValueError, "count must be") for c in (-1, 1.0, None)],
-    *[(lambda a, e=e: a.authorize(e), ValueError, "event must be") for e in ("step", None, 3, STEP.__class__, [STEP])],
     *[
-        (lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q), ValueError, "(q|sample_rate) must be")
+        (lambda a, c=c: a.authorize(STEP, c), ValueError, "count must be")
+        for c in (-1, 1.5, None, "1", True, math.inf)
+    ],
+    *[(lambda a, c=c: a.record(STEP, c), ValueError, "count must be") for c in (-1, 1.0, None)],
+    *[
+        (lambda a, e=e: a.authorize(e), ValueError, "event must be")
+        for e in ("step", None, 3, STEP.__class__, [STEP])
+    ],
+    *[
+        (
+            lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q),
+            ValueError,
+            "(q|sample_rate) must be",
+        )
         for q in (1.0001, -0.1, math.nan, None, "x")
     ],
     *[
-        (lambda a, s=s: a.step(noise_multiplier=s, sample_rate=0.1), ValueError, "noise_multiplier must be")
+        (
+            lambda a, s=s: a.step(noise_multiplier=s, sample_rate=0.1),
+            ValueError,
+            "noise_multiplier must be",
+        )
         for s in (-1.0, math.nan, math.inf, None, "x")
     ],
     (lambda a: a.authorize(Repeat("step", 2)), ValueError, "event must be"),
     (lambda a: a.authorize(Sequential([STEP, "step"])), ValueError, "event must be"),
     (lambda a: a.authorize(Parallel({"0": [STEP, None]}, "q")), ValueError, "event must be"),
-    (lambda a: a.authorize(Parallel({"0": [part("1")]}, "q")), ValueError, "must not contain another"),
-    (lambda a: a.authorize(Repeat(Parallel({"0": [STEP]}, "p", "keyed"), 2)), ValueError, "must be cut in one way"),
+    (
+        lambda a: a.authorize(Parallel({"0": [part("1")]}, "q")),
+        ValueError,
+        "must not contain another",
+    ),
+    (
+        lambda a: a.authorize(Repeat(Parallel({"0": [STEP]}, "p", "keyed"), 2)),
+        ValueError,
+        "must be cut in one way",
+    ),
     (lambda a: a.require_unit("user"), UnitError, "unit must be 'example'"),
     (lambda a: setattr(a, "history", []), PrivacyError, "history must not replace"),
-    (lambda a: setattr(a, "budget", Budget(1.0, DELTA, adjacency=ADD_REMOVE)), PrivacyError, "budget must be for"),
-    (lambda a: setattr(a, "budget", Budget(1.0, DELTA, unit="user")), PrivacyError, "budget must be for"),
+    (
+        lambda a: setattr(a, "budget", Budget(1.0, DELTA, adjacency=ADD_REMOVE)),
+        PrivacyError,
+        "budget must be for",
+    ),
+    (
+        lambda a: setattr(a, "budget", Budget(1.0, DELTA, unit="user")),
+        PrivacyError,
+        "budget must be for",
+    ),
     (lambda a: a.get_optimizer_hook_fn(1.5), ValueError, "sample_rate must be"),
 ]
 
@@ -243,7 +316,9 @@ def test_a_forked_copy_charges_nothing_without_a_file_either(used):
 
 def altered_states() -> list[Any]:
     keys = ["mechanism", "version", "ledger", "runs", "config", "id", "digest"]
-    cases = [pytest.param(key, value, id=f"{key}={value}") for key in keys for value in (None, 5, [], {})]
+    cases = [
+        pytest.param(key, value, id=f"{key}={value}") for key in keys for value in (None, 5, [], {})
+    ]
     return cases + [pytest.param(key, "missing", id=f"no {key}") for key in [*keys, "history"]]
 
 
@@ -281,26 +356,75 @@ def test_a_foreign_state_is_never_added_to_what_was_charged(used, mechanism):
     assert image(used) == before
     fresh = Accountant()
     fresh.load_state_dict(state, import_foreign=True)
-    assert (fresh.history, fresh.adjacency, fresh.sampling) == (state["history"], ADD_REMOVE, "asserted, not verified")
+    assert (fresh.history, fresh.adjacency, fresh.sampling) == (
+        state["history"],
+        ADD_REMOVE,
+        "asserted, not verified",
+    )
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 EVENTS = [
-    *(WHOLE, STEP, FIXED, Pure(0.1), Laplace(30.0, SENS), NonPrivate(), ApproxDP(0.1, 1e-7), ZCDP(0.001, 0.001)),
-    *(KNorm(0.1, 10), GDP(0.05), AboveThreshold(20.0, 40.0, SENS), ApproxZCDP(0.001, 1e-7), Pure(0.0)),
-    *(RDPCurve((2.0, 10.0, 200.0), (0.01, 0.05, 1.0)), PoissonGaussian(0.0, 0.01), PoissonGaussian(0.0, 0.0)),
-    *(PoissonGaussian(10.0, 0.01, 3), Failure(1e-7), Failure(1e-7, "transcript"), Failure(1e-7, "per_side")),
-    *(Repeat(WHOLE, 0), Sequential([WHOLE, Repeat(Pure(0.1), 2)]), Parallel({"a": [WHOLE], "b": [Pure(0.1)]}, "p")),
+    *(
+        WHOLE,
+        STEP,
+        FIXED,
+        Pure(0.1),
+        Laplace(30.0, SENS),
+        NonPrivate(),
+        ApproxDP(0.1, 1e-7),
+        ZCDP(0.001, 0.001),
+    ),
+    *(
+        KNorm(0.1, 10),
+        GDP(0.05),
+        AboveThreshold(20.0, 40.0, SENS),
+        ApproxZCDP(0.001, 1e-7),
+        Pure(0.0),
+    ),
+    *(
+        RDPCurve((2.0, 10.0, 200.0), (0.01, 0.05, 1.0)),
+        PoissonGaussian(0.0, 0.01),
+        PoissonGaussian(0.0, 0.0),
+    ),
+    *(
+        PoissonGaussian(10.0, 0.01, 3),
+        Failure(1e-7),
+        Failure(1e-7, "transcript"),
+        Failure(1e-7, "per_side"),
+    ),
+    *(
+        Repeat(WHOLE, 0),
+        Sequential([WHOLE, Repeat(Pure(0.1), 2)]),
+        Parallel({"a": [WHOLE], "b": [Pure(0.1)]}, "p"),
+    ),
     Repeat(Sequential([part("0"), Repeat(part("1"), 2), WHOLE]), 3),
 ]
-MODES: dict[str, dict[str, Any]] = {"gdp": {}, "zcdp": {}, "rdp": {"orders": (8, 12)}, "rdp-mixture": {}}
+MODES: dict[str, dict[str, Any]] = {
+    "gdp": {},
+    "zcdp": {},
+    "rdp": {"orders": (8, 12)},
+    "rdp-mixture": {},
+}
 
 
 def takes(mode: str, event: Any) -> bool:
     """Whether a mode has a cost for the event, by the definitions of the modes."""
     simple = [inner for _, _, inner, _ in Ledger([event]).entries()]
-    rho = (Gaussian, GDP, ZCDP, ApproxZCDP, Pure, ApproxDP, Laplace, KNorm, AboveThreshold, Failure, NonPrivate)
+    rho = (
+        Gaussian,
+        GDP,
+        ZCDP,
+        ApproxZCDP,
+        Pure,
+        ApproxDP,
+        Laplace,
+        KNorm,
+        AboveThreshold,
+        Failure,
+        NonPrivate,
+    )
     kinds = {"gdp": (Gaussian, GDP, Failure, NonPrivate), "zcdp": rho}.get(mode, (object,))
     free = [PoissonGaussian(0.0, 0.0), Pure(0.0)]
     several = any(isinstance(inner, PoissonGaussian) and inner.k > 1 for inner in simple)
@@ -313,7 +437,9 @@ def test_every_event_in_every_adaptive_mode_fits_exactly_as_often_as_said(mode, 
     accountant = Accountant(Budget(3.0, DELTA, mode=mode, failure=1e-6, **MODES[mode]))
     before = image(accountant)
     if not takes(mode, event):
-        with pytest.raises((ValueError, AdjacencyError), match=r"must be fed|not defined") as caught:
+        with pytest.raises(
+            (ValueError, AdjacencyError), match=r"must be fed|not defined"
+        ) as caught:
             accountant.max_steps(event)
         with pytest.raises(type(caught.value)):
             accountant.authorize(event)

@@ -63,7 +63,10 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         (lambda: Parallel(5, "p"), "parts must map names to events"),
         (lambda: Parallel({"0": ONE}, "p"), "parts must hold lists of events"),
         (lambda: Parallel({"0": []}, 5), r"partition must be a non-empty name \(got 5\)"),
-        (lambda: Pure(1.0, REPLACE_ONE), r"adjacencies must be a tuple of names \(got 'replace_one'\)"),
+        (
+            lambda: Pure(1.0, REPLACE_ONE),
+            r"adjacencies must be a tuple of names \(got 'replace_one'\)",
+        ),
         (lambda: Pure(1.0, None), "adjacencies must be a tuple of names"),
         (lambda: RDPCurve(2.0, 1.0), "orders must be numbers"),
         (lambda: RDPCurve((1.0,), (1.0,)), "orders must be finite and > 1"),
@@ -75,7 +78,10 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
             lambda: event_from_json({"type": "Gaussian", "sigma": 1.0, "sens": 5}),
             "sens of Gaussian must be a JSON object",
         ),
-        (lambda: event_from_json({"type": "Parallel", "parts": 5, "partition": "p"}), "parts of Parallel must be"),
+        (
+            lambda: event_from_json({"type": "Parallel", "parts": 5, "partition": "p"}),
+            "parts of Parallel must be",
+        ),
     ],
 )
 def test_a_field_of_another_shape_is_named(build, message):
@@ -148,11 +154,15 @@ def test_an_interrupted_charge_leaves_no_stale_answer(event, monkeypatch):
         patched.setattr(ledgers, "total_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ledger.add(event, 50)
-    assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(DELTA, ZERO_OUT)
+    assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(
+        DELTA, ZERO_OUT
+    )
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_interrupted_charge_of_an_ordinary_event_counts_it_or_not_but_agrees_with_itself(known, monkeypatch):
+def test_an_interrupted_charge_of_an_ordinary_event_counts_it_or_not_but_agrees_with_itself(
+    known, monkeypatch
+):
     ledger = Ledger([STEP] * (2 if known else 0) + [part("0")])
     ledger.epsilon(DELTA, ZERO_OUT)
 
@@ -164,7 +174,9 @@ def test_an_interrupted_charge_of_an_ordinary_event_counts_it_or_not_but_agrees_
         with pytest.raises(KeyboardInterrupt):
             ledger.add(STEP, 50)
     assert len(ledger) == len(Ledger.from_json(ledger.to_json()))
-    assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(DELTA, ZERO_OUT)
+    assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(
+        DELTA, ZERO_OUT
+    )
 
 
 def test_a_ledger_never_holds_more_events_than_can_be_counted():
@@ -182,7 +194,14 @@ def test_a_ledger_never_holds_more_events_than_can_be_counted():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("history", None), ("history", 5), ("config", "x"), ("config", [[]]), ("runs", [[]]), ("runs", "x")],
+    [
+        ("history", None),
+        ("history", 5),
+        ("config", "x"),
+        ("config", [[]]),
+        ("runs", [[]]),
+        ("runs", "x"),
+    ],
 )
 def test_a_part_of_a_state_of_another_shape_is_named(key, value):
     source, target = Accountant(), Accountant()

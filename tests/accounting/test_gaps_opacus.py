@@ -20,7 +20,9 @@ from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.errors import BudgetExceeded, UtilityWarning
 
 
-def engine_of(accountant: Accountant) -> tuple[PrivacyEngine, nn.Module, torch.optim.Optimizer, DataLoader]:
+def engine_of(
+    accountant: Accountant,
+) -> tuple[PrivacyEngine, nn.Module, torch.optim.Optimizer, DataLoader]:
     """Returns what make_private gives for an engine whose accountant was made by the user."""
     engine, model = PrivacyEngine(accountant="dpsco"), nn.Linear(3, 1)
     engine.accountant = accountant
@@ -41,7 +43,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader) -> None:
 
 
 def test_the_arguments_of_opacus_accountants_pass_through_its_calibration():
-    settings = {"target_epsilon": 2.0, "target_delta": DELTA, "sample_rate": 0.1, "steps": 30, "accountant": "dpsco"}
+    settings = {
+        "target_epsilon": 2.0,
+        "target_delta": DELTA,
+        "sample_rate": 0.1,
+        "steps": 30,
+        "accountant": "dpsco",
+    }
     plain = get_noise_multiplier(**settings)
     assert get_noise_multiplier(**settings, eps_error=0.1, delta_error=1e-8) == plain
     few = get_noise_multiplier(**settings, alphas=[32.0, 64.0])
@@ -124,7 +132,9 @@ def test_a_budget_under_the_batch_memory_manager_stops_at_the_last_whole_batch()
     assert script.accountant.history == [(1.0, 0.25, most)]
     weights = [parameter.clone() for parameter in script.model.parameters()]
     script.optimizer.zero_grad()
-    assert all(torch.equal(old, new) for old, new in zip(weights, script.model.parameters(), strict=True))
+    assert all(
+        torch.equal(old, new) for old, new in zip(weights, script.model.parameters(), strict=True)
+    )
     assert script.accountant.get_epsilon(DELTA) <= 6.0
 
 

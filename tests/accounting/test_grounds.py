@@ -29,7 +29,16 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport, Run
 from torch_dpsco.accounting.report.grounds import ASSUMED, DELTA, Charged
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.stated import (
+    GDP,
+    ZCDP,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    KNorm,
+    Pure,
+    RDPCurve,
+)
 
 DELTA_SPENT = 1e-5
 SENS = {ZERO_OUT: 1.0}
@@ -56,14 +65,33 @@ EVENTS: dict[str, Any] = {
     "no failure": Failure(0.0),
     "not private": NonPrivate(),
 }
-GAUSSIAN = {"gaussian", "exact", "failing", "silent", "poisson", "exact poisson", "fixed", "allocated"}
+GAUSSIAN = {
+    "gaussian",
+    "exact",
+    "failing",
+    "silent",
+    "poisson",
+    "exact poisson",
+    "fixed",
+    "allocated",
+}
 EXACT = {"exact", "exact poisson"}
 FLOATS = GAUSSIAN - EXACT | {"gdp"}
 FAILING, STATED = {"failing", "failure"}, {"approximate", "binomial"}
 WITHOUT_NOISE = {"silent", "not private"}
 PURE = {"laplace", "threshold", "pure", "approximate without delta", "k-norm", "no failure"}
 # neither pure nor a point: delta falls as epsilon rises
-CURVED = {"gaussian", "exact", "poisson", "exact poisson", "fixed", "allocated", "zcdp", "gdp", "curve"}
+CURVED = {
+    "gaussian",
+    "exact",
+    "poisson",
+    "exact poisson",
+    "fixed",
+    "allocated",
+    "zcdp",
+    "gdp",
+    "curve",
+}
 EVERY = set(EVENTS)
 
 # a part of each sentence, and what must and must not be in a ledger that implies it
@@ -148,20 +176,30 @@ def test_these_are_the_sentences_of_reports_and_statements() -> None:
     for names in LEDGERS:
         report, kinds = report_of(*names), Charged((EVENTS[name] for name in names), ZERO_OUT)
         assert list(report.assumptions[1:]) == [line.text for line in ASSUMED if line.when(kinds)]
-        spent = [line.text.format(record="record", records="records") for line in DELTA if line.when(kinds)]
+        spent = [
+            line.text.format(record="record", records="records")
+            for line in DELTA
+            if line.when(kinds)
+        ]
         assert said(make_statement(report, RELEASE), "What delta is") == spent
 
 
 def test_a_ledger_without_charges_names_no_noise() -> None:
     report = report_of()
-    assert report.assumptions == ("one record per example", "noise, rates and number of steps fixed before the run")
+    assert report.assumptions == (
+        "one record per example",
+        "noise, rates and number of steps fixed before the run",
+    )
     assert len(said(make_statement(report, RELEASE), "What delta is")) == 2
 
 
 def test_what_is_said_of_delta_is_true_of_the_curve() -> None:
     """Where it is no chance of disclosure, delta falls with epsilon; elsewhere some of it stays."""
     for names in LEDGERS:
-        words, accountant = " ".join(said(make_statement(report_of(*names), RELEASE), "What delta is")), charged(*names)
+        words, accountant = (
+            " ".join(said(make_statement(report_of(*names), RELEASE), "What delta is")),
+            charged(*names),
+        )
         far = accountant.get_delta(60.0)
         assert (far < 1e-15) if "It is not the chance" in words else (far >= 5e-8), names
         if "has an epsilon at delta = 0" in words:
@@ -194,7 +232,10 @@ def test_no_card_promises_unlimited_computing_power(repeatable: bool) -> None:
         assert "unlimited" not in text
         if math.isfinite(report.epsilon):
             source = "generator" if repeatable else "cipher"
-            assert f"any computing power that does not break the {source} from which noise and any batches" in text
+            assert (
+                f"any computing power that does not break the {source} from which noise and any batches"
+                in text
+            )
 
 
 def test_one_card_says_of_each_release_once_how_its_noise_is_drawn() -> None:

@@ -26,7 +26,9 @@ def test_a_replaced_record_is_one_removed_and_one_added():
     single = replace_one_epsilon(epoch, DELTA) / 2
     assert epoch.delta(single, ADD_REMOVE) * (1 + math.exp(single)) <= DELTA
     whole = Ledger([Gaussian(4.0, {ADD_REMOVE: 1.0})] * 3)
-    assert replace_one_epsilon(whole, DELTA) == pytest.approx(gaussian_epsilon(2 * math.sqrt(3) / 4, DELTA), rel=1e-12)
+    assert replace_one_epsilon(whole, DELTA) == pytest.approx(
+        gaussian_epsilon(2 * math.sqrt(3) / 4, DELTA), rel=1e-12
+    )
     assert replace_one_epsilon(whole, DELTA) >= gaussian_epsilon(2 * math.sqrt(3) / 4, DELTA)
 
 
@@ -43,7 +45,10 @@ def test_a_group_covers_what_replace_one_alone_does_not(event):
 
 def test_a_group_has_no_figure_where_failures_take_all_and_none_is_needed_for_nothing():
     assert replace_one_epsilon(Ledger(), DELTA) == 0.0
-    assert replace_one_epsilon(Ledger([Gaussian(9.0, {ADD_REMOVE: 1.0}, failure=0.1)]), DELTA) == math.inf
+    assert (
+        replace_one_epsilon(Ledger([Gaussian(9.0, {ADD_REMOVE: 1.0}, failure=0.1)]), DELTA)
+        == math.inf
+    )
     with pytest.raises(AdjacencyError):
         replace_one_epsilon(Ledger([Gaussian(9.0, {REPLACE_ONE: 1.0})]), DELTA)
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from scipy import stats
 from torch.utils.data import (
     BatchSampler,
@@ -52,11 +55,23 @@ def test_our_samplers_are_believed_in_every_loader(design):
 
 FOREIGN = {
     "sequential": (lambda: DataLoader(DATA, batch_size=4), "SequentialSampler"),
-    "shuffled": (lambda: DataLoader(DATA, batch_size=4, shuffle=True), "DataLoader > BatchSampler > RandomSampler"),
-    "replacement": (lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
-    "weighted": (lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * N, N)), "WeightedRandomSampler"),
+    "shuffled": (
+        lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+        "DataLoader > BatchSampler > RandomSampler",
+    ),
+    "replacement": (
+        lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
+        "RandomSampler",
+    ),
+    "weighted": (
+        lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * N, N)),
+        "WeightedRandomSampler",
+    ),
     "stream": (lambda: DataLoader(Stream(), batch_size=4), "_InfiniteConstantSampler"),
-    "stream without batches": (lambda: DataLoader(Stream(), batch_size=None), "_InfiniteConstantSampler"),
+    "stream without batches": (
+        lambda: DataLoader(Stream(), batch_size=None),
+        "_InfiniteConstantSampler",
+    ),
     "opacus": (opacus_loader, "DPDataLoader > UniformWithReplacementSampler"),
     "list": (lambda: [DATA[0]], "got list"),
     "nothing": (lambda: None, "got NoneType"),
@@ -96,7 +111,9 @@ def test_a_design_that_is_no_design_is_not_believed():
 
 
 def uniform(rate: float, size: int = N) -> DataLoader:
-    return DataLoader(DATA, batch_sampler=UniformWithReplacementSampler(num_samples=size, sample_rate=rate))
+    return DataLoader(
+        DATA, batch_sampler=UniformWithReplacementSampler(num_samples=size, sample_rate=rate)
+    )
 
 
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
@@ -110,8 +127,14 @@ def test_the_poisson_sampler_of_opacus_is_recognized_with_its_rate_and_size():
         design = recognize(loader)
         assert isinstance(design, RatePoisson)
         assert design.n == N
-        assert loader.batch_sampler.sample_rate <= design.sample_rate < loader.batch_sampler.sample_rate + 2.0**-23
-        assert design.draw_event(clipped_gaussian(1.5), None) == PoissonGaussian(1.5, design.sample_rate)
+        assert (
+            loader.batch_sampler.sample_rate
+            <= design.sample_rate
+            < loader.batch_sampler.sample_rate + 2.0**-23
+        )
+        assert design.draw_event(clipped_gaussian(1.5), None) == PoissonGaussian(
+            1.5, design.sample_rate
+        )
 
 
 def test_an_epoch_of_a_recognized_loader_has_no_step_too_few():
@@ -159,18 +182,26 @@ class OwnLoader(DataLoader):
 UNKNOWN = {
     "replacement": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
     "two permutations": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=2 * N)),
-    "part of a permutation": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=N // 2)),
+    "part of a permutation": lambda: DataLoader(
+        DATA, 4, sampler=RandomSampler(DATA, num_samples=N // 2)
+    ),
     "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * N, N)),
     "subset": lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 0, 1])),
     "list of positions": lambda: DataLoader(DATA, 4, sampler=[0, 0, 1]),
     "list of batches": lambda: DataLoader(DATA, batch_sampler=[[0, 0]]),
     "one by one": lambda: DataLoader(DATA, batch_size=None),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
-    "own uniform": lambda: DataLoader(DATA, batch_sampler=OwnUniform(num_samples=N, sample_rate=0.1)),
-    "own batches": lambda: DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 4, False)),
+    "own uniform": lambda: DataLoader(
+        DATA, batch_sampler=OwnUniform(num_samples=N, sample_rate=0.1)
+    ),
+    "own batches": lambda: DataLoader(
+        DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 4, False)
+    ),
     "own loader": lambda: OwnLoader(DATA, batch_size=4),
     "bare sampler": lambda: UniformWithReplacementSampler(num_samples=N, sample_rate=0.1),
-    "our sampler inside": lambda: DataLoader(DATA, sampler=PoissonSampler(Poisson(4, N)), batch_size=2),
+    "our sampler inside": lambda: DataLoader(
+        DATA, sampler=PoissonSampler(Poisson(4, N)), batch_size=2
+    ),
     "list": lambda: [DATA[0]],
     "nothing": lambda: None,
 }
@@ -181,7 +212,12 @@ def test_a_subclass_of_a_known_sampler_is_refused(name):
     loader = UNKNOWN[name]()
     with pytest.raises(UnknownSamplerError) as caught:
         recognize(loader)
-    for words in ("must draw in a known way", "poisson_sampling=True", "accountant.record(event)", "shuffle=True"):
+    for words in (
+        "must draw in a known way",
+        "poisson_sampling=True",
+        "accountant.record(event)",
+        "shuffle=True",
+    ):
         assert words in str(caught.value)
 
 
@@ -193,7 +229,9 @@ def test_the_distributed_sampler_is_refused_because_it_leaves_empty_batches_out(
         recognize(DataLoader(DATA, batch_sampler=sampler))
 
 
-@pytest.mark.parametrize("rate", [1e-9, 2.0**-24, 1.5 * 2.0**-24, 1e-3, 0.1, 1 / 3, 0.5, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize(
+    "rate", [1e-9, 2.0**-24, 1.5 * 2.0**-24, 1e-3, 0.1, 1 / 3, 0.5, 1 - 1e-9, 1.0]
+)
 def test_opacus_rate_is_the_one_that_its_sampler_draws_with(rate):
     """torch.rand has the values k 2^-24: so many of them are below the rate, compared as torch compares."""
     found = recognize(uniform(rate)).sample_rate

@@ -70,7 +70,9 @@ def test_disjoint_parts_cost_the_largest_of_their_sums():
     assert epsilon(block) == pytest.approx(exact(0.5), rel=1e-12)
     later = Parallel({"b": [gauss(0.6)]}, "p")  # now b: 9 * 0.01 + 0.36 = 0.45
     assert epsilon(block, later) == pytest.approx(exact(math.sqrt(0.45)), rel=1e-12)
-    assert epsilon(block, later, gauss(0.7)) == pytest.approx(exact(math.sqrt(0.45), 0.7), rel=1e-12)
+    assert epsilon(block, later, gauss(0.7)) == pytest.approx(
+        exact(math.sqrt(0.45), 0.7), rel=1e-12
+    )
 
 
 def test_one_part_is_sequential_composition():
@@ -80,14 +82,22 @@ def test_one_part_is_sequential_composition():
 
 def test_repeating_a_partition_repeats_each_of_its_parts():
     block = Parallel({"a": [gauss(0.3)], "b": [gauss(0.1)]}, "p")
-    assert epsilon(Repeat(block, 4)) == epsilon(*[block] * 4) == pytest.approx(exact(0.6), rel=1e-12)
+    assert (
+        epsilon(Repeat(block, 4)) == epsilon(*[block] * 4) == pytest.approx(exact(0.6), rel=1e-12)
+    )
 
 
 def test_a_second_permutation_composes_sequentially():
     """A record that lies in the cheap part of one partition may lie in the dear part of the other."""
-    first, second = ({"a": [gauss(big)], "b": [gauss(small)]} for big, small in ((0.3, 0.1), (0.1, 0.3)))
-    assert epsilon(Parallel(first, "p"), Parallel(second, "p")) == pytest.approx(exact(0.3, 0.1), rel=1e-12)
-    assert epsilon(Parallel(first, "p"), Parallel(second, "r")) == pytest.approx(exact(0.3, 0.3), rel=1e-12)
+    first, second = (
+        {"a": [gauss(big)], "b": [gauss(small)]} for big, small in ((0.3, 0.1), (0.1, 0.3))
+    )
+    assert epsilon(Parallel(first, "p"), Parallel(second, "p")) == pytest.approx(
+        exact(0.3, 0.1), rel=1e-12
+    )
+    assert epsilon(Parallel(first, "p"), Parallel(second, "r")) == pytest.approx(
+        exact(0.3, 0.3), rel=1e-12
+    )
 
 
 def test_parts_of_sampled_events_cost_the_pointwise_largest_curve():
@@ -177,9 +187,9 @@ def test_a_million_equal_events_are_one_entry():
     assert len(ledger) == 10**6
     assert list(ledger.entries()) == [("", "", PoissonGaussian(1.0, 0.001), 10**6)]
     assert len(ledger.to_json()) == 1
-    assert ledger.epsilon(DELTA, ADD_REMOVE) == Ledger([Repeat(PoissonGaussian(1.0, 0.001), 10**6)]).epsilon(
-        DELTA, ADD_REMOVE
-    )
+    assert ledger.epsilon(DELTA, ADD_REMOVE) == Ledger(
+        [Repeat(PoissonGaussian(1.0, 0.001), 10**6)]
+    ).epsilon(DELTA, ADD_REMOVE)
 
 
 # -- conversion -------------------------------------------------------------------------------------------------------
@@ -197,16 +207,24 @@ def test_methods_agree_with_theory_on_their_order():
 def test_a_method_that_does_not_apply_is_refused():
     ledger = Ledger([PoissonGaussian(1.0, 0.1)])
     for method in ("gdp", "zcdp"):
-        with pytest.raises(ValueError, match=rf"method must be 'best' or 'rdp' for sampled events \(got '{method}'\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"method must be 'best' or 'rdp' for sampled events \(got '{method}'\)",
+        ):
             ledger.epsilon(DELTA, REPLACE_ONE, method)
-    with pytest.raises(ValueError, match=r"method must be one of best, gdp, rdp, zcdp, pure, pld \(got 'prv'\)"):
+    with pytest.raises(
+        ValueError, match=r"method must be one of best, gdp, rdp, zcdp, pure, pld \(got 'prv'\)"
+    ):
         ledger.epsilon(DELTA, REPLACE_ONE, "prv")
 
 
 @pytest.mark.parametrize(
     ("delta", "message"),
     [
-        (0.0, r"delta must be > 0 \(got 0.0\): Gaussian\("),  # what has an answer there: test_pure_budgets.py
+        (
+            0.0,
+            r"delta must be > 0 \(got 0.0\): Gaussian\(",
+        ),  # what has an answer there: test_pure_budgets.py
         (1.0, r"delta must be in \[0, 1\) \(got 1.0\)"),
         (-1e-5, r"delta must be >= 0 \(got -1e-05\)"),
         (math.nan, r"delta must be >= 0 \(got nan\)"),
@@ -225,7 +243,9 @@ def test_epsilon_falls_with_delta_and_delta_inverts_it(history, delta, factor):
     ledger = Ledger(Repeat(event, times) for event, times in history)
     at_delta = ledger.epsilon(delta, REPLACE_ONE)
     assert ledger.epsilon(min(0.9, delta * factor), REPLACE_ONE) <= at_delta
-    slack = 1.05 if ledger.evaluate(delta, REPLACE_ONE).method == "pld" else 1 + 1e-9  # the grids differ a little
+    slack = (
+        1.05 if ledger.evaluate(delta, REPLACE_ONE).method == "pld" else 1 + 1e-9
+    )  # the grids differ a little
     if at_delta < math.inf:
         assert ledger.delta(at_delta, REPLACE_ONE) <= delta * slack
     assert ledger.delta(0.0, REPLACE_ONE) >= ledger.delta(1.0, REPLACE_ONE) >= 0.0
@@ -275,7 +295,9 @@ def test_a_failure_is_taken_off_delta():
         assert got >= expected * (1 - 1e-12)
 
 
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 100), st.floats(1e-300, 1, exclude_max=True))
+@given(
+    st.floats(0, 1, exclude_max=True), st.integers(1, 100), st.floats(1e-300, 1, exclude_max=True)
+)
 def test_a_delta_within_the_failure_is_never_enough(failure, count, delta):
     ledger = Ledger([Repeat(gauss(0.3, failure), count)])
     for target in (delta, failure):
@@ -294,14 +316,18 @@ def test_the_failure_is_rounded_up():
 
 def test_parts_fail_like_the_worst_of_them_and_releases_like_all_of_them():
     worst = Parallel({"a": [gauss(0.3, 1e-3)], "b": [gauss(0.3, 2e-3)]}, "p")
-    assert epsilon(worst, delta=0.01) == pytest.approx(epsilon(gauss(0.3, 2e-3), delta=0.01), rel=1e-12)
+    assert epsilon(worst, delta=0.01) == pytest.approx(
+        epsilon(gauss(0.3, 2e-3), delta=0.01), rel=1e-12
+    )
     both = Ledger([gauss(0.3, 1e-3), gauss(0.3, 2e-3)])
     assert both.delta(1e3, REPLACE_ONE) == pytest.approx(1 - 0.999 * 0.998, rel=1e-9)
 
 
 def test_a_failure_enters_delta_at_every_epsilon():
     ledger = Ledger([gauss(1.0, 0.01)])
-    assert ledger.delta(1.0, REPLACE_ONE) == pytest.approx(0.01 + 0.99 * gaussian_delta(1.0, 1.0), rel=1e-9)
+    assert ledger.delta(1.0, REPLACE_ONE) == pytest.approx(
+        0.01 + 0.99 * gaussian_delta(1.0, 1.0), rel=1e-9
+    )
 
 
 # -- adjacency --------------------------------------------------------------------------------------------------------
@@ -310,7 +336,11 @@ def test_a_failure_enters_delta_at_every_epsilon():
 def test_an_adjacency_error_leaves_the_ledger_unchanged_and_usable():
     ledger = Ledger([clipped_gaussian(2.0)])
     before, spent = ledger.digest(), ledger.epsilon(DELTA, ADD_REMOVE)
-    for extra in (WORGaussian(1.0, 1, 10), Gaussian(1.0, {REPLACE_ONE: 1.0}), Parallel({"0": [NonPrivate()]}, "p")):
+    for extra in (
+        WORGaussian(1.0, 1, 10),
+        Gaussian(1.0, {REPLACE_ONE: 1.0}),
+        Parallel({"0": [NonPrivate()]}, "p"),
+    ):
         with pytest.raises(AdjacencyError):
             ledger.evaluate(DELTA, ADD_REMOVE, extra=extra)
         assert (ledger.digest(), ledger.epsilon(DELTA, ADD_REMOVE)) == (before, spent)
@@ -374,7 +404,10 @@ def test_the_digest_tells_every_difference():
 
 
 def test_a_ledger_includes_another_if_no_count_is_smaller():
-    small, large = [gauss(0.3), Parallel({"0": [gauss(0.1)]}, "p")], [Repeat(gauss(0.3), 2), NonPrivate()]
+    small, large = (
+        [gauss(0.3), Parallel({"0": [gauss(0.1)]}, "p")],
+        [Repeat(gauss(0.3), 2), NonPrivate()],
+    )
     both = Ledger([*small, *large])
     for part in (Ledger(), Ledger(small), Ledger(large), both):
         assert both.includes(part)

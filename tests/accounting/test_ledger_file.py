@@ -105,7 +105,9 @@ def test_the_adjacency_and_unit_of_a_file_are_kept(path):
     for other in ({"adjacency": "replace_one"}, {"unit": "user"}):
         with pytest.raises(ValueError, match="ledger file must be for"):
             Accountant(ledger_path=path, **other)
-    Accountant(ledger_path=path, adjacency=ADD_REMOVE).close()  # a refused one has let go of the lock
+    Accountant(
+        ledger_path=path, adjacency=ADD_REMOVE
+    ).close()  # a refused one has let go of the lock
 
 
 def test_a_file_counts_against_the_budget(path):
@@ -257,7 +259,9 @@ def test_an_older_copy_is_refused_also_where_it_went_on_by_itself(path, behind):
     newest = mark_of(path).read_bytes()
     path.write_bytes(copy)
     assert "replaced by an older copy" in refused(path)
-    mark_of(path).write_bytes(mark)  # put back together they are not told from the newest, elsewhere for instance
+    mark_of(path).write_bytes(
+        mark
+    )  # put back together they are not told from the newest, elsewhere for instance
     charged(path, *[STEP] * 9)
     mark_of(path).write_bytes(newest)
     assert "replaced by an older copy or another ledger" in refused(path)
@@ -285,7 +289,9 @@ def test_a_crash_between_the_line_and_its_mark_blocks_nothing(path):
     assert "was cut" in refused(path)  # the mark was moved when the file was opened
 
 
-@pytest.mark.parametrize("content", [b"x" * 256, b"[" * 256, b"{}", b'{"run": "", "events": 1, "releases": 0}'])
+@pytest.mark.parametrize(
+    "content", [b"x" * 256, b"[" * 256, b"{}", b'{"run": "", "events": 1, "releases": 0}']
+)
 def test_a_damaged_mark_is_refused_and_an_empty_one_is_none(path, content):
     charged(path, STEP)
     mark_of(path).write_bytes(content)
@@ -302,7 +308,9 @@ def test_the_mark_is_moved_after_the_disk_and_before_authorize_returns(path, mon
     sync, write = os.fsync, ledger_file.HighWater.write
     monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: (events.append("disk"), sync(fd))[1])
     monkeypatch.setattr(
-        ledger_file.HighWater, "write", lambda mark, place: (events.append(f"mark {place[1]}"), write(mark, place))[1]
+        ledger_file.HighWater,
+        "write",
+        lambda mark, place: (events.append(f"mark {place[1]}"), write(mark, place))[1],
     )
     accountant.authorize(STEP, 3)
     accountant.authorize(STEP)
@@ -340,7 +348,9 @@ def test_lines_nested_without_end_are_refused(path):
         assert "is damaged or altered" in refused(path)
 
 
-def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_authorized_before_it(path, monkeypatch):
+def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_authorized_before_it(
+    path, monkeypatch
+):
     """A crash leaves a beginning of the file. Complete lines are all there, and a torn one counts as well."""
     monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
     content = written(path)
@@ -378,7 +388,9 @@ def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, ma
     again.authorize(STEP)
 
 
-@pytest.mark.parametrize("content", [b"notes of mine", b'{"columns": {}}', b"\0\0", b'{"config" : '])
+@pytest.mark.parametrize(
+    "content", [b"notes of mine", b'{"columns": {}}', b"\0\0", b'{"config" : ']
+)
 def test_a_line_that_no_ledger_wrote_is_left_as_it_is(path, content):
     """A file of somebody's own, named by mistake, whose only line has no end, is no torn ledger."""
     path.write_bytes(content)
@@ -404,7 +416,9 @@ def test_a_damaged_line_is_refused(path, number):
     charged(path, STEP, STEP, WHOLE)
     rows = path.read_bytes().splitlines(keepends=True)
     for damaged in (
-        rows[number].replace(b'"count": 1', b'"count": 0').replace(b'"unit": "example"', b'"unit": "user"'),
+        rows[number]
+        .replace(b'"count": 1', b'"count": 0')
+        .replace(b'"unit": "example"', b'"unit": "user"'),
         rows[number].replace(b"p", b"q", 1),
         b"\n",
         b"[]\n",
@@ -472,9 +486,13 @@ def test_a_checkpoint_ahead_of_the_file_is_written_to_it(path):
     target.close()
     again = Accountant(ledger_path=path)
     stored = again.state_dict()
-    assert stored["config"].pop("brought") == 6  # the file is not that of the run, see Journal.continue_from
+    assert (
+        stored["config"].pop("brought") == 6
+    )  # the file is not that of the run, see Journal.continue_from
     known = source.state_dict()
-    assert {key: stored[key] for key in known if key != "digest"} == {k: v for k, v in known.items() if k != "digest"}
+    assert {key: stored[key] for key in known if key != "digest"} == {
+        k: v for k, v in known.items() if k != "digest"
+    }
     again.authorize(STEP)
     again.close()
     assert len(Accountant(ledger_path=path)) == 7

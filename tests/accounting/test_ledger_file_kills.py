@@ -20,7 +20,9 @@ from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 DIM = 8
 BYTES = 4 * DIM
 
@@ -30,13 +32,17 @@ def run(folder: Path, steps: int) -> None:
     accountant = Accountant(ledger_path=folder / "ledger")
     weight = torch.nn.Parameter(torch.zeros(1, DIM))
     oracle = Clipped(1.0, 1.0, 1)
-    ours = dp.PrivateOptimizer([weight], 1.0, oracle=oracle, rule=SGD(), design=dp.Full(1), accountant=accountant)
+    ours = dp.PrivateOptimizer(
+        [weight], 1.0, oracle=oracle, rule=SGD(), design=dp.Full(1), accountant=accountant
+    )
     if (folder / "checkpoint").exists():
         ours.load_state_dict(torch.load(folder / "checkpoint", weights_only=True))
     out = os.open(folder / "releases", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     loader = ours.loader(torch.utils.data.TensorDataset(torch.zeros(1, DIM)), steps=steps)
     for number, (x,) in enumerate(loader):
-        weight.grad_sample = x[:, None]  # no backward: torch refuses it in the child of a process that compiled
+        weight.grad_sample = x[
+            :, None
+        ]  # no backward: torch refuses it in the child of a process that compiled
         ours.step()
         os.write(out, weight.grad.numpy().tobytes())  # one system call: all of it or nothing
         if number == steps // 2:

@@ -145,7 +145,9 @@ def test_a_state_that_loses_a_charge_replaces_nothing(path, always, monkeypatch)
     written(path)
     content = path.read_bytes()
     whole = Book.to_row
-    monkeypatch.setattr(Book, "to_row", lambda book: whole(book) | {"ledger": whole(book)["ledger"][1:]})
+    monkeypatch.setattr(
+        Book, "to_row", lambda book: whole(book) | {"ledger": whole(book)["ledger"][1:]}
+    )
     assert len(Accountant(ledger_path=path)) == CHARGES
     assert path.read_bytes() == content
 
@@ -253,7 +255,10 @@ def test_a_crash_at_any_point_leaves_the_old_or_the_new(path, always, monkeypatc
         again = Accountant(ledger_path=path)
         assert image(again) == image(before)
         again.close()
-        assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.mark"]  # what the crash has left is gone
+        assert sorted(os.listdir(path.parent)) == [
+            path.name,
+            f"{path.name}.mark",
+        ]  # what the crash has left is gone
         if code == 0:
             break
     assert code == 0, "the child never finished"
@@ -275,10 +280,14 @@ def test_where_no_new_file_can_be_made_the_old_one_goes_on(path, always, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folders = ledger_file.sync_folder
-    monkeypatch.setattr(ledger_file, "sync_folder", lambda path: None if failing == "fsync" else folders(path))
+    monkeypatch.setattr(
+        ledger_file, "sync_folder", lambda path: None if failing == "fsync" else folders(path)
+    )
     with monkeypatch.context() as broken:
         broken.setattr(ledger_file.os, failing, fail)
-        broken.setattr(ledger_file.HighWater, "write", lambda self, place, safe=False: None)  # needs no room
+        broken.setattr(
+            ledger_file.HighWater, "write", lambda self, place, safe=False: None
+        )  # needs no room
         again = Accountant(ledger_path=path)
     assert calls
     assert path.read_bytes() == content
@@ -368,7 +377,9 @@ def test_no_charge_is_lost_between_writers(path, always):
     assert len(accountant) == 4 * each * 3
 
 
-def test_a_file_that_lost_its_name_before_it_was_locked_is_not_the_ledger(path, always, monkeypatch):
+def test_a_file_that_lost_its_name_before_it_was_locked_is_not_the_ledger(
+    path, always, monkeypatch
+):
     """Another process makes the file short between the opening and the locking."""
     locks, shorten = [], []
     lock = ledger_file._lock

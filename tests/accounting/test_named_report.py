@@ -57,7 +57,12 @@ def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: boo
         for text in (str(plain), plain.markdown(), str(plain.figures)):
             assert unit in text
             assert "patient" not in text
-        for text in (str(named), named.markdown(), str(named.figures), named.json().replace(f'"unit": "{unit}"', "")):
+        for text in (
+            str(named),
+            named.markdown(),
+            str(named.figures),
+            named.json().replace(f'"unit": "{unit}"', ""),
+        ):
             assert "patient" in text
             assert not UNIT.search(text), UNIT.search(text)
         assert len(named.sections) == len(plain.sections)
@@ -84,9 +89,14 @@ def test_figures_and_unit_are_the_same() -> None:
 
 
 def test_a_row_is_not_said_to_be_a_person() -> None:
-    flat = " ".join(str(statement("example", "add_remove", DESIGNS[0]).named("patient", **ONE_ROW)).split())
+    flat = " ".join(
+        str(statement("example", "add_remove", DESIGNS[0]).named("patient", **ONE_ROW)).split()
+    )
     assert "for one patient (add_remove), if each patient has one row." in flat
-    assert "One patient is one row of the training data. With several rows, a patient is not protected" in flat
+    assert (
+        "One patient is one row of the training data. With several rows, a patient is not protected"
+        in flat
+    )
     assert "One record per patient." in flat
     assert "One patient is all rows with its id" in " ".join(
         str(statement("user", "add_remove", DESIGNS[0]).named("patient")).split()
@@ -95,9 +105,14 @@ def test_a_row_is_not_said_to_be_a_person() -> None:
 
 def test_a_row_gets_a_name_by_ids_or_by_a_promise(tmp_path: Path) -> None:
     """One row is one patient because somebody says so, which every page says first, or because ids were looked at."""
-    rows, users = statement("example", "replace_one", DESIGNS[1]), statement("user", "replace_one", DESIGNS[1])
+    rows, users = (
+        statement("example", "replace_one", DESIGNS[1]),
+        statement("user", "replace_one", DESIGNS[1]),
+    )
     for why in ({}, {"one_row_per_unit": True, "by_ids": True}):
-        with pytest.raises(ValueError, match="one_row_per_unit must be True if each unit has one row"):
+        with pytest.raises(
+            ValueError, match="one_row_per_unit must be True if each unit has one row"
+        ):
             rows.named("patient", **why)
     for why in ({"one_row_per_unit": True}, {"by_ids": True}):
         with pytest.raises(ValueError, match="one_row_per_unit and by_ids must be left out"):
@@ -109,12 +124,22 @@ def test_a_row_gets_a_name_by_ids_or_by_a_promise(tmp_path: Path) -> None:
         assert "if each patient" not in said
         assert "ll rows of a patient carry its id, and no other does" in " ".join(said.split())
     assert "of several rows with its id, the others were left out" in " ".join(str(kept).split())
-    assert kept.named("ward", **ONE_ROW) == rows.named("ward", **ONE_ROW) != kept.named("ward", by_ids=True)
+    assert (
+        kept.named("ward", **ONE_ROW)
+        == rows.named("ward", **ONE_ROW)
+        != kept.named("ward", by_ids=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "several"),
-    [("patient", "patients"), ("company", "companies"), ("day", "days"), ("bus", "buses"), ("branch", "branches")],
+    [
+        ("patient", "patients"),
+        ("company", "companies"),
+        ("day", "days"),
+        ("bus", "buses"),
+        ("branch", "branches"),
+    ],
 )
 def test_several_units_have_a_name(name: str, several: str) -> None:
     report = dp.Accountant().report(1e-5)
@@ -159,7 +184,9 @@ def test_promises_are_on_the_card_once() -> None:
     assert "Ids are right." in held
     assert f"  assumes: {promise}" in str(said.figures)
     assert set(plain.figures.assumptions) < set(said.figures.assumptions)
-    assert said.named("patient", **ONE_ROW) == plain.named("patient", **ONE_ROW).promising(promise, "ids are right")
+    assert said.named("patient", **ONE_ROW) == plain.named("patient", **ONE_ROW).promising(
+        promise, "ids are right"
+    )
 
 
 @pytest.mark.parametrize("bad", ["", " . ", "a\nb", 3, None])
@@ -173,7 +200,9 @@ def test_a_cap_on_users_says_users() -> None:
     model = LogisticRegression(n=100, bound_x=1.5, classes=(False, True))
     said = model.fit(X, X[:, 0] > 0.5, groups=np.arange(400) % 100).report()
     assert "There are no more than n_max = 200 users." in " ".join(str(said).split())
-    assert "There are no more than n_max = 200 patients." in " ".join(str(said.named("patient")).split())
+    assert "There are no more than n_max = 200 patients." in " ".join(
+        str(said.named("patient")).split()
+    )
 
 
 def test_the_page_on_promises_says_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:

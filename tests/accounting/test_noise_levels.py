@@ -34,7 +34,10 @@ CASES = [
 
 
 def noises(event, number=90, factor=3.0):
-    return [replace(event, noise_multiplier=event.noise_multiplier * factor ** (k / number)) for k in range(number)]
+    return [
+        replace(event, noise_multiplier=event.noise_multiplier * factor ** (k / number))
+        for k in range(number)
+    ]
 
 
 def profiles(event, adjacency, noise):
@@ -45,13 +48,20 @@ def profiles(event, adjacency, noise):
     elif adjacency == "replace_one":
         pair = [(1 - event.q, 0.0), (event.q, 1.0)], [(1 - event.q, 0.0), (event.q, -1.0)]
     else:
-        pair = [(float(binom.pmf(j, event.k, event.q)), float(j)) for j in range(event.k + 1)], [(1.0, 0.0)]
+        pair = (
+            [(float(binom.pmf(j, event.k, event.q)), float(j)) for j in range(event.k + 1)],
+            [(1.0, 0.0)],
+        )
 
     def density(x, terms):
         return sum(weight * norm.pdf(x, mean, noise) for weight, mean in terms)
 
     def stick(t, first, second):
-        x = np.linspace(-1 - 12 * noise, event.k + 1 + 12 * noise if hasattr(event, "k") else 2 + 12 * noise, 40001)
+        x = np.linspace(
+            -1 - 12 * noise,
+            event.k + 1 + 12 * noise if hasattr(event, "k") else 2 + 12 * noise,
+            40001,
+        )
         return trapezoid(np.maximum(density(x, first) - t * density(x, second), 0), x)
 
     return lambda t: (stick(t, *pair), stick(t, *pair[::-1]))
@@ -59,7 +69,9 @@ def profiles(event, adjacency, noise):
 
 def share(spread, noise, lower, upper):
     def area(z):
-        return quad(lambda x: math.exp(spread**2 / 2 * (upper**-2 - x * x)), 1 / upper, 1 / z, epsrel=1e-12)[0]
+        return quad(
+            lambda x: math.exp(spread**2 / 2 * (upper**-2 - x * x)), 1 / upper, 1 / z, epsrel=1e-12
+        )[0]
 
     return area(noise) / area(lower)
 
@@ -93,7 +105,10 @@ def test_many_noises_cost_no_less_than_each_by_itself(event, adjacency, count):
     rows = np.array([cost_of(each, adjacency, 1).rdp for each in events])
     ours, exact = ledger.cost(adjacency, 1).rdp, count * rows.sum(axis=0)
     assert np.all(ours >= exact * (1 - 1e-12))
-    assert ours[np.searchsorted(orders_at(1), 2.0)] <= exact[np.searchsorted(orders_at(1), 2.0)] * 1.005
+    assert (
+        ours[np.searchsorted(orders_at(1), 2.0)]
+        <= exact[np.searchsorted(orders_at(1), 2.0)] * 1.005
+    )
     assert len(ledger.cost(adjacency, 1).rdp) == rows.shape[1]
 
 
@@ -119,7 +134,12 @@ def test_neither_order_nor_questions_change_what_many_noises_cost():
     at_once = Ledger(Repeat(event, 2) for event in events)
     one_by_one = Ledger([*events, *events[::-1]])
     found = [ledger.epsilon(1e-5, "add_remove") for ledger in (asked, at_once, one_by_one)]
-    assert found[0] == found[1] == found[2] == Ledger.from_json(asked.to_json()).epsilon(1e-5, "add_remove")
+    assert (
+        found[0]
+        == found[1]
+        == found[2]
+        == Ledger.from_json(asked.to_json()).epsilon(1e-5, "add_remove")
+    )
 
 
 def test_a_question_about_one_noise_more_is_answered_as_if_it_were_charged():
@@ -138,14 +158,17 @@ def test_a_question_about_one_noise_more_is_answered_as_if_it_were_charged():
 
 
 @pytest.mark.parametrize(
-    ("event", "adjacency"), [(WORGaussian(1.0, 2, 9), "add_remove"), (PoissonGaussian(1.0, 0.1, 2), "replace_one")]
+    ("event", "adjacency"),
+    [(WORGaussian(1.0, 2, 9), "add_remove"), (PoissonGaussian(1.0, 0.1, 2), "replace_one")],
 )
 def test_many_noises_have_no_guarantee_that_one_has_not(event, adjacency):
     with pytest.raises(AdjacencyError):
         Ledger(noises(event, 70)).cost(adjacency)
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.3, 1.0, 2.0 ** (5 / 64), math.nextafter(2.0 ** (5 / 64), 0), 1e3, 1e10])
+@pytest.mark.parametrize(
+    "noise", [0.01, 0.3, 1.0, 2.0 ** (5 / 64), math.nextafter(2.0 ** (5 / 64), 0), 1e3, 1e10]
+)
 @pytest.mark.parametrize("spread", [0.5, 1.0, 3.0])
 def test_shares_are_rounded_up(noise, spread):
     levels = noise_levels.Levels("add_remove", 0)
@@ -165,7 +188,9 @@ def plan(number=70):
 
 def test_what_was_declared_is_admitted_as_often_and_no_more():
     events = plan()
-    budget = Budget(2.0, 1e-5, adjacency="add_remove", schedule=tuple((event, 1) for event in events))
+    budget = Budget(
+        2.0, 1e-5, adjacency="add_remove", schedule=tuple((event, 1) for event in events)
+    )
     accountant, run = Accountant(budget), make_filter(budget)
     for event in events:
         assert run.admits_next(accountant.ledger, event, 1)

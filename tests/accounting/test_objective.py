@@ -17,7 +17,9 @@ REG, NOISE = 0.88, 6.0
 @pytest.mark.parametrize("monotone", [True, False])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_a_curve_holds_its_formula_at_every_order(monotone, adjacency):
-    curve = objective_curve(NOISE, REG, 1.0, 0.25, monotone=monotone, mu_out=0.01, adjacency=adjacency)
+    curve = objective_curve(
+        NOISE, REG, 1.0, 0.25, monotone=monotone, mu_out=0.01, adjacency=adjacency
+    )
     for order, value in list(zip(curve.orders, curve.values, strict=True))[::37]:
         if monotone:
             exact = objpert_rdp_dominating(order, NOISE, REG, 1.0, 0.25, adjacency)
@@ -34,7 +36,10 @@ def test_a_curve_holds_its_formula_at_every_order(monotone, adjacency):
 def test_a_curve_is_nearly_as_good_alone_and_better_in_company():
     curve = objective_curve(NOISE, REG, 1.0, 0.25, monotone=True)
     naive = [objpert_rdp_monotone(order, NOISE, REG, 1.0, 0.25) for order in curve.orders]
-    assert all(value <= worse * (1 + 1e-12) + 1e-11 for value, worse in zip(curve.values, naive, strict=True))
+    assert all(
+        value <= worse * (1 + 1e-12) + 1e-11
+        for value, worse in zip(curve.values, naive, strict=True)
+    )
     alone = rdp_epsilon(curve.orders, curve.values, 1e-6).epsilon
     delta = amp_delta_monotone(alone, NOISE, REG, 1.0, 0.25, 0.0)
     assert 1e-7 < delta <= 1e-6  # a curve of divergences loses a part of delta

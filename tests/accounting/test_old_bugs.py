@@ -62,7 +62,9 @@ def figures(delta: float, *history: tuple[float, float, int]) -> dict[str, float
 def test_orders_beyond_63_leave_no_floor_under_epsilon():
     """Opacus #670, #233: orders stop at 63, so that no epsilon is below 0.1 at delta 1e-5."""
     with pytest.warns(UserWarning, match="Optimal order is the largest alpha"):
-        assert after(RDPAccountant, (30.0, 0.01, 1)).get_epsilon(DELTA) == pytest.approx(0.103, abs=5e-4)
+        assert after(RDPAccountant, (30.0, 0.01, 1)).get_epsilon(DELTA) == pytest.approx(
+            0.103, abs=5e-4
+        )
     found = figures(DELTA, (30.0, 0.01, 1))  # a warning would be an error here
     assert 5e-4 < found["pld"] < found["rdp"] <= 6.57e-4
     assert found["best"] <= found["rdp"]
@@ -108,7 +110,9 @@ def test_calibrated_noise_never_passes_the_target():
 def test_no_epsilon_is_negative(delta, theirs):
     """The conversion of Renyi divergences can pass 0."""
     with unwarned():
-        assert after(RDPAccountant, (100.0, 1e-4, 1)).get_epsilon(delta) == pytest.approx(theirs, rel=1e-2)
+        assert after(RDPAccountant, (100.0, 1e-4, 1)).get_epsilon(delta) == pytest.approx(
+            theirs, rel=1e-2
+        )
     assert set(figures(delta, (100.0, 1e-4, 1)).values()) == {0.0}
 
 
@@ -136,7 +140,9 @@ def test_orders_beyond_1030_are_finite():
         last = theirs.get_epsilon(DELTA, alphas=[1029])
     for order in (1029, 1031):  # each is read at the next order of our grid, within 2 %
         assert last * (1 - 1e-9) <= ours.get_epsilon(DELTA, alphas=[order]) < 1.2 * last
-    assert last < ours.get_epsilon(DELTA, alphas=[2.0**14]) < 2.0**14 / (2 * 10.0**2)  # that of the unsampled release
+    assert (
+        last < ours.get_epsilon(DELTA, alphas=[2.0**14]) < 2.0**14 / (2 * 10.0**2)
+    )  # that of the unsampled release
 
 
 def test_a_rate_above_one_is_named():
@@ -181,14 +187,20 @@ def test_large_epsilons_are_finite_and_take_no_more_points_than_small_ones(monke
     pld._kept.cache_clear()
     with monkeypatch.context() as patch:
         for module in (pld_compose, pld_powers):
-            patch.setattr(module, "transform_size", lambda n: sizes.append(size := transform_size(n)) or size)
+            patch.setattr(
+                module, "transform_size", lambda n: sizes.append(size := transform_size(n)) or size
+            )
         assert figures(DELTA, large)["pld"] == pytest.approx(506.19, rel=1e-3)
         assert 0 < sum(sizes) < 2**22
         sizes.clear()
         query = {"design": Poisson(1, 10), "steps": 1000, "adjacency": ADD_REMOVE, "method": "pld"}
         assert 0.3013 < noise_multiplier(500.0, DELTA, rtol=1e-2, **query) < 0.3014 * 1.01
         assert 0 < sum(sizes) < points  # a whole calibration, and one query of theirs
-    for delta, history in ((DELTA, (0.01, 0.5, 1)), (0.99, (1.0, 0.01, 1)), (1e-10, (1.0, 0.2, 10))):
+    for delta, history in (
+        (DELTA, (0.01, 0.5, 1)),
+        (0.99, (1.0, 0.01, 1)),
+        (1e-10, (1.0, 0.2, 10)),
+    ):
         assert all(0 <= epsilon < 1e5 for epsilon in figures(delta, history).values())
 
 
@@ -223,7 +235,9 @@ def test_nothing_released_is_nothing_spent():
 def test_no_figure_is_below_that_of_the_loss_distribution():
     """Opacus #643: "gdp" is a central limit, and 6 % below the truth here."""
     history = (3.0, 0.2, 50)
-    assert after(GaussianAccountant, history).get_epsilon(1 / 48000) == pytest.approx(1.838, abs=1e-3)
+    assert after(GaussianAccountant, history).get_epsilon(1 / 48000) == pytest.approx(
+        1.838, abs=1e-3
+    )
     assert after(PRVAccountant, history).get_epsilon(1 / 48000) == pytest.approx(1.971, abs=1e-3)
     found = figures(1 / 48000, history)
     assert 1.9605 <= found["pld"] <= 1.971
@@ -238,7 +252,11 @@ def test_a_changed_noise_needs_one_new_curve_and_not_all(monkeypatch):
     computed = []
     with monkeypatch.context() as patch, unwarned():
         module = opacus.accountants.rdp.privacy_analysis
-        patch.setattr(module, "compute_rdp", lambda **given: computed.append(given) or np.square(given["orders"]))
+        patch.setattr(
+            module,
+            "compute_rdp",
+            lambda **given: computed.append(given) or np.square(given["orders"]),
+        )
         theirs = after(RDPAccountant, *history)
         for _ in range(2):
             theirs.get_epsilon(DELTA)

@@ -34,7 +34,9 @@ DELTA = 1e-5
 FALSE_ALARM = 1e-6
 
 
-def trained(accountant: str, loader: DataLoader, **keywords: object) -> tuple[PrivacyEngine, DataLoader]:
+def trained(
+    accountant: str, loader: DataLoader, **keywords: object
+) -> tuple[PrivacyEngine, DataLoader]:
     """Returns an Opacus engine after one epoch with noise multiplier 1, and the loader that it made."""
     engine, model = PrivacyEngine(accountant=accountant), nn.Linear(1, 1)
     model, optimizer, made = engine.make_private(
@@ -80,7 +82,12 @@ def test_a_loaded_state_is_not_shared_with_the_caller():
 @pytest.mark.slow
 def test_an_epoch_has_no_step_too_few():
     """Opacus: `int(epochs / sample_rate)` is 92 for a rate of 1 / 93, and the noise is too small for 93 steps."""
-    setting = {"target_epsilon": 1.0, "target_delta": DELTA, "sample_rate": 1 / 93, "epsilon_tolerance": 1e-9}
+    setting = {
+        "target_epsilon": 1.0,
+        "target_delta": DELTA,
+        "sample_rate": 1 / 93,
+        "epsilon_tolerance": 1e-9,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # at too much noise the largest order is the best
         theirs = get_noise_multiplier(epochs=1, accountant="rdp", **setting)
@@ -103,7 +110,9 @@ def test_fixed_batches_are_not_accounted_as_poisson_ones():
     data = TensorDataset(torch.zeros(60000, 1))
     engine, _ = trained("rdp", DataLoader(data, batch_size=256), poisson_sampling=False)
     assert engine.accountant.history == [(1.0, 1 / 235, 235)]
-    assert engine.get_epsilon(DELTA) == pytest.approx(0.926, rel=2e-3)  # 0.393 if they were Poisson batches
+    assert engine.get_epsilon(DELTA) == pytest.approx(
+        0.926, rel=2e-3
+    )  # 0.393 if they were Poisson batches
 
     bound, _ = trained("dpsco", DataLoader(data, batch_size=256), poisson_sampling=False)
     assert bound.accountant.sampling == "verified"
@@ -112,9 +121,13 @@ def test_fixed_batches_are_not_accounted_as_poisson_ones():
     # each step counts as an unsampled one where nobody says that a pass was made, and one pass as one if somebody does
     assert bound.get_epsilon(DELTA) > 200
     query = {"delta": DELTA, "steps": 235, "adjacency": REPLACE_ONE}
-    assert design_epsilon(1.0, design=Shuffled(256, 60000), **query) == pytest.approx(9.997, rel=1e-3)
+    assert design_epsilon(1.0, design=Shuffled(256, 60000), **query) == pytest.approx(
+        9.997, rel=1e-3
+    )
     assert 5.03 <= design_epsilon(1.0, design=Fixed(256, 60000), method="pld", **query) <= 5.1435
-    assert design_epsilon(1.0, design=Poisson(256, 60000), method="pld", **query) == pytest.approx(0.530, rel=1e-3)
+    assert design_epsilon(1.0, design=Poisson(256, 60000), method="pld", **query) == pytest.approx(
+        0.530, rel=1e-3
+    )
     with pytest.raises(UnknownSamplerError, match="SequentialSampler"):
         identify(DataLoader(data, batch_size=256))
 
@@ -126,10 +139,14 @@ def test_weighted_samplers_are_refused():
     loader = DataLoader(data, batch_size=16, sampler=WeightedRandomSampler(weights, 64))
     engine, made = trained("rdp", loader, poisson_sampling=False)
     assert isinstance(made.sampler, WeightedRandomSampler)
-    assert engine.accountant.history == [(1.0, 0.25, 4)]  # each of the 8 is in a batch with probability 0.88
+    assert engine.accountant.history == [
+        (1.0, 0.25, 4)
+    ]  # each of the 8 is in a batch with probability 0.88
     _, made = trained("rdp", loader)
     with_weight = sum(int((x < 8).sum()) for _ in range(20) for (x,) in made)
-    assert with_weight < 0.3 * sum(len(x) for _ in range(20) for (x,) in made)  # 8 of 64, and not all
+    assert with_weight < 0.3 * sum(
+        len(x) for _ in range(20) for (x,) in made
+    )  # 8 of 64, and not all
 
     for believe in (identify, Accountant().bind):
         with pytest.raises(UnknownSamplerError, match="WeightedRandomSampler"):
@@ -157,7 +174,9 @@ def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_ar
     fixed = [rng.choice(n, size, replace=False) for _ in range(draws)]
     cyclic = [(rng.integers(n) + np.arange(rng.binomial(n, size / n))) % n for _ in range(draws)]
     with pytest.warns(UtilityWarning, match="repeatable"):
-        ours = [indices for _, indices in PoissonSampler(Poisson(size, n), steps=draws, seed=1).draws()]
+        ours = [
+            indices for _, indices in PoissonSampler(Poisson(size, n), steps=draws, seed=1).draws()
+        ]
     assert min(subsets_p_value(batches, n, size / n) for batches in (binomial, ours)) > FALSE_ALARM
     assert max(subsets_p_value(batches, n, size / n) for batches in (fixed, cyclic)) < FALSE_ALARM
 
@@ -170,7 +189,9 @@ def test_fixed_batches_with_little_noise_cost_a_tenth_of_the_published_bound():
     assert 299 < judge.get_epsilon(DELTA) < 301
     ours = Accountant(adjacency=REPLACE_ONE)
     ours.record(WORGaussian(0.6, 256, 60000), 235)
-    assert 23.37 <= ours.get_epsilon(DELTA, method="pld") <= 23.84  # between a fixed pair and an earlier figure
+    assert (
+        23.37 <= ours.get_epsilon(DELTA, method="pld") <= 23.84
+    )  # between a fixed pair and an earlier figure
     assert ours.get_epsilon(DELTA, method="rdp") == pytest.approx(28.6, rel=1e-2)
     assert ours.get_epsilon(DELTA) < math.ceil(28.72)
     assert clipped_gaussian(0.6).sensitivity(REPLACE_ONE) == 2.0  # what the noise is relative to

@@ -71,7 +71,9 @@ def test_calibration_by_opacus_never_needs_more_noise_than_its_own_accountant_an
         warnings.simplefilter("ignore")  # theirs: the best order is the last
         theirs = get_noise_multiplier(target_epsilon=1.0, accountant="rdp", **setting)
     assert ours <= theirs + 1e-3
-    small = get_noise_multiplier(target_epsilon=0.05, accountant="dpsco", **(setting | {"epsilon_tolerance": 1e-5}))
+    small = get_noise_multiplier(
+        target_epsilon=0.05, accountant="dpsco", **(setting | {"epsilon_tolerance": 1e-5})
+    )
     assert small <= 20.4  # theirs: "too low"
 
 
@@ -79,7 +81,9 @@ def test_checkpoints_of_opacus_hold_the_whole_ledger(tmp_path):
     script, other = Script(), Script()
     script.steps(6)
     script.accountant.record(WHOLE, 2)
-    script.engine.save_checkpoint(path=tmp_path / "c", module=script.model, optimizer=script.optimizer)
+    script.engine.save_checkpoint(
+        path=tmp_path / "c", module=script.model, optimizer=script.optimizer
+    )
     other.engine.load_checkpoint(path=tmp_path / "c", module=other.model, optimizer=other.optimizer)
     assert image(other.accountant) == image(script.accountant)
     other.steps(1)
@@ -189,14 +193,20 @@ def test_steps_with_one_key_share_a_counter_and_tensors_are_read_each_time():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"sample_rate": 1.5}, {"sample_rate": -0.1}, {"noise_multiplier": -1.0}, {"noise_multiplier": None}],
+    [
+        {"sample_rate": 1.5},
+        {"sample_rate": -0.1},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": None},
+    ],
 )
 def test_a_bad_step_is_refused_and_charges_nothing(bad):
     accountant = Accountant()
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     before = image(accountant)
     with pytest.raises(
-        ValueError, match=next(iter(bad)) if "noise_multiplier" in bad else "(q|sample_rate) must be in"
+        ValueError,
+        match=next(iter(bad)) if "noise_multiplier" in bad else "(q|sample_rate) must be in",
     ):
         accountant.step(**({"noise_multiplier": 1.0, "sample_rate": 0.1} | bad))
     assert image(accountant) == before
@@ -240,7 +250,9 @@ def test_alphas_are_the_renyi_orders_that_are_used():
 @pytest.mark.parametrize("foreign", [RDPAccountant, PRVAccountant, GaussianAccountant])
 def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the one of Gaussian accounting warns of itself, for good reason
+        warnings.simplefilter(
+            "ignore"
+        )  # the one of Gaussian accounting warns of itself, for good reason
         theirs = foreign()
     for _ in range(7):
         theirs.step(noise_multiplier=1.0, sample_rate=0.1)
@@ -259,5 +271,7 @@ def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     with pytest.raises(ValueError, match="history must be in the state"):
         Accountant().load_state_dict({"mechanism": "rdp"}, import_foreign=True)
     with pytest.raises(ValueError, match=r"(q|sample_rate) must be in"):
-        Accountant().load_state_dict({"mechanism": "rdp", "history": [(1.0, 4.0, 1)]}, import_foreign=True)
+        Accountant().load_state_dict(
+            {"mechanism": "rdp", "history": [(1.0, 4.0, 1)]}, import_foreign=True
+        )
     assert image(ours) == before

@@ -34,7 +34,10 @@ def test_a_refused_step_leaves_no_gradient():
         script.backward(x)
         with pytest.raises(BudgetExceeded):
             script.optimizer.step()
-        assert all(p.grad is None and p.grad_sample is None and p.summed_grad is None for p in script.optimizer.params)
+        assert all(
+            p.grad is None and p.grad_sample is None and p.summed_grad is None
+            for p in script.optimizer.params
+        )
         assert image(accountant) == before
     after = script.model.state_dict()
     assert all(torch.equal(after[name], weights[name]) for name in weights)
@@ -51,7 +54,10 @@ def test_a_refused_logical_batch_leaves_none_of_its_parts():
             script.optimizer.zero_grad()
     with pytest.raises(BudgetExceeded):
         script.optimizer.step()
-    assert all(p.grad is None and p.grad_sample is None and p.summed_grad is None for p in script.optimizer.params)
+    assert all(
+        p.grad is None and p.grad_sample is None and p.summed_grad is None
+        for p in script.optimizer.params
+    )
     assert len(script.accountant) == 0
 
 
@@ -68,7 +74,10 @@ def test_accumulated_batches_are_a_mixture_and_not_a_larger_rate():
     for start in (0, 16):
         script.backward(x[start : start + 16])
     script.optimizer.step()  # told once
-    assert entries(script.accountant) == [(PoissonGaussian(1.0, 0.25, 3), 1), (PoissonGaussian(1.0, 0.25, 2), 1)]
+    assert entries(script.accountant) == [
+        (PoissonGaussian(1.0, 0.25, 3), 1),
+        (PoissonGaussian(1.0, 0.25, 2), 1),
+    ]
     epsilon = Accountant(adjacency=ADD_REMOVE)
     epsilon.record(PoissonGaussian(1.0, 0.25, 3))
     larger_rate = Accountant(adjacency=ADD_REMOVE)
@@ -128,7 +137,12 @@ def test_a_bound_loader_corrects_a_smaller_rate():
     script.steps(2)
     script.accountant.step(noise_multiplier=1.0, sample_rate=0.001)
     script.accountant.step(noise_multiplier=1.0, sample_rate=0.5)
-    assert script.accountant.history == [(2.0, 0.001, 1), (2.0, 0.25, 1), (1.0, 0.25, 3), (1.0, 0.5, 1)]
+    assert script.accountant.history == [
+        (2.0, 0.001, 1),
+        (2.0, 0.25, 1),
+        (1.0, 0.25, 3),
+        (1.0, 0.5, 1),
+    ]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -179,7 +193,9 @@ def test_thirty_equal_batches_look_fixed_size():
     with pytest.warns(UserWarning, match="batches look fixed-size: 30 steps in a row had 16 rows"):
         script.steps(1)
     assert script.accountant.suspicious_sampling
-    assert any("SUSPICIOUS SAMPLING" in line for line in script.accountant.report(DELTA).assumptions)
+    assert any(
+        "SUSPICIOUS SAMPLING" in line for line in script.accountant.report(DELTA).assumptions
+    )
     resumed = Accountant()
     resumed.load_state_dict(script.accountant.state_dict())
     assert resumed.suspicious_sampling
@@ -193,7 +209,10 @@ def test_poisson_batches_small_ones_and_physical_parts_raise_no_suspicion():
     small.steps(200)
     physical = Script(poisson_sampling=False)
     for _ in range(40):
-        for more in (True, False):  # the last part is of 8 rows in every batch, and says nothing about the whole
+        for more in (
+            True,
+            False,
+        ):  # the last part is of 8 rows in every batch, and says nothing about the whole
             physical.optimizer.signal_skip_step(more)
             physical.backward(DATA.tensors[0][:8])
             physical.optimizer.step()

@@ -33,13 +33,19 @@ def designs(draw: st.DrawFn) -> dp.Parts:
     for _ in range(draw(st.integers(1, 4))):
         n = draw(st.integers(1, 30))
         batch = draw(st.integers(1, n))
-        design = draw(st.sampled_from([dp.Full(n), dp.Poisson(batch, n), dp.Fixed(batch, n), dp.Disjoint(batch, n)]))
+        design = draw(
+            st.sampled_from(
+                [dp.Full(n), dp.Poisson(batch, n), dp.Fixed(batch, n), dp.Disjoint(batch, n)]
+            )
+        )
         most = design.steps_per_epoch if isinstance(design, dp.Disjoint) else 5
         parts.append((design, draw(st.integers(1, most))))
     return dp.Parts(tuple(parts), sum(design.n for design, _ in parts) + draw(st.integers(0, 5)))
 
 
-def spent(design: dp.Parts, bases: list[Any], start: int, stop: int, partition: str = "p") -> Ledger:
+def spent(
+    design: dp.Parts, bases: list[Any], start: int, stop: int, partition: str = "p"
+) -> Ledger:
     """Returns the ledger of the draws start..stop - 1, charged one by one as a loader names them."""
     ledger, k = Ledger(), 0
     for part, (own, draws) in enumerate(design.parts):
@@ -53,7 +59,9 @@ def spent(design: dp.Parts, bases: list[Any], start: int, stop: int, partition: 
 
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
-def test_the_plan_of_any_first_draws_is_what_the_ledger_then_holds(design: dp.Parts, data: st.DataObject) -> None:
+def test_the_plan_of_any_first_draws_is_what_the_ledger_then_holds(
+    design: dp.Parts, data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, design.steps_per_epoch))
     ledger = spent(design, [BASE] * len(design.parts), 0, k)
     planned = epsilon(design.event(BASE, k))
@@ -63,7 +71,9 @@ def test_the_plan_of_any_first_draws_is_what_the_ledger_then_holds(design: dp.Pa
 
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
-def test_what_is_spent_and_what_is_ahead_are_together_the_whole(design: dp.Parts, data: st.DataObject) -> None:
+def test_what_is_spent_and_what_is_ahead_are_together_the_whole(
+    design: dp.Parts, data: st.DataObject
+) -> None:
     noises = [data.draw(st.sampled_from([1.0, 2.0, 8.0])) for _ in design.parts]
     bases = [clipped_gaussian(noise) for noise in noises]
     last = design.steps_per_epoch
@@ -79,10 +89,16 @@ def test_what_is_spent_and_what_is_ahead_are_together_the_whole(design: dp.Parts
 
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
-def test_the_whole_costs_what_the_costliest_part_costs(design: dp.Parts, data: st.DataObject) -> None:
+def test_the_whole_costs_what_the_costliest_part_costs(
+    design: dp.Parts, data: st.DataObject
+) -> None:
     bases = [clipped_gaussian(data.draw(st.sampled_from([1.0, 2.0, 8.0]))) for _ in design.parts]
-    own = [epsilon(d.event(base, draws)) for (d, draws), base in zip(design.parts, bases, strict=True)]
-    assert epsilon(design.between(0, design.steps_per_epoch, bases)) == pytest.approx(max(own), rel=2e-2)
+    own = [
+        epsilon(d.event(base, draws)) for (d, draws), base in zip(design.parts, bases, strict=True)
+    ]
+    assert epsilon(design.between(0, design.steps_per_epoch, bases)) == pytest.approx(
+        max(own), rel=2e-2
+    )
     assert epsilon(design.between(0, design.steps_per_epoch, bases)) >= max(own) * (1 - 1e-9)
 
 
@@ -119,7 +135,12 @@ def test_parts_cut_by_position_refuse_add_remove(design: dp.Parts) -> None:
 def test_draws_lie_in_their_parts() -> None:
     design = dp.Parts(((dp.Full(50), 3), (dp.Disjoint(5, 25), 4), (dp.Poisson(2, 5), 1)), n=100)
     assert [design.part_of(k) for k in range(8)] == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert (design.steps_per_epoch, design.batch_size, design.one_pass, design.positional) == (8, 50, True, True)
+    assert (design.steps_per_epoch, design.batch_size, design.one_pass, design.positional) == (
+        8,
+        50,
+        True,
+        True,
+    )
     with pytest.raises(ValueError, match=r"draw must be < 8 \(got 8\)"):
         design.part_of(8)
 
@@ -180,7 +201,9 @@ def test_records_are_assigned_to_parts_under_every_adjacency(adjacency: str) -> 
         ledger.add(design.draw_event(BASE, Draw(5, "parts/x", "1", 1 + k)))
     assert ledger.epsilon(DELTA, adjacency) == pytest.approx(max(0.1, trained), rel=1e-9)
     planned = design.between(0, 5, [Pure(2.0, ADJACENCIES), BASE])
-    assert epsilon(planned, adjacency) == pytest.approx(max(2.0, trained), rel=1e-4)  # pure: delta is to spare
+    assert epsilon(planned, adjacency) == pytest.approx(
+        max(2.0, trained), rel=1e-4
+    )  # pure: delta is to spare
     assert (design.draws_left(0), design.draws_left(1), design.draws_left(4)) == (1, 4, 1)
     by_position = dp.Parts(design.parts, 26)
     if adjacency == "add_remove":
@@ -189,16 +212,21 @@ def test_records_are_assigned_to_parts_under_every_adjacency(adjacency: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("parts", "n"), [(((dp.Full(6), 1),), 7), (((dp.Full(6), 1), (dp.Fixed(2, 20), 3)), 26), ((), 1)]
+    ("parts", "n"),
+    [(((dp.Full(6), 1),), 7), (((dp.Full(6), 1), (dp.Fixed(2, 20), 3)), 26), ((), 1)],
 )
-def test_assigned_parts_are_of_all_records_and_of_designs_without_positions(parts: Any, n: int) -> None:
+def test_assigned_parts_are_of_all_records_and_of_designs_without_positions(
+    parts: Any, n: int
+) -> None:
     with pytest.raises(ValueError, match="parts must"):
         AssignedParts(parts, n)
 
 
 def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> None:
     base = Gaussian(4.0, {"zero_out": 1.0})
-    ledger = Ledger([dp.Assigned(6, 26, amplification=False).draw_event(base, Draw(3, "assigned/x/5", "0"))])
+    ledger = Ledger(
+        [dp.Assigned(6, 26, amplification=False).draw_event(base, Draw(3, "assigned/x/5", "0"))]
+    )
     assert ledger.epsilon(DELTA, "zero_out") > 0
     for adjacency in ("add_remove", "replace_one"):
         with pytest.raises(AdjacencyError):
@@ -217,7 +245,9 @@ def test_assigned_sizes_are_checked(batch_size: Any, n: Any) -> None:
         dp.Assigned(batch_size, n)
 
 
-@pytest.mark.parametrize("design", [dp.Assigned(2, 5), dp.Parts(((dp.Full(3), 2), (dp.Poisson(1, 2), 1)), 5)])
+@pytest.mark.parametrize(
+    "design", [dp.Assigned(2, 5), dp.Parts(((dp.Full(3), 2), (dp.Poisson(1, 2), 1)), 5)]
+)
 def test_designs_are_values(design: Any) -> None:
     assert design == dataclasses.replace(design)
     assert hash(design) == hash(dataclasses.replace(design))
@@ -233,7 +263,11 @@ def test_only_a_part_within_another_one_adds_nothing() -> None:
     """What the accountant admits without a look at epsilon leaves the cost bit for bit."""
     a, b = (Gaussian(sigma, {REPLACE_ONE: 1.0, ZERO_OUT: 1.0}) for sigma in (2.0, 3.0))
     ledger = Ledger([Parallel({"0": [a, a, b]}, "p"), Parallel({"1": [a]}, "p")])
-    nothing = [Parallel({"1": [a]}, "p"), Parallel({"2": [a, b]}, "p"), Parallel({"1": [a], "2": [b]}, "p")]
+    nothing = [
+        Parallel({"1": [a]}, "p"),
+        Parallel({"2": [a, b]}, "p"),
+        Parallel({"1": [a], "2": [b]}, "p"),
+    ]
     something = [
         Parallel({"0": [b]}, "p"),
         Parallel({"1": [a, a]}, "p"),
@@ -247,7 +281,9 @@ def test_only_a_part_within_another_one_adds_nothing() -> None:
     assert all(ledger.adds_nothing(event) for event in nothing)
     assert not any(ledger.adds_nothing(event) for event in something)
     for event in nothing:
-        assert ledger.evaluate(1e-5, REPLACE_ONE, extra=event).epsilon == ledger.epsilon(1e-5, REPLACE_ONE)
+        assert ledger.evaluate(1e-5, REPLACE_ONE, extra=event).epsilon == ledger.epsilon(
+            1e-5, REPLACE_ONE
+        )
     with pytest.raises(ValueError, match="must be cut in one way"):
         ledger.adds_nothing(Parallel({"1": [a]}, "p", "keyed", key_public=True))
 

@@ -172,7 +172,12 @@ def test_a_phase_is_not_opened_in_a_generator() -> None:
         await anext(stream())
 
     helper = contextlib.contextmanager(batches)
-    for attempt in (lambda: next(batches()), lambda: next(stacked()), helper().__enter__, lambda: asyncio.run(first())):
+    for attempt in (
+        lambda: next(batches()),
+        lambda: next(stacked()),
+        helper().__enter__,
+        lambda: asyncio.run(first()),
+    ):
         with pytest.raises(SequenceError, match="must not be opened in a generator"):
             attempt()
         accountant.authorize(Pure(0.5))

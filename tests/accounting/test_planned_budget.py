@@ -55,10 +55,15 @@ def test_an_event_chosen_by_the_last_output_passes_the_target():
     before = image(accountant)
     assert not accountant.admits(failing)
     assert accountant.max_steps(failing) == 0
-    with pytest.raises(PrivacyError, match=r"planned before the first release .* accountant\.declare\(event, steps\)"):
+    with pytest.raises(
+        PrivacyError,
+        match=r"planned before the first release .* accountant\.declare\(event, steps\)",
+    ):
         accountant.authorize(failing)
     assert image(accountant) == before
-    accountant.authorize(second)  # unsampled Gaussian noise may be chosen: the filter of mode "gdp" costs nothing
+    accountant.authorize(
+        second
+    )  # unsampled Gaussian noise may be chosen: the filter of mode "gdp" costs nothing
     with pytest.raises(BudgetExceeded, match="failure probability"):
         accountant.authorize(failing)
 
@@ -66,7 +71,9 @@ def test_an_event_chosen_by_the_last_output_passes_the_target():
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", [PoissonGaussian(2.0, 0.02), QUIET, FIXED, Pure(0.01), gaussian(0.01)])
+@pytest.mark.parametrize(
+    "other", [PoissonGaussian(2.0, 0.02), QUIET, FIXED, Pure(0.01), gaussian(0.01)]
+)
 def test_another_event_than_the_first_is_refused_and_changes_nothing(other):
     accountant = Accountant(BUDGET)
     accountant.authorize(STEP, 3)
@@ -79,7 +86,11 @@ def test_another_event_than_the_first_is_refused_and_changes_nothing(other):
 
 
 def test_without_a_planned_budget_nothing_need_be_planned():
-    for budget in (None, Budget(1.0, DELTA, mode="rdp", orders=40), Budget(1.0, DELTA, mode="rdp-mixture")):
+    for budget in (
+        None,
+        Budget(1.0, DELTA, mode="rdp", orders=40),
+        Budget(1.0, DELTA, mode="rdp-mixture"),
+    ):
         accountant = Accountant(budget)
         for event in (STEP, QUIET, gaussian(0.01)):
             accountant.authorize(event)
@@ -95,7 +106,11 @@ def test_an_optimizer_of_another_plan_cannot_be_built_on_a_charged_accountant():
 
     def build(noise: float) -> dp.ClippedSGD:
         plan = dp.ClippedSGD.plan(
-            lr=0.1, clip=1.0, noise_multiplier=noise, sampling=dp.Poisson(8, 800), adjacency=ADD_REMOVE
+            lr=0.1,
+            clip=1.0,
+            noise_multiplier=noise,
+            sampling=dp.Poisson(8, 800),
+            adjacency=ADD_REMOVE,
         )
         return dp.ClippedSGD(torch.nn.Linear(2, 1).parameters(), plan, accountant=accountant)
 
@@ -289,12 +304,19 @@ def test_whatever_is_charged_is_within_one_set_of_events_that_fits(declared, req
         return
     plan = accountant._plan()
     base = {
-        event: n for (name, _), events in accountant.ledger.counts().items() if not name for event, n in events.items()
+        event: n
+        for (name, _), events in accountant.ledger.counts().items()
+        if not name
+        for event, n in events.items()
     }
     room = Ledger(plan.fixed)
     for event, times in base.items():
         planned = sum(
-            n for (name, _), events in room.counts().items() if not name for e, n in events.items() if e == event
+            n
+            for (name, _), events in room.counts().items()
+            if not name
+            for e, n in events.items()
+            if e == event
         )
         assert times <= planned or (plan.open is not None and event in Ledger([plan.open]).distinct)
     reserved = plan.reserved(accountant.ledger, requests[0][0], 0)
@@ -402,5 +424,7 @@ def test_a_ledger_without_a_plan_goes_on_with_its_only_event_or_not_at_all():
 
 
 def test_a_plan_is_the_same_after_a_round_trip():
-    plan = PlannedEvents.closing([(parts("planned", gaussian(0.1), gaussian(math.pi / 9)), 2), (STEP, None)], STEP, 1)
+    plan = PlannedEvents.closing(
+        [(parts("planned", gaussian(0.1), gaussian(math.pi / 9)), 2), (STEP, None)], STEP, 1
+    )
     assert PlannedEvents.from_row(plan.to_row()) == plan

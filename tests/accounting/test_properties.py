@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+)
 from torch_dpsco.accounting.events import (
     Event,
     Laplace,
@@ -53,7 +59,9 @@ def powers(low: float, high: float) -> st.SearchStrategy[float]:
 noises, rates, deltas = powers(-0.2, 0.8), powers(-4.0, -0.3), powers(-9.0, -2.0)
 steps = powers(0.0, 2.5).map(int)
 poisson = st.builds(PoissonGaussian, noises, rates)
-fixed = st.builds(lambda noise, size: WORGaussian(2 * noise, size, 2000), noises, st.integers(1, 200))
+fixed = st.builds(
+    lambda noise, size: WORGaussian(2 * noise, size, 2000), noises, st.integers(1, 200)
+)
 plain = st.builds(clipped_gaussian, powers(0.3, 1.5))
 laplace = st.builds(lambda scale: Laplace(scale, SENS), powers(0.0, 1.5))
 pure = st.builds(Pure, powers(-2.0, 0.0))
@@ -61,7 +69,9 @@ methods = st.sampled_from(sorted(SLACK))
 runs = st.lists(st.tuples(st.one_of(poisson, fixed, plain), steps), min_size=1, max_size=3)
 
 
-def epsilon(events: list[tuple[Event, int]], delta: float, adjacency: Adjacency, method: str = "best") -> float:
+def epsilon(
+    events: list[tuple[Event, int]], delta: float, adjacency: Adjacency, method: str = "best"
+) -> float:
     accountant = Accountant(adjacency=adjacency)
     for event, count in events:
         accountant.authorize(event, count)
@@ -78,8 +88,16 @@ def test_what_is_said_to_be_tested_elsewhere_is(place):
 
 
 @settings(max_examples=20)
-@given(st.data(), st.sampled_from(["noise", "steps", "rate", "size"]), powers(0.05, 0.6), methods, deltas)
-def test_less_noise_more_steps_and_larger_samples_never_cost_less(data, changed, factor, method, delta):
+@given(
+    st.data(),
+    st.sampled_from(["noise", "steps", "rate", "size"]),
+    powers(0.05, 0.6),
+    methods,
+    deltas,
+)
+def test_less_noise_more_steps_and_larger_samples_never_cost_less(
+    data, changed, factor, method, delta
+):
     """Each on a ledger that also holds another release."""
     adjacency = data.draw(st.sampled_from([ZERO_OUT, REPLACE_ONE]))
     noise, rate, count, other = (data.draw(some) for some in (noises, rates, steps, plain))
@@ -102,7 +120,9 @@ def test_less_noise_more_steps_and_larger_samples_never_cost_less(data, changed,
 @given(runs, deltas, powers(0.01, 2.0), st.sampled_from([ZERO_OUT, REPLACE_ONE]))
 def test_loss_distributions_cost_less_at_larger_deltas(run, delta, factor, adjacency):
     """The other methods: `ELSEWHERE`."""
-    at_delta, at_larger = (epsilon(run, min(d, 0.5), adjacency, "pld") for d in (delta, delta * factor))
+    at_delta, at_larger = (
+        epsilon(run, min(d, 0.5), adjacency, "pld") for d in (delta, delta * factor)
+    )
     assert at_larger <= at_delta * (1 + GRID)
 
 
@@ -110,7 +130,10 @@ def test_loss_distributions_cost_less_at_larger_deltas(run, delta, factor, adjac
 
 
 @settings(max_examples=12)
-@given(st.lists(st.tuples(st.one_of(poisson, fixed, plain, pure), steps), min_size=1, max_size=3), deltas)
+@given(
+    st.lists(st.tuples(st.one_of(poisson, fixed, plain, pure), steps), min_size=1, max_size=3),
+    deltas,
+)
 def test_loss_distributions_are_below_renyi_bounds_and_the_best_below_all(run, delta):
     for adjacency in (ZERO_OUT, REPLACE_ONE):
         found = {method: epsilon(run, delta, adjacency, method) for method in SLACK}
@@ -120,7 +143,12 @@ def test_loss_distributions_are_below_renyi_bounds_and_the_best_below_all(run, d
 
 
 @settings(max_examples=12)
-@given(st.lists(st.tuples(st.one_of(plain, laplace, pure), st.integers(1, 30)), min_size=1, max_size=3), deltas)
+@given(
+    st.lists(
+        st.tuples(st.one_of(plain, laplace, pure), st.integers(1, 30)), min_size=1, max_size=3
+    ),
+    deltas,
+)
 def test_renyi_bounds_are_below_those_of_zcdp_where_there_is_one(run, delta):
     """The best order of zCDP is optimal among all, that of Renyi among those of a grid: at most 0.1 % apart."""
     for adjacency in ADJACENCIES:
@@ -131,9 +159,15 @@ def test_renyi_bounds_are_below_those_of_zcdp_where_there_is_one(run, delta):
 
 @pytest.mark.slow
 @settings(max_examples=10)
-@given(st.lists(st.tuples(st.one_of(poisson, plain, laplace), steps), min_size=1, max_size=3), deltas, methods)
+@given(
+    st.lists(st.tuples(st.one_of(poisson, plain, laplace), steps), min_size=1, max_size=3),
+    deltas,
+    methods,
+)
 def test_replacing_a_record_costs_at_least_as_much_as_removing_or_zeroing_it(run, delta, method):
-    removed, zeroed, replaced = (epsilon(run, delta, adjacency, method) for adjacency in ADJACENCIES)
+    removed, zeroed, replaced = (
+        epsilon(run, delta, adjacency, method) for adjacency in ADJACENCIES
+    )
     assert zeroed == removed
     assert removed <= replaced * (1 + SLACK[method])
 
@@ -143,21 +177,30 @@ def test_replacing_a_record_costs_at_least_as_much_as_removing_or_zeroing_it(run
 def test_fixed_batches_cost_the_same_for_a_record_zeroed_or_replaced_and_more_than_poisson_ones(
     event, count, delta, method
 ):
-    zeroed, replaced = (epsilon([(event, count)], delta, adjacency, method) for adjacency in (ZERO_OUT, REPLACE_ONE))
+    zeroed, replaced = (
+        epsilon([(event, count)], delta, adjacency, method) for adjacency in (ZERO_OUT, REPLACE_ONE)
+    )
     assert zeroed == replaced
     sampled = PoissonGaussian(event.noise_multiplier, event.batch_size / event.dataset_size)
     assert epsilon([(sampled, count)], delta, REPLACE_ONE, method) <= replaced * (1 + SLACK[method])
 
 
 @settings(max_examples=30)
-@given(powers(-0.5, 2.0), st.integers(1, 1000), deltas, st.sampled_from(["best", "rdp", "pld", "gdp", "zcdp"]))
+@given(
+    powers(-0.5, 2.0),
+    st.integers(1, 1000),
+    deltas,
+    st.sampled_from(["best", "rdp", "pld", "gdp", "zcdp"]),
+)
 def test_poisson_sampling_at_rate_one_is_the_gaussian(noise, count, delta, method):
     for adjacency in ADJACENCIES:
         sampled, whole = PoissonGaussian(noise, 1.0), clipped_gaussian(noise)
         at_rate_one = epsilon([(sampled, count)], delta, adjacency, method)
         assert at_rate_one == epsilon([(whole, count)], delta, adjacency, method)
         mixed = epsilon([(sampled, count), (whole, count)], delta, adjacency, method)
-        assert mixed == pytest.approx(epsilon([(whole, 2 * count)], delta, adjacency, method), rel=1e-9)
+        assert mixed == pytest.approx(
+            epsilon([(whole, 2 * count)], delta, adjacency, method), rel=1e-9
+        )
 
 
 # -- composition ------------------------------------------------------------------------------------------------------
@@ -182,7 +225,9 @@ def test_one_part_costs_what_its_events_cost_in_sequence(run, delta, method, adj
     assert alone == pytest.approx(epsilon(run, delta, adjacency, method), rel=1e-12)
     # another part that costs no more changes nothing, and neither does an empty one
     less = [Repeat(event, count - 1) for event, count in run]
-    both = Parallel({"only": [Repeat(event, count) for event, count in run], "less": less, "none": []}, "p")
+    both = Parallel(
+        {"only": [Repeat(event, count) for event, count in run], "less": less, "none": []}, "p"
+    )
     assert epsilon([(both, 1)], delta, adjacency, method) == pytest.approx(alone, rel=GRID)
 
 
@@ -208,7 +253,10 @@ def test_the_odometer_is_never_below_the_epsilon_of_parameters_fixed_in_advance(
 
 
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.one_of(poisson, fixed, plain, laplace, pure), steps), max_size=4), st.integers(0, 4))
+@given(
+    st.lists(st.tuples(st.one_of(poisson, fixed, plain, laplace, pure), steps), max_size=4),
+    st.integers(0, 4),
+)
 def test_a_ledger_read_from_its_own_words_gives_the_same_bits(run, cut):
     """A state taken at any time and resumed, and the rows of the ledger; more of this: `ELSEWHERE`."""
     whole, first, second = (Accountant(adjacency=REPLACE_ONE) for _ in range(3))

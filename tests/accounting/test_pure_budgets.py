@@ -35,7 +35,16 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import OneRelease, Run, group_guarantee
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.stated import (
+    GDP,
+    ZCDP,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    KNorm,
+    Pure,
+    RDPCurve,
+)
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, PrivacyError
 
 BOTH = ["planned", "pure"]
@@ -74,7 +83,9 @@ PURE: list[tuple[Event, float]] = [
 names = st.sampled_from(["a", "b", "c"])
 epsilons = st.one_of(st.floats(0.0, 2.0), st.sampled_from([0.1, 0.2, 0.3, 1 / 3, 1e-300]))
 # (partition, part, epsilon, count); the empty partition is the whole data set
-charges = st.lists(st.tuples(st.sampled_from(["", "p", "q"]), names, epsilons, st.integers(0, 10**6)), max_size=8)
+charges = st.lists(
+    st.tuples(st.sampled_from(["", "p", "q"]), names, epsilons, st.integers(0, 10**6)), max_size=8
+)
 
 
 def placed(partition: str, part: str, event: Event) -> Event:
@@ -126,7 +137,9 @@ def test_what_has_no_pure_epsilon_is_named(event):
     ledger = Ledger([Pure(0.1), event, Pure(0.2)])
     with pytest.raises(InfeasibleError) as caught:
         ledger.epsilon(0.0, REPLACE_ONE)
-    assert str(caught.value).startswith(f"delta must be > 0 (got 0.0): {event} has no finite pure epsilon")
+    assert str(caught.value).startswith(
+        f"delta must be > 0 (got 0.0): {event} has no finite pure epsilon"
+    )
     assert "give delta > 0" in str(caught.value)
     assert isinstance(caught.value, ValueError)
     assert ledger.pure(REPLACE_ONE) == math.inf
@@ -140,8 +153,12 @@ def test_a_ledger_of_pure_events_costs_the_plain_sum_rounded_once(rows):
         ledger.add(placed(partition, part, Pure(epsilon)), count)
     exact = plain_sum([row for row in rows if row[3]])
     assert ledger.epsilon(0.0, REPLACE_ONE) == float(exact)
-    assert ledger.epsilon(0.0, REPLACE_ONE) == pytest.approx(ledger.cost(REPLACE_ONE).pure, rel=1e-12)
-    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))).epsilon(0.0, REPLACE_ONE) == float(exact)
+    assert ledger.epsilon(0.0, REPLACE_ONE) == pytest.approx(
+        ledger.cost(REPLACE_ONE).pure, rel=1e-12
+    )
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))).epsilon(
+        0.0, REPLACE_ONE
+    ) == float(exact)
     assert ledger.delta(float(exact) * (1 + 1e-12), REPLACE_ONE) == 0.0
 
 
@@ -156,7 +173,9 @@ def test_a_sum_of_pure_epsilons_has_no_rounding_of_its_own():
 def test_no_other_method_answers_at_delta_0(method):
     accountant = Accountant()
     accountant.authorize(Pure(0.5))
-    with pytest.raises(ValueError, match=rf"method must be 'best' or 'pure' at delta=0 \(got '{method}'\)"):
+    with pytest.raises(
+        ValueError, match=rf"method must be 'best' or 'pure' at delta=0 \(got '{method}'\)"
+    ):
         accountant.get_epsilon(0.0, method=method)
     with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
         accountant.get_epsilon(0.0, alphas=[2.0])
@@ -180,7 +199,9 @@ def test_a_gaussian_among_pure_events_leaves_questions_at_a_delta_above_0_only()
 
 def test_at_delta_0_the_largest_part_counts():
     parts = Parallel({"a": [Pure(0.5), Pure(0.25)], "b": [Pure(0.5)]}, "p")
-    ledger = Ledger([Pure(1.0), parts, Parallel({"b": [Pure(0.5)]}, "p"), Parallel({"x": [Pure(2.0)]}, "q")])
+    ledger = Ledger(
+        [Pure(1.0), parts, Parallel({"b": [Pure(0.5)]}, "p"), Parallel({"x": [Pure(2.0)]}, "q")]
+    )
     assert ledger.epsilon(0.0, REPLACE_ONE) == 1.0 + 1.0 + 2.0
     assert ledger.evaluate(0.0, ZERO_OUT, extra=parts, count=2).epsilon == 1.0 + 2.25 + 2.0
     with pytest.raises(AdjacencyError, match="parts cut by position have no add_remove guarantee"):
@@ -225,20 +246,27 @@ def test_a_replaced_record_costs_one_removed_and_one_added_at_delta_0():
 @pytest.mark.parametrize("mode", ["gdp", "zcdp", "rdp", "rdp-mixture"])
 def test_a_mode_that_converts_divergences_needs_a_delta(mode):
     orders = {"orders": 8.0} if mode == "rdp" else {}
-    with pytest.raises(ValueError, match=rf"delta must be > 0 in mode '{mode}' \(got 0.0\); .*'pure'"):
+    with pytest.raises(
+        ValueError, match=rf"delta must be > 0 in mode '{mode}' \(got 0.0\); .*'pure'"
+    ):
         Budget(1.0, 0.0, mode=mode, **orders)
 
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_no_part_of_delta_0_can_be_set_aside(mode):
-    with pytest.raises(ValueError, match=rf"failure must not be given in mode '{mode}' \(got 1e-09\)"):
+    with pytest.raises(
+        ValueError, match=rf"failure must not be given in mode '{mode}' \(got 1e-09\)"
+    ):
         Budget(1.0, 0.0, mode=mode, failure=1e-9)
 
 
 def test_a_pure_budget_is_a_value():
     budget = Budget(1.0, -0.0)
     assert budget == Budget(1, 0) == Budget(torch.ones(()), torch.zeros(()))
-    assert repr(budget) == "Budget(epsilon=1.0, delta=0.0, adjacency='replace_one', unit='example', mode='planned')"
+    assert (
+        repr(budget)
+        == "Budget(epsilon=1.0, delta=0.0, adjacency='replace_one', unit='example', mode='planned')"
+    )
     assert (budget.adaptive, Budget(1.0, 0.0, mode="pure").adaptive) == (False, True)
     with pytest.raises(ValueError, match=r"delta must be 0 in mode 'pure' \(got 1e-05\)"):
         Budget(1.0, 1e-5, mode="pure")
@@ -286,7 +314,9 @@ def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place(mode):
 
 
 @pytest.mark.parametrize("mode", BOTH)
-@pytest.mark.parametrize(("target", "parts"), [(0.3, (0.1, 0.2)), (0.6, (0.2, 0.4)), (0.7, (0.15, 0.55))])
+@pytest.mark.parametrize(
+    ("target", "parts"), [(0.3, (0.1, 0.2)), (0.6, (0.2, 0.4)), (0.7, (0.15, 0.55))]
+)
 def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mode):
     accountant = Accountant(Budget(target, 0.0, mode=mode))
     for part in parts:
@@ -298,7 +328,9 @@ def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mo
     assert report.epsilon == target
     run = Run("Sgd", Full(100), KNorm(0.1, 3), 1, 1, True)
     assert make_statement(report, run).warnings == ()
-    assert accountant.get_epsilon(1e-5, method="pure") > target  # at another delta the figure as it is
+    assert (
+        accountant.get_epsilon(1e-5, method="pure") > target
+    )  # at another delta the figure as it is
 
 
 @pytest.mark.parametrize("mode", BOTH)
@@ -308,14 +340,19 @@ def test_a_budget_at_delta_0_admits_exactly_what_fits(mode, target, rows):
     accountant, taken = Accountant(Budget(target, 0.0, mode=mode)), []
     limit = Fraction(target) * (1 + SLACK)
     for partition, part, epsilon, count in rows:
-        event, asked = placed(partition, part, Pure(epsilon)), plain_sum([*taken, (partition, part, epsilon, count)])
+        event, asked = (
+            placed(partition, part, Pure(epsilon)),
+            plain_sum([*taken, (partition, part, epsilon, count)]),
+        )
         try:
             accountant.authorize(event, count)
         except BudgetExceeded:
             assert asked > Fraction(target)
         else:
             taken.append((partition, part, epsilon, count))
-            assert asked <= limit * (1 + Fraction(1, 2**52))  # the sum and the limit are rounded to floats
+            assert asked <= limit * (
+                1 + Fraction(1, 2**52)
+            )  # the sum and the limit are rounded to floats
     assert accountant.get_epsilon(0.0) <= target
 
 
@@ -338,9 +375,14 @@ def test_a_pure_schedule_is_decided_as_a_whole():
     accountant.authorize(Pure(0.1), 5)
     assert "declared steps" in refusal(accountant, Pure(0.1))
     assert accountant.report().epsilon == 1.0
-    with pytest.raises(BudgetExceeded, match=r"epsilon to 1\.1, past the budget of 1 .*declare fewer steps"):
+    with pytest.raises(
+        BudgetExceeded, match=r"epsilon to 1\.1, past the budget of 1 .*declare fewer steps"
+    ):
         Accountant(Budget(1.0, 0.0, schedule=[(Pure(0.1), 11)]))
-    with pytest.raises(BudgetExceeded, match=r"epsilon to inf.*has no finite pure epsilon \(delta = 0 has no Gaussian"):
+    with pytest.raises(
+        BudgetExceeded,
+        match=r"epsilon to inf.*has no finite pure epsilon \(delta = 0 has no Gaussian",
+    ):
         Accountant(Budget(1.0, 0.0, schedule=[(Pure(0.1), 1), (GAUSSIAN, 1)]))
     open_plan = Accountant(Budget(1.0, 0.0, schedule=()))
     open_plan.declare(Pure(0.25), 4)
@@ -393,13 +435,19 @@ def worst_ratio(target: float, seed: int, depth: int) -> float:
         if not left or not budget.admits(Ledger(ledger), event):
             return 1.0
         # truth has probability e^eps/(1 + e^eps) on one side, and 1/(1 + e^eps) on the other
-        return max(math.exp(sign * event.eps) * ratio([*ledger, event], left - 1) for sign in (1.0, -1.0))
+        return max(
+            math.exp(sign * event.eps) * ratio([*ledger, event], left - 1) for sign in (1.0, -1.0)
+        )
 
     return ratio([], depth)
 
 
 def test_a_run_of_pure_releases_chosen_on_the_way_stays_within_its_target():
-    found = [worst_ratio(target, seed, 6) / math.exp(target) for target in (0.5, 2.0) for seed in range(25)]
+    found = [
+        worst_ratio(target, seed, 6) / math.exp(target)
+        for target in (0.5, 2.0)
+        for seed in range(25)
+    ]
     assert max(found) <= 1 + 1e-12
     assert max(found) > 0.95  # the bound is reached, so that the test can fail
 
@@ -407,7 +455,12 @@ def test_a_run_of_pure_releases_chosen_on_the_way_stays_within_its_target():
 def test_adaptive_pure_runs_quote_the_target_and_without_a_budget_the_sum():
     accountant = Accountant(Budget(1.0, 0.0, mode="pure"))
     accountant.authorize(Pure(0.25), adaptive=True)
-    assert accountant.get_epsilon(0.0) == accountant.get_epsilon(1e-5) == accountant.report().epsilon == 1.0
+    assert (
+        accountant.get_epsilon(0.0)
+        == accountant.get_epsilon(1e-5)
+        == accountant.report().epsilon
+        == 1.0
+    )
     assert accountant.report().advantage == pytest.approx(math.tanh(0.5))
     free = Accountant()
     free.authorize(Pure(0.25), 3, adaptive=True)
@@ -463,9 +516,13 @@ def test_a_state_of_pure_events_comes_back_to_the_bit():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: calibrate.noise_multiplier(1.0, 0.0, design=Full(10), steps=1, adjacency=REPLACE_ONE),
+        lambda: calibrate.noise_multiplier(
+            1.0, 0.0, design=Full(10), steps=1, adjacency=REPLACE_ONE
+        ),
         lambda: calibrate.design_epsilon(1.0, 0.0, design=Full(10), steps=0, adjacency=REPLACE_ONE),
-        lambda: calibrate.max_steps(1.0, 0.0, noise_multiplier=1.0, design=Full(10), adjacency=REPLACE_ONE),
+        lambda: calibrate.max_steps(
+            1.0, 0.0, noise_multiplier=1.0, design=Full(10), adjacency=REPLACE_ONE
+        ),
     ],
     ids=["noise_multiplier", "design_epsilon", "max_steps"],
 )
@@ -488,7 +545,10 @@ def stated(epsilon: float = 1.0, finalized: bool = True) -> Statement:
 
 def test_a_pure_statement_says_what_holds_and_speaks_of_no_slack():
     statement = stated()
-    assert statement.headline == "1-differential privacy, pure (delta = 0), for one example (replace_one)."
+    assert (
+        statement.headline
+        == "1-differential privacy, pure (delta = 0), for one example (replace_one)."
+    )
     assert statement.warnings == ()
     assert "What delta is" not in dict(statement.sections)
     meaning = " ".join(dict(statement.sections)["What it means"])
@@ -509,15 +569,25 @@ def test_a_pure_statement_says_what_holds_and_speaks_of_no_slack():
 
 def test_a_release_computed_from_all_records_claims_no_batches():
     sampling = " ".join(dict(stated().sections)["How batches are drawn"])
-    assert sampling == "No sampling: the answer is computed from all examples; 100, their number, is public."
+    assert (
+        sampling
+        == "No sampling: the answer is computed from all examples; 100, their number, is public."
+    )
 
 
 def test_a_pure_statement_is_exact_in_json():
     facts = json.loads(stated(0.5).json())
-    assert facts["guarantee"]["delta"] == facts["budget"]["delta"] == facts["groups"]["10"]["delta"] == 0.0
+    assert (
+        facts["guarantee"]["delta"]
+        == facts["budget"]["delta"]
+        == facts["groups"]["10"]["delta"]
+        == 0.0
+    )
     assert (facts["guarantee"]["epsilon"], facts["groups"]["10"]["epsilon"]) == (0.5, 5.0)
     assert facts["odds_factor"] == pytest.approx(math.exp(0.5), rel=1e-12)
-    assert facts["attack"]["accuracy"] == pytest.approx(math.exp(0.5) / (1 + math.exp(0.5)), rel=1e-12)
+    assert facts["attack"]["accuracy"] == pytest.approx(
+        math.exp(0.5) / (1 + math.exp(0.5)), rel=1e-12
+    )
     assert facts["attack"]["accuracy"] >= math.exp(0.5) / (1 + math.exp(0.5))
 
 
@@ -525,7 +595,9 @@ def test_a_tighter_curve_of_a_pure_release_is_told_beside_its_epsilon():
     accountant = Accountant(Budget(1.0, 0.0))
     accountant.authorize(KNorm(1.0, 100))
     run = OneRelease("OutputPerturbation", Full(100), KNorm(1.0, 100), 1, 1, True)
-    assert "Epsilon alone would allow 73.2 %." in str(make_statement(accountant.report(), run)).replace("\n    ", " ")
+    assert "Epsilon alone would allow 73.2 %." in str(
+        make_statement(accountant.report(), run)
+    ).replace("\n    ", " ")
     assert "ideal K-norm noise" in str(accountant.report())
 
 
@@ -537,7 +609,9 @@ def test_a_pure_statement_warns_of_weakness_and_of_what_is_to_come():
     assert any("Final epsilon: at most 1 by plan or budget" in line for line in early.warnings)
     accountant = Accountant(Budget(1.0, 0.0))
     accountant.authorize(Pure(1.0))
-    undeclared = make_statement(accountant.report(), Run("Sgd", Undeclared(8), Pure(1.0), 1, 1, True))
+    undeclared = make_statement(
+        accountant.report(), Run("Sgd", Undeclared(8), Pure(1.0), 1, 1, True)
+    )
     assert undeclared.warnings == ()  # no delta to compare with 1/n
 
 
@@ -545,12 +619,18 @@ def test_a_pure_statement_warns_of_weakness_and_of_what_is_to_come():
 def test_a_group_pays_its_size_times_epsilon_rounded_up(epsilon, size):
     found, delta = group_guarantee(epsilon, 0.0, size)
     assert delta == 0.0
-    assert size * Fraction(epsilon) <= Fraction(found) <= size * Fraction(epsilon) * (1 + Fraction(1, 2**51))
+    assert (
+        size * Fraction(epsilon)
+        <= Fraction(found)
+        <= size * Fraction(epsilon) * (1 + Fraction(1, 2**51))
+    )
 
 
 def test_report_lines_at_delta_0_add_up_over_all_pure_kinds():
     accountant = Accountant(Budget(2.0, 0.0))
-    for event, times in itertools.product((Pure(0.25), KNorm(0.25, 2), Laplace(4.0, {REPLACE_ONE: 1.0})), (1, 1)):
+    for event, times in itertools.product(
+        (Pure(0.25), KNorm(0.25, 2), Laplace(4.0, {REPLACE_ONE: 1.0})), (1, 1)
+    ):
         accountant.authorize(event, times)
     assert accountant.report().epsilon == 1.5
     assert str(accountant.report()).startswith("(1.5, 0)-differential privacy, replace_one")

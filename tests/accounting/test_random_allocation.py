@@ -12,7 +12,11 @@ from scipy import special
 import torch_dpsco as dp
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.analysis.allocation import allocation_epsilon, allocation_law, allocation_noise
+from torch_dpsco.accounting.analysis.allocation import (
+    allocation_epsilon,
+    allocation_law,
+    allocation_noise,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import (
@@ -59,13 +63,19 @@ def test_a_bad_pass_is_refused(fields: Any, match: str) -> None:
         RandomAllocation(**({"noise_multiplier": 1.0, "steps": 100} | fields))
 
 
-@pytest.mark.parametrize(("adjacency", "epsilon"), [(ADD_REMOVE, 0.621), (ZERO_OUT, 0.621), (REPLACE_ONE, 0.826)])
+@pytest.mark.parametrize(
+    ("adjacency", "epsilon"), [(ADD_REMOVE, 0.621), (ZERO_OUT, 0.621), (REPLACE_ONE, 0.826)]
+)
 def test_a_ledger_quotes_the_law_of_the_pass(adjacency: Any, epsilon: float) -> None:
     assert laws_of(PASS, adjacency) == (allocation_law(1.0, 100, adjacency),)
     ledger = Ledger([PASS])
     found = ledger.epsilon(DELTA, adjacency)
     assert found == pytest.approx(epsilon, abs=1e-3)
-    assert found == allocation_epsilon(1.0, 100, DELTA, adjacency) == ledger.epsilon(DELTA, adjacency, "pld")
+    assert (
+        found
+        == allocation_epsilon(1.0, 100, DELTA, adjacency)
+        == ledger.epsilon(DELTA, adjacency, "pld")
+    )
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
@@ -81,7 +91,9 @@ def test_a_pass_has_no_exact_gaussian_figure(adjacency: Any) -> None:
 def test_a_pass_of_one_step_is_a_release() -> None:
     for adjacency in ADJACENCIES:
         one = Ledger([clipped_gaussian(2.0)]).epsilon(DELTA, adjacency)
-        assert Ledger([RandomAllocation(2.0, 1)]).epsilon(DELTA, adjacency) == pytest.approx(one, rel=1e-12)
+        assert Ledger([RandomAllocation(2.0, 1)]).epsilon(DELTA, adjacency) == pytest.approx(
+            one, rel=1e-12
+        )
         assert math.isinf(Ledger([RandomAllocation(0.0, 10)]).epsilon(DELTA, adjacency))
 
 
@@ -109,11 +121,13 @@ def test_noise_is_calibrated_for_the_passes_of_a_design() -> None:
     design = dp.Assigned(1, 100)
     noise = calibrate.noise_multiplier(1.0, DELTA, design=design, steps=100, adjacency=ADD_REMOVE)
     assert noise == allocation_noise(1.0, DELTA, 100, ADD_REMOVE) == pytest.approx(0.8731, abs=2e-4)
-    assert calibrate.design_epsilon(noise, DELTA, design=design, steps=1, adjacency=ADD_REMOVE) <= 1.0
-    plain = dp.Assigned(1, 100, amplification=False)
-    assert calibrate.noise_multiplier(1.0, DELTA, design=plain, steps=100, adjacency=ADD_REMOVE) == pytest.approx(
-        3.7306, abs=1e-3
+    assert (
+        calibrate.design_epsilon(noise, DELTA, design=design, steps=1, adjacency=ADD_REMOVE) <= 1.0
     )
+    plain = dp.Assigned(1, 100, amplification=False)
+    assert calibrate.noise_multiplier(
+        1.0, DELTA, design=plain, steps=100, adjacency=ADD_REMOVE
+    ) == pytest.approx(3.7306, abs=1e-3)
     assert calibrate.epoch_steps(dp.Assigned(1, 100, passes=3), 2) == 200
 
 
@@ -131,10 +145,17 @@ def test_other_questions_have_an_answer_or_say_that_they_have_none() -> None:
 def test_old_ledgers_are_read_as_they_were() -> None:
     """A pass of before is a part of a partition, which stays one release."""
     base = clipped_gaussian(2.0)
-    row = {"type": "Parallel", "partition": "assigned/x/5", "partition_kind": "keyed", "key_public": True}
+    row = {
+        "type": "Parallel",
+        "partition": "assigned/x/5",
+        "partition_kind": "keyed",
+        "key_public": True,
+    }
     old = event_from_json(row | {"parts": {"0": [event_to_json(base)], "1": [event_to_json(base)]}})
     assert Ledger([old]).epsilon(DELTA, REPLACE_ONE) == Ledger([base]).epsilon(DELTA, REPLACE_ONE)
-    assert repr(dp.Assigned(6, 26, amplification=False)) == "Assigned(batch_size=6, n=26, parts=None)"
+    assert (
+        repr(dp.Assigned(6, 26, amplification=False)) == "Assigned(batch_size=6, n=26, parts=None)"
+    )
 
 
 def test_the_gaussian_of_a_pass_is_that_of_its_adjacency() -> None:
@@ -146,7 +167,9 @@ def test_the_gaussian_of_a_pass_is_that_of_its_adjacency() -> None:
 
 @pytest.mark.parametrize("delta", [1e-200, 1e-300, 5e-324])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_delta_that_no_profile_reaches_has_a_figure_above_the_truth(passes: int, delta: float) -> None:
+def test_a_delta_that_no_profile_reaches_has_a_figure_above_the_truth(
+    passes: int, delta: float
+) -> None:
     """It asked for 109 GiB. The record is in the first step of each pass with probability T^-passes.
 
     Then each loss of that step is at least (2x - 1) / 2z^2 - log T with x ~ N(1, z^2), and delta(epsilon) at least

@@ -10,10 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, CLIP_UNITS, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import (
+    Design,
+    Disjoint,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
 from torch_dpsco.accounting.events import (
     Gaussian,
     NonPrivate,
@@ -25,7 +40,13 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.report.figures import Charge, Run, attack_advantage, group_guarantee, rounded_up
+from torch_dpsco.accounting.report.figures import (
+    Charge,
+    Run,
+    attack_advantage,
+    group_guarantee,
+    rounded_up,
+)
 from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.sampling import make_sampler
@@ -53,7 +74,9 @@ def charged(*events, **settings) -> Accountant:
 def test_the_first_line_names_guarantee_adjacency_and_unit(adjacency, meaning, unit):
     report = charged(STEP, adjacency=adjacency, unit=unit).report(DELTA)
     first, *others = str(report).splitlines()
-    assert first.startswith(f"({rounded_up(report.epsilon)}, 1e-05)-differential privacy, {adjacency}: ")
+    assert first.startswith(
+        f"({rounded_up(report.epsilon)}, 1e-05)-differential privacy, {adjacency}: "
+    )
     assert meaning.format(unit) in first
     assert f"({report.method})" in first
     assert report.unit == unit
@@ -102,7 +125,10 @@ def test_assumptions_name_unit_planning_noise_and_each_kind_of_sampling():
         ([STEP], ["Poisson loader"]),
         ([WORGaussian(1.0, 1, 10)], ["fixed-size loader", "public data set size"]),
         ([STEP, WORGaussian(1.0, 1, 10)], ["Poisson loader", "fixed-size loader"]),
-        ([Parallel({"0": [STEP]}, "p")], ["Poisson loader", "parts cut by", "public data set size"]),
+        (
+            [Parallel({"0": [STEP]}, "p")],
+            ["Poisson loader", "parts cut by", "public data set size"],
+        ),
     ):
         report = charged(*events).report(DELTA)
         text = "\n".join(line for line in str(report).splitlines() if "assumes:" in line)
@@ -124,7 +150,9 @@ def test_the_budget_is_shown_and_gives_the_default_delta():
     assert "  budget: epsilon 8 at delta 1e-06" in str(accountant.report()).splitlines()
     assert accountant.report().delta == 1e-6
     assert accountant.report(DELTA).delta == DELTA
-    with pytest.raises(ValueError, match=r"delta must be given when there is no budget \(got None\)"):
+    with pytest.raises(
+        ValueError, match=r"delta must be given when there is no budget \(got None\)"
+    ):
         charged(STEP).report()
 
 
@@ -150,7 +178,9 @@ def test_passes_over_parts_are_gathered_and_show_their_noise():
         f"3 passes over 4 disjoint parts, on each at most 1 x {shown}",
         f"1 pass over 2 disjoint parts, on each at most 1 x {shown}",
     )
-    assert [line for line in str(report).splitlines() if "event: " in line] == [f"  event: {e}" for e in report.events]
+    assert [line for line in str(report).splitlines() if "event: " in line] == [
+        f"  event: {e}" for e in report.events
+    ]
     assert report.charges == (Charge(shown, 1, 3, 4), Charge(shown, 1, 1, 2))
 
 
@@ -159,15 +189,22 @@ def test_parts_of_unequal_cost_are_shown_by_the_costliest():
     accountant = Accountant()
     accountant.authorize(Parallel({"0": [a, a, b], "1": [a]}, "p"))
     accountant.authorize(b, 7)
-    assert accountant.report(DELTA).charges == (Charge(b, 7), Charge(a, 2, 1, 2), Charge(b, 1, 1, 1))
+    assert accountant.report(DELTA).charges == (
+        Charge(b, 7),
+        Charge(a, 2, 1, 2),
+        Charge(b, 1, 1, 1),
+    )
 
 
 def test_the_charges_of_a_report_cost_what_the_ledger_costs():
     accountant = passes(14, clipped_gaussian(5.0), charged(STEP))
     again = Ledger(
-        Repeat(charge.event, charge.count * max(1, charge.passes)) for charge in accountant.report(1e-5).charges
+        Repeat(charge.event, charge.count * max(1, charge.passes))
+        for charge in accountant.report(1e-5).charges
     )
-    assert again.epsilon(DELTA, REPLACE_ONE) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-12)
+    assert again.epsilon(DELTA, REPLACE_ONE) == pytest.approx(
+        accountant.get_epsilon(DELTA), rel=1e-12
+    )
 
 
 # -- what an attacker can make of it ----------------------------------------------------------------------------------
@@ -185,7 +222,9 @@ def test_the_attack_bound_is_the_formula_and_is_attained(epsilon, delta):
         # tells the truth with probability delta, else randomized response: right with odds e^epsilon
         right, wrong = slack + (1 - slack) * power / (power + 1), (1 - slack) / (power + 1)
         assert abs(right - wrong - exact) < mpmath.mpf(10) ** -35
-        assert abs(right - power * wrong - slack) < power * mpmath.mpf(10) ** -35  # it is just (epsilon, delta)-DP
+        assert (
+            abs(right - power * wrong - slack) < power * mpmath.mpf(10) ** -35
+        )  # it is just (epsilon, delta)-DP
         bound = attack_advantage(epsilon, delta)
         assert exact <= bound <= exact * (1 + mpmath.mpf(10) ** -13)
 
@@ -204,7 +243,11 @@ def test_the_reported_advantage_is_exact_for_unsampled_gaussians(noise, adjacenc
     with mpmath.workdps(40):
         mu = CLIP_UNITS[adjacency] * mpmath.sqrt(3) / mpmath.mpf(noise)
         truth = mpmath.erf(mu / mpmath.sqrt(8))
-        assert truth <= accountant.report(DELTA).advantage <= min(1, truth * (1 + mpmath.mpf(10) ** -11) + 2e-15)
+        assert (
+            truth
+            <= accountant.report(DELTA).advantage
+            <= min(1, truth * (1 + mpmath.mpf(10) ** -11) + 2e-15)
+        )
 
 
 @pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
@@ -229,7 +272,11 @@ def test_without_noise_the_advantage_is_one_and_without_release_zero():
 def test_the_guarantee_of_a_group_is_the_formula_rounded_up(epsilon, delta, size):
     group_epsilon, group_delta = group_guarantee(epsilon, delta, size)
     with mpmath.workdps(60):
-        assert size * mpmath.mpf(epsilon) <= group_epsilon <= size * mpmath.mpf(epsilon) * (1 + mpmath.mpf(10) ** -13)
+        assert (
+            size * mpmath.mpf(epsilon)
+            <= group_epsilon
+            <= size * mpmath.mpf(epsilon) * (1 + mpmath.mpf(10) ** -13)
+        )
         exact = min(1, size * mpmath.exp((size - 1) * mpmath.mpf(epsilon)) * mpmath.mpf(delta))
         assert exact <= group_delta <= exact * (1 + mpmath.mpf(10) ** -9)
 
@@ -240,7 +287,9 @@ def test_a_group_hidden_by_gaussian_noise_has_at_least_the_guarantee_stated(mu, 
     assert gaussian_delta(size * mu, epsilon) <= group_delta
 
 
-@pytest.mark.parametrize("bad", [{"epsilon": -1.0}, {"delta": 1.5}, {"delta": -1e-9}, {"epsilon": math.nan}])
+@pytest.mark.parametrize(
+    "bad", [{"epsilon": -1.0}, {"delta": 1.5}, {"delta": -1e-9}, {"epsilon": math.nan}]
+)
 def test_figures_out_of_range_are_refused(bad):
     figures = {"epsilon": 1.0, "delta": 1e-5} | bad
     with pytest.raises(ValueError, match=f"^{next(iter(bad))} must be"):

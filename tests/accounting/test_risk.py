@@ -13,7 +13,13 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, PoissonGaussian, Repeat, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    NonPrivate,
+    PoissonGaussian,
+    Repeat,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import attack_advantage, trade_off
 from torch_dpsco.accounting.stated import ApproxDP, Pure
@@ -81,10 +87,34 @@ def test_an_alarm_of_a_rarer_test_proves_more(mu, prior):
 
 # riskcal 1.5.1: get_advantage_for_dpsgd(z, q, k), get_beta_for_dpsgd(z, q, k, alpha) at alpha 0.01, 0.1 and 0.5
 RISKCAL = [
-    (1.0, 256 / 60000, 2350, 0.10686372874629414, (0.9796446671464832, 0.8429877702727894, 0.39385772663082846)),
-    (0.8, 0.01, 100, 0.07164866579760666, (0.9809890010715521, 0.8580273495018075, 0.42835265616629226)),
-    (2.0, 0.2, 50, 0.28358321153008736, (0.9404127949768327, 0.7040230400872923, 0.2314881320751415)),
-    (1.0, 0.05, 1, 0.019146246127402917, (0.9858819087890766, 0.8855428298476169, 0.48085376569865)),
+    (
+        1.0,
+        256 / 60000,
+        2350,
+        0.10686372874629414,
+        (0.9796446671464832, 0.8429877702727894, 0.39385772663082846),
+    ),
+    (
+        0.8,
+        0.01,
+        100,
+        0.07164866579760666,
+        (0.9809890010715521, 0.8580273495018075, 0.42835265616629226),
+    ),
+    (
+        2.0,
+        0.2,
+        50,
+        0.28358321153008736,
+        (0.9404127949768327, 0.7040230400872923, 0.2314881320751415),
+    ),
+    (
+        1.0,
+        0.05,
+        1,
+        0.019146246127402917,
+        (0.9858819087890766, 0.8855428298476169, 0.48085376569865),
+    ),
 ]
 
 
@@ -97,7 +127,10 @@ def test_sampled_runs_agree_with_another_implementation(noise, rate, steps, adva
         assert miss - 1e-4 <= risk.false_negative(f) <= miss + 1e-6
 
 
-RUNS, SURE = 200_000, math.sqrt(math.log(2 / 1e-8) / (2 * 200_000))  # Hoeffding; 18 tests: false alarms below 1e-6
+RUNS, SURE = (
+    200_000,
+    math.sqrt(math.log(2 / 1e-8) / (2 * 200_000)),
+)  # Hoeffding; 18 tests: false alarms below 1e-6
 
 
 @pytest.mark.parametrize(
@@ -123,7 +156,9 @@ def test_the_best_attacker_stays_below(rate, noise, steps):
     for alarm in (0.01, 0.1, 0.4):
         for sign in (1, -1):
             null, other = (without, used) if sign == 1 else (-used, -without)
-            threshold = np.quantile(null[: RUNS // 2], 1 - alarm)  # from other runs than those that are counted
+            threshold = np.quantile(
+                null[: RUNS // 2], 1 - alarm
+            )  # from other runs than those that are counted
             f, t = np.mean(null[RUNS // 2 :] > threshold), np.mean(other[RUNS // 2 :] > threshold)
             slack = SURE * math.sqrt(2)
             assert t - slack <= risk.true_positive(min(1.0, f + slack))
@@ -135,7 +170,9 @@ def test_failures_count_whole():
     risk = Ledger([clipped_gaussian(20.0), ApproxDP(0.0, 0.03)]).risk(REPLACE_ONE)
     alone = Ledger([clipped_gaussian(20.0)]).risk(REPLACE_ONE)
     assert risk.advantage >= max(0.03, alone.advantage + 0.01)
-    assert risk.true_positive(0.0) >= 0.03  # what fails gives the record away, without a false alarm
+    assert (
+        risk.true_positive(0.0) >= 0.03
+    )  # what fails gives the record away, without a false alarm
     assert alone.true_positive(0.0) < 1e-9
 
 
@@ -161,7 +198,9 @@ def test_a_report_tells_its_risk():
     accountant.authorize(clipped_gaussian(8.0), 2)
     report = accountant.report()
     assert report.risk().advantage == report.advantage
-    assert float(1 - exact_miss(math.sqrt(2) / 4, 0.01)) == pytest.approx(report.risk().true_positive(0.01), abs=1e-6)
+    assert float(1 - exact_miss(math.sqrt(2) / 4, 0.01)) == pytest.approx(
+        report.risk().true_positive(0.01), abs=1e-6
+    )
 
 
 def test_an_adaptive_report_knows_its_point_only():
@@ -169,20 +208,32 @@ def test_an_adaptive_report_knows_its_point_only():
     accountant.authorize(clipped_gaussian(8.0), 2)
     report = accountant.report()
     assert report.risk().advantage == pytest.approx(attack_advantage(report.epsilon, 1e-5))
-    assert report.risk().false_negative(0.01) == pytest.approx(trade_off([(report.epsilon, 1e-5)], 0.01))
+    assert report.risk().false_negative(0.01) == pytest.approx(
+        trade_off([(report.epsilon, 1e-5)], 0.01)
+    )
 
 
 def test_words_round_against_the_promise():
     risk = gaussian(0.5)  # finds 0.033899, and 0.27360 afterwards
     text = risk.words("patient")
-    for part in ("one patient", "at most 59.88 %", "finds at most 3.39 %", "may, after such an alarm, think 27.37 %"):
+    for part in (
+        "one patient",
+        "at most 59.88 %",
+        "finds at most 3.39 %",
+        "may, after such an alarm, think 27.37 %",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan, "0.1"])
 def test_rates_and_priors_are_shares(rate):
     risk = gaussian(1.0)
-    for call in (risk.false_negative, risk.true_positive, risk.posterior, lambda r: risk.posterior(0.5, r)):
+    for call in (
+        risk.false_negative,
+        risk.true_positive,
+        risk.posterior,
+        lambda r: risk.posterior(0.5, r),
+    ):
         with pytest.raises((ValueError, TypeError)):
             call(rate)
     with pytest.raises(ValueError, match="pure"):

@@ -31,7 +31,11 @@ def test_the_line_of_an_advantage_implies_it(advantage):
     epsilon, delta = line_of_advantage(advantage)
     assert epsilon > 0
     assert delta > 0
-    assert advantage - 1e-9 <= Risk.of_point(epsilon, delta).advantage <= advantage * (1 + 1e-11) + 3e-15
+    assert (
+        advantage - 1e-9
+        <= Risk.of_point(epsilon, delta).advantage
+        <= advantage * (1 + 1e-11) + 3e-15
+    )
 
 
 @given(SHARES, SHARES)
@@ -60,7 +64,9 @@ def test_the_line_of_two_rates_implies_them(one, other):
 )
 def test_gaussian_noise_is_the_least_that_keeps_the_risk(target, mu):
     budget = Budget(**target, adjacency=ADD_REMOVE)
-    noise = noise_multiplier(budget.epsilon, budget.delta, design=dp.Full(1), steps=1, adjacency=ADD_REMOVE)
+    noise = noise_multiplier(
+        budget.epsilon, budget.delta, design=dp.Full(1), steps=1, adjacency=ADD_REMOVE
+    )
     assert 1.0 <= noise * mu <= 1.0005
 
 
@@ -116,13 +122,19 @@ def test_plans_and_reports_keep_the_risk(target):
 def test_clipped_and_user_plans_take_a_risk():
     budget = Budget(advantage=0.2)
     plan = dp.ClippedSGD.plan(n=1000, budget=budget, batch_size=100, epochs=1, clip=1.0, lr=0.1)
-    users = dp.UserClippedSGD.plan(n_users=1000, budget=replace(budget, unit="user"), clip=1.0, lr=0.1, steps=5)
+    users = dp.UserClippedSGD.plan(
+        n_users=1000, budget=replace(budget, unit="user"), clip=1.0, lr=0.1, steps=5
+    )
     for event in (plan.event(), users.event()):
         assert 0.15 < Ledger([event]).risk(REPLACE_ONE).advantage <= 0.2002
 
 
 def test_half_a_target_is_none():
-    for target, missing in (({}, "epsilon and delta"), ({"epsilon": 1.0}, "delta"), ({"delta": 0.1}, "epsilon")):
+    for target, missing in (
+        ({}, "epsilon and delta"),
+        ({"epsilon": 1.0}, "delta"),
+        ({"delta": 0.1}, "epsilon"),
+    ):
         with pytest.raises(TypeError, match=f"^{missing} must be given, or advantage"):
             Budget(**target)
 

@@ -19,7 +19,9 @@ def percent(share: float) -> str:
 
 def figures(risk: Risk) -> list[str]:
     shares = [0.5 + 0.5 * risk.advantage, risk.true_positive(0.01), risk.true_positive(0.001)]
-    return [percent(share) for share in (*shares, risk.posterior(0.1, 0.01), risk.posterior(0.1, 0.001))]
+    return [
+        percent(share) for share in (*shares, risk.posterior(0.1, 0.01), risk.posterior(0.1, 0.001))
+    ]
 
 
 def test_the_table_is_what_is_computed():
@@ -31,7 +33,9 @@ def test_the_table_is_what_is_computed():
             ("any", Risk.of_point(epsilon, DELTA)),
         ):
             rows.append(f"| {epsilon:g} | {name} | {' | '.join(figures(risk))} |")
-    written = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    written = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ][1:]
     assert written == rows
 
 

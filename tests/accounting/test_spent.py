@@ -26,7 +26,11 @@ def test_spent_is_epsilon_at_the_budgets_delta_and_adjacency() -> None:
         accountant.authorize(PoissonGaussian(2.0, 0.1), 5)
         epsilon, delta = accountant.spent
         assert delta == 1e-6
-        assert epsilon == accountant.get_epsilon(1e-6, adjacency=adjacency) == accountant.report().epsilon
+        assert (
+            epsilon
+            == accountant.get_epsilon(1e-6, adjacency=adjacency)
+            == accountant.report().epsilon
+        )
         assert accountant.remaining == 3.0 - epsilon
 
 
@@ -37,7 +41,9 @@ def test_what_remains_is_no_currency_and_max_steps_is_the_answer() -> None:
     assert fits > 2 * naive
     accountant.authorize(STEP, fits)
     assert accountant.max_steps(STEP) == 0
-    assert 0 < accountant.remaining < 0.1  # not enough for another one, although it looks like a rest
+    assert (
+        0 < accountant.remaining < 0.1
+    )  # not enough for another one, although it looks like a rest
 
 
 def test_nothing_remains_where_more_was_recorded_than_the_budget_allows() -> None:
@@ -58,7 +64,9 @@ def test_an_adaptive_budget_is_quoted_as_its_target_from_the_first_charge_on() -
 
 def test_without_a_budget_they_name_the_question_that_has_an_answer() -> None:
     for name, words in (("spent", "spent"), ("remaining", "remaining")):
-        message = rf"budget must be set to say what is {words} \(got None\): ask get_epsilon\(delta\)"
+        message = (
+            rf"budget must be set to say what is {words} \(got None\): ask get_epsilon\(delta\)"
+        )
         with pytest.raises(ValueError, match=message):
             getattr(charged(1, None), name)
 
@@ -95,14 +103,23 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
 
 
 def test_the_repr_is_one_line_whatever_was_charged() -> None:
-    assert repr(dp.Accountant()) == ("Accountant(epsilon 0 at delta 1e-06 under replace_one, events: 0, unit: example)")
+    assert repr(dp.Accountant()) == (
+        "Accountant(epsilon 0 at delta 1e-06 under replace_one, events: 0, unit: example)"
+    )
     users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="zcdp"))
-    assert repr(users) == "Accountant(epsilon 0 of 2 at delta 1e-05 under add_remove, events: 0, unit: user)"
+    assert (
+        repr(users)
+        == "Accountant(epsilon 0 of 2 at delta 1e-05 under add_remove, events: 0, unit: user)"
+    )
     unproved = dp.Accountant(adjacency="add_remove")
     unproved.record(Gaussian(1.0, {"replace_one": 1.0}))
-    assert repr(unproved).startswith("Accountant(epsilon not proved at delta 1e-06 under add_remove, events: 1")
+    assert repr(unproved).startswith(
+        "Accountant(epsilon not proved at delta 1e-06 under add_remove, events: 1"
+    )
     pure = dp.Accountant(dp.Budget(1.0, 0.0))
     pure.record(Laplace(10.0, {"replace_one": 1.0}), 2)
-    assert repr(pure).startswith("Accountant(epsilon 0.2 of 1 at delta 0 under replace_one, events: 2")
+    assert repr(pure).startswith(
+        "Accountant(epsilon 0.2 of 1 at delta 0 under replace_one, events: 2"
+    )
     pure.record(STEP)
     assert repr(pure).startswith("Accountant(epsilon not proved of 1 at delta 0")

@@ -19,14 +19,30 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import (
+    Design,
+    Disjoint,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, PoissonGaussian, clipped_gaussian
 from torch_dpsco.accounting.report.figures import Run, rounded_up
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 
 DELTA = 1e-5
 STEP = clipped_gaussian(5.0)
-DESIGNS = [Poisson(64, 1000), Fixed(64, 1000), Shuffled(64, 1000), Disjoint(64, 1000), Full(1000), Undeclared(64)]
+DESIGNS = [
+    Poisson(64, 1000),
+    Fixed(64, 1000),
+    Shuffled(64, 1000),
+    Disjoint(64, 1000),
+    Full(1000),
+    Undeclared(64),
+]
 SUPPORTED = {Poisson: ADJACENCIES, Full: ADJACENCIES, Undeclared: (REPLACE_ONE,)}
 CELLS = [(d, a) for d in DESIGNS for a in SUPPORTED.get(type(d), (ZERO_OUT, REPLACE_ONE))]
 
@@ -65,7 +81,11 @@ def forms(statement: Statement) -> list[str]:
 
 # -- sentences of each configuration ----------------------------------------------------------------------------------
 
-WORLD = {ADD_REMOVE: "it is left out", ZERO_OUT: "an empty record stands", REPLACE_ONE: "any other {} stands"}
+WORLD = {
+    ADD_REMOVE: "it is left out",
+    ZERO_OUT: "an empty record stands",
+    REPLACE_ONE: "any other {} stands",
+}
 SAMPLING = {
     Poisson: "with probability 0.064 (64/1000), independently of all others. It must stay secret",
     Fixed: "a fresh random choice of exactly 64 out of 1000 {}s. It must stay secret",
@@ -81,20 +101,34 @@ SAMPLING = {
 def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacency, unit):
     statement = stated(design, adjacency=adjacency, unit=unit)
     epsilon = rounded_up(statement.figures.epsilon)
-    assert statement.headline == f"({epsilon}, 1e-05)-differential privacy for one {unit} ({adjacency})."
+    assert (
+        statement.headline
+        == f"({epsilon}, 1e-05)-differential privacy for one {unit} ({adjacency})."
+    )
     assert f"differ in one {unit} only" in section(statement, "What it means")
     assert WORLD[adjacency].format(unit) in section(statement, "What it means")
-    assert sum(WORLD[other].format(unit) in section(statement, "What it means") for other in ADJACENCIES) == 1
+    assert (
+        sum(
+            WORLD[other].format(unit) in section(statement, "What it means")
+            for other in ADJACENCIES
+        )
+        == 1
+    )
     assert SAMPLING[type(design)].format(unit) in section(statement, "How batches are drawn")
     first = {
         "example": "One example is one row of the training data.",
         "user": "One user is everything that one person",
     }
     assert section(statement, "What is protected").startswith(first[unit])
-    whose = {"example": "One record per example.", "user": "All rows of a user carry its id, and no other does."}
+    whose = {
+        "example": "One record per example.",
+        "user": "All rows of a user carry its id, and no other does.",
+    }
     assert whose[unit] in section(statement, "What must hold")
     assert f"Charged: {statement.figures.events[0]}." in section(statement, "How it was computed")
-    assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(statement, "How it was computed")
+    assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(
+        statement, "How it was computed"
+    )
     assert f"Computed by torch_dpsco {dp.__version__}." in section(statement, "How it was computed")
 
 
@@ -116,7 +150,10 @@ def test_a_sound_run_needs_no_warning_but_a_missing_declaration(design, adjacenc
     statement = stated(design, adjacency=adjacency)
     if isinstance(design, Undeclared):
         (warning,) = statement.warnings
-        assert "No sampling was declared, and no number n of examples: check that delta is far below 1/n." in warning
+        assert (
+            "No sampling was declared, and no number n of examples: check that delta is far below 1/n."
+            in warning
+        )
     else:
         assert statement.warnings == ()
         assert "Read this first" not in str(statement)
@@ -142,18 +179,27 @@ def test_the_statement_lists_what_was_not_accounted(sentence):
 
 def test_the_statement_says_against_whom_and_what_delta_is_not():
     meaning, delta = (section(stated(), title) for title in ("What it means", "What delta is"))
-    assert "anybody who sees everything released, knows every other example, the code and all settings" in meaning
+    assert (
+        "anybody who sees everything released, knows every other example, the code and all settings"
+        in meaning
+    )
     assert "what all the other examples show" in meaning
     assert "It is not the chance that a given person is exposed." in delta
-    assert "the probability in one world may exceed e^epsilon times that in the other by at most delta." in delta
-    assert "every iterate, average and private mean gradient" in section(stated(), "What is covered")
+    assert (
+        "the probability in one world may exceed e^epsilon times that in the other by at most delta."
+        in delta
+    )
+    assert "every iterate, average and private mean gradient" in section(
+        stated(), "What is covered"
+    )
     assert "floating-point" in section(stated(), "What must hold")
 
 
 def test_a_failure_probability_inside_delta_is_said():
     statement = stated(Full(1000), event=Gaussian(5.0, {REPLACE_ONE: 1.0}, failure=1e-8))
-    assert "probability that what the proof rests on fails, such as the bound on what one record" in section(
-        statement, "What delta is"
+    assert (
+        "probability that what the proof rests on fails, such as the bound on what one record"
+        in section(statement, "What delta is")
     )
     assert "not the chance that a given person" not in section(statement, "What delta is")
 
@@ -184,14 +230,21 @@ def test_no_guarantee_is_said_first_and_nothing_is_promised():
     assert section(statement, "What it means") == (
         "Nothing bounds what the release tells about one example. Treat it like the data themselves."
     )
-    assert not any("-differential privacy" in form or "coin flip" in form for form in forms(statement))
+    assert not any(
+        "-differential privacy" in form or "coin flip" in form for form in forms(statement)
+    )
 
 
 @pytest.mark.parametrize("event", [NonPrivate(), clipped_gaussian(0.0)])
 def test_noise_of_zero_is_said_before_the_first_step(event):
     statement = stated(event=event, steps=0, planned=10, finalized=False)
-    assert "The noise of this optimizer is 0: each of its steps is a release without any privacy." in statement.warnings
-    assert any("Final epsilon: at most inf by plan or budget." in warning for warning in statement.warnings)
+    assert (
+        "The noise of this optimizer is 0: each of its steps is a release without any privacy."
+        in statement.warnings
+    )
+    assert any(
+        "Final epsilon: at most inf by plan or budget." in warning for warning in statement.warnings
+    )
     assert statement.headline.endswith("because nothing was released yet.")
     assert "Charged: nothing." in section(statement, "How it was computed")
 
@@ -201,7 +254,9 @@ def test_an_epsilon_above_ten_is_called_weak_with_its_likelihood_ratio(noise, we
     statement = stated(Full(1000), event=clipped_gaussian(noise))
     epsilon = statement.figures.epsilon
     assert (epsilon > 10) == weak == statement.headline.startswith("WEAK: (")
-    ratio = [w for w in statement.warnings if w.startswith("Weak: the likelihood ratio e^epsilon is ")]
+    ratio = [
+        w for w in statement.warnings if w.startswith("Weak: the likelihood ratio e^epsilon is ")
+    ]
     assert len(ratio) == weak
     if weak:
         assert float(re.search(r"is (\S+),", ratio[0]).group(1)) >= math.exp(epsilon)
@@ -219,9 +274,9 @@ def test_an_astronomic_epsilon_is_stated_without_overflow():
 @pytest.mark.parametrize(("delta", "warned"), [(1e-3, True), (0.5, True), (0.99e-3, False)])
 def test_a_delta_of_one_over_n_is_called_too_large(delta, warned):
     warnings = stated(delta=delta).warnings
-    assert [w.startswith(f"delta = {rounded_up(delta)} is not below 1/n (n = 1000)") for w in warnings] == [
-        True
-    ] * warned
+    assert [
+        w.startswith(f"delta = {rounded_up(delta)} is not below 1/n (n = 1000)") for w in warnings
+    ] == [True] * warned
 
 
 def test_an_unfinished_run_is_stated_with_what_it_will_come_to():
@@ -234,7 +289,9 @@ def test_an_unfinished_run_is_stated_with_what_it_will_come_to():
     assert f"Final epsilon: at most {rounded_up(whole)} by plan or budget." in warning
     assert statement.figures.planned_epsilon == pytest.approx(whole, rel=1e-12)
     assert "4 steps made of 10 planned; not finalized." in section(statement, "How it was computed")
-    assert f"Epsilon with all planned steps: {rounded_up(whole)}." in section(statement, "How it was computed")
+    assert f"Epsilon with all planned steps: {rounded_up(whole)}." in section(
+        statement, "How it was computed"
+    )
 
 
 def test_a_run_without_plan_or_budget_has_no_final_epsilon():
@@ -247,9 +304,13 @@ def test_a_budget_bounds_a_run_without_plan():
     (warning,) = stated(planned=None, finalized=False, budget=Budget(3.0, DELTA)).warnings
     assert "Final epsilon: at most 3 by plan or budget." in warning
     # at a smaller delta the budget says nothing, at a larger one it still holds
-    warnings = stated(planned=None, finalized=False, delta=DELTA / 2, budget=Budget(3.0, DELTA)).warnings
+    warnings = stated(
+        planned=None, finalized=False, delta=DELTA / 2, budget=Budget(3.0, DELTA)
+    ).warnings
     assert any("Final epsilon: nothing bounds it." in warning for warning in warnings)
-    warnings = stated(planned=None, finalized=False, delta=DELTA * 2, budget=Budget(3.0, DELTA)).warnings
+    warnings = stated(
+        planned=None, finalized=False, delta=DELTA * 2, budget=Budget(3.0, DELTA)
+    ).warnings
     assert any("Final epsilon: at most 3 by plan or budget." in warning for warning in warnings)
 
 
@@ -268,7 +329,9 @@ def test_a_run_that_made_all_steps_lacks_only_its_answer():
 
 def test_an_early_stop_is_quoted_by_plan_or_budget():
     (warning,) = stated(steps=4).warnings
-    assert warning.startswith("Stopped after 4 of 10 planned steps. Was that decided by looking at private results")
+    assert warning.startswith(
+        "Stopped after 4 of 10 planned steps. Was that decided by looking at private results"
+    )
     assert f"Then quote epsilon {rounded_up(stated().figures.epsilon)}." in warning
     assert "By looking at the data in any other way? That is not covered." in warning
 
@@ -299,7 +362,10 @@ def test_a_budget_that_was_passed_by_what_happened_is_said():
 
 def test_figures_at_another_delta_are_not_compared_with_the_budget():
     (warning,) = stated(delta=1e-6, budget=Budget(0.1, DELTA)).warnings
-    assert warning == "The budget is epsilon 0.1 at delta 1e-05: figures at another delta cannot be compared with it."
+    assert (
+        warning
+        == "The budget is epsilon 0.1 at delta 1e-05: figures at another delta cannot be compared with it."
+    )
 
 
 def test_the_budget_gives_the_default_delta():
@@ -323,7 +389,12 @@ def figures(statement: Statement) -> dict[str, float]:
         "ten": rf"k = 10: \({number}, {number}\)",
     }
     found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
-    return {f"{name}{i}": float(v) for name, match in found.items() if match for i, v in enumerate(match.groups())}
+    return {
+        f"{name}{i}": float(v)
+        for name, match in found.items()
+        if match
+        for i, v in enumerate(match.groups())
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -360,10 +431,14 @@ def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
 
 def test_epsilon_and_delta_alone_are_shown_beside_the_better_bound():
     text = section(stated(Full(1000), event=clipped_gaussian(20.0)), "What it means")
-    better, alone = map(float, re.search(r"at most (\S+) % .* alone would allow (\S+) %", text).groups())
+    better, alone = map(
+        float, re.search(r"at most (\S+) % .* alone would allow (\S+) %", text).groups()
+    )
     assert 50 < better < alone < 100
     # nothing is known beyond epsilon and delta where the noise gives no smaller bound
-    assert "alone would allow" not in section(stated(Full(1000), event=clipped_gaussian(0.1)), "What it means")
+    assert "alone would allow" not in section(
+        stated(Full(1000), event=clipped_gaussian(0.1)), "What it means"
+    )
 
 
 @given(st.floats(0.05, 8.0), st.floats(0.0, 20.0), st.floats(0.01, 5.0))
@@ -395,7 +470,11 @@ SAMPLES = [
 def test_text_markdown_and_json_hold_the_same_sentences(settings):
     statement = stated(**settings)
     text, card, facts = forms(statement)
-    for sentence in (statement.headline, *statement.warnings, *(s for _, group in statement.sections for s in group)):
+    for sentence in (
+        statement.headline,
+        *statement.warnings,
+        *(s for _, group in statement.sections for s in group),
+    ):
         assert sentence in text
         assert sentence in card
         assert json.dumps(sentence) in facts
@@ -414,7 +493,12 @@ def test_the_json_reads_back_with_exact_figures(settings):
     assert (float(guarantee["epsilon"]), guarantee["delta"]) == (report.epsilon, report.delta)
     assert guarantee["holds"] == math.isfinite(report.epsilon)
     assert facts["attack"]["advantage"] == report.advantage
-    assert 0.5 <= facts["attack"]["accuracy"] <= facts["attack"]["accuracy_from_epsilon_and_delta"] <= 1.0
+    assert (
+        0.5
+        <= facts["attack"]["accuracy"]
+        <= facts["attack"]["accuracy_from_epsilon_and_delta"]
+        <= 1.0
+    )
     assert facts["run"]["steps"] == statement.run.steps
     assert facts["library"] == {"name": "torch_dpsco", "version": dp.__version__}
     assert (facts["budget"] is None) == (report.budget is None)
@@ -427,7 +511,12 @@ def test_infinity_is_a_string_in_json_because_json_has_none():
     assert "Infinity" not in text
     assert "NaN" not in text
     facts = json.loads(text)
-    assert facts["guarantee"]["epsilon"] == facts["epsilons"]["add_remove"] == facts["odds_factor"] == "inf"
+    assert (
+        facts["guarantee"]["epsilon"]
+        == facts["epsilons"]["add_remove"]
+        == facts["odds_factor"]
+        == "inf"
+    )
     assert facts["groups"]["2"] == {"epsilon": "inf", "delta": 1.0}
 
 
@@ -435,21 +524,37 @@ def test_infinity_is_a_string_in_json_because_json_has_none():
 def test_the_charges_in_json_are_those_of_the_ledger(design, adjacency):
     statement = stated(design, adjacency=adjacency)
     charges = json.loads(statement.json())["charges"]
-    assert [c["event"]["type"] for c in charges] == [type(c.event).__name__ for c in statement.figures.charges]
+    assert [c["event"]["type"] for c in charges] == [
+        type(c.event).__name__ for c in statement.figures.charges
+    ]
     positional = isinstance(design, (Shuffled, Disjoint))
-    assert [(c["count"], c["passes"], c["parts"]) for c in charges] == ([(1, 1, 10)] if positional else [(10, 0, 0)])
+    assert [(c["count"], c["passes"], c["parts"]) for c in charges] == (
+        [(1, 1, 10)] if positional else [(10, 0, 0)]
+    )
     noise = charges[0]["event"].get("sigma", charges[0]["event"].get("noise_multiplier"))
     assert noise == 5.0
 
 
 def test_the_card_is_a_table_with_a_row_for_each_adjacency():
-    rows = [line for line in stated(adjacency=ADD_REMOVE).markdown().splitlines() if line.startswith("|")]
+    rows = [
+        line
+        for line in stated(adjacency=ADD_REMOVE).markdown().splitlines()
+        if line.startswith("|")
+    ]
     assert rows[:2] == ["| adjacency | two worlds | epsilon | delta |", "|---|---|---|---|"]
     assert [row.count("|") for row in rows] == [5] * 5
     assert [row.split("|")[1].strip() for row in rows[2:]] == [
-        *("add_remove (the guarantee)", "zero_out (for information)", "replace_one (for information)")
+        *(
+            "add_remove (the guarantee)",
+            "zero_out (for information)",
+            "replace_one (for information)",
+        )
     ]
-    only = [line for line in stated(Fixed(64, 1000)).markdown().splitlines() if line.startswith("| add_remove")]
+    only = [
+        line
+        for line in stated(Fixed(64, 1000)).markdown().splitlines()
+        if line.startswith("| add_remove")
+    ]
     assert only == []
 
 
@@ -479,7 +584,9 @@ def test_runs_that_share_an_accountant_are_stated_together():
 def fitted(size: int, seed: int, adjacency: str) -> dp.HolderSGD:
     """Returns an optimizer after 8 private steps on data of that size."""
     data = torch.Generator().manual_seed(seed)
-    x = torch.nn.functional.normalize(torch.randn(size, 3, generator=data)) * torch.rand(size, 1, generator=data)
+    x = torch.nn.functional.normalize(torch.randn(size, 3, generator=data)) * torch.rand(
+        size, 1, generator=data
+    )
     y = (torch.rand(size, 1, generator=data) < 0.5).float()
     model = dp.attach(torch.nn.Linear(3, 1))
     budget = dp.Budget(1.0, 1e-5, adjacency=adjacency)
@@ -507,7 +614,9 @@ def fitted(size: int, seed: int, adjacency: str) -> dp.HolderSGD:
 
 def test_no_private_number_appears(monkeypatch):
     """Two data sets that differ in size and in every record give the same statement, byte for byte."""
-    monkeypatch.setattr(secrets, "token_hex", lambda size: "00" * size)  # names of ledgers are random
+    monkeypatch.setattr(
+        secrets, "token_hex", lambda size: "00" * size
+    )  # names of ledgers are random
     one, other = (fitted(size, seed, ADD_REMOVE).report() for size, seed in ((937, 1), (1063, 2)))
     assert forms(one) == forms(other)
     assert one == other
@@ -518,7 +627,16 @@ def test_no_private_number_appears(monkeypatch):
 def test_the_statement_of_a_real_run_is_that_of_its_ledger():
     optimizer = fitted(1000, 3, REPLACE_ONE)
     statement = optimizer.report()
-    assert statement.figures.epsilon == optimizer.report().epsilon == statement.figures.planned_epsilon
-    assert f"Charged: 8 x {PoissonGaussian(12.0, 0.1)}." in section(statement, "How it was computed")
-    assert "HolderSGD: 8 steps made of 8 planned; finalized." in section(statement, "How it was computed")
-    assert all(w.startswith("The budget (epsilon 1 at delta 1e-05) is not used up") for w in statement.warnings)
+    assert (
+        statement.figures.epsilon == optimizer.report().epsilon == statement.figures.planned_epsilon
+    )
+    assert f"Charged: 8 x {PoissonGaussian(12.0, 0.1)}." in section(
+        statement, "How it was computed"
+    )
+    assert "HolderSGD: 8 steps made of 8 planned; finalized." in section(
+        statement, "How it was computed"
+    )
+    assert all(
+        w.startswith("The budget (epsilon 1 at delta 1e-05) is not used up")
+        for w in statement.warnings
+    )

@@ -82,7 +82,11 @@ def test_no_charge_of_16_threads_is_lost(attempt):
             accountant.authorize(events[(number + k) % 3])
 
     together(work)
-    assert len(accountant) == sum(times for *_, times in accountant.ledger.entries()) == THREADS * ROUNDS
+    assert (
+        len(accountant)
+        == sum(times for *_, times in accountant.ledger.entries())
+        == THREADS * ROUNDS
+    )
 
 
 @pytest.mark.usefixtures("_late_charges")
@@ -123,11 +127,15 @@ def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
     fresh = Accountant()
     fresh.authorize(STEP, len(accountant))
     assert len(accountant) == 1 + 8 * 100
-    assert accountant.ledger.epsilon(1e-6, "add_remove", "rdp") == fresh.ledger.epsilon(1e-6, "add_remove", "rdp")
+    assert accountant.ledger.epsilon(1e-6, "add_remove", "rdp") == fresh.ledger.epsilon(
+        1e-6, "add_remove", "rdp"
+    )
 
 
 @pytest.mark.parametrize(
-    ("rounds", "syncs"), [(20, True), pytest.param(ROUNDS, False, marks=pytest.mark.slow)], ids=["disk", "1000 rounds"]
+    ("rounds", "syncs"),
+    [(20, True), pytest.param(ROUNDS, False, marks=pytest.mark.slow)],
+    ids=["disk", "1000 rounds"],
 )
 def test_a_ledger_file_that_16_threads_write_opens_again(tmp_path, monkeypatch, rounds, syncs):
     if not syncs:
@@ -176,7 +184,10 @@ def test_a_phase_is_that_of_its_own_thread():
             accountant.authorize(Pure(0.25))
 
     together(work, 2)
-    assert {(place, event.eps) for place, _, event, _ in accountant.ledger.entries()} == {("", 0.5), ("p", 0.25)}
+    assert {(place, event.eps) for place, _, event, _ in accountant.ledger.entries()} == {
+        ("", 0.5),
+        ("p", 0.25),
+    }
 
 
 @pytest.mark.usefixtures("_late_charges")
@@ -187,7 +198,9 @@ def test_fits_in_threads_never_pass_a_shared_budget():
     y = (x[:, 0] > 0).astype(int)
 
     def fit(accountant: Accountant) -> int:
-        model = LogisticRegression(epsilon=0.16, delta=0.0, n=60, bound_x=2.0, classes=(0, 1), accountant=accountant)
+        model = LogisticRegression(
+            epsilon=0.16, delta=0.0, n=60, bound_x=2.0, classes=(0, 1), accountant=accountant
+        )
         try:
             model.fit(x, y)
         except (BudgetExceeded, InfeasibleError):
@@ -230,7 +243,9 @@ def _is_whole(accountant: Accountant) -> bool:
     """Whether the ledger can be asked, by another thread too; a lock that stays taken ends in an alarm."""
     signal.alarm(20)
     counted = []
-    asking = threading.Thread(target=lambda: counted.append(sum(times for *_, times in accountant.ledger.entries())))
+    asking = threading.Thread(
+        target=lambda: counted.append(sum(times for *_, times in accountant.ledger.entries()))
+    )
     asking.start()
     asking.join()
     return counted == [len(accountant)]
@@ -239,7 +254,9 @@ def _is_whole(accountant: Accountant) -> bool:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def clipped(accountant: Accountant) -> tuple[torch.nn.Linear, dp.ClippedSGD, Iterator[list[torch.Tensor]]]:
+def clipped(
+    accountant: Accountant,
+) -> tuple[torch.nn.Linear, dp.ClippedSGD, Iterator[list[torch.Tensor]]]:
     model = dp.attach(torch.nn.Linear(4, 1))
     plan = dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=2.0, sampling=dp.Poisson(8, 40))
     ours = dp.ClippedSGD(model.parameters(), plan, accountant=accountant)
@@ -329,7 +346,11 @@ def test_a_copy_steps_while_the_original_does():
 
     def closure() -> float:
         twin, copied = copy.deepcopy((model, ours))
-        made = iter(copied.loader(torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1)), steps=1))
+        made = iter(
+            copied.loader(
+                torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1)), steps=1
+            )
+        )
         other, target = next(made)
         torch.nn.functional.mse_loss(twin(other), target).backward()
         together(lambda _: copied.step(), 1)

@@ -25,7 +25,9 @@ CLIP, LR = 0.7, 0.3
 
 
 def numbers(*shape: int, seed: int = 1, n: int = RECORDS) -> Tensor:
-    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def items(*shape: int, below: int = 5, seed: int = 2) -> Tensor:
@@ -83,7 +85,13 @@ class Case:
         return tree_map(lambda t: t.narrow(self.batch_dim if t.dim() > 1 else 0, i, 1), batch)
 
     def attach(self, rows: str, reduction: str, **options: Any) -> nn.Module:
-        return dp.attach(self.model(), rows=rows, loss_reduction=reduction, batch_first=not self.batch_dim, **options)
+        return dp.attach(
+            self.model(),
+            rows=rows,
+            loss_reduction=reduction,
+            batch_first=not self.batch_dim,
+            **options,
+        )
 
     def tolerance(self) -> float:
         return 1e-10 if self.dtype == torch.float64 else 1e-5
@@ -143,7 +151,12 @@ def dataset(n: int = 12) -> TensorDataset:
 def private_optimizer(model: nn.Module, design: Design, **options: Any) -> dp.PrivateOptimizer:
     """Returns an optimizer without noise, so that the parameters can be compared."""
     oracle = dp.oracles.Clipped(CLIP, 0.0, design.batch_size)
-    settings = {"params": model.parameters(), "lr": LR, "rule": dp.rules.SGD(), "adjacency": "add_remove"} | options
+    settings = {
+        "params": model.parameters(),
+        "lr": LR,
+        "rule": dp.rules.SGD(),
+        "adjacency": "add_remove",
+    } | options
     return dp.PrivateOptimizer(oracle=oracle, design=design, **settings)
 
 
@@ -164,7 +177,10 @@ def clipped_means(model: nn.Module, draw: tuple[Tensor, Tensor], batch_size: int
 
 
 def replayed(
-    draws: Iterable[tuple[Tensor, Tensor]], batch_size: int, optimizer: Any = None, build: Any = None
+    draws: Iterable[tuple[Tensor, Tensor]],
+    batch_size: int,
+    optimizer: Any = None,
+    build: Any = None,
 ) -> nn.Module:
     """Returns the model that a plain loop by hand trains on the same draws."""
     model = (build or network)()

@@ -36,14 +36,20 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 
 # torch's compiler looks at `.grad` of tensors between layers and is then warned by torch.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 # sizes change, so that graphs for one size, for any size and for none are all used; more steps than recompilations
 SIZES = (3, 4, 1, 0, 2, 7, 5, 3, 6, 8, 9, 4, 2)
 SLOW = pytest.mark.slow  # a compilation takes a second
 SLOWEST = {("inductor", "before attach"), ("inductor", "in place")}  # ten
-WHEN = pytest.mark.parametrize("when", ["before attach", "after attach", pytest.param("in place", marks=SLOW)])
+WHEN = pytest.mark.parametrize(
+    "when", ["before attach", "after attach", pytest.param("in place", marks=SLOW)]
+)
 # refused there too, by an internal error of dynamo or a warning of torch.fx in the place of what the test expects
-EARLY_DYNAMO = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 fails with errors of its own")
+EARLY_DYNAMO = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 fails with errors of its own"
+)
 ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 # its compiled code takes no tensor subclass, by which the first step looks at a loss (torch 2.15 does)
 LOOKED_AT = not torch.__version__.startswith("2.14.")
@@ -64,7 +70,11 @@ def wire_twice(m: Wired, x: Tensor) -> Tensor:
 def build() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Linear(2, 3), nn.Tanh(), Wired(wire_twice, body=nn.Linear(3, 3), head=nn.Linear(3, 4))),
+        *(
+            nn.Linear(2, 3),
+            nn.Tanh(),
+            Wired(wire_twice, body=nn.Linear(3, 3), head=nn.Linear(3, 4)),
+        ),
         *(nn.LayerNorm(4), nn.RMSNorm(4)),
     )
     return model.double()
@@ -95,7 +105,9 @@ def rows_of(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("backend", "when"),
     [
-        pytest.param(backend, when, marks=pytest.mark.weekly if (backend, when) in SLOWEST else SLOW)
+        pytest.param(
+            backend, when, marks=pytest.mark.weekly if (backend, when) in SLOWEST else SLOW
+        )
         for backend in ("eager", "aot_eager", "inductor")
         for when in ("before attach", "after attach", "in place")
     ],
@@ -105,7 +117,9 @@ def test_rows_of_compiled_models_are_right_for_many_sizes(when, rows, backend):
         pytest.skip("inductor needs a C++ compiler")
     case = Case(build, tuple)
     run = compiled(build(), when, rows, "sum", backend=backend)
-    for k, size in enumerate(SIZES if backend == "eager" else SIZES[:6]):  # recompilations are dynamo's choice alone
+    for k, size in enumerate(
+        SIZES if backend == "eager" else SIZES[:6]
+    ):  # recompilations are dynamo's choice alone
         x = numbers(2, seed=k, n=size)
         if k == 1:
             run.eval()
@@ -174,7 +188,13 @@ def test_a_compiled_forward_that_changes_buffers_is_refused(when):
 def recorded_kinds() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Tanh(), nn.Conv1d(TIMES, 4, 2), nn.ReLU(inplace=True)),
+        *(
+            nn.Embedding(5, 4),
+            nn.Linear(4, 3),
+            nn.Tanh(),
+            nn.Conv1d(TIMES, 4, 2),
+            nn.ReLU(inplace=True),
+        ),
         *(nn.GroupNorm(2, 4), nn.LayerNorm(2), nn.Flatten(), nn.Linear(8, 2)),
     )
     return model.double()
@@ -195,7 +215,9 @@ def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
 def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     model = dp.attach(network(), loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Poisson(4, 12))
-    run: Callable[..., Any] = torch.compile(model, backend="aot_eager") if what == "model" else model
+    run: Callable[..., Any] = (
+        torch.compile(model, backend="aot_eager") if what == "model" else model
+    )
     step = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
     draws = []
     for x, y in optimizer.loader(dataset(), steps=4, padding=False):

@@ -51,7 +51,9 @@ def through_file(value: Any) -> Any:
 
 
 @ROWS
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_file])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_file]
+)
 def test_copies_of_an_attached_model_record_right_rows(copied, rows):
     model = CASE.attach(rows, "mean")
     rows_recorded(CASE, model, CASE.batch(), "mean")
@@ -167,7 +169,9 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
     model = dp.attach(nn.Linear(DIM, 1), rows="factored", loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    for (x,) in optimizer.loader(torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, padding=False):
+    for (x,) in optimizer.loader(
+        torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, padding=False
+    ):
         with pytest.raises(SequenceError, match="assign=True"):
             model(x)
     assert len(optimizer.accountant) == 0
@@ -177,7 +181,9 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
 
 
 @ROWS
-@pytest.mark.parametrize("move", [lambda m: m.double(), lambda m: m.to("cpu"), lambda m: m.to(torch.float64)])
+@pytest.mark.parametrize(
+    "move", [lambda m: m.double(), lambda m: m.to("cpu"), lambda m: m.to(torch.float64)]
+)
 def test_a_model_moved_after_attach_trains_the_same_parameters(move, rows):
     model = dp.attach(network().float(), rows=rows, loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(N))
@@ -228,14 +234,20 @@ def test_functional_calls_are_right_or_refused(rows):
     model = CASE.attach(rows, "sum")
     own = dict(model.named_parameters())
     batch, plain = CASE.batch(), CASE.model()
-    CASE.losses(Wired(lambda m, x: torch.func.functional_call(model, own, (x,))), batch).sum().backward()
-    assert_rows(GradBatch.consume(trained(model)).dense(), rows_alone(CASE, plain, batch), CASE.tolerance())
+    CASE.losses(
+        Wired(lambda m, x: torch.func.functional_call(model, own, (x,))), batch
+    ).sum().backward()
+    assert_rows(
+        GradBatch.consume(trained(model)).dense(), rows_alone(CASE, plain, batch), CASE.tolerance()
+    )
 
     others = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
     with pytest.raises(SequenceError, match="functional_call"):
         torch.func.functional_call(model, others, batch)
     with pytest.raises((SequenceError, RuntimeError), match=r"functional_call|setup_context"):
-        torch.func.grad(lambda params: torch.func.functional_call(model, params, batch).sum())(others)
+        torch.func.grad(lambda params: torch.func.functional_call(model, params, batch).sum())(
+            others
+        )
     assert not has_rows(list(model.parameters()))
     assert not has_rows(list(others.values()))
 

@@ -29,7 +29,9 @@ from tests.compat.harness import (
 )
 
 # torch says so for reentrant checkpoints whose input needs no gradient; the hooked layers then are given one that does.
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True:UserWarning"
+)
 
 
 def wire_twice(m: Wired, x: Tensor) -> Tensor:
@@ -177,66 +179,117 @@ def tokens() -> tuple[Tensor]:
 
 
 CASES = {
-    "Linear": Case(lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)), vector),
-    "Linear on sequences": Case(lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence),
-    "Linear on time first": Case(lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence, batch_dim=1),
-    "Conv1d": Case(lambda: chain(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(8, 2)), lambda: (numbers(3, 3),)),
-    "Conv2d": Case(lambda: chain(nn.Conv2d(3, 4, 2, padding=1, stride=2), nn.Flatten(), nn.Linear(16, 2)), image),
+    "Linear": Case(
+        lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2, bias=False)), vector
+    ),
+    "Linear on sequences": Case(
+        lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence
+    ),
+    "Linear on time first": Case(
+        lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence, batch_dim=1
+    ),
+    "Conv1d": Case(
+        lambda: chain(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(8, 2)), lambda: (numbers(3, 3),)
+    ),
+    "Conv2d": Case(
+        lambda: chain(nn.Conv2d(3, 4, 2, padding=1, stride=2), nn.Flatten(), nn.Linear(16, 2)),
+        image,
+    ),
     "Conv2d, padded to the same size": Case(
         lambda: chain(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(36, 2)), image
     ),
-    "Conv3d": Case(lambda: chain(nn.Conv3d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)), lambda: (numbers(2, 3, 3, 2),)),
-    "Conv2d in groups": Case(lambda: chain(nn.Conv2d(3, 3, 2, groups=3), nn.Flatten(), nn.Linear(12, 2)), image),
-    "ConvTranspose2d": Case(lambda: chain(nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(32, 2)), image),
-    "GroupNorm": Case(lambda: chain(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)), image),
-    "InstanceNorm": Case(
-        lambda: chain(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(36, 2)), image
+    "Conv3d": Case(
+        lambda: chain(nn.Conv3d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)),
+        lambda: (numbers(2, 3, 3, 2),),
     ),
-    "LayerNorm": Case(lambda: chain(nn.Linear(DIM, 6), nn.LayerNorm([TIMES, 6]), nn.Linear(6, 2)), sequence),
+    "Conv2d in groups": Case(
+        lambda: chain(nn.Conv2d(3, 3, 2, groups=3), nn.Flatten(), nn.Linear(12, 2)), image
+    ),
+    "ConvTranspose2d": Case(
+        lambda: chain(nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(32, 2)), image
+    ),
+    "GroupNorm": Case(
+        lambda: chain(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)), image
+    ),
+    "InstanceNorm": Case(
+        lambda: chain(
+            nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(36, 2)
+        ),
+        image,
+    ),
+    "LayerNorm": Case(
+        lambda: chain(nn.Linear(DIM, 6), nn.LayerNorm([TIMES, 6]), nn.Linear(6, 2)), sequence
+    ),
     "RMSNorm": Case(lambda: chain(nn.Linear(DIM, 6), nn.RMSNorm(6), nn.Linear(6, 2)), sequence),
     "PReLU": Case(lambda: chain(nn.Linear(DIM, 4), nn.PReLU(4), nn.Linear(4, 2)), vector),
-    "weight_norm": Case(lambda: chain(weight_norm(nn.Linear(DIM, 4)), nn.Tanh(), nn.Linear(4, 2)), vector),
+    "weight_norm": Case(
+        lambda: chain(weight_norm(nn.Linear(DIM, 4)), nn.Tanh(), nn.Linear(4, 2)), vector
+    ),
     "Embedding": Case(lambda: chain(nn.Embedding(5, DIM), nn.Linear(DIM, 2)), tokens),
-    "Embedding of one item": Case(lambda: chain(nn.Embedding(5, DIM), nn.Linear(DIM, 2)), lambda: (items(),)),
-    "Embedding with padding": Case(lambda: chain(nn.Embedding(5, DIM, padding_idx=0), nn.Linear(DIM, 2)), tokens),
+    "Embedding of one item": Case(
+        lambda: chain(nn.Embedding(5, DIM), nn.Linear(DIM, 2)), lambda: (items(),)
+    ),
+    "Embedding with padding": Case(
+        lambda: chain(nn.Embedding(5, DIM, padding_idx=0), nn.Linear(DIM, 2)), tokens
+    ),
     "Embedding of positions": Case(
         lambda: Wired(
-            wire_positions, body=nn.Embedding(5, DIM), places=nn.Embedding(TIMES, DIM), head=nn.Linear(DIM, 2)
+            wire_positions,
+            body=nn.Embedding(5, DIM),
+            places=nn.Embedding(TIMES, DIM),
+            head=nn.Linear(DIM, 2),
         ),
         tokens,
     ),
     "EmbeddingBag sum": Case(
-        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="sum"), head=nn.Linear(DIM, 2)), tokens
+        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="sum"), head=nn.Linear(DIM, 2)),
+        tokens,
     ),
     "EmbeddingBag mean": Case(
-        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="mean"), head=nn.Linear(DIM, 2)), tokens
+        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="mean"), head=nn.Linear(DIM, 2)),
+        tokens,
     ),
     "MultiheadAttention": Case(
         lambda: fixed(wire_attention, nn.MultiheadAttention(DIM, 2, batch_first=True)),
         lambda: (*sequence(), torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0]]).bool()),
     ),
     "MultiheadAttention by keyword": Case(
-        lambda: fixed(wire_attention_by_keyword, nn.MultiheadAttention(DIM, 2, batch_first=True)), sequence
+        lambda: fixed(wire_attention_by_keyword, nn.MultiheadAttention(DIM, 2, batch_first=True)),
+        sequence,
     ),
     "MultiheadAttention on time first": Case(
         lambda: fixed(wire_attention, nn.MultiheadAttention(DIM, 2)), sequence, batch_dim=1
     ),
     "TransformerEncoderLayer": Case(
         lambda: ModuleValidator.fix(
-            chain(nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, batch_first=True), nn.Linear(DIM, 2))
+            chain(
+                nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, batch_first=True),
+                nn.Linear(DIM, 2),
+            )
         ),
         sequence,
     ),
     "LSTM": Case(lambda: recurrent(nn.LSTM), sequence),
     "LSTM, last state": Case(lambda: recurrent(nn.LSTM, wire_last_state), sequence),
     "LSTM with a first state": Case(lambda: recurrent(nn.LSTM, wire_first_state), sequence),
-    "LSTM of two layers, both ways": Case(lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True), sequence),
-    "LSTM with time first inside": Case(lambda: recurrent(nn.LSTM, wire_time_inside, batch_first=False), sequence),
-    "LSTM on time first": Case(lambda: recurrent(nn.LSTM, batch_first=False), sequence, batch_dim=1),
+    "LSTM of two layers, both ways": Case(
+        lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True), sequence
+    ),
+    "LSTM with time first inside": Case(
+        lambda: recurrent(nn.LSTM, wire_time_inside, batch_first=False), sequence
+    ),
+    "LSTM on time first": Case(
+        lambda: recurrent(nn.LSTM, batch_first=False), sequence, batch_dim=1
+    ),
     "GRU": Case(lambda: recurrent(nn.GRU), sequence),
-    "GRU of two layers, both ways": Case(lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True), sequence),
+    "GRU of two layers, both ways": Case(
+        lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True), sequence
+    ),
     "RNN as DPRNN": Case(
-        lambda: Wired(wire_recurrent, body=DPRNN(DIM, DIM, batch_first=True), head=nn.Linear(DIM, 2)), sequence
+        lambda: Wired(
+            wire_recurrent, body=DPRNN(DIM, DIM, batch_first=True), head=nn.Linear(DIM, 2)
+        ),
+        sequence,
     ),
     "LSTM on packed sequences": Case(
         lambda: fixed(wire_packed, nn.LSTM(DIM, DIM, batch_first=True), first=nn.Linear(DIM, DIM)),
@@ -245,27 +298,38 @@ CASES = {
     ),
     "bare parameter": Case(lambda: Wired(wire_bare, w=parameter(DIM, 2)), vector),
     "bare parameter in a layer": Case(
-        lambda: chain(nn.Linear(DIM, 3), Wired(wire_scale, w=parameter(3)), nn.Linear(3, 2)), sequence
+        lambda: chain(nn.Linear(DIM, 3), Wired(wire_scale, w=parameter(3)), nn.Linear(3, 2)),
+        sequence,
     ),
     "tied weights": Case(tied, vector),
     "tied embedding": Case(tied_embedding, tokens),
-    "module used twice": Case(lambda: Wired(wire_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)), vector),
+    "module used twice": Case(
+        lambda: Wired(wire_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)), vector
+    ),
     "Conv1d used twice": Case(
-        lambda: Wired(wire_twice, body=nn.Conv1d(3, 3, 1), head=nn.Linear(9, 2)), lambda: (numbers(3, 3),)
+        lambda: Wired(wire_twice, body=nn.Conv1d(3, 3, 1), head=nn.Linear(9, 2)),
+        lambda: (numbers(3, 3),),
     ),
     "module used on a sequence and on a part": Case(
-        lambda: Wired(wire_sequence_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)), sequence
+        lambda: Wired(wire_sequence_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)),
+        sequence,
     ),
     "module used under no_grad too": Case(
         lambda: Wired(wire_unused_use, body=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)), vector
     ),
     "frozen layer": Case(
-        lambda: frozen(chain(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 2)), "0.weight", "0.bias"), vector
+        lambda: frozen(chain(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 2)), "0.weight", "0.bias"),
+        vector,
     ),
     "frozen weight and bias": Case(
-        lambda: frozen(chain(nn.Linear(DIM, 4), nn.LayerNorm(4), nn.Linear(4, 2)), "0.bias", "1.weight"), vector
+        lambda: frozen(
+            chain(nn.Linear(DIM, 4), nn.LayerNorm(4), nn.Linear(4, 2)), "0.bias", "1.weight"
+        ),
+        vector,
     ),
-    "nested outputs": Case(lambda: Wired(wire_outputs, head=nn.Linear(DIM, 2), norm=nn.LayerNorm(DIM)), vector),
+    "nested outputs": Case(
+        lambda: Wired(wire_outputs, head=nn.Linear(DIM, 2), norm=nn.LayerNorm(DIM)), vector
+    ),
     "parts with nested outputs": Case(
         lambda: Wired(
             wire_parts,
@@ -275,8 +339,13 @@ CASES = {
         vector,
     ),
     "forward by keyword": Case(
-        lambda: Wired(wire_keywords, body=nn.Embedding(5, DIM), norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)),
-        lambda: {"input_ids": tokens()[0], "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])},
+        lambda: Wired(
+            wire_keywords, body=nn.Embedding(5, DIM), norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)
+        ),
+        lambda: {
+            "input_ids": tokens()[0],
+            "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]]),
+        },
     ),
     "two inputs": Case(
         lambda: Wired(wire_two_inputs, head=nn.Linear(DIM, 2), norm=nn.LayerNorm(2)),
@@ -284,16 +353,23 @@ CASES = {
     ),
     "checkpoint": Case(
         lambda: Wired(
-            wire_checkpoint, body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Tanh()), head=nn.Linear(DIM, 2)
+            wire_checkpoint,
+            body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Tanh()),
+            head=nn.Linear(DIM, 2),
         ),
         vector,
     ),
     "checkpoint of everything": Case(
-        lambda: Wired(wire_checkpoint, body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), head=nn.Identity()), vector
+        lambda: Wired(
+            wire_checkpoint, body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), head=nn.Identity()
+        ),
+        vector,
     ),
     "checkpoint of convolutions": Case(
         lambda: Wired(
-            wire_checkpoint, body=chain(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4), nn.Tanh()), head=nn.Linear(2, 2)
+            wire_checkpoint,
+            body=chain(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4), nn.Tanh()),
+            head=nn.Linear(2, 2),
         ),
         lambda: (numbers(3, 3),),
     ),
@@ -309,19 +385,31 @@ CASES = {
 }
 # right where all layers are factored, refused where one is dense (or, without bias, where Opacus has no rows)
 FACTORED_CASES = {
-    "in-place activation": Case(lambda: chain(nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.Linear(DIM, 2)), vector),
+    "in-place activation": Case(
+        lambda: chain(nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.Linear(DIM, 2)), vector
+    ),
     "in-place activation of a convolution": Case(
-        lambda: chain(nn.Conv2d(3, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 2)),
+        lambda: chain(
+            nn.Conv2d(3, 4, 2),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Linear(16, 2),
+        ),
         image,
     ),
     "padding that is not zeros": Case(
-        lambda: chain(nn.Conv2d(3, 2, 2, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(32, 2)), image
+        lambda: chain(
+            nn.Conv2d(3, 2, 2, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(32, 2)
+        ),
+        image,
     ),
     "LayerNorm without bias": Case(
         lambda: chain(nn.Linear(DIM, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, 2)), sequence
     ),
     "layers by keyword": Case(
-        lambda: Wired(wire_body_by_keyword, body=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)), sequence
+        lambda: Wired(wire_body_by_keyword, body=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)),
+        sequence,
     ),
 }
 
@@ -352,15 +440,21 @@ def assert_sound(case: Case, rows: str) -> None:
         for record in range(RECORDS):
             moved = rows_recorded(case, model, altered(batch, record, case.batch_dim), reduction)
             others = [i for i in range(RECORDS) if i != record]
-            assert_rows([part[others] for part in moved], [part[others] for part in found], case.tolerance())
-            assert any(not torch.equal(a[record], b[record]) for a, b in zip(moved, found, strict=True))
+            assert_rows(
+                [part[others] for part in moved], [part[others] for part in found], case.tolerance()
+            )
+            assert any(
+                not torch.equal(a[record], b[record]) for a, b in zip(moved, found, strict=True)
+            )
 
 
 @pytest.mark.parametrize("lengths", [(3, 2, 1), (3, 3, 1), (2, 2, 2), (1, 1, 1)])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_rows_of_packed_sequences_of_any_lengths_are_right(kind, lengths):
     case = Case(
-        lambda: fixed(wire_packed, kind(DIM, DIM, num_layers=2, batch_first=True), first=nn.Linear(DIM, DIM)),
+        lambda: fixed(
+            wire_packed, kind(DIM, DIM, num_layers=2, batch_first=True), first=nn.Linear(DIM, DIM)
+        ),
         lambda: (*sequence(), torch.tensor(lengths)),
         dtype=torch.float32,
     )
@@ -372,9 +466,15 @@ def test_rows_of_packed_sequences_of_any_lengths_are_right(kind, lengths):
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_rows_of_bags_with_offsets_count_each_use_of_an_item(mode):
-    flat, offsets = torch.tensor([1, 1, 4, 2, 2, 2]), torch.tensor([0, 3, 3])  # the second bag is empty
+    flat, offsets = (
+        torch.tensor([1, 1, 4, 2, 2, 2]),
+        torch.tensor([0, 3, 3]),
+    )  # the second bag is empty
     bags = [flat[:3], flat[3:3], flat[3:]]
-    case = Case(lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode=mode), head=nn.Linear(DIM, 2)), tuple)
+    case = Case(
+        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode=mode), head=nn.Linear(DIM, 2)),
+        tuple,
+    )
     alone = [rows_of_one(case, bag, torch.tensor([0])) for bag in bags]
     expected = [torch.stack(parts) for parts in zip(*alone, strict=True)]
     for reduction in ("mean", "sum"):

@@ -61,7 +61,9 @@ class Run:
         charged = dp.Accountant(adjacency="add_remove")
         charged.record(self.optimizer.design.event(self.optimizer.oracle.event(), releases))
         assert self.optimizer.accountant.ledger.digest() == charged.ledger.digest()
-        assert_same_model(self.model, replayed(self.draws, self.optimizer.design.batch_size, optimizer))
+        assert_same_model(
+            self.model, replayed(self.draws, self.optimizer.design.batch_size, optimizer)
+        )
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -121,7 +123,9 @@ def by_physical_batches_with_workers(run: Run) -> Iterator[tuple[Batch, Callable
 
 
 def by_opacus(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    with BatchMemoryManager(data_loader=run.loader(), max_physical_batch_size=2, optimizer=run.optimizer) as batches:
+    with BatchMemoryManager(
+        data_loader=run.loader(), max_physical_batch_size=2, optimizer=run.optimizer
+    ) as batches:
         for batch in batches:
             yield tuple(batch), run.optimizer.step
 
@@ -129,7 +133,9 @@ def by_opacus(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
 def by_opacus_bound(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
     sampler = dp.sampling.PoissonSampler(dp.Poisson(BATCH, N), steps=STEPS)
     loader = run.optimizer.bind(DataLoader(dataset(), batch_sampler=sampler))
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer) as batches:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as batches:
         for batch in batches:
             yield tuple(batch), run.optimizer.step
 
@@ -182,10 +188,15 @@ def test_batch_memory_manager_with_workers_is_refused():
     loader = run.loader(3, num_workers=2)
 
     def train() -> None:
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=run.optimizer) as batches:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=4, optimizer=run.optimizer
+        ) as batches:
             run.train(batches)
 
-    with pytest.raises(SequenceError, match=r"optimizer.loader\(dataset, physical_batch_size=..., num_workers=...\)"):
+    with pytest.raises(
+        SequenceError,
+        match=r"optimizer.loader\(dataset, physical_batch_size=..., num_workers=...\)",
+    ):
         train()
     assert len(run.optimizer.accountant) == 0
 
@@ -197,7 +208,9 @@ def test_breaking_out_of_an_epoch_leaves_nothing_behind(workers, physical):
     loader = run.loader(num_workers=workers, physical_batch_size=physical)
     for _ in range(3):
         for k, batch in enumerate(loader):
-            if k == (1 if physical is None else N // 2 + 1):  # in the second draw, for parts after its first one
+            if k == (
+                1 if physical is None else N // 2 + 1
+            ):  # in the second draw, for parts after its first one
                 break
             run.optimizer.zero_grad()
             run.backward(batch)
@@ -222,13 +235,18 @@ def pad(records: list[dict[str, Any]]) -> dict[str, Any]:
     sequences = [record["inputs"]["x"] for record in records]
     lengths = torch.tensor([len(s) for s in sequences])
     padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    return {"inputs": {"x": padded, "lengths": lengths}, "target": torch.stack([r["target"] for r in records])}
+    return {
+        "inputs": {"x": padded, "lengths": lengths},
+        "target": torch.stack([r["target"] for r in records]),
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nested_records_padded_by_collate_and_empty_draws(workers):
     run = Run(dp.Poisson(1, N))
-    for batch in run.optimizer.loader(Nested(), steps=12, collate_fn=pad, num_workers=workers, padding=False):
+    for batch in run.optimizer.loader(
+        Nested(), steps=12, collate_fn=pad, num_workers=workers, padding=False
+    ):
         x, lengths = batch["inputs"]["x"], batch["inputs"]["lengths"]
         means = x.sum(1) / lengths[:, None]  # all times of a record are alike
         run.draws.append((means, batch["target"]))
@@ -236,7 +254,9 @@ def test_nested_records_padded_by_collate_and_empty_draws(workers):
         run.backward((means, batch["target"]))
         run.optimizer.step()
     run.check(12)
-    assert min(len(x) for x, _ in run.draws) == 0  # false alarm: (1 - (11/12)^12)^12 = 0.0016 of no empty draw
+    assert (
+        min(len(x) for x, _ in run.draws) == 0
+    )  # false alarm: (1 - (11/12)^12)^12 = 0.0016 of no empty draw
 
 
 def test_an_empty_draw_needs_no_forward():

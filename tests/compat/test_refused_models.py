@@ -49,20 +49,32 @@ def shard() -> nn.Module:
 
 AT_ATTACH = {
     "BatchNorm": (lambda: nn.BatchNorm1d(DIM), "ModuleValidator.fix"),
-    "InstanceNorm with statistics": (lambda: nn.InstanceNorm1d(DIM, track_running_stats=True), "ModuleValidator.fix"),
+    "InstanceNorm with statistics": (
+        lambda: nn.InstanceNorm1d(DIM, track_running_stats=True),
+        "ModuleValidator.fix",
+    ),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(DIM, 2), "ModuleValidator.fix"),
-    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(DIM, 2, 8), "ModuleValidator.fix"),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(DIM, 2, 8),
+        "ModuleValidator.fix",
+    ),
     "TransformerEncoderLayer over the batch": (attention, "batch_first=True"),
     "LSTM": (lambda: nn.LSTM(DIM, 2), "ModuleValidator.fix"),
     "RNN": (lambda: nn.RNN(DIM, 2), "DPRNN"),
     "LSTMCell": (lambda: nn.LSTMCell(DIM, 2), "DPLSTM"),
     "Embedding with max_norm": (lambda: nn.Embedding(5, 2, max_norm=1.0), "max_norm=None"),
-    "Embedding scaled by frequency": (lambda: nn.Embedding(5, 2, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
+    "Embedding scaled by frequency": (
+        lambda: nn.Embedding(5, 2, scale_grad_by_freq=True),
+        "scale_grad_by_freq=False",
+    ),
     "sparse Embedding": (lambda: nn.Embedding(5, 2, sparse=True), "sparse=False"),
     "EmbeddingBag max": (lambda: nn.EmbeddingBag(5, 2, mode="max"), "mode='sum' or 'mean'"),
     "EmbeddingBag with padding": (lambda: nn.EmbeddingBag(5, 2, padding_idx=0), "padding_idx=None"),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(DIM, 2)), "without buffers"),
-    "ParameterList": (lambda: nn.ParameterList([parameter(2)]), "attributes of the module that uses them"),
+    "ParameterList": (
+        lambda: nn.ParameterList([parameter(2)]),
+        "attributes of the module that uses them",
+    ),
     "dropout beside a bare parameter": (
         lambda: Wired(second_run, w=parameter(DIM, 2), drop=nn.Dropout(0.5)),
         "a module of their own",
@@ -82,7 +94,9 @@ def test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left(name,
         dp.attach(model, rows=rows)
     assert "'1.0" in str(caught.value)
     assert [(type(m), set(vars(m))) for m in model.modules()] == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()
+    )
     model[1] = nn.Linear(DIM, 1)
     dp.attach(model, rows=rows)  # and can be attached once it is mended
 
@@ -170,7 +184,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         x2,
         "by position",
     ),
-    "Bilinear": (lambda: Wired(bilinear, body=nn.Bilinear(DIM, DIM, 2)), x2, "one tensor by position"),
+    "Bilinear": (
+        lambda: Wired(bilinear, body=nn.Bilinear(DIM, DIM, 2)),
+        x2,
+        "one tensor by position",
+    ),
     "dense layer by keyword": (lambda: Wired(by_keyword, body=nn.RMSNorm(DIM)), x2, "by position"),
     "weight used outside of its layer": (
         lambda: Wired(weight_outside, body=nn.Linear(DIM, 2)),
@@ -193,8 +211,16 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         "expand constants",
     ),
     "time first": (lambda: Wired(time_first, body=nn.Linear(DIM, 2)), x3, "batch_first"),
-    "time folded into the batch": (lambda: Wired(folded, body=nn.Linear(DIM, 2)), x3, "leave time out"),
-    "record by record": (lambda: Wired(one_by_one, body=nn.Linear(DIM, 2)), x2, "do not cut the batch up"),
+    "time folded into the batch": (
+        lambda: Wired(folded, body=nn.Linear(DIM, 2)),
+        x3,
+        "leave time out",
+    ),
+    "record by record": (
+        lambda: Wired(one_by_one, body=nn.Linear(DIM, 2)),
+        x2,
+        "do not cut the batch up",
+    ),
     "bag with weights": (
         lambda: Wired(weighted_bag, body=nn.EmbeddingBag(5, 2, mode="sum")),
         lambda: (items(2),),
@@ -244,7 +270,9 @@ def test_a_layer_that_sees_no_batch_is_refused():
 @pytest.mark.parametrize("lengths", [(1, 3, 2), (3, 2, 1)])
 def test_packed_sequences_that_are_not_sorted_are_refused(lengths):
     # also those that happen to be sorted: whether training stops must not depend on the records
-    model = ModuleValidator.fix(Wired(unsorted, body=nn.LSTM(DIM, DIM, batch_first=True), head=nn.Linear(DIM, 2)))
+    model = ModuleValidator.fix(
+        Wired(unsorted, body=nn.LSTM(DIM, DIM, batch_first=True), head=nn.Linear(DIM, 2))
+    )
     batch = (numbers(TIMES, DIM).float(), torch.tensor(lengths))
     for rows in ("auto", "dense"):
         with pytest.raises(SequenceError, match="enforce_sorted=True"):
@@ -279,7 +307,9 @@ def test_fewer_rows_than_drawn_are_refused(rows):
     optimizer = private_optimizer(model, dp.Full(4))
     before = [p.clone() for p in model.parameters()]
     for (x,) in optimizer.loader(TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False):
-        model(x.transpose(0, 1)).sum().backward()  # batch_first says otherwise: three rows, each of all four records
+        model(
+            x.transpose(0, 1)
+        ).sum().backward()  # batch_first says otherwise: three rows, each of all four records
         with pytest.raises(SequenceError, match="one row per record"):
             optimizer.step()
     assert len(optimizer.accountant) == optimizer.steps == 0
@@ -309,7 +339,9 @@ def test_an_in_place_operation_on_a_dense_output_is_refused_by_torch():
 
 def test_dropout_masks_differ_between_records_and_rows_keep_them():
     torch.manual_seed(0)
-    model = dp.attach(chain(nn.Linear(DIM, 64), nn.Dropout(0.5), nn.Linear(64, 1)), loss_reduction="sum")
+    model = dp.attach(
+        chain(nn.Linear(DIM, 64), nn.Dropout(0.5), nn.Linear(64, 1)), loss_reduction="sum"
+    )
     weight = run(model, numbers(DIM).float()[:1].expand(RECORDS, -1)).dense()[2]
     used = weight[:, 0] != 0
     assert 0.2 < float(used.float().mean()) < 0.8

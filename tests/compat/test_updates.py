@@ -35,7 +35,9 @@ SCHEDULERS = {
     "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k)),
     "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, STEPS),
     "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.2, total_steps=STEPS + 1, cycle_momentum=False),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(
+        opt, 0.2, total_steps=STEPS + 1, cycle_momentum=False
+    ),
     "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, cycle_momentum=False),
     "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
         opt, [lr_scheduler.ConstantLR(opt, 0.5), lr_scheduler.ExponentialLR(opt, 0.9)], [2]
@@ -72,10 +74,20 @@ def test_a_changed_rate_warns_once_where_it_voids_a_theorem():
     problem = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
     params, dim = list(run.model.parameters()), sum(p.numel() for p in run.model.parameters())
     plan = dp.HolderSGD.plan(
-        problem=problem, n=N, batch_size=BATCH, steps=4, noise_multiplier=1.0, lr=0.1, average="uniform", dim=dim
+        problem=problem,
+        n=N,
+        batch_size=BATCH,
+        steps=4,
+        noise_multiplier=1.0,
+        lr=0.1,
+        average="uniform",
+        dim=dim,
     )
     assert plan.risk_bound is not None
-    for expected in ([[], [], [UtilityWarning], []], [[], [], [], []]):  # with the theorem, and without
+    for expected in (
+        [[], [], [UtilityWarning], []],
+        [[], [], [], []],
+    ):  # with the theorem, and without
         run.optimizer = dp.HolderSGD(params, plan)
         scheduler = lr_scheduler.ExponentialLR(run.optimizer, 0.9)
         found = []
@@ -96,13 +108,20 @@ def test_one_cycle_without_momentum_says_what_to_do():
 
 
 def by_layer(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(layer.parameters()), "lr": LR / (k + 1)} for k, layer in enumerate(model) if k != 1]
+    return [
+        {"params": list(layer.parameters()), "lr": LR / (k + 1)}
+        for k, layer in enumerate(model)
+        if k != 1
+    ]
 
 
 def test_groups_have_their_own_rates():
     model = dp.attach(network(), loss_reduction="sum")
     run = Run()
-    run.model, run.optimizer = model, private_optimizer(model, dp.Poisson(BATCH, N), params=by_layer(model))
+    run.model, run.optimizer = (
+        model,
+        private_optimizer(model, dp.Poisson(BATCH, N), params=by_layer(model)),
+    )
     run.train(run.loader())
     plain = network()
     reference = PLAIN(by_layer(plain), lr=LR)
@@ -123,7 +142,9 @@ def test_groups_cannot_be_added_after_construction():
 
 
 INNER = {
-    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD with momentum": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True
+    ),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
@@ -134,7 +155,9 @@ def with_inner(name: str) -> Run:
     run = Run()
     inner = INNER[name](run.model.parameters())
     rule = dp.rules.TorchRule(inner)
-    run.optimizer = private_optimizer(run.model, dp.Poisson(BATCH, N), params=inner.param_groups, lr=0.1, rule=rule)
+    run.optimizer = private_optimizer(
+        run.model, dp.Poisson(BATCH, N), params=inner.param_groups, lr=0.1, rule=rule
+    )
     return run
 
 
@@ -157,7 +180,9 @@ def test_a_scheduler_reaches_the_optimizer_inside_of_a_rule():
 @pytest.mark.parametrize("kind", ["mean", "ema"])
 def test_averaged_models_average_the_iterates(kind):
     run, iterates = Run(), []
-    average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5) if kind == "ema" else None)
+    average = AveragedModel(
+        run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5) if kind == "ema" else None
+    )
     for batch in run.loader():
         run.train([batch])
         average.update_parameters(run.model)
@@ -189,7 +214,9 @@ def test_a_gradient_scaler_changes_nothing():
     assert scaler.get_scale() == 1024.0
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # RMSNorm says so
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # RMSNorm says so
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_autocast_needs_a_loss_that_sums(rows):
     """Rows are those of the records alone in autocast, whose own rounding differs between versions of torch."""
@@ -250,7 +277,12 @@ def test_hooks_of_optimizer_and_model_are_called_and_change_nothing():
     run.train(run.loader(2))
     run.check(2)
     # in the first step made-up records go through the model too, hooks of its layers included
-    assert [name for name, _ in groupby(calls)] == ["forward", "backward", "before step", "after step"] * 2
+    assert [name for name, _ in groupby(calls)] == [
+        "forward",
+        "backward",
+        "before step",
+        "after step",
+    ] * 2
     assert calls[-4:] == ["forward", "backward", "before step", "after step"]
     calls.clear()
     run.optimizer.load_state_dict(run.optimizer.state_dict())
@@ -283,7 +315,9 @@ def test_frozen_parameters_stay_and_the_others_learn():
     plain = network()
     plain[0].requires_grad_(False)
     for draw in run.draws:
-        for p, mean in zip(list(plain.parameters())[2:], means_of_the_rest(plain, draw), strict=True):
+        for p, mean in zip(
+            list(plain.parameters())[2:], means_of_the_rest(plain, draw), strict=True
+        ):
             with torch.no_grad():
                 p -= LR * mean
     assert_same_model(run.model, plain)

@@ -55,7 +55,9 @@ class Net:
     waiting: bool = False  # dense layers keep one forward at a time
     wrapped: bool = False  # by an Opacus optimizer
     shown: bool = False  # released() is running
-    allowed: list[Tensor | None] = field(default_factory=lambda: [None, None])  # what p.grad may hold, besides None
+    allowed: list[Tensor | None] = field(
+        default_factory=lambda: [None, None]
+    )  # what p.grad may hold, besides None
 
     def clear(self) -> None:
         """Forgets rows that were used, or given up."""
@@ -166,7 +168,9 @@ class Calls(RuleBasedStateMachine):
     def unchanged(self, before: list[Any]) -> None:
         now = self.world()
         assert now[1:] == before[1:], "the ledger or a counter has changed"
-        assert all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True)), "a parameter has changed"
+        assert all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True)), (
+            "a parameter has changed"
+        )
 
     def refused(self, action: Callable[[], Any], errors: Any = REFUSED) -> None:
         """The action must raise, and change neither parameters nor ledger."""
@@ -217,7 +221,9 @@ class Calls(RuleBasedStateMachine):
     def _resumed_source(self, s: Session, kind: str) -> None:
         def resumed() -> Any:
             return s.opt.loader(
-                self.setup.dataset(), resume=True, physical_batch_size=2 if kind == "physical" else None
+                self.setup.dataset(),
+                resume=True,
+                physical_batch_size=2 if kind == "physical" else None,
             )
 
         if s.held is not None:
@@ -243,7 +249,9 @@ class Calls(RuleBasedStateMachine):
             return
         s.older = None if kind == "bmm" or (s.stream is not None and s.stream.parts) else s.stream
         if kind == "bmm" and getattr(source.loader, "physical_batch_size", None) is None:
-            manager: Any = BatchMemoryManager(data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt)
+            manager: Any = BatchMemoryManager(
+                data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt
+            )
             s.stream = Stream(source, manager.__enter__(), parts=True)
         elif kind == "physical batches":
             s.stream = Stream(source, dp.sampling.PhysicalBatches(source.loader, 2))
@@ -315,7 +323,9 @@ class Calls(RuleBasedStateMachine):
     def backward(self, s: Session, f: Forward) -> None:
         net = s.net
         if f.age < net.age or (net.dense and f.done):
-            self.refused(lambda: f.loss.backward(retain_graph=True), RuntimeError)  # torch's own where parameters moved
+            self.refused(
+                lambda: f.loss.backward(retain_graph=True), RuntimeError
+            )  # torch's own where parameters moved
             net.reset()
             return
         self.harmless(lambda: f.loss.backward(retain_graph=True))
@@ -381,10 +391,14 @@ class Calls(RuleBasedStateMachine):
             )
         if self.setup.rule == "last" or (self.setup.rule == "uniform" and not s.finalized):
             lr = s.opt.param_groups[0]["lr"]
-            old = [b for b, p in zip(before, s.net.model.parameters(), strict=True) if p.requires_grad]
+            old = [
+                b for b, p in zip(before, s.net.model.parameters(), strict=True) if p.requires_grad
+            ]
             for p, b, m in zip(trained, old, mean, strict=True):
                 torch.testing.assert_close(p.detach(), b - lr * m)
-        s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
+        s.net.allowed = [
+            None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()
+        ]
         if s.chunk is not None:
             s.old.append(s.chunk.x)
             s.source.chunk = None
@@ -398,7 +412,9 @@ class Calls(RuleBasedStateMachine):
             action()
         now = self.world()
         assert now[1][1] == before[1][1] + 1, "a crash after the charge must leave it charged"
-        assert all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True)), "a parameter has changed"
+        assert all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True)), (
+            "a parameter has changed"
+        )
         s.drop()
 
     def _after(self, s: Session, verdict: str, drawn: Drawn | None, partial: bool) -> None:
@@ -427,7 +443,9 @@ class Calls(RuleBasedStateMachine):
             if len(self.truth.releases) == released and not self.truth.crashes:
                 self.unchanged(before)
         s.steps, s.finalized = s.opt.steps, s.opt.finalized
-        s.net.allowed = [None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()]
+        s.net.allowed = [
+            None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()
+        ]
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
             self.truth.charges[-1] = drawn.charge, drawn.records
         if len(self.truth.releases) > released:
@@ -452,6 +470,8 @@ class Calls(RuleBasedStateMachine):
             x, drawn = self.current(s)
             self.feed(s, x, drawn)
             verdict = self.stepping(s, s.opt.step)
-            assert verdict in ("release", "spent", "over", "closed") or self.setup.private_mean, verdict
+            assert verdict in ("release", "spent", "over", "closed") or self.setup.private_mean, (
+                verdict
+            )
             self.the_truth_is_kept()
         self.accountant.report(DELTA)

@@ -16,7 +16,16 @@ from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from tests.contract.call_model import REFUSED, Calls, Net, Session
-from tests.contract.reference_model import BATCH, FOREIGN, Forward, N, Setup, Truth, records_in, rows_of
+from tests.contract.reference_model import (
+    BATCH,
+    FOREIGN,
+    Forward,
+    N,
+    Setup,
+    Truth,
+    records_in,
+    rows_of,
+)
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, PrivacyError, UnknownSamplerError
 from torch_dpsco.sampling import make_sampler
@@ -38,7 +47,15 @@ def setups() -> st.SearchStrategy[Setup]:
     )
     return st.builds(
         lambda design, rows, mean, rule, steps, room, small, nan, oracle: Setup(
-            *design, rows, mean, rule, steps, room, 3 if small and design[1] == "add_remove" else N, nan, oracle
+            *design,
+            rows,
+            mean,
+            rule,
+            steps,
+            room,
+            3 if small and design[1] == "add_remove" else N,
+            nan,
+            oracle,
         ),
         designs,
         st.sampled_from(["auto", "dense"]),
@@ -55,8 +72,20 @@ def setups() -> st.SearchStrategy[Setup]:
 WHO = st.integers(0, 2)
 KINDS = st.sampled_from(["private", "bmm", "physical batches"])
 MEDDLING = (
-    *("a_loader_of_another_design", "a_backward_in_eval_mode", "pickling", "freezing", "assigning_what_is_fixed"),
-    *("another_lr", "wrapping_by_opacus", "tampering: grad", "tampering: rows", "tampering: more rows"),
+    *(
+        "a_loader_of_another_design",
+        "a_backward_in_eval_mode",
+        "pickling",
+        "freezing",
+        "assigning_what_is_fixed",
+    ),
+    *(
+        "another_lr",
+        "wrapping_by_opacus",
+        "tampering: grad",
+        "tampering: rows",
+        "tampering: more rows",
+    ),
     *("tampering: other rows", "a_crash_in_the_next_release", "inner_step"),
 )
 
@@ -70,7 +99,11 @@ class CallOrders(Calls):
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    @rule(who=WHO, kind=KINDS, another=st.sampled_from(["", "", "private", "physical", "torch", "resumed"]))
+    @rule(
+        who=WHO,
+        kind=KINDS,
+        another=st.sampled_from(["", "", "private", "physical", "torch", "resumed"]),
+    )
     def new_iteration(self, who: int, kind: str, another: str) -> None:
         s = self.pick(who)
         if another:
@@ -91,9 +124,13 @@ class CallOrders(Calls):
             self.advance(s)
 
     def a_loader_of_another_design(self, s: Session) -> None:
-        other = DataLoader(self.setup.dataset(), batch_sampler=make_sampler(dp.Poisson(5, N), size=self.setup.size))
+        other = DataLoader(
+            self.setup.dataset(), batch_sampler=make_sampler(dp.Poisson(5, N), size=self.setup.size)
+        )
         self.refused(lambda: s.opt.bind(other), AdjacencyError)
-        self.refused(lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)), UnknownSamplerError)
+        self.refused(
+            lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)), UnknownSamplerError
+        )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +139,11 @@ class CallOrders(Calls):
         s = self.pick(who)
         x, drawn = self.current(s)
         half = len(x) // 2
-        part_of = {"whole": slice(None), "first half": slice(half), "second half": slice(half, None)}
+        part_of = {
+            "whole": slice(None),
+            "first half": slice(half),
+            "second half": slice(half, None),
+        }
         self.feed(s, x[part_of.get(part, slice(0))], drawn)
 
     @rule(who=WHO, kind=st.sampled_from(["foreign", "more", "twice", "one of another step"]))
@@ -132,7 +173,10 @@ class CallOrders(Calls):
         net, x = s.net, self.setup.dataset().tensors[0][:2]
         net.model.eval()
         # Opacus' own error where another forward waits for its backward
-        self.refused(lambda: self.setup.loss(net.model, x).backward(), RuntimeError if net.waiting else REFUSED)
+        self.refused(
+            lambda: self.setup.loss(net.model, x).backward(),
+            RuntimeError if net.waiting else REFUSED,
+        )
         net.model.train()
         with torch.no_grad():
             self.harmless(lambda: net.model(x))
@@ -224,7 +268,10 @@ class CallOrders(Calls):
         if s.chunk is None:
             self.advance(s)
         x, drawn = self.current(s)
-        for part, action, partial in ((x[::2], s.opt.accumulate, True), (x[1::2], s.opt.step, False)):
+        for part, action, partial in (
+            (x[::2], s.opt.accumulate, True),
+            (x[1::2], s.opt.step, False),
+        ):
             self.feed(s, part, drawn)
             self.stepping(s, action, partial)
 
@@ -255,7 +302,10 @@ class CallOrders(Calls):
 
     # -- the answer, checkpoints, copies ------------------------------------------------------------------------------
 
-    @rule(who=WHO, inside=st.sampled_from(["nothing", "step", "accumulate", "finalize", "nested", "error"]))
+    @rule(
+        who=WHO,
+        inside=st.sampled_from(["nothing", "step", "accumulate", "finalize", "nested", "error"]),
+    )
     def released(self, who: int, inside: str) -> None:
         s = self.pick(who)
         self.waiting = None  # torch refuses its backward: parameters are written to
@@ -291,7 +341,12 @@ class CallOrders(Calls):
         s.finalized = True
         s.drop()
 
-    @rule(who=WHO, what=st.sampled_from(["save", "load", "to and fro", "other noise", "other steps", "another run"]))
+    @rule(
+        who=WHO,
+        what=st.sampled_from(
+            ["save", "load", "to and fro", "other noise", "other steps", "another run"]
+        ),
+    )
     def checkpoints(self, who: int, what: str) -> None:
         s = self.pick(who)
         if what == "to and fro":
@@ -317,18 +372,26 @@ class CallOrders(Calls):
         before = self.world()
         s.opt.load_state_dict(state)
         after = self.world()
-        assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)), "a parameter has changed"
+        assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)), (
+            "a parameter has changed"
+        )
         assert before[1] == after[1], "loading has changed the ledger"
         s.drop()
         if "partition" in state["dpsco"]:
             s.place = place
             if s.opt._batch._log.again is None:
-                s.held, s.given_up, s.source = None, False, None  # it is of another place than the checkpoint's
+                s.held, s.given_up, s.source = (
+                    None,
+                    False,
+                    None,
+                )  # it is of another place than the checkpoint's
 
     def load_another_run(self, s: Session, what: str) -> None:
         other = dp.Accountant(adjacency=self.setup.adjacency)
         model = self.setup.model()
-        changes = {"other noise": {"noise": 0.07}, "other steps": {"steps": 77}, "another run": {}}[what]
+        changes = {"other noise": {"noise": 0.07}, "other steps": {"steps": 77}, "another run": {}}[
+            what
+        ]
         opt = self.setup.optimizer(model, Truth(self.setup, other), other, **changes)
         if what != "another run":
             self.refused(lambda: s.opt.load_state_dict(opt.state_dict()), ValueError)
@@ -357,9 +420,14 @@ class CallOrders(Calls):
             self.ordinary_step(s, "private")
         if self.setup.room is not None and self.truth.spent() >= self.setup.room:
             if not self.setup.charges_passes:
-                self.refused(lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant), InfeasibleError)
+                self.refused(
+                    lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant),
+                    InfeasibleError,
+                )
             return
-        fresh = Session(s.net, self.setup.optimizer(s.net.model, self.truth, self.accountant), self.setup)
+        fresh = Session(
+            s.net, self.setup.optimizer(s.net.model, self.truth, self.accountant), self.setup
+        )
         s.net.wrapped = False
         self.sessions.append(fresh)
         if loader != "its own" and s.source is not None:  # each of its draws is for one of the two
@@ -367,7 +435,9 @@ class CallOrders(Calls):
                 self.refused(lambda: fresh.opt.bind(s.source.loader))
                 return
             fresh.opt.bind(s.source.loader)
-            fresh.stream = None if s.stream is not None and s.stream.parts else s.stream  # flags go to one of them
+            fresh.stream = (
+                None if s.stream is not None and s.stream.parts else s.stream
+            )  # flags go to one of them
             self._rebound(fresh, s.source)
             s.source = s.stream = s.older = None
             if loader == "the same, resumed":
@@ -392,9 +462,14 @@ class CallOrders(Calls):
 
     def assigning_what_is_fixed(self, s: Session) -> None:
         for name in FIXED:
-            self.refused(lambda name=name: setattr(s.opt, name, getattr(s.opt, name)), (PrivacyError, AttributeError))
+            self.refused(
+                lambda name=name: setattr(s.opt, name, getattr(s.opt, name)),
+                (PrivacyError, AttributeError),
+            )
         for name in ("noise_multiplier", "batch_size", "clip"):
-            self.refused(lambda name=name: setattr(s.opt.oracle, name, 1), (PrivacyError, AttributeError))
+            self.refused(
+                lambda name=name: setattr(s.opt.oracle, name, 1), (PrivacyError, AttributeError)
+            )
 
     def another_lr(self, s: Session) -> None:
         for group in s.opt.param_groups:
@@ -404,10 +479,16 @@ class CallOrders(Calls):
         if s.net.unknown:
             return
         wrapper = DPOptimizer(
-            optimizer=s.opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH, loss_reduction="sum"
+            optimizer=s.opt,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=BATCH,
+            loss_reduction="sum",
         )
         s.net.wrapped = True
-        self.refused(wrapper.step, (*REFUSED, ValueError))  # Opacus' own error where it finds no rows
+        self.refused(
+            wrapper.step, (*REFUSED, ValueError)
+        )  # Opacus' own error where it finds no rows
         self.refused(s.opt.step)
         self.the_truth_is_kept()
         self.discard(s)

@@ -65,7 +65,11 @@ class Setup:
         """Returns the budget that admits exactly `room` steps (passes)."""
         if self.room is None:
             return None
-        return dp.Budget(epsilon(self.design, self.adjacency, self.room) * (1 + 1e-9), DELTA, adjacency=self.adjacency)
+        return dp.Budget(
+            epsilon(self.design, self.adjacency, self.room) * (1 + 1e-9),
+            DELTA,
+            adjacency=self.adjacency,
+        )
 
     def model(self) -> nn.Linear:
         model = nn.Linear(N + FOREIGN, 1)
@@ -77,8 +81,13 @@ class Setup:
         scores = model(x)
         return scores.mean() if self.mean else scores.sum()
 
-    def optimizer(self, model: nn.Module, truth: Truth, accountant: dp.Accountant, **changes: Any) -> Any:
-        params, rule = list(model.parameters()), dp.rules.SGD(self.rule if self.rule != "adam" else "last")
+    def optimizer(
+        self, model: nn.Module, truth: Truth, accountant: dp.Accountant, **changes: Any
+    ) -> Any:
+        params, rule = (
+            list(model.parameters()),
+            dp.rules.SGD(self.rule if self.rule != "adam" else "last"),
+        )
         if self.rule == "adam":
             inner = torch.optim.Adam(params, lr=0.1)
             params, rule = inner.param_groups, dp.rules.TorchRule(inner)
@@ -127,7 +136,9 @@ def epsilon(design: Design, adjacency: str, count: int) -> float:
         return 0.0
     base, accountant = clipped_gaussian(NOISE), dp.Accountant(adjacency=adjacency)
     passes = isinstance(design, (dp.Shuffled, dp.Disjoint))
-    accountant.record(Repeat(base.only("replace_one", "zero_out"), count) if passes else design.event(base, count))
+    accountant.record(
+        Repeat(base.only("replace_one", "zero_out"), count) if passes else design.event(base, count)
+    )
     return accountant.get_epsilon(DELTA)
 
 
@@ -165,7 +176,9 @@ class Truth:
         self.charged = 0  # events in the ledger when the release in progress began
         self.rng = np.random.default_rng(0)
         self.passes: dict[Any, list[tuple[int, ...]]] = {}  # the draws of each pass, in order
-        self.charges: list[tuple[Any, tuple[int, ...]]] = []  # of each charge its pass, and its records
+        self.charges: list[
+            tuple[Any, tuple[int, ...]]
+        ] = []  # of each charge its pass, and its records
         self.context: tuple[Drawn | None, Counter[int] | None, bool] = (None, Counter(), True)
 
     def __deepcopy__(self, memo: Any) -> Truth:
@@ -235,7 +248,10 @@ class Truth:
         """Raises AssertionError if a release or the ledger is not what it must be."""
         for index in range(self.checked, len(self.releases)):
             self._check_release(index, self.releases[index])
-        if len(self.releases) > self.checked or len(self.accountant) != len(self.releases) + self.crashes:
+        if (
+            len(self.releases) > self.checked
+            or len(self.accountant) != len(self.releases) + self.crashes
+        ):
             self._check_ledger()
         self.checked = len(self.releases)
 
@@ -244,21 +260,31 @@ class Truth:
         # rows have 0.992 of the clip in their own coordinate, or all of it while the bias is frozen
         assert seen.roundoff < 0.45, f"a row is not within the clip ({seen.roundoff})"
         if seen.honest:
-            assert all(count == 1 for count in seen.counts.values()), f"a record counts twice: {seen.counts}"
+            assert all(count == 1 for count in seen.counts.values()), (
+                f"a record counts twice: {seen.counts}"
+            )
             assert seen.draw is not None, "a release without a draw"
             strangers = seen.counts.keys() - set(seen.draw.records)
             assert not strangers, f"a release holds records of another draw: {strangers}"
         if seen.draw is not None:
-            assert seen.counts.total() <= max(len(seen.draw.records), 0), "a release holds more rows than were drawn"
+            assert seen.counts.total() <= max(len(seen.draw.records), 0), (
+                "a release holds more rows than were drawn"
+            )
             assert not seen.draw.used, "a draw was released twice"
             seen.draw.used = True
         if seen.expected is not None:
-            assert seen.counts == seen.expected, f"{seen.counts} were released, {seen.expected} were given"
+            assert seen.counts == seen.expected, (
+                f"{seen.counts} were released, {seen.expected} were given"
+            )
 
     def _check_ledger(self) -> None:
         releases = len(self.releases)
-        assert len(self.accountant) >= releases, "the ledger holds fewer charges than there were releases"
-        assert len(self.accountant) == releases + self.crashes, "the ledger holds charges that nothing was released for"
+        assert len(self.accountant) >= releases, (
+            "the ledger holds fewer charges than there were releases"
+        )
+        assert len(self.accountant) == releases + self.crashes, (
+            "the ledger holds charges that nothing was released for"
+        )
         spent, setup = self.accountant.get_epsilon(DELTA), self.setup
         uses = releases
         if setup.charges_passes:  # a record is in one part of a pass: what it is in counts
@@ -266,7 +292,9 @@ class Truth:
             for seen in self.releases:
                 record_uses.update(seen.counts.keys() if seen.honest else ())
             uses = max(record_uses.values(), default=0)
-        assert spent >= epsilon(setup.design, setup.adjacency, uses) * (1 - 1e-12), "the ledger is under the truth"
+        assert spent >= epsilon(setup.design, setup.adjacency, uses) * (1 - 1e-12), (
+            "the ledger is under the truth"
+        )
         budget = self.accountant.budget
         assert budget is None or spent <= budget.epsilon, "the budget was passed"
 
@@ -319,7 +347,12 @@ class Source:
     """A loader, and the batch of it that waits for its step; `made` draws of its pass are used."""
 
     def __init__(self, loader: Any, truth: Truth, made: int = 0) -> None:
-        self.loader, self.truth, self.one_pass, self.made = loader, truth, truth.setup.one_pass, made
+        self.loader, self.truth, self.one_pass, self.made = (
+            loader,
+            truth,
+            truth.setup.one_pass,
+            made,
+        )
         self.chunk: Chunk | None = None
         self.used_up = False
         self.newest: Stream | None = None
@@ -362,4 +395,8 @@ class Forward:
 def honest(forwards: list[Forward], drawn: Drawn | None) -> bool:
     """Whether the rows are those of the draw, each once."""
     records = [i for f in forwards for i in f.records if i >= 0]
-    return drawn is not None and all(f.drawn is drawn for f in forwards) and len(set(records)) == len(records)
+    return (
+        drawn is not None
+        and all(f.drawn is drawn for f in forwards)
+        and len(set(records)) == len(records)
+    )

@@ -89,7 +89,11 @@ def _own(
 
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
         own = design(s.batch)
-        phases = (dp.Phase(3), dp.Phase(s.steps and s.steps - 3)) if first_phase else (dp.Phase(s.steps),)
+        phases = (
+            (dp.Phase(3), dp.Phase(s.steps and s.steps - 3))
+            if first_phase
+            else (dp.Phase(s.steps),)
+        )
         return dp.PrivateOptimizer(
             params,
             s.lr,
@@ -123,7 +127,9 @@ def _coordinatewise(s: Settings, size: int) -> MeanOracle:
 
 def _shuffled(cls: Any, **more: int) -> Callable[[Settings, int], MeanOracle]:
     def make(s: Settings, size: int) -> MeanOracle:
-        return cls(1.5 * s.scale, ShuffleParameters(16, round(256 * s.noise), 0.5), size, DIM + 1, **more)
+        return cls(
+            1.5 * s.scale, ShuffleParameters(16, round(256 * s.noise), 0.5), size, DIM + 1, **more
+        )
 
     return make
 
@@ -133,12 +139,19 @@ def _absolute(s: Settings, size: int) -> MeanOracle:
 
 
 def _phased(s: Settings, size: int) -> MeanOracle:
-    return oracles.Phased([(_clip(s, size), 3), (_clip(replace(s, scale=0.5 * s.scale, noise=2 * s.noise), size), 100)])
+    return oracles.Phased(
+        [
+            (_clip(s, size), 3),
+            (_clip(replace(s, scale=0.5 * s.scale, noise=2 * s.noise), size), 100),
+        ]
+    )
 
 
 def _piloted(s: Settings, size: int) -> MeanOracle:
     pilot = oracles.QuantilePilot(s.batch, 1.0)
-    return oracles.Phased([(pilot, 1), (oracles.PilotClipped(pilot, s.noise, s.batch), (N - 1) // s.batch)])
+    return oracles.Phased(
+        [(pilot, 1), (oracles.PilotClipped(pilot, s.noise, s.batch), (N - 1) // s.batch)]
+    )
 
 
 def _pilot_parts(batch: int) -> Design:
@@ -159,14 +172,21 @@ def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = REPLACE) 
             steps=s.steps,
             adjacency=adjacency if s.accountant is None else s.accountant.adjacency,
         )
-        return cls(params, replace(plan, steps=s.steps), accountant=s.accountant, generator=s.generator)
+        return cls(
+            params, replace(plan, steps=s.steps), accountant=s.accountant, generator=s.generator
+        )
 
     return build
 
 
 def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
     plan = dp.CorrelatedSGD.plan(
-        n=N, clip=1.5 * s.scale, lr=s.lr, noise_multiplier=s.noise, batch_size=s.batch, steps=s.steps
+        n=N,
+        clip=1.5 * s.scale,
+        lr=s.lr,
+        noise_multiplier=s.noise,
+        batch_size=s.batch,
+        steps=s.steps,
     )
     return dp.CorrelatedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
@@ -191,7 +211,12 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
 def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
     plan = dp.UserClippedSGD.plan(
-        lr=s.lr, clip=1.5 * s.scale, noise_multiplier=s.noise, batch_size=s.batch, n_users=N, steps=s.steps
+        lr=s.lr,
+        clip=1.5 * s.scale,
+        noise_multiplier=s.noise,
+        batch_size=s.batch,
+        n_users=N,
+        steps=s.steps,
     )
     return dp.UserClippedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
@@ -199,13 +224,21 @@ def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
 @lru_cache
 def _filter(steps: int) -> UserFilterPlan:
     return calibrate_filter(
-        n_users=200, steps=steps, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=200, halt_probability=1e-9
+        n_users=200,
+        steps=steps,
+        epsilon=4.0,
+        delta=1e-3,
+        pair_radius=1.0,
+        typical_score=200,
+        halt_probability=1e-9,
     )
 
 
 def _filtered(plan: Callable[[float], Any]) -> Build:
     def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
-        return dp.UserFilteredSGD(params, plan(s.lr), accountant=s.accountant, generator=s.generator)
+        return dp.UserFilteredSGD(
+            params, plan(s.lr), accountant=s.accountant, generator=s.generator
+        )
 
     return build
 
@@ -216,7 +249,9 @@ def _searched(lr: float) -> Any:
 
 
 def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    phase = UserPhase(index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, uncapped_steps=STEPS, bound=None)
+    phase = UserPhase(
+        index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, uncapped_steps=STEPS, bound=None
+    )
     plan = dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=(phase,), n_users=200))
     return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
 

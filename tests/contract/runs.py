@@ -62,14 +62,18 @@ def records(n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Returns n records with |x| <= 3 and labels +-1."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(n, DIM, generator=generator)
-    features = features * (3 * torch.rand(n, 1, generator=generator) / features.norm(dim=1, keepdim=True))
+    features = features * (
+        3 * torch.rand(n, 1, generator=generator) / features.norm(dim=1, keepdim=True)
+    )
     labels = torch.sign(torch.randn(n, 1, generator=generator))
     return TensorDataset(features.to(dtype), labels.to(dtype))
 
 
 def agreeing(n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Returns n records that are near each other, so that users with one or more of them agree."""
-    features = torch.eye(DIM)[0] + 0.1 * torch.randn(n, DIM, generator=torch.Generator().manual_seed(0))
+    features = torch.eye(DIM)[0] + 0.1 * torch.randn(
+        n, DIM, generator=torch.Generator().manual_seed(0)
+    )
     return TensorDataset(features.to(dtype), torch.ones(n, 1, dtype=dtype))
 
 
@@ -94,7 +98,9 @@ class Row:
         assert self.lacks <= FACTS.keys()
         assert self.clip is not None or "clip" in self.lacks
 
-    def make(self, settings: Settings | None = None, model: nn.Module | None = None, **changes: Any) -> Run:
+    def make(
+        self, settings: Settings | None = None, model: nn.Module | None = None, **changes: Any
+    ) -> Run:
         """Returns a fresh (attached, zero) model with its optimizer."""
         settings = replace(settings or Settings(), **changes)
         model = self.model() if model is None else model
@@ -143,7 +149,9 @@ class Run:
     opt: dp.PrivateOptimizer
     row: Row
 
-    def given(self, size: int | None = None, dtype: Any = None) -> tuple[TensorDataset, Tensor | None]:
+    def given(
+        self, size: int | None = None, dtype: Any = None
+    ) -> tuple[TensorDataset, Tensor | None]:
         """Returns the data set of so many records, or users of two records each, and the users."""
         size = self.opt.design.n if size is None else size
         dtype = dtype or next(self.model.parameters()).dtype
@@ -166,7 +174,11 @@ class Run:
             return self.going_on(steps, physical)
         design = self.opt.design
         dataset, users = self.given(size, dtype)
-        units = design.n if size is None or (users is not None and self.row.adjacency != "add_remove") else size
+        units = (
+            design.n
+            if size is None or (users is not None and self.row.adjacency != "add_remove")
+            else size
+        )
         sampler = repeatable(design, units, steps, seed)
         if users is None:
             return self.opt.bind(PrivateLoader(dataset, sampler, physical_batch_size=physical))
@@ -175,16 +187,22 @@ class Run:
     def going_on(self, steps: int | None = None, physical: int | None = None) -> PrivateLoader:
         """Returns a loader of what a one-pass design has left."""
         dataset, users = self.given()
-        return self.opt.loader(dataset, users, steps=steps, resume=True, physical_batch_size=physical, padding=False)
+        return self.opt.loader(
+            dataset, users, steps=steps, resume=True, physical_batch_size=physical, padding=False
+        )
 
     def backward(self, batch: Iterable[Tensor]) -> Tensor:
         """Leaves per-sample gradients on the parameters and returns the loss."""
         features, labels, *_ = batch
-        loss = LOSS(self.model(features), labels, reduction="mean" if self.model._dpsco.mean else "sum")
+        loss = LOSS(
+            self.model(features), labels, reduction="mean" if self.model._dpsco.mean else "sum"
+        )
         loss.backward()
         return loss
 
-    def train(self, steps: int = STEPS, seed: int = 1, noise_seed: int | None = 5, **loader: Any) -> Run:
+    def train(
+        self, steps: int = STEPS, seed: int = 1, noise_seed: int | None = 5, **loader: Any
+    ) -> Run:
         """Makes steps on repeatable batches with repeatable noise (with noise of its own if `noise_seed` is None)."""
         if noise_seed is not None:
             self.opt._noise = seeded(noise_seed)
@@ -221,12 +239,17 @@ def same(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def assert_unchanged(run: Run, before: tuple[list[Tensor], str, int], *, trained: bool = True) -> None:
+def assert_unchanged(
+    run: Run, before: tuple[list[Tensor], str, int], *, trained: bool = True
+) -> None:
     """The parameters, the ledger and the step count are those of `before`, and no row is left anywhere."""
     assert same(run.parameters(), before[0])
     assert (run.ledger(), run.opt.steps) == before[1:]
     if trained:
-        assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in run.model.parameters())
+        assert all(
+            p.grad is None and getattr(p, "grad_sample", None) is None
+            for p in run.model.parameters()
+        )
         assert not run.model.tape.uses
 
 

@@ -30,9 +30,17 @@ from torch_dpsco.sampling import DrawLog
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 Patch = pytest.MonkeyPatch
-Attachment = importlib.import_module("torch_dpsco.rows.attach")._Attachment  # the package's `attach` is the function
+Attachment = importlib.import_module(
+    "torch_dpsco.rows.attach"
+)._Attachment  # the package's `attach` is the function
 SETTINGS = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None)
-HUNT = settings(SETTINGS, max_examples=300, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+HUNT = settings(
+    SETTINGS,
+    max_examples=300,
+    derandomize=True,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
 
 
 def test_the_ledger_is_never_under_the_truth_in_random_orders() -> None:
@@ -68,7 +76,9 @@ def charges_afterwards(patch: Patch) -> None:
 
 
 def charges_for_more_noise(patch: Patch) -> None:
-    patch.setattr(clipped.ClippedMean, "event", lambda self: clipped_gaussian(1.1 * self.noise_multiplier))
+    patch.setattr(
+        clipped.ClippedMean, "event", lambda self: clipped_gaussian(1.1 * self.noise_multiplier)
+    )
 
 
 def charges_forgotten_by_loading(patch: Patch) -> None:
@@ -77,7 +87,9 @@ def charges_forgotten_by_loading(patch: Patch) -> None:
 
 def copies_with_a_ledger_of_their_own(patch: Patch) -> None:
     patch.setattr(
-        dp.Accountant, "__deepcopy__", lambda self, memo: dp.Accountant(self.budget, adjacency=self.adjacency)
+        dp.Accountant,
+        "__deepcopy__",
+        lambda self, memo: dp.Accountant(self.budget, adjacency=self.adjacency),
     )
 
 
@@ -125,7 +137,9 @@ def clips_nothing(patch: Patch) -> None:
 
 
 def keeps_raw_gradients(patch: Patch) -> None:
-    patch.setattr(Attachment, "_drop_dense", lambda self, p: p.dpsco_passes.append(self.passes.number))
+    patch.setattr(
+        Attachment, "_drop_dense", lambda self, p: p.dpsco_passes.append(self.passes.number)
+    )
 
 
 def steps_at_any_time(patch: Patch) -> None:
@@ -159,7 +173,9 @@ FOUND_BY = {
     copies_with_rows: ".",
 }
 LONG = (late_backwards, copies_with_rows)  # hundreds of sequences
-MUTATIONS = [pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else []) for m in FOUND_BY]
+MUTATIONS = [
+    pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else []) for m in FOUND_BY
+]
 
 
 @pytest.mark.slow
@@ -173,7 +189,9 @@ def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) 
     mutate(monkeypatch)
     # a legal call that is refused is a failure of the machine as well
     failures = (AssertionError, pytest.fail.Exception, PrivacyError, ValueError)
-    hunt = settings(HUNT, max_examples=1000) if mutate in LONG else HUNT  # it ends at the first find
+    hunt = (
+        settings(HUNT, max_examples=1000) if mutate in LONG else HUNT
+    )  # it ends at the first find
     with pytest.raises(failures, match=FOUND_BY[mutate]):
         run_state_machine_as_test(CallOrders, settings=hunt)
 
@@ -266,7 +284,9 @@ def test_a_step_inside_of_nested_released_blocks_is_refused() -> None:
 
 def test_a_mean_left_by_an_earlier_step_is_no_loss_term() -> None:
     model, opt, data = run("dense")
-    for k, (x,) in enumerate(opt.loader(data, steps=2)):  # no zero_grad: the first two backwards are not compared
+    for k, (x,) in enumerate(
+        opt.loader(data, steps=2)
+    ):  # no zero_grad: the first two backwards are not compared
         for part in (x[:3], x[3:]) if k == 0 else (x,):
             model(part).sum().backward()
         opt.step()
@@ -291,7 +311,9 @@ def test_a_parameter_that_is_unfrozen_later_joins_the_average(average: str) -> N
 def test_a_refused_opacus_wrapper_leaves_no_sum_of_rows() -> None:
     model, opt, data = run("dense")
     model(next(iter(opt.loader(data)))[0]).sum().backward()
-    wrapper = DPOptimizer(opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, loss_reduction="sum")
+    wrapper = DPOptimizer(
+        opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, loss_reduction="sum"
+    )
     with pytest.raises(SequenceError, match="Opacus"):
         wrapper.step()
     assert model.weight.grad is None
@@ -300,10 +322,16 @@ def test_a_refused_opacus_wrapper_leaves_no_sum_of_rows() -> None:
 
 def test_an_optimizer_that_cannot_be_built_does_not_forget_a_wrapper() -> None:
     model, opt, _ = run()
-    DPOptimizer(opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, loss_reduction="sum")
+    DPOptimizer(
+        opt, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, loss_reduction="sum"
+    )
     with pytest.raises(ValueError, match="batch_size"):
         dp.PrivateOptimizer(
-            model.parameters(), 1.0, oracle=Clipped(1.0, 1.0, 5), rule=dp.rules.SGD(), design=dp.Full(6)
+            model.parameters(),
+            1.0,
+            oracle=Clipped(1.0, 1.0, 5),
+            rule=dp.rules.SGD(),
+            design=dp.Full(6),
         )
     with pytest.raises(SequenceError, match="Opacus"):
         opt.step()

@@ -22,7 +22,9 @@ def interrupt(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_the_charge_spends_nothing(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_charge_spends_nothing(
+    row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = row.make()
     loader = run.loader()
     for batch in loader:

@@ -31,7 +31,9 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     """Returns the tensors of a nested state, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+    children = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+    )
     return [leaf for child in children for leaf in tensors(child)]
 
 
@@ -41,7 +43,9 @@ def reloaded(run: Run, row: Row, file: Path, **changes: Any) -> Run:
     state = torch.load(file, weights_only=True)
     ledger = run.opt.accountant.ledger_path
     if ledger is not None:  # as it would be found after a crash
-        changes["accountant"] = row.accountant(ledger_path=shutil.copy(ledger, file.with_suffix(".ledger")))
+        changes["accountant"] = row.accountant(
+            ledger_path=shutil.copy(ledger, file.with_suffix(".ledger"))
+        )
     fresh = row.make(**changes)
     fresh.model.load_state_dict(state["model"])
     (fresh.opt.load_state_dict if ledger is None else fresh.opt.resume)(state["optimizer"])
@@ -59,7 +63,9 @@ def lasting(row: Row, path: Path, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(
+    row: Row, dtype: torch.dtype, tmp_path: Path
+) -> None:
     run = lasting(row, tmp_path, model=row.model(dtype)).train(2)
     other = reloaded(run, row, tmp_path / "run.pt", model=row.model(dtype))
     for each in (run, other):
@@ -71,12 +77,16 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(row: Row, dtype: 
     assert (run.opt.steps, run.ledger()) == (other.opt.steps, other.ledger())
     assert len(other.opt.accountant) == other.charged(3)
     other.train(1, seed=8)
-    with pytest.raises(SequenceError, match=r"planned steps are made|a one-pass loader is exhausted"):
+    with pytest.raises(
+        SequenceError, match=r"planned steps are made|a one-pass loader is exhausted"
+    ):
         other.train(1, seed=8)
 
 
 @having("shared")
-def test_a_loader_made_before_loading_a_checkpoint_still_serves_unless_it_is_of_another_pass(row: Row) -> None:
+def test_a_loader_made_before_loading_a_checkpoint_still_serves_unless_it_is_of_another_pass(
+    row: Row,
+) -> None:
     state = row.make().train(2).opt.state_dict()
     run = row.make()
     loader = run.loader(steps=2)
@@ -106,10 +116,14 @@ def test_loading_drops_the_batch_in_progress(row: Row) -> None:
 
 
 @having("numbers")
-@pytest.mark.parametrize("changes", [{"noise": 0.5}, {"scale": 1.5}, {"steps": 8, "batch": 3}, {"batch": 4}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"noise": 0.5}, {"scale": 1.5}, {"steps": 8, "batch": 3}, {"batch": 4}], ids=str
+)
 def test_a_state_of_another_plan_is_refused(row: Row, changes: dict[str, float]) -> None:
     if row.make(**changes).opt.settings() == row.make().opt.settings():
-        assert ("batch" if changes == {"batch": 4} else "clip") in row.lacks  # that of the data, or of a pilot
+        assert (
+            "batch" if changes == {"batch": 4} else "clip"
+        ) in row.lacks  # that of the data, or of a pilot
         return
     state = row.make().train(2).opt.state_dict()
     other = row.make(**changes)
@@ -150,7 +164,11 @@ def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row:
     resumed = row.make(accountant=shared)
     with pytest.raises(PrivacyError, match="histor"):
         resumed.opt.load_state_dict(state)
-    assert (shared.ledger.digest(), len(shared), resumed.opt.steps) == (before, resumed.charged(2), 0)
+    assert (shared.ledger.digest(), len(shared), resumed.opt.steps) == (
+        before,
+        resumed.charged(2),
+        0,
+    )
 
 
 @having("shared")
@@ -182,12 +200,18 @@ def test_a_checkpoint_holds_no_noise_stream(row: Row) -> None:
     assert max(leaf.numel() for leaf in [torch.zeros(1), *tensors(state)]) <= DIM
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "shared" in row.lacks], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "shared" in row.lacks], ids=lambda row: row.name
+)
 def test_a_run_with_a_secret_in_its_releases_goes_on_in_one_place(row: Row) -> None:
     run = row.make().train(2)
     state, before = run.opt.state_dict(), (run.parameters(), run.ledger())
     other = row.make()
-    for act in (lambda: other.opt.load_state_dict(state), lambda: run.opt.load_state_dict(state), run.copy):
+    for act in (
+        lambda: other.opt.load_state_dict(state),
+        lambda: run.opt.load_state_dict(state),
+        run.copy,
+    ):
         with pytest.raises(SequenceError, match="charged as a whole must"):
             act()
     assert isinstance(state, SecretState)
@@ -229,7 +253,10 @@ def test_a_copy_of_a_seeded_optimizer_does_not_repeat_its_noise(row: Row) -> Non
 
 
 def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
-    first, second = (row.make(generator=torch.Generator().manual_seed(3)).train(noise_seed=None) for _ in range(2))
+    first, second = (
+        row.make(generator=torch.Generator().manual_seed(3)).train(noise_seed=None)
+        for _ in range(2)
+    )
     assert same(first.parameters(), second.parameters())
 
 
@@ -319,7 +346,11 @@ def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
     model[0].requires_grad_(False)
     frozen = [p.clone() for p in model[0].parameters()]
     row.attach(model)
-    params = [{"params": list(layer.parameters()), "lr": 0.1} for layer in model] if grouped else model.parameters()
+    params = (
+        [{"params": list(layer.parameters()), "lr": 0.1} for layer in model]
+        if grouped
+        else model.parameters()
+    )
     run = Run(model, row.build(params, Settings()), row).train()
     with run.opt:
         assert same(model[0].parameters(), frozen)
@@ -334,10 +365,16 @@ def test_the_hooks_of_torch_optimizers_are_called(row: Row) -> None:
     run, calls = row.make(), []
     handles = [
         run.opt.register_step_pre_hook(lambda opt, args, kwargs: calls.append(("pre", opt.steps))),
-        run.opt.register_step_post_hook(lambda opt, args, kwargs: calls.append(("post", opt.steps))),
+        run.opt.register_step_post_hook(
+            lambda opt, args, kwargs: calls.append(("post", opt.steps))
+        ),
         run.opt.register_state_dict_pre_hook(lambda opt: calls.append(("save", opt.steps))),
-        run.opt.register_state_dict_post_hook(lambda opt, state: calls.append(("saved", len(state["state"]) > -1))),
-        run.opt.register_load_state_dict_pre_hook(lambda opt, state: calls.append(("load", opt.steps))),
+        run.opt.register_state_dict_post_hook(
+            lambda opt, state: calls.append(("saved", len(state["state"]) > -1))
+        ),
+        run.opt.register_load_state_dict_pre_hook(
+            lambda opt, state: calls.append(("load", opt.steps))
+        ),
         run.opt.register_load_state_dict_post_hook(lambda opt: calls.append(("loaded", opt.steps))),
     ]
     run.train(2)

@@ -46,15 +46,21 @@ def epsilon(ledger: Ledger, adjacency: str) -> float | str:
 
 def classes_of(oracle: MeanOracle) -> set[type]:
     """Returns the classes of an oracle, and of those that it is made of."""
-    parts = [part for part in (*oracle.members, *vars(oracle).values()) if isinstance(part, MeanOracle)]
+    parts = [
+        part for part in (*oracle.members, *vars(oracle).values()) if isinstance(part, MeanOracle)
+    ]
     return {type(oracle)}.union(*(classes_of(part) for part in parts if part is not oracle))
 
 
 def test_every_public_optimizer_and_oracle_has_a_row() -> None:
     optimizers = [row.make().opt for row in ROWS]
-    public = {v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)}
+    public = {
+        v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)
+    }
     assert public == {type(opt) for opt in optimizers}
-    means = {v for v in vars(dp.oracles).values() if isinstance(v, type) and issubclass(v, MeanOracle)}
+    means = {
+        v for v in vars(dp.oracles).values() if isinstance(v, type) and issubclass(v, MeanOracle)
+    }
     used = set[type]().union(*(classes_of(opt.oracle) for opt in optimizers))
     assert {oracle for oracle in means if not inspect.isabstract(oracle)} <= used
 
@@ -83,7 +89,9 @@ def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> N
         spent = run.opt.accountant.ledger
         assert k == run.opt.steps
         assert len(spent) == run.charged(k)
-        assert [epsilon(spent, a) for a in ADJACENCIES] == pytest.approx([epsilon(planned, a) for a in ADJACENCIES])
+        assert [epsilon(spent, a) for a in ADJACENCIES] == pytest.approx(
+            [epsilon(planned, a) for a in ADJACENCIES]
+        )
     assert run.opt.report(DELTA).figures.adjacency == row.adjacency
 
 
@@ -101,7 +109,8 @@ def test_the_planned_steps_can_be_made_and_no_more(row: Row) -> None:
     run = row.make().train()
     before = snapshot(run)
     with pytest.raises(
-        SequenceError, match=r"all 4 planned steps are made: the answer is inst|a one-pass loader is exhausted"
+        SequenceError,
+        match=r"all 4 planned steps are made: the answer is inst|a one-pass loader is exhausted",
     ):
         run.train(1, seed=2)
     assert_unchanged(run, before, trained=False)
@@ -139,7 +148,9 @@ def test_metrics_are_public_numbers_and_the_same_before_and_after_a_backward(row
         before = run.opt.metrics
         run.backward(batch)
         for p in run.model.parameters():
-            p.grad = torch.full_like(p, 1234.5)  # what a backward without dp.attach would leave there
+            p.grad = torch.full_like(
+                p, 1234.5
+            )  # what a backward without dp.attach would leave there
         assert run.opt.metrics == before
         run.opt.step()
         public = run.opt.metrics
@@ -148,7 +159,9 @@ def test_metrics_are_public_numbers_and_the_same_before_and_after_a_backward(row
             assert set(public) == {"step", "clip", "noise_std"}
             assert public["clip"] == run.opt.oracle.metrics()["clip"]
             louder = row.louder(run.opt.oracle)
-            assert public["noise_std"] == pytest.approx(louder * public["clip"] / run.opt.oracle.batch_size, rel=0.01)
+            assert public["noise_std"] == pytest.approx(
+                louder * public["clip"] / run.opt.oracle.batch_size, rel=0.01
+            )
         assert all(type(value) in (int, float) for value in public.values())
 
 
@@ -171,7 +184,9 @@ def test_an_empty_batch_is_a_charged_step_of_noise_only(row: Row) -> None:
 def test_physical_chunks_make_the_step_of_the_whole_batch(row: Row) -> None:
     whole = row.make(noise=0.0, model=row.model(torch.float64)).train()
     chunked = row.make(noise=0.0, model=row.model(torch.float64)).train(physical=2)
-    for a, b in zip(whole.parameters() + whole.answer(), chunked.parameters() + chunked.answer(), strict=True):
+    for a, b in zip(
+        whole.parameters() + whole.answer(), chunked.parameters() + chunked.answer(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert (whole.ledger(), whole.opt.steps) == (chunked.ledger(), chunked.opt.steps)
 
@@ -209,7 +224,9 @@ def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
 @having("endless", "private", "anew")
 def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> None:
     opt = row.make(steps=None).opt
-    target = 1.05 * Ledger([planned_event(opt.oracle, opt.design, 0, 1)]).epsilon(DELTA, row.adjacency)
+    target = 1.05 * Ledger([planned_event(opt.oracle, opt.design, 0, 1)]).epsilon(
+        DELTA, row.adjacency
+    )
     budget = dp.Budget(target, DELTA, adjacency=row.adjacency, unit=row.unit)
     if opt.adaptive:
         target *= 2  # in terms of one order
@@ -249,7 +266,11 @@ def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
         run.backward(batch)
         with pytest.raises(SequenceError, match=r"optimizer.loader\(dataset\)"):
             run.opt.step()
-    foreign, name = (UnknownSamplerError, "RandomSampler") if row.unit == "example" else (UnitError, "DataLoader")
+    foreign, name = (
+        (UnknownSamplerError, "RandomSampler")
+        if row.unit == "example"
+        else (UnitError, "DataLoader")
+    )
     with pytest.raises(foreign, match=name):
         run.opt.bind(DataLoader(records(), batch_size=6, shuffle=True))
     assert_unchanged(run, before)
@@ -275,7 +296,9 @@ def test_more_rows_than_drawn_are_refused(row: Row) -> None:
     run = row.make()
     before = snapshot(run)
     for features, labels, *_ in run.loader(steps=1):
-        run.backward((torch.cat([features, features[:1] + 1]), torch.cat([labels, labels.new_ones(1, 1)])))
+        run.backward(
+            (torch.cat([features, features[:1] + 1]), torch.cat([labels, labels.new_ones(1, 1)]))
+        )
         with pytest.raises(SequenceError, match="at most the rows of one draw"):
             run.opt.step()
     assert_unchanged(run, before)

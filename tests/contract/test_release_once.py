@@ -18,7 +18,13 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.contract.runs import same
 from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import (
+    BudgetExceeded,
+    InfeasibleError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+)
 from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.secret import SecretState
 
@@ -75,7 +81,9 @@ class Run:
         self.release = lambda: (self.opt.solve(data), self.opt.finalize())
         if self.row.loss is not None:
             self.release = self.opt.step
-            for left, (x, y) in zip(reversed(range(self.row.plan.steps)), self.opt.loader(data), strict=False):
+            for left, (x, y) in zip(
+                reversed(range(self.row.plan.steps)), self.opt.loader(data), strict=False
+            ):
                 self.row.loss(self.model(x), y).backward()
                 if left:
                     self.opt.step()
@@ -97,7 +105,12 @@ def assert_unchanged(run: Run, before: tuple[list[torch.Tensor], str, int, bool]
 
 
 def _bolt_on() -> dict[str, Any]:
-    return {"problem": LOSS.problem(bound_x=1.0, radius=1.0), "dim": layer(), "batch_size": 4, "epochs": 2}
+    return {
+        "problem": LOSS.problem(bound_x=1.0, radius=1.0),
+        "dim": layer(),
+        "batch_size": 4,
+        "epochs": 2,
+    }
 
 
 def _holder(sampling: str) -> Callable[[], dict[str, Any]]:
@@ -134,8 +147,12 @@ class Broken:
 
 
 def test_every_public_optimizer_that_makes_no_private_steps_has_a_row() -> None:
-    public = {v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, CommonOptimizer)}
-    assert {v for v in public if not issubclass(v, dp.PrivateOptimizer)} == {row.cls for row in ONCE}
+    public = {
+        v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, CommonOptimizer)
+    }
+    assert {v for v in public if not issubclass(v, dp.PrivateOptimizer)} == {
+        row.cls for row in ONCE
+    }
 
 
 # -- the release ------------------------------------------------------------------------------------------------------
@@ -218,7 +235,9 @@ def test_a_budget_that_is_spent_refuses_the_answer_and_the_next_optimizer(row: O
         row.make(accountant=accountant)
 
 
-def test_an_interrupt_before_the_charge_spends_and_shows_nothing(row: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_charge_spends_and_shows_nothing(
+    row: Once, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = row.make().prepare()
     before = run.snapshot()
 

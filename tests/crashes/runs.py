@@ -55,7 +55,9 @@ def records(n: int) -> tuple[TensorDataset, Any]:
     x = draw.normal(size=(n, 2))
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     y = np.sign(x[:, :1] + 0.1)
-    return TensorDataset(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)), None
+    return TensorDataset(
+        torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)
+    ), None
 
 
 def _problem() -> dp.Problem:
@@ -81,7 +83,9 @@ def _users(build: Build, data: Callable[[], tuple[TensorDataset, Any]]) -> Case:
 
 
 def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
-    plan = dp.UserClippedSGD.plan(n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6)
+    plan = dp.UserClippedSGD.plan(
+        n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6
+    )
     return dp.UserClippedSGD(params, plan, accountant=accountant)
 
 
@@ -108,21 +112,31 @@ CASES = {
     "holder-fixed": _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="fixed"),
     # two passes of four steps, for which the budget has room and for no third one
     "holder-allocated": replace(
-        _steps(dp.HolderSGD, _problem(), batch_size=30, epochs=2, sampling="allocated", noise_multiplier=4.0),
+        _steps(
+            dp.HolderSGD,
+            _problem(),
+            batch_size=30,
+            epochs=2,
+            sampling="allocated",
+            noise_multiplier=4.0,
+        ),
         budget=dp.Budget(0.6, DELTA, adjacency="add_remove"),
     ),
     "accelerated": _steps(dp.AcceleratedSGD, _SMOOTH, clip=1.0, steps=7, sampling="shuffled"),
     "proximal": _steps(dp.ProximalSGD, _SMOOTH, clip=1.0, steps=7, sampling="shuffled"),
     "clipped": _steps(dp.ClippedSGD, _SMOOTH, clip=1.0, steps=7),
     "localized": _steps(dp.LocalizedSGD, _SMOOTH, clip=1.0, reg=0.1, max_steps=3, min_phase=30),
-    "localized-pilot": _steps(dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600),
+    "localized-pilot": _steps(
+        dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600
+    ),
     "holder-output": _output(dp.HolderOutputSGD, epochs=2),
     "bolt-on": _output(dp.BoltOnPSGD, epochs=3),
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),
     "user-filtered": _users(_filtered, lambda: runs.agreeing(200)),
     "user-halting": _users(_filtered, lambda: runs.scattered(200)),
     "user-searched": replace(
-        _users(_searched, lambda: runs.agreeing(2000)), budget=dp.Budget(runs.EPSILON, DELTA, unit="user")
+        _users(_searched, lambda: runs.agreeing(2000)),
+        budget=dp.Budget(runs.EPSILON, DELTA, unit="user"),
     ),
     "localized-user": _users(_localized_user, lambda: runs.agreeing(500)),
     "localized-halting": _users(_localized_user, lambda: runs.scattered(500)),
@@ -189,8 +203,18 @@ class Watcher:
         def step_made(saved: Any) -> None:
             optimizer = saved._optimizer
             if isinstance(optimizer, PrivateOptimizer):
-                values = b"".join(p.detach().numpy().tobytes() for g in optimizer.param_groups for p in g["params"])
-                self.publish({"released": optimizer.steps - 1, "halted": optimizer.halted, "values": values.hex()})
+                values = b"".join(
+                    p.detach().numpy().tobytes()
+                    for g in optimizer.param_groups
+                    for p in g["params"]
+                )
+                self.publish(
+                    {
+                        "released": optimizer.steps - 1,
+                        "halted": optimizer.halted,
+                        "values": values.hex(),
+                    }
+                )
             self._made += 1
             if self._point == ("step", self._made):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -215,7 +239,9 @@ def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
             try:
                 optimizer, accountant = train(case, folder)
             except BudgetExceeded as error:
-                watcher.publish({"refused": str(error), "told": [str(warning.message) for warning in told]})
+                watcher.publish(
+                    {"refused": str(error), "told": [str(warning.message) for warning in told]}
+                )
                 os._exit(3)
         ledger = accountant.ledger
         watcher.publish(
@@ -226,7 +252,10 @@ def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
                 "epsilon": accountant.get_epsilon(case.budget.delta),
                 "budget": case.budget.epsilon,
                 "told": [str(warning.message) for warning in told],
-                "events": [[place, part, type(event).__name__, k] for place, part, event, k in ledger.entries()],
+                "events": [
+                    [place, part, type(event).__name__, k]
+                    for place, part, event, k in ledger.entries()
+                ],
             }
         )
         os._exit(0)
@@ -237,14 +266,19 @@ def forked(case: Case, folder: Path, point: tuple[str, int] | None) -> int:
 
 def kill(case: Case) -> None:
     """Prints, for each point of a case, what was published; stops at the point that no run reaches."""
-    case.build(case.model().parameters(), dp.Accountant(case.budget))  # plans are remembered in the children
+    case.build(
+        case.model().parameters(), dp.Accountant(case.budget)
+    )  # plans are remembered in the children
     for kind in ("charge", "step"):
         for number in range(1, 13):
             with tempfile.TemporaryDirectory() as folder:
                 ends = [forked(case, Path(folder), (kind, number))]
                 if ends == [-signal.SIGKILL]:
                     ends.append(forked(case, Path(folder), None))
-                rows = [json.loads(line) for line in (Path(folder) / "published").read_text().splitlines()]
+                rows = [
+                    json.loads(line)
+                    for line in (Path(folder) / "published").read_text().splitlines()
+                ]
                 print(json.dumps({"point": [kind, number], "ends": ends, "rows": rows}), flush=True)
                 if len(ends) == 1:
                     break

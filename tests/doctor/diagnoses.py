@@ -31,8 +31,12 @@ def ours(model: nn.Module, loss: Any = F.mse_loss, data: Any = None, **attached:
     return dp.doctor(dp.attach(model, **attached), loss, loader, optimizer)
 
 
-def theirs(model: nn.Module, loss: Any = F.mse_loss, data: Any = None, **keywords: Any) -> Diagnosis:
-    wrapped, optimizer, loader = opacus(model, regression_data() if data is None else data, **keywords)
+def theirs(
+    model: nn.Module, loss: Any = F.mse_loss, data: Any = None, **keywords: Any
+) -> Diagnosis:
+    wrapped, optimizer, loader = opacus(
+        model, regression_data() if data is None else data, **keywords
+    )
     return dp.doctor(wrapped, loss, loader, optimizer)
 
 

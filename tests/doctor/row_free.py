@@ -26,14 +26,18 @@ def linear() -> nn.Module:
     return nn.Linear(DIM, 1).double()
 
 
-def output(model: nn.Module, problem: dp.Problem | None = None, **settings: Any) -> dp.HolderOutputSGD:
+def output(
+    model: nn.Module, problem: dp.Problem | None = None, **settings: Any
+) -> dp.HolderOutputSGD:
     problem = HINGE.problem(bound_x=1.5, radius=2.0) if problem is None else problem
     own = {name: settings.pop(name) for name in ("loss_reduction", "generator") if name in settings}
     plan = dp.HolderOutputSGD.plan(problem=problem, dim=model, **KIND | settings)
     return dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, **own)
 
 
-def diagnose(model: nn.Module | None = None, loss: Any = HINGE, problem: Any = None, **settings: Any) -> Diagnosis:
+def diagnose(
+    model: nn.Module | None = None, loss: Any = HINGE, problem: Any = None, **settings: Any
+) -> Diagnosis:
     model = linear() if model is None else model
     optimizer = output(model, problem, **settings)
     return dp.doctor(model, loss, optimizer.loader(data()), optimizer)

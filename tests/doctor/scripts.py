@@ -65,12 +65,16 @@ def private(model: nn.Module, dataset: Any, **keywords: Any) -> tuple[dp.Private
     problem = dp.losses.Logistic().problem(bound_x=2.0)
     optimizer = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(problem=problem, n=N, budget=dp.Budget(2.0, 1e-3), batch_size=BATCH, epochs=2),
+        dp.HolderSGD.plan(
+            problem=problem, n=N, budget=dp.Budget(2.0, 1e-3), batch_size=BATCH, epochs=2
+        ),
     )
     return optimizer, optimizer.loader(dataset, **keywords)
 
 
-def with_opacus(model: nn.Module, dataset: Any, torch_optimizer: Any = None, **keywords: Any) -> tuple[Any, ...]:
+def with_opacus(
+    model: nn.Module, dataset: Any, torch_optimizer: Any = None, **keywords: Any
+) -> tuple[Any, ...]:
     """What Opacus' engine returns."""
     loader = keywords.pop("loader", None) or DataLoader(dataset, batch_size=BATCH)
     return PrivacyEngine(accountant="rdp").make_private(
@@ -130,7 +134,9 @@ def l2_in_the_loss() -> Parts:
     model, optimizer, loader = with_opacus(mlp(), regression_data())
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs, targets) + 0.1 * sum(p.square().sum() for p in model.parameters())
+        return F.mse_loss(outputs, targets) + 0.1 * sum(
+            p.square().sum() for p in model.parameters()
+        )
 
     return Parts(model, loss, loader, optimizer)
 
@@ -157,7 +163,9 @@ def shuffled_accounted_as_poisson() -> Parts:
 
 def weighted_random_sampler() -> Parts:
     data = regression_data()
-    loader = DataLoader(data, batch_size=BATCH, sampler=WeightedRandomSampler(torch.rand(N).tolist(), N))
+    loader = DataLoader(
+        data, batch_size=BATCH, sampler=WeightedRandomSampler(torch.rand(N).tolist(), N)
+    )
     model, optimizer, _ = with_opacus(mlp(), data, loader=loader)
     return Parts(model, F.mse_loss, loader, optimizer)  # goes on with the loader it had
 
@@ -180,7 +188,9 @@ class ReadsRows(torch.optim.SGD):
 
 def optimizer_inside_make_private() -> Parts:
     network = mlp()
-    model, optimizer, loader = with_opacus(network, regression_data(), ReadsRows(network.parameters(), lr=0.1))
+    model, optimizer, loader = with_opacus(
+        network, regression_data(), ReadsRows(network.parameters(), lr=0.1)
+    )
     return Parts(model, F.mse_loss, loader, optimizer)
 
 
@@ -205,7 +215,11 @@ def lora_frozen_params() -> Parts:
     model[0], model[2] = LoRA(model[0]), LoRA(model[2])
     wrapped = GradSampleModule(model)
     private_optimizer = DPOptimizer(
-        optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH, generator=secret_generator()
+        optimizer,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=BATCH,
+        generator=secret_generator(),
     )
     private_optimizer.attach_step_hook(RDPAccountant().get_optimizer_hook_fn(sample_rate=BATCH / N))
     return Parts(wrapped, F.mse_loss, DPDataLoader(data, sample_rate=BATCH / N), private_optimizer)
@@ -244,7 +258,12 @@ def ours_logistic() -> Parts:
 
 def ours_cnn() -> Parts:
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(4 * 36, 3)
+        nn.Conv2d(1, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 3),
     )
     optimizer, loader = private(model, class_data(1, 8, 8))
     return Parts(dp.attach(model, rows="dense"), F.cross_entropy, loader, optimizer)
@@ -253,7 +272,11 @@ def ours_cnn() -> Parts:
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.read, self.out = nn.Embedding(9, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+        self.embed, self.read, self.out = (
+            nn.Embedding(9, 6),
+            nn.LSTM(6, 5, batch_first=True),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(self.read(self.embed(tokens))[0][:, -1])
@@ -299,7 +322,9 @@ def ours_dict_records() -> Parts:
 
 
 def opacus_hooks() -> Parts:
-    model, optimizer, loader = with_opacus(mlp(), regression_data(), noise_generator=secret_generator())
+    model, optimizer, loader = with_opacus(
+        mlp(), regression_data(), noise_generator=secret_generator()
+    )
     return Parts(model, nn.MSELoss(), loader, optimizer)
 
 

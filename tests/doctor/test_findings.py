@@ -21,15 +21,25 @@ def names_in_the_code() -> set[str]:
     """Returns the names of all findings that the checks build."""
     place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
     for name in ("model_checks", "loop_checks", "row_free_checks", "evidence"):
-        tree = ast.parse((ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8"))
+        tree = ast.parse(
+            (ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8")
+        )
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in place:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in place
+            ):
                 found.add(ast.literal_eval(node.args[place[node.func.id]]))
     return found
 
 
 def headings() -> list[str]:
-    return re.findall(r"^## (.*)$", (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return re.findall(
+        r"^## (.*)$",
+        (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
 
 
 def anchor(heading: str) -> str:

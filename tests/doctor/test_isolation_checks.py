@@ -45,7 +45,9 @@ def diagnosed(
     torch.manual_seed(2**40 + 1)
     model = dp.attach(nn.Sequential(nn.Linear(3, 2), Moved(by)), loss_reduction="sum")
     optimizer = make_optimizer(model, design or Poisson(8, 32), adjacency=adjacency, noise=1.0)
-    return dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer), optimizer
+    return dp.doctor(
+        model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA, **loader), optimizer
+    ), optimizer
 
 
 def isolation_names(diagnosis: Diagnosis) -> list[str]:
@@ -77,13 +79,18 @@ def test_the_report_quotes_what_was_found():
     text = " ".join(str(optimizer.report(1e-5)).split())
     rows = min(256, optimizer._isolation.block)
     assert f"batches of {optimizer._isolation.block} rows, to which all are filled up" in text
-    assert f"it holds for made-up records in batches of {rows} rows; bits depend on the number of rows" in text
+    assert (
+        f"it holds for made-up records in batches of {rows} rows; bits depend on the number of rows"
+        in text
+    )
     _, optimizer = diagnosed("company")
     assert "it does NOT hold for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
 
 
 def test_a_report_says_what_was_not_checked_and_what_was_not_filled_up():
-    optimizer = make_optimizer(dp.attach(nn.Linear(3, 2)), Poisson(8, 32), adjacency="add_remove", noise=1.0)
+    optimizer = make_optimizer(
+        dp.attach(nn.Linear(3, 2)), Poisson(8, 32), adjacency="add_remove", noise=1.0
+    )
     optimizer.loader(DATA, padding=False)
     text = " ".join(str(optimizer.report(1e-5)).split())
     assert "Batches are not filled up to a public size" in text
@@ -144,7 +151,8 @@ def test_a_finding_is_of_the_kernels_that_were_looked_at(change, other, usual):
 
 @pytest.mark.parametrize("rows", [2, 3, 8, 20])
 @pytest.mark.parametrize(
-    ("by", "found"), [("nothing", (0, 0, 0)), ("size", (1, 0, 0)), ("place", (0, 1, 0)), ("company", (0, 0, 1))]
+    ("by", "found"),
+    [("nothing", (0, 0, 0)), ("size", (1, 0, 0)), ("place", (0, 1, 0)), ("company", (0, 0, 1))],
 )
 def test_bits_are_told_apart_by_what_moves_them(by, found, rows):
     def row(records: list[int], places: list[int], other: bool) -> list[dict[str, Rows]]:
@@ -156,4 +164,8 @@ def test_bits_are_told_apart_by_what_moves_them(by, found, rows):
     size, place, company = found
     assert bool(isolation.company) == bool(company)
     if by != "company":
-        assert (isolation.size, isolation.place, bool(isolation.company)) == (bool(size), bool(place), bool(company))
+        assert (isolation.size, isolation.place, bool(isolation.company)) == (
+            bool(size),
+            bool(place),
+            bool(company),
+        )

@@ -12,7 +12,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import find, ghost, names, ours, plain, theirs
-from tests.doctor.scripts import DIM, Centered, ColumnFree, N, class_data, mlp, private, regression_data
+from tests.doctor.scripts import (
+    DIM,
+    Centered,
+    ColumnFree,
+    N,
+    class_data,
+    mlp,
+    private,
+    regression_data,
+)
 from tests.doctor.scripts import with_opacus as opacus
 
 # -- parameters, layers, precision -------------------------------------------------------------------------------------
@@ -27,7 +36,9 @@ class WithSpare(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.parametrize("diagnose", [ours, theirs, plain, lambda model: ghost(model, ColumnFree())])
+@pytest.mark.parametrize(
+    "diagnose", [ours, theirs, plain, lambda model: ghost(model, ColumnFree())]
+)
 def test_parameters_that_get_no_rows_are_found(diagnose):
     found = find(diagnose(WithSpare()), "unused-parameters")
     assert found.severity == "error"
@@ -56,7 +67,9 @@ class Embeds(nn.Module):
 def test_a_padding_vector_that_is_trained_is_found():
     data = TensorDataset(torch.zeros(N, 5, dtype=torch.long), torch.zeros(N, dtype=torch.long))
     assert names(theirs(Embeds(None), F.cross_entropy, data)) == []
-    assert names(ours(Embeds(0), F.cross_entropy, data)) == []  # attached models leave the padding out
+    assert (
+        names(ours(Embeds(0), F.cross_entropy, data)) == []
+    )  # attached models leave the padding out
     found = theirs(Embeds(0), F.cross_entropy, data)
     assert names(found) == ["padding-trained"]
     assert "embed.weight" in found.findings[0].evidence
@@ -73,10 +86,16 @@ class AddsInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("diagnose", [ours, theirs])
-@pytest.mark.parametrize(("layer", "word"), [(nn.ReLU(inplace=True), "inplace=True: "), (AddsInPlace(), "x += y")])
+@pytest.mark.parametrize(
+    ("layer", "word"), [(nn.ReLU(inplace=True), "inplace=True: "), (AddsInPlace(), "x += y")]
+)
 def test_in_place_layers_are_found_and_named(diagnose, layer, word):
-    dense = nn.InstanceNorm2d(2, affine=True)  # has hooks on its output, also where other layers record their own rows
-    found = find(diagnose(images(dense, layer), F.cross_entropy, class_data(1, 8, 8)), "in-place-layers")
+    dense = nn.InstanceNorm2d(
+        2, affine=True
+    )  # has hooks on its output, also where other layers record their own rows
+    found = find(
+        diagnose(images(dense, layer), F.cross_entropy, class_data(1, 8, 8)), "in-place-layers"
+    )
     assert found.severity == "error"
     assert word in found.evidence
 
@@ -94,7 +113,10 @@ def test_a_mean_in_reduced_matmul_precision_is_found(diagnose):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        diagnosis, summed = diagnose(mlp()), ours(mlp(), nn.MSELoss(reduction="sum"), loss_reduction="sum")
+        diagnosis, summed = (
+            diagnose(mlp()),
+            ours(mlp(), nn.MSELoss(reduction="sum"), loss_reduction="sum"),
+        )
     finally:
         torch.set_float32_matmul_precision(before)
     found = find(diagnosis, "half-precision-rows")
@@ -114,7 +136,9 @@ def test_opacus_noise_in_half_precision_is_risky():
     model, record = mlp().bfloat16(), (torch.zeros(DIM).bfloat16(), torch.zeros(1).bfloat16())
     data = TensorDataset(*(leaf.expand(N, -1) for leaf in record))
     diagnosis = theirs(model, nn.MSELoss(reduction="sum"), data, loss_reduction="sum")
-    assert [(f.severity, f.name) for f in diagnosis.findings] == [("warning", "half-precision-noise")]
+    assert [(f.severity, f.name) for f in diagnosis.findings] == [
+        ("warning", "half-precision-noise")
+    ]
 
 
 # -- what cannot be probed ---------------------------------------------------------------------------------------------
@@ -135,7 +159,8 @@ def test_a_data_set_without_records_shows_nothing_and_is_no_finding():
     model = dp.attach(mlp())
     optimizer, _ = private(model, regression_data())
     empty = DataLoader(
-        TensorDataset(torch.zeros(0, DIM)), batch_sampler=dp.sampling.PoissonSampler(optimizer.design, size=0)
+        TensorDataset(torch.zeros(0, DIM)),
+        batch_sampler=dp.sampling.PoissonSampler(optimizer.design, size=0),
     )
     assert dp.doctor(model, F.mse_loss, empty, optimizer).healthy
 
@@ -172,7 +197,9 @@ def test_compiled_models_are_probed_without_compiling_them(wrap):
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_opacus_hooks_without_a_wrapper_are_known(mode):
     network = mlp()
-    made = opacus(network, regression_data(), criterion=ColumnFree(), grad_sample_mode=mode, wrap_model=False)
+    made = opacus(
+        network, regression_data(), criterion=ColumnFree(), grad_sample_mode=mode, wrap_model=False
+    )
     loss = F.mse_loss if mode == "hooks" else made[2]
     assert dp.doctor(network, loss, made[-1], made[1]).healthy
 

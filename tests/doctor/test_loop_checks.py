@@ -48,7 +48,9 @@ def with_accountant(optimizer: Any, rate: float = RATE) -> Any:
 def test_a_torch_optimizer_is_not_private():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    diagnosis = dp.doctor(model, F.mse_loss, DataLoader(regression_data(), batch_size=BATCH), optimizer)
+    diagnosis = dp.doctor(
+        model, F.mse_loss, DataLoader(regression_data(), batch_size=BATCH), optimizer
+    )
     assert names(diagnosis) == ["not-private"]
     assert diagnosis.findings[0].severity == "critical"
     assert diagnosis.findings[0].evidence.startswith("SGD")
@@ -59,7 +61,11 @@ def test_a_noise_multiplier_of_zero_is_no_noise():
     theirs.optimizer.noise_multiplier = 0.0
     ours = nn.Linear(DIM, 1)
     optimizer = dp.PrivateOptimizer(
-        ours.parameters(), 0.1, oracle=Clipped(1.0, 0.0, BATCH), rule=SGD(), design=dp.Poisson(BATCH, N)
+        ours.parameters(),
+        0.1,
+        oracle=Clipped(1.0, 0.0, BATCH),
+        rule=SGD(),
+        design=dp.Poisson(BATCH, N),
     )
     loader = optimizer.loader(regression_data())
     for diagnosis in (diagnose(theirs), dp.doctor(dp.attach(ours), F.mse_loss, loader, optimizer)):
@@ -98,7 +104,10 @@ def test_frozen_parameters_in_the_optimizer_are_fine():
 
 def test_a_model_without_trainable_parameters_is_found():
     model = mlp().requires_grad_(False)
-    found = find(dp.doctor(model, None, None, torch.optim.SGD(model.parameters(), lr=0.1)), "stale-parameters")
+    found = find(
+        dp.doctor(model, None, None, torch.optim.SGD(model.parameters(), lr=0.1)),
+        "stale-parameters",
+    )
     assert "no trainable parameter" in found.evidence
 
 
@@ -131,14 +140,19 @@ def test_a_foreign_loader_is_not_what_ours_accounts(kind):
 
 
 def test_a_loader_of_another_design_is_not_what_ours_accounts():
-    loader = DataLoader(regression_data(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH // 2, N)))
+    loader = DataLoader(
+        regression_data(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH // 2, N))
+    )
     assert (
-        f"batch_size={BATCH // 2}" in find(diagnose(ours_logistic(), loader=loader), "sampler-not-accounted").evidence
+        f"batch_size={BATCH // 2}"
+        in find(diagnose(ours_logistic(), loader=loader), "sampler-not-accounted").evidence
     )
 
 
 def bound(parts: Parts) -> Any:
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N)))
+    loader = DataLoader(
+        parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N))
+    )
     return parts.optimizer.bind(loader)
 
 
@@ -156,17 +170,27 @@ WAYS = {
 def test_the_loaders_that_ours_works_with_are_sound(way):
     parts = ours_logistic()
     diagnosis = diagnose(parts, loader=WAYS[way](parts))
-    found = [f for f in diagnosis.findings if f.name != "batches-not-filled-up" or way != "bound physical"]
+    found = [
+        f
+        for f in diagnosis.findings
+        if f.name != "batches-not-filled-up" or way != "bound physical"
+    ]
     assert not found, str(diagnosis)
 
 
 def test_no_declared_sampling_is_risky_and_takes_any_loader():
     model = nn.Linear(DIM, 1)
     optimizer = dp.PrivateOptimizer(
-        model.parameters(), 0.1, oracle=Clipped(1.0, 1.0, BATCH), rule=SGD(), design=Undeclared(BATCH)
+        model.parameters(),
+        0.1,
+        oracle=Clipped(1.0, 1.0, BATCH),
+        rule=SGD(),
+        design=Undeclared(BATCH),
     )
     diagnosis = dp.doctor(dp.attach(model), F.mse_loss, foreign("shuffled"), optimizer)
-    assert [(f.severity, f.name) for f in diagnosis.findings] == [("warning", "undeclared-sampling")]
+    assert [(f.severity, f.name) for f in diagnosis.findings] == [
+        ("warning", "undeclared-sampling")
+    ]
 
 
 def test_the_evidence_quotes_rate_size_and_sampler():
@@ -184,7 +208,9 @@ def test_a_stream_has_no_sampling_to_account():
     assert "sampler-not-accounted" in names(diagnose(opacus_hooks(), loader=loader))
 
 
-@pytest.mark.parametrize(("accounted", "alarm"), [(RATE / 2, True), (RATE, False), (0.3, False), (1.0, False)])
+@pytest.mark.parametrize(
+    ("accounted", "alarm"), [(RATE / 2, True), (RATE, False), (0.3, False), (1.0, False)]
+)
 def test_a_rate_below_the_samplers_is_found(accounted, alarm):
     parts = opacus_hooks()
     with_accountant(parts.optimizer, accounted)
@@ -193,9 +219,13 @@ def test_a_rate_below_the_samplers_is_found(accounted, alarm):
 
 def test_our_poisson_sampler_under_opacus_is_compared_by_its_rate():
     parts = opacus_hooks()
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N)))
+    loader = DataLoader(
+        parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH, N))
+    )
     assert diagnose(parts, loader=loader).healthy
-    loader = DataLoader(parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(2 * BATCH, N)))
+    loader = DataLoader(
+        parts.loader.dataset, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(2 * BATCH, N))
+    )
     assert "rate 0.5" in find(diagnose(parts, loader=loader), "sampler-not-accounted").evidence
 
 
@@ -214,7 +244,9 @@ def test_49_batches_are_no_reason_for_alarm():
     assert dp.doctor(model, F.mse_loss, loader, optimizer).healthy
 
 
-@pytest.mark.parametrize(("divisor", "alarm"), [(BATCH, False), (BATCH - 1, False), (4, True), (N, True)])
+@pytest.mark.parametrize(
+    ("divisor", "alarm"), [(BATCH, False), (BATCH - 1, False), (4, True), (N, True)]
+)
 def test_a_divisor_that_is_not_the_expected_batch_is_risky(divisor, alarm):
     parts = opacus_hooks()
     parts.optimizer.expected_batch_size = divisor
@@ -228,7 +260,9 @@ def test_split_batches_with_workers_are_risky(workers, entered):
     parts = opacus_hooks()
     data = regression_data()
     loader = DPDataLoader(data, sample_rate=RATE, num_workers=workers)
-    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=parts.optimizer)
+    manager = BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=parts.optimizer
+    )
     diagnosis = diagnose(parts, loader=manager.__enter__() if entered else manager)
     assert names(diagnosis) == (["split-with-workers"] if workers else [])
 

@@ -13,7 +13,16 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import RECORD, find, ghost, names, ours, plain, theirs
-from tests.doctor.scripts import BATCH, DIM, Centered, ColumnFree, N, class_data, mlp, regression_data
+from tests.doctor.scripts import (
+    BATCH,
+    DIM,
+    Centered,
+    ColumnFree,
+    N,
+    class_data,
+    mlp,
+    regression_data,
+)
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
 from torch_dpsco.doctor.evidence import Pass, jumps, movement
@@ -54,7 +63,9 @@ def by_class_frequency(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("diagnose", [ours, theirs, plain])
-@pytest.mark.parametrize(("model", "loss"), [(Centered, F.mse_loss), (BatchNormByHand, F.mse_loss), (mlp, tilted)])
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Centered, F.mse_loss), (BatchNormByHand, F.mse_loss), (mlp, tilted)]
+)
 def test_records_that_share_a_statistic_are_found(diagnose, model, loss):
     found = find(diagnose(model(), loss), "coupled-records")
     assert found.severity == "critical"
@@ -78,15 +89,36 @@ def without_outliers(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 RARE = {
-    "divided by the largest, if that is large": (lambda x: x / x.abs().max().clamp(min=50), F.mse_loss),
-    "cut at a quantile of the batch": (lambda x: x.clamp(max=1000 * float(x.detach().quantile(0.9))), F.mse_loss),
+    "divided by the largest, if that is large": (
+        lambda x: x / x.abs().max().clamp(min=50),
+        F.mse_loss,
+    ),
+    "cut at a quantile of the batch": (
+        lambda x: x.clamp(max=1000 * float(x.detach().quantile(0.9))),
+        F.mse_loss,
+    ),
     # a record of NaN shows the one above where torch cuts at NaN (torch 2.6 does not), and never the one below
-    "cut at a finite quantile": (lambda x: x.clamp(max=1000 * float(x.detach().nanquantile(0.9))), F.mse_loss),
-    "centered by the median": (lambda x: x - x.median(0).values.where(x.median(0).values > 100, 0.0), F.mse_loss),
-    "nothing if one is not finite": (lambda x: x if bool(x.isfinite().all()) else torch.zeros_like(x), F.mse_loss),
-    "small ones dropped": (lambda x: x * (x.abs().amin() > 1e-2 * x.abs().amin(1).mean()), F.mse_loss),
+    "cut at a finite quantile": (
+        lambda x: x.clamp(max=1000 * float(x.detach().nanquantile(0.9))),
+        F.mse_loss,
+    ),
+    "centered by the median": (
+        lambda x: x - x.median(0).values.where(x.median(0).values > 100, 0.0),
+        F.mse_loss,
+    ),
+    "nothing if one is not finite": (
+        lambda x: x if bool(x.isfinite().all()) else torch.zeros_like(x),
+        F.mse_loss,
+    ),
+    "small ones dropped": (
+        lambda x: x * (x.abs().amin() > 1e-2 * x.abs().amin(1).mean()),
+        F.mse_loss,
+    ),
     "outliers dropped by the loss": (lambda x: x, without_outliers),
-    "the loss by its largest": (lambda x: x, lambda out, y: (out / out.abs().max().clamp(min=50) - y).square().sum()),
+    "the loss by its largest": (
+        lambda x: x,
+        lambda out, y: (out / out.abs().max().clamp(min=50) - y).square().sum(),
+    ),
 }
 
 
@@ -101,7 +133,9 @@ def test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found(n
 def test_losses_record_by_record_are_no_finding_at_any_scale():
     loss = dp.per_record(without_outliers, reduction="sum")
     assert ours(Rare(lambda x: x), loss, loss_reduction="sum").healthy
-    deep = nn.Sequential(nn.Linear(DIM, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1), nn.Softplus())
+    deep = nn.Sequential(
+        nn.Linear(DIM, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1), nn.Softplus()
+    )
     assert ours(deep).healthy
 
 
@@ -141,7 +175,9 @@ def test_models_that_attach_refuses_are_judged_by_their_sums(loss):
 
 def test_sums_over_records_are_no_finding():
     dense = nn.InstanceNorm2d(1, affine=True)
-    model = nn.Sequential(dense, nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3))
+    model = nn.Sequential(
+        dense, nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3)
+    )
     found = plain(model, F.cross_entropy, (torch.zeros(1, 8, 8), 1))
     assert names(found) == ["in-place-layers"]
 
@@ -162,7 +198,9 @@ def test_time_folded_into_the_batch_is_found():
     found = find(theirs(Folded(), data=data), "rows-are-not-records")
     assert found.severity == "critical"
     assert "5 records gave 15 rows" in found.evidence
-    assert "leave time out" in find(ours(Folded(), data=data), "not-probed").evidence  # attached models refuse it
+    assert (
+        "leave time out" in find(ours(Folded(), data=data), "not-probed").evidence
+    )  # attached models refuse it
 
 
 class TimeFirst(nn.Module):
@@ -176,8 +214,13 @@ class TimeFirst(nn.Module):
 
 def test_inputs_with_time_first_are_found():
     data = TensorDataset(torch.randn(N, 3, DIM), torch.randn(N, 1))
-    assert "5 records gave 3 rows" in find(theirs(TimeFirst(), data=data), "rows-are-not-records").evidence
-    assert "must be the batch" in find(ours(TimeFirst(), data=data), "not-probed").evidence  # attached models refuse it
+    assert (
+        "5 records gave 3 rows"
+        in find(theirs(TimeFirst(), data=data), "rows-are-not-records").evidence
+    )
+    assert (
+        "must be the batch" in find(ours(TimeFirst(), data=data), "not-probed").evidence
+    )  # attached models refuse it
 
 
 class Positions(nn.Module):
@@ -250,7 +293,9 @@ def test_a_model_that_remembers_records_is_critical(diagnose):
 @pytest.mark.parametrize("diagnose", [ours, theirs, plain])
 def test_a_model_that_counts_its_calls_is_risky_only(diagnose):
     model = WarmsUp()
-    assert [(f.severity, f.name) for f in diagnose(model).findings] == [("warning", "stateful-model")]
+    assert [(f.severity, f.name) for f in diagnose(model).findings] == [
+        ("warning", "stateful-model")
+    ]
     assert model.calls == 0
 
 
@@ -261,8 +306,12 @@ def test_a_model_that_counts_its_calls_is_risky_only(diagnose):
 @pytest.mark.parametrize("declared", ["mean", "sum"])
 def test_a_loss_that_reduces_otherwise_than_declared_is_found(diagnose, declared):
     other = {"mean": "sum", "sum": "mean"}[declared]
-    assert "loss-reduction" not in names(diagnose(mlp(), nn.MSELoss(reduction=declared), loss_reduction=declared))
-    found = find(diagnose(mlp(), nn.MSELoss(reduction=other), loss_reduction=declared), "loss-reduction")
+    assert "loss-reduction" not in names(
+        diagnose(mlp(), nn.MSELoss(reduction=declared), loss_reduction=declared)
+    )
+    found = find(
+        diagnose(mlp(), nn.MSELoss(reduction=other), loss_reduction=declared), "loss-reduction"
+    )
     assert found.severity == "error"
     assert f"this is a {other}" in found.evidence
     assert f"loss_reduction='{other}'" in found.fix
@@ -308,7 +357,12 @@ def test_a_wrong_reduction_is_critical_where_nothing_clips():
     optimizer = dp.PrivateOptimizer(
         model.parameters(), 0.1, oracle=Exact(BATCH), rule=SGD(), design=dp.Poisson(BATCH, N)
     )
-    diagnosis = dp.doctor(dp.attach(model), nn.MSELoss(reduction="sum"), optimizer.loader(regression_data()), optimizer)
+    diagnosis = dp.doctor(
+        dp.attach(model),
+        nn.MSELoss(reduction="sum"),
+        optimizer.loader(regression_data()),
+        optimizer,
+    )
     assert find(diagnosis, "loss-reduction").severity == "critical"
 
 
@@ -340,7 +394,9 @@ def test_a_regularizer_in_a_ghost_loss_is_critical():
     model = mlp()
 
     def around(criterion: Any) -> Any:
-        return lambda outputs, targets: criterion(outputs, targets) + 0.1 * model[0].weight.square().sum()
+        return lambda outputs, targets: (
+            criterion(outputs, targets) + 0.1 * model[0].weight.square().sum()
+        )
 
     assert find(ghost(model, ColumnFree(), around), "regularizer-in-loss").severity == "critical"
 
@@ -387,9 +443,13 @@ class Workspace(nn.Module):
 
 def test_records_that_meet_in_memory_that_is_used_again_are_found(monkeypatch):
     memory: dict[int, Tensor] = {}
-    monkeypatch.setattr(torch, "empty_like", lambda x: memory.setdefault(len(x), torch.zeros(x.shape)))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x: memory.setdefault(len(x), torch.zeros(x.shape))
+    )
     # of slopes that are the same wherever the outputs are: the inputs of the layer alone tell
-    found = find(ours(Workspace(), lambda out, target: (out + 0.0 * target).mean()), "coupled-records")
+    found = find(
+        ours(Workspace(), lambda out, target: (out + 0.0 * target).mean()), "coupled-records"
+    )
     assert "with another record 0" in found.evidence
 
 
@@ -398,7 +458,9 @@ def test_records_that_meet_in_memory_that_is_used_again_are_found(monkeypatch):
 def test_rows_as_factors_are_as_far_apart_as_the_rows_themselves(dtype, step):
     first = [torch.randn(5, n, dtype=dtype) for n in (3, 4)]
     second = [part + step * torch.randn_like(part) for part in first]
-    formed = [left.double()[:, :, None] * right.double()[:, None] for left, right in (first, second)]
+    formed = [
+        left.double()[:, :, None] * right.double()[:, None] for left, right in (first, second)
+    ]
     expected = (formed[1] - formed[0]).flatten(1).norm(dim=1)
     assert torch.allclose(Rows(*first).gaps(Rows(*second)), expected, rtol=1e-3, atol=0.0)
     assert torch.allclose(Rows(*first).norms(), formed[0].flatten(1).norm(dim=1))
@@ -410,6 +472,12 @@ def test_rows_that_are_not_finite_any_more_have_moved():
     base = Pass(None, {}, {"weight": Rows(left, right), "bias": Rows(left)})
     for bad in (float("nan"), float("inf")):
         rows = {"weight": Rows(left, right.index_fill(0, torch.tensor(2), bad)), "bias": Rows(left)}
-        assert movement(base, Pass(None, {}, rows), 5).isfinite().tolist() == [True, True, False, True, True]
+        assert movement(base, Pass(None, {}, rows), 5).isfinite().tolist() == [
+            True,
+            True,
+            False,
+            True,
+            True,
+        ]
         assert jumps(base, Pass(None, {}, rows), 5) == 1
     assert movement(base, base, 5).tolist() == [0.0] * 5

@@ -54,14 +54,18 @@ def test_a_generator_that_nobody_seeded_is_a_constant():
 
 @pytest.mark.parametrize("seed", [0, 42, 2**32 - 1])
 def test_a_generator_seeded_by_hand_is_found(seed):
-    model, optimizer, loader = opacus(mlp(), regression_data(), noise_generator=torch.Generator().manual_seed(seed))
+    model, optimizer, loader = opacus(
+        mlp(), regression_data(), noise_generator=torch.Generator().manual_seed(seed)
+    )
     evidence = find(dp.doctor(model, F.mse_loss, loader, optimizer), "fixed-seed").evidence
     assert f"the noise comes from a torch.Generator with seed {seed}" in evidence
     assert "the sampler" not in evidence
 
 
 def test_a_sampler_seeded_by_hand_is_found():
-    loader = DPDataLoader(regression_data(), sample_rate=RATE, generator=torch.Generator().manual_seed(1))
+    loader = DPDataLoader(
+        regression_data(), sample_rate=RATE, generator=torch.Generator().manual_seed(1)
+    )
     evidence = find(diagnose(opacus_hooks(), loader=loader), "fixed-seed").evidence
     assert "the sampler comes from a torch.Generator with seed 1" in evidence
     assert "the noise comes" not in evidence
@@ -88,7 +92,12 @@ def test_seeds_given_to_ours_are_found():
     dp.attach(model)
     data = regression_data()
     loader = DataLoader(data, batch_sampler=sampler)
-    assert "noise" in find(dp.doctor(model, F.mse_loss, optimizer.loader(data), optimizer), "fixed-seed").evidence
+    assert (
+        "noise"
+        in find(
+            dp.doctor(model, F.mse_loss, optimizer.loader(data), optimizer), "fixed-seed"
+        ).evidence
+    )
     assert "sampler" in find(dp.doctor(model, F.mse_loss, loader, build()), "fixed-seed").evidence
 
 
@@ -120,7 +129,11 @@ def test_the_scale_is_quoted():
 
 def wrapped_by_opacus(inner: Any, model: nn.Module) -> Diagnosis:
     optimizer = DPOptimizer(
-        inner, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=BATCH, generator=secret_generator()
+        inner,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=BATCH,
+        generator=secret_generator(),
     )
     with_accountant(optimizer)
     loader = DPDataLoader(regression_data(), sample_rate=RATE, generator=secret_generator())

@@ -57,7 +57,9 @@ def test_a_run_goes_on_as_if_the_doctor_had_not_been_there(when, nasty):
                 value.backward()
                 before = [p.grad for p in model.parameters()], optimizer._backwards._counts[:]
                 doctor("before step")
-                assert all(p.grad is kept for p, kept in zip(model.parameters(), before[0], strict=True))
+                assert all(
+                    p.grad is kept for p, kept in zip(model.parameters(), before[0], strict=True)
+                )
                 assert optimizer._backwards._counts == before[1]
                 optimizer.step()
                 doctor("after step")
@@ -105,7 +107,9 @@ def test_fit_refuses_what_the_doctor_finds_before_the_first_step(loss):
     with pytest.raises(PrivacyError, match=r"docs/pitfalls\.md#"):
         dp.fit(model, optimizer, data(), loss, progress=False)
     assert (optimizer.steps, optimizer.finalized, len(optimizer.accountant)) == (0, False, 0)
-    dp.fit(model, optimizer, data(), HINGE, progress=False)  # nothing is in the way of the sound run
+    dp.fit(
+        model, optimizer, data(), HINGE, progress=False
+    )  # nothing is in the way of the sound run
     assert (optimizer.steps, optimizer.finalized) == (6, True)
 
 
@@ -130,7 +134,13 @@ def test_fit_says_how_to_get_rid_of_an_attachment():
 def test_make_private_says_that_the_optimizer_has_a_loader_of_its_own():
     model = linear()
     optimizer = output(model)
-    kind = {"problem": HINGE.problem(bound_x=1.5, radius=2.0), "budget": dp.Budget(1.0, 1e-3), "n": N}
-    with pytest.raises(SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("):
+    kind = {
+        "problem": HINGE.problem(bound_x=1.5, radius=2.0),
+        "budget": dp.Budget(1.0, 1e-3),
+        "n": N,
+    }
+    with pytest.raises(
+        SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("
+    ):
         dp.make_private(model, optimizer, DataLoader(data(), batch_size=10, shuffle=True), **kind)
     assert not hasattr(model, "_dpsco")

@@ -15,24 +15,49 @@ from torch.utils.data import DataLoader, Dataset
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import find, names
-from tests.doctor.row_free import DIM, HINGE, Around, N, data, diagnose, linear, output, pairs, tilted
+from tests.doctor.row_free import (
+    DIM,
+    HINGE,
+    Around,
+    N,
+    data,
+    diagnose,
+    linear,
+    output,
+    pairs,
+    tilted,
+)
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.losses import Hinge, Huber, Logistic, Pinball, PowerLoss
 
 # -- sound scripts ----------------------------------------------------------------------------------------------------
 
 MARGIN = [Logistic(), Hinge(), Hinge(power=1.2), HINGE, Hinge(power=2.0)]
-RESIDUAL = [Pinball(0.9), Pinball(0.5), Huber(threshold=0.3), PowerLoss(power=1.0), PowerLoss(power=2.0)]
+RESIDUAL = [
+    Pinball(0.9),
+    Pinball(0.5),
+    Huber(threshold=0.3),
+    PowerLoss(power=1.0),
+    PowerLoss(power=2.0),
+]
 PROBLEMS = [
     *[(loss, {"bound_x": bound, "radius": 2.0}) for loss in MARGIN for bound in (1.01, 30.0)],
-    *[(loss, {"bound_x": bound, "bound_y": 0.7, "radius": 2.0}) for loss in RESIDUAL for bound in (1.01, 30.0)],
+    *[
+        (loss, {"bound_x": bound, "bound_y": 0.7, "radius": 2.0})
+        for loss in RESIDUAL
+        for bound in (1.01, 30.0)
+    ],
 ]
 
 
 @pytest.mark.parametrize(("loss", "bounds"), PROBLEMS, ids=str)
-@pytest.mark.parametrize("plan", [{}, {"sampling": "fixed"}, {"mode": "paper", "batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{}, {"sampling": "fixed"}, {"mode": "paper", "batch_size": 1}], ids=str
+)
 def test_nothing_is_found_in_a_sound_script(loss, bounds, plan):
-    budget = dp.Budget(0.5 if "mode" in plan else 5.0, 1e-3)  # the paper's conditions want a small one
+    budget = dp.Budget(
+        0.5 if "mode" in plan else 5.0, 1e-3
+    )  # the paper's conditions want a small one
     diagnosis = diagnose(loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4, **plan)
     assert diagnosis.healthy, str(diagnosis)
 
@@ -82,7 +107,9 @@ class Inner(Dataset):
         return torch.full((DIM,), float("nan")), -1
 
 
-@pytest.mark.parametrize("build", [Bare, Halves, Overwritten, lambda: nn.Linear(DIM, 1, bias=False)])
+@pytest.mark.parametrize(
+    "build", [Bare, Halves, Overwritten, lambda: nn.Linear(DIM, 1, bias=False)]
+)
 def test_models_that_have_no_sound_rows_are_sound_here(build):
     diagnosis = diagnose(build().double())
     assert diagnosis.healthy, str(diagnosis)
@@ -92,7 +119,9 @@ def test_records_are_made_up_as_the_loader_delivers_them():
     model = linear()
     optimizer = output(model)
     assert dp.doctor(model, HINGE, optimizer.loader(Inner()), optimizer).healthy
-    assert dp.doctor(model, HINGE, None, optimizer, record=(torch.zeros(DIM), torch.zeros(1))).healthy
+    assert dp.doctor(
+        model, HINGE, None, optimizer, record=(torch.zeros(DIM), torch.zeros(1))
+    ).healthy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -135,9 +164,17 @@ def test_a_term_on_the_weights_is_critical(weight):
 @pytest.mark.parametrize(
     ("loss", "declared", "said"),
     [
-        (lambda o, y: HINGE(o, y, reduction="sum"), "mean", "is 1 times the sum .* which is a sum, .*'mean'"),
+        (
+            lambda o, y: HINGE(o, y, reduction="sum"),
+            "mean",
+            "is 1 times the sum .* which is a sum, .*'mean'",
+        ),
         (lambda o, y: HINGE(o, y), "sum", "is 0.2 times the sum .* which is a mean, .*'sum'"),
-        (lambda o, y: HINGE(o, y, reduction="sum") / len(o) ** 0.5, "mean", "neither a mean nor a sum"),
+        (
+            lambda o, y: HINGE(o, y, reduction="sum") / len(o) ** 0.5,
+            "mean",
+            "neither a mean nor a sum",
+        ),
         (lambda o, y: 4 * HINGE(o, y), "mean", ""),
     ],
 )
@@ -201,14 +238,22 @@ def test_another_loss_than_the_problems_is_critical():
 
 
 def test_sizes_are_not_judged_where_no_bounds_are_enforced():
-    problem = dataclasses.replace(HINGE.problem(bound_x=0.1, radius=2.0), bound_x=None, bound_y=None)
+    problem = dataclasses.replace(
+        HINGE.problem(bound_x=0.1, radius=2.0), bound_x=None, bound_y=None
+    )
     model = nn.Linear(DIM, 1, bias=False).double()
     assert diagnose(model, problem=problem).healthy
-    assert not diagnose(model, problem=HINGE.problem(bound_x=0.1, radius=2.0), loss=Hinge(power=2.0)).healthy
-    assert names(diagnose(Around(lambda layer, x: layer(x).tanh()).double(), problem=problem)) == ["broken-promise"]
+    assert not diagnose(
+        model, problem=HINGE.problem(bound_x=0.1, radius=2.0), loss=Hinge(power=2.0)
+    ).healthy
+    assert names(diagnose(Around(lambda layer, x: layer(x).tanh()).double(), problem=problem)) == [
+        "broken-promise"
+    ]
 
 
-@pytest.mark.parametrize("features", [nn.Dropout(0.5), Around(lambda _, x: x + 0.1 * torch.randn_like(x))])
+@pytest.mark.parametrize(
+    "features", [nn.Dropout(0.5), Around(lambda _, x: x + 0.1 * torch.randn_like(x))]
+)
 def test_random_gradients_are_critical(features):
     model = nn.Sequential(features, nn.Linear(DIM, 1)).double()
     for p in features.parameters():
@@ -220,7 +265,9 @@ def test_random_gradients_are_critical(features):
 
 
 def test_batch_normalization_is_critical():
-    diagnosis = diagnose(nn.Sequential(nn.BatchNorm1d(DIM, affine=False), nn.Linear(DIM, 1)).double())
+    diagnosis = diagnose(
+        nn.Sequential(nn.BatchNorm1d(DIM, affine=False), nn.Linear(DIM, 1)).double()
+    )
     assert find(diagnosis, "batch-norm").severity == "critical"
     assert find(diagnosis, "changing-buffers").severity == "critical"
 
@@ -260,7 +307,13 @@ def test_hooks_of_opacus_are_a_useless_cost():
 
 def other_loaders(optimizer: dp.HolderOutputSGD) -> list[Any]:
     other, old, own = output(linear()), optimizer.loader(data()), optimizer.loader(data())
-    return [DataLoader(data(), batch_size=10, shuffle=True), other.loader(data()), old, own._loader, [data().tensors]]
+    return [
+        DataLoader(data(), batch_size=10, shuffle=True),
+        other.loader(data()),
+        old,
+        own._loader,
+        [data().tensors],
+    ]
 
 
 @pytest.mark.parametrize("which", range(5))
@@ -278,7 +331,9 @@ def test_a_gradient_scaler_is_critical():
     loader = optimizer.loader(data())
     diagnosis = dp.doctor(model, HINGE, loader, optimizer, scaler=torch.amp.GradScaler("cpu"))
     assert [(f.name, f.severity) for f in diagnosis.findings] == [("grad-scaler", "critical")]
-    assert dp.doctor(model, HINGE, loader, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)).healthy
+    assert dp.doctor(
+        model, HINGE, loader, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    ).healthy
 
 
 def test_a_loss_in_single_precision_is_critical():
@@ -315,4 +370,6 @@ def test_a_finished_run_and_another_model_are_errors():
         for x, y in loader:
             HINGE(model(x), y).backward()
             optimizer.step()
-    assert find(dp.doctor(model, HINGE, loader, optimizer), "finalized-optimizer").severity == "error"
+    assert (
+        find(dp.doctor(model, HINGE, loader, optimizer), "finalized-optimizer").severity == "error"
+    )

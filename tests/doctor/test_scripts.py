@@ -35,7 +35,9 @@ def test_there_are_twelve_mistakes():
     assert len(BROKEN) == 12
 
 
-@pytest.mark.parametrize("script", [s for s in BROKEN if s is not scripts.shared_batch_norm], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script", [s for s in BROKEN if s is not scripts.shared_batch_norm], ids=lambda s: s.__name__
+)
 def test_a_broken_script_is_not_called_critical_for_another_reason(script):
     assert {finding.name for finding in diagnose(script()).critical} <= {BROKEN[script][1]}
 
@@ -81,7 +83,10 @@ def state(parts: Parts) -> dict[str, Any]:
         found[name, "tape"] = None if tape is None else attributes(tape)
     found["optimizer"] = attributes(optimizer)
     if isinstance(optimizer, dp.PrivateOptimizer):
-        found["ledger"], found["log"] = len(optimizer.accountant), attributes(parts.loader.batch_sampler.log)
+        found["ledger"], found["log"] = (
+            len(optimizer.accountant),
+            attributes(parts.loader.batch_sampler.log),
+        )
         found["noise"] = optimizer._noise.drawn
     criterion = getattr(parts.loss, "criterion", None)
     found["loss"] = None if criterion is None else attributes(criterion)
@@ -100,7 +105,9 @@ def in_the_middle_of_training(parts: Parts) -> Parts:
 
 
 @pytest.mark.parametrize("script", EVERY, ids=lambda script: script.__name__)
-@pytest.mark.parametrize("prepare", [lambda parts: parts, in_the_middle_of_training], ids=["fresh", "in training"])
+@pytest.mark.parametrize(
+    "prepare", [lambda parts: parts, in_the_middle_of_training], ids=["fresh", "in training"]
+)
 def test_nothing_is_changed(script, prepare):
     parts = prepare(script())
     before = state(parts)
@@ -110,7 +117,9 @@ def test_nothing_is_changed(script, prepare):
     assert before.keys() == after.keys()
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, dp.attach, lambda model: dp.attach(model, rows="dense")])
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, dp.attach, lambda model: dp.attach(model, rows="dense")]
+)
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_nothing_is_changed_when_the_loss_raises(wrap, fails_at):
     calls = []

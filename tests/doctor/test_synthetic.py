@@ -13,7 +13,11 @@ def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:
     seen: list[int] = []
 
     def collate(records: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        seen.extend(leaf.untyped_storage().nbytes() // leaf.itemsize for record in records for leaf in record)
+        seen.extend(
+            leaf.untyped_storage().nbytes() // leaf.itemsize
+            for record in records
+            for leaf in record
+        )
         return default_collate(records)
 
     synthetic = SyntheticRecords(dataset[0], collate, torch.device("cpu"))

@@ -96,12 +96,24 @@ FINE = {
     "dp.HolderSGD.ahead.steps": COUNT,
     "dp.HolderSGD.plan.dim": "none Model",
     "dp.HolderSGD.plan[noise].dim": "none Model",
-    **{f"dp.{name}.plan[noise].dim": "none Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD")},
-    **{f"dp.{name}.plan.dim": "Model" for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")},
+    **{
+        f"dp.{name}.plan[noise].dim": "none Model"
+        for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD")
+    },
+    **{
+        f"dp.{name}.plan.dim": "Model"
+        for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")
+    },
     "dp.LocalizedSGD.plan[phases].dim": "none",
     "dp.HolderSGD.loader.users": "none",
     **dict.fromkeys(
-        ["dp.HolderSGD.loader.ids", "dp.UserClippedSGD.loader.ids", "dp.fit.ids", "dp.make_private.ids"], "none"
+        [
+            "dp.HolderSGD.loader.ids",
+            "dp.UserClippedSGD.loader.ids",
+            "dp.fit.ids",
+            "dp.make_private.ids",
+        ],
+        "none",
     ),
     "dp.sampling.RecordIds.ids": "Array",
     "dp.sampling.Streamed.stream": "tuple list set",
@@ -113,7 +125,10 @@ FINE = {
     "dp.LocalizedUserSGD.plan.dim": "Model",
     "dp.LocalizedUserSGD.plan[noise].dim": "none Model",
     "dp.LocalizedUserSGD.plan[noise].score_share": "zero",
-    **{f"dp.{name}.plan.model": "Model" for name in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")},
+    **{
+        f"dp.{name}.plan.model": "Model"
+        for name in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")
+    },
     "dp.OutputPerturbation.plan[noise].model": "Model",
     **dict.fromkeys(
         ["dp.OutputPerturbation.plan.tilt", "dp.OutputPerturbation.plan[noise].tilt"],
@@ -161,7 +176,10 @@ FINE = {
     "estimators.QuantileRegressor.width": NONNEGATIVE,
     "intercept_scaling": POSITIVE,
     "classes": "tuple Array",
-    **dict.fromkeys(["dp.score.classes", "dp.score[auc].classes", "conformal.conformal.classes"], "none tuple Array"),
+    **dict.fromkeys(
+        ["dp.score.classes", "dp.score[auc].classes", "conformal.conformal.classes"],
+        "none tuple Array",
+    ),
     "conformal.conformal[targets].classes": "none",
     "ConformalSets.sets.X": "Tensor DataSet",
     "ConformalSets.intervals.X": "Tensor DataSet",
@@ -171,7 +189,10 @@ FINE = {
         f"prepare.Private{name}.lower": "negative numpy minus zero"
         for name in ("StandardScaler", "Quantiles", "Imputer")
     },
-    **{f"prepare.Private{name}.upper": "part zero negative" for name in ("StandardScaler", "Quantiles", "Imputer")},
+    **{
+        f"prepare.Private{name}.upper": "part zero negative"
+        for name in ("StandardScaler", "Quantiles", "Imputer")
+    },
     "prepare.PrivateQuantiles.levels": "tuple list",
     **dict.fromkeys(["PrivacyReport.named.unit", "PrivacyReport.named.plural"], TEXT),
     "dp.Schema.target": "word",
@@ -188,7 +209,11 @@ FINE = {
     **{
         f"opacus.PrivacyEngine.{name}.{argument}": fine
         for name in ("make_private", "make_private_with_epsilon")
-        for argument, fine in (("max_grad_norm", "part"), ("target_epsilon", POSITIVE), ("noise_generator", "none"))
+        for argument, fine in (
+            ("max_grad_norm", "part"),
+            ("target_epsilon", POSITIVE),
+            ("noise_generator", "none"),
+        )
     },
     "events.Repeat.n": COUNT,
     "events.Sequential.events": "",
@@ -199,11 +224,18 @@ FINE = {
     **dict.fromkeys(["audit.OneRunAudit.guess_in", "audit.OneRunAudit.guess_out"], COUNT),
     **dict.fromkeys(["audit.epsilon_of_guesses.correct", "audit.mu_of_guesses.correct"], COUNT),
     "audit.canaries.labels": "tuple list",
-    **dict.fromkeys(["analysis.risk.Risk.of_point.epsilon", "Risk.delta_at.epsilon"], "zero part huge inf"),
-    **{f"Risk.{name}.false_positive": SHARE for name in ("false_negative", "true_positive", "posterior")},
+    **dict.fromkeys(
+        ["analysis.risk.Risk.of_point.epsilon", "Risk.delta_at.epsilon"], "zero part huge inf"
+    ),
+    **{
+        f"Risk.{name}.false_positive": SHARE
+        for name in ("false_negative", "true_positive", "posterior")
+    },
     **dict.fromkeys(["Risk.posterior.prior", "Risk.words.prior"], SHARE),
     "Risk.words.unit": TEXT,
-    **dict.fromkeys(["Statement.named.unit", "Statement.named.plural", "studies.Study.save.folder"], TEXT),
+    **dict.fromkeys(
+        ["Statement.named.unit", "Statement.named.plural", "studies.Study.save.folder"], TEXT
+    ),
     **dict.fromkeys([f"{name}.save.path" for name in ("released.Released", "dp.Schema")], TEXT),
     "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
     "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",

@@ -141,7 +141,17 @@ CONSTANTS = {
     "typical_score",
     "checkpoint",
 }
-CALLED = {"inner", "closure", "mechanism", "score", "make", "loss", "collate_fn", "backend", "exact_grad_bound"}
+CALLED = {
+    "inner",
+    "closure",
+    "mechanism",
+    "score",
+    "make",
+    "loss",
+    "collate_fn",
+    "backend",
+    "exact_grad_bound",
+}
 
 
 @dataclass(frozen=True)
@@ -155,8 +165,15 @@ class Verdict:
 def arguments_of(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     """Yields names and annotations of the arguments that can be given by name."""
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in ("self", "cls"):
-            text = parameter.annotation if isinstance(parameter.annotation, str) else str(parameter.annotation)
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in (
+            "self",
+            "cls",
+        ):
+            text = (
+                parameter.annotation
+                if isinstance(parameter.annotation, str)
+                else str(parameter.annotation)
+            )
             yield name, "Any" if parameter.annotation is parameter.empty else text
 
 
@@ -164,7 +181,9 @@ def fits(label: str, annotation: str) -> bool:
     """Returns whether a value has a type that an annotation names."""
     words = re.findall(
         r"\w+",
-        annotation.replace("torch.Generator", "TorchGenerator").replace("_LossFn", "LossFn").replace("_Model", "Model"),
+        annotation.replace("torch.Generator", "TorchGenerator")
+        .replace("_LossFn", "LossFn")
+        .replace("_Model", "Model"),
     )
     return any(label in TYPES.get(word, ()) for word in words)
 
@@ -179,8 +198,12 @@ def judge(function: Callable[..., Any], arguments: dict[str, Any], name: str) ->
         if isinstance(error, TypeError) and not text.startswith("X must"):  # scikit-learn's rule
             return _raised(error, value, name)
         if isinstance(error, DpscoError) and name in CONSTANTS:
-            return Verdict("")  # of a proper type: what is missing from it, or does not fit, is named instead
-        if type(error) not in LIBRARY or not re.search(ALIASES.get(name, rf"\b{name.removesuffix('s')}s?\b"), text):
+            return Verdict(
+                ""
+            )  # of a proper type: what is missing from it, or does not fit, is named instead
+        if type(error) not in LIBRARY or not re.search(
+            ALIASES.get(name, rf"\b{name.removesuffix('s')}s?\b"), text
+        ):
             return Verdict("unnamed", f"{type(error).__name__}: {text}")
         return Verdict("") if _shows(text, value) else Verdict("no value", text)
     except OSError as error:  # of a file that is not there, or is there already

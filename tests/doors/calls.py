@@ -57,8 +57,15 @@ CALLS["dp.sampling.PrivateLoader"] = lambda: (
     {"dataset": records(24), "sampler": make_sampler(dp.Poisson(6, 24), size=24, steps=1)},
 )
 simple("dp.sampling.RecordIds", dp.sampling.RecordIds, ids=["a", "b"], records=2)
-simple("dp.sampling.Streamed", dp.sampling.Streamed, stream=[("a", 1.0), ("b", 2.0)], id_of=min, held=5)
-simple("dp.sampling.PhysicalBatches", dp.sampling.PhysicalBatches, loader=lambda: loader(), physical_batch_size=4)
+simple(
+    "dp.sampling.Streamed", dp.sampling.Streamed, stream=[("a", 1.0), ("b", 2.0)], id_of=min, held=5
+)
+simple(
+    "dp.sampling.PhysicalBatches",
+    dp.sampling.PhysicalBatches,
+    loader=lambda: loader(),
+    physical_batch_size=4,
+)
 
 simple("dp.loggers.Logger", dp.loggers.Logger, write=print, every=5, delta=1e-3)
 
@@ -68,9 +75,17 @@ def _fit() -> Good:
     net = model()
     optimizer = dp.HolderSGD(
         net.parameters(),
-        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24, steps=2),
+        dp.HolderSGD.plan(
+            lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24, steps=2
+        ),
     )
-    return dp.fit, {"model": net, "optimizer": optimizer, "dataset": records(24), "loss_fn": LOSS, "progress": False}
+    return dp.fit, {
+        "model": net,
+        "optimizer": optimizer,
+        "dataset": records(24),
+        "loss_fn": LOSS,
+        "progress": False,
+    }
 
 
 @call("dp.fit[user]")
@@ -79,7 +94,13 @@ def _fit_users() -> Good:
     optimizer = dp.UserClippedSGD(
         net.parameters(), dp.UserClippedSGD.plan(**CLIPPED_USERS, noise_multiplier=2.0, steps=2)
     )
-    good = {"model": net, "optimizer": optimizer, "dataset": records(48), "loss_fn": LOSS, "progress": False}
+    good = {
+        "model": net,
+        "optimizer": optimizer,
+        "dataset": records(48),
+        "loss_fn": LOSS,
+        "progress": False,
+    }
     return dp.fit, good | {"users": torch.arange(48) % 24}
 
 
@@ -129,7 +150,10 @@ def _engine() -> Good:
 
 def parts_of_opacus() -> dict[str, Any]:
     net = model()
-    sgd, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(records(24), batch_size=6, shuffle=True)
+    sgd, loader = (
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(records(24), batch_size=6, shuffle=True),
+    )
     return {"module": net, "optimizer": sgd, "data_loader": loader, "max_grad_norm": 1.0, "n": 24}
 
 
@@ -146,8 +170,14 @@ def _engine_make_private_with_epsilon() -> Good:
 
 @call("opacus.BatchMemoryManager")
 def _batch_memory_manager() -> Good:
-    _, optimizer, loader = opacus.PrivacyEngine().make_private(**parts_of_opacus(), noise_multiplier=1.0)
-    return opacus.BatchMemoryManager, {"data_loader": loader, "max_physical_batch_size": 2, "optimizer": optimizer}
+    _, optimizer, loader = opacus.PrivacyEngine().make_private(
+        **parts_of_opacus(), noise_multiplier=1.0
+    )
+    return opacus.BatchMemoryManager, {
+        "data_loader": loader,
+        "max_physical_batch_size": 2,
+        "optimizer": optimizer,
+    }
 
 
 @call("opacus.DPOptimizer")
@@ -167,13 +197,23 @@ simple("dp.public", dp.public, model=lambda: dp.attach(model()))
 def _doctor() -> Good:
     net = dp.attach(model())
     optimizer = dp.HolderSGD(
-        net.parameters(), dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24)
+        net.parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24),
     )
-    return dp.doctor, {"model": net, "loss": LOSS, "loader": optimizer.loader(records(24)), "optimizer": optimizer}
+    return dp.doctor, {
+        "model": net,
+        "loss": LOSS,
+        "loader": optimizer.loader(records(24)),
+        "optimizer": optimizer,
+    }
 
 
 simple(
-    "dp.CompiledRows", dp.CompiledRows, model=lambda: model(), loss_fn=lambda: nn.functional.mse_loss, backend="eager"
+    "dp.CompiledRows",
+    dp.CompiledRows,
+    model=lambda: model(),
+    loss_fn=lambda: nn.functional.mse_loss,
+    backend="eager",
 )
 
 
@@ -186,7 +226,14 @@ simple(
     ids="patient",
     rows_per_unit=1,
 )
-simple("dp.audit", dp.audit, mechanism=lambda: lambda x: x + torch.randn(()), pair=(0.0, 1.0), delta=1e-2, trials=200)
+simple(
+    "dp.audit",
+    dp.audit,
+    mechanism=lambda: lambda x: x + torch.randn(()),
+    pair=(0.0, 1.0),
+    delta=1e-2,
+    trials=200,
+)
 simple(
     "dp.audit_outputs",
     dp.audit_outputs,
@@ -200,7 +247,9 @@ def _run() -> tuple[nn.Module, dp.PrivateOptimizer]:
     net = dp.attach(model())
     return net, dp.HolderSGD(
         net.parameters(),
-        dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, sampling=dp.Full(3)),
+        dp.HolderSGD.plan(
+            lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=3, sampling=dp.Full(3)
+        ),
     )
 
 
@@ -227,7 +276,15 @@ CALLS["OneRunAudit.result"] = lambda: (
     OneRunAudit([1.0] * 8).result,
     {"scores": torch.arange(8.0).numpy(), "delta": 1e-3, "confidence": 0.9, "claimed": 1.0},
 )
-simple("audit.epsilon_of_guesses", epsilon_of_guesses, correct=7, guesses=8, canaries=9, delta=1e-3, confidence=0.9)
+simple(
+    "audit.epsilon_of_guesses",
+    epsilon_of_guesses,
+    correct=7,
+    guesses=8,
+    canaries=9,
+    delta=1e-3,
+    confidence=0.9,
+)
 simple("audit.mu_of_guesses", mu_of_guesses, correct=7, guesses=8, canaries=9, confidence=0.9)
 simple(
     "audit.canaries",
@@ -246,7 +303,13 @@ simple(
     canaries=lambda: [(torch.zeros(DIM), torch.ones(1))],
 )
 CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
-simple("clip_selection.adaptive_clip_update", clip_selection.adaptive_clip_update, clip=1.0, fraction=0.5, target=0.5)
+simple(
+    "clip_selection.adaptive_clip_update",
+    clip_selection.adaptive_clip_update,
+    clip=1.0,
+    fraction=0.5,
+    target=0.5,
+)
 simple("clip_selection.pilot_size", clip_selection.pilot_size, n=1000)
 simple("clip_selection.rank_error", clip_selection.rank_error, epsilon=1.0, grid_size=50)
 simple(
@@ -285,7 +348,10 @@ def fitted(name: str, **settings: Any) -> Any:
 for _name, _more in ESTIMATORS.items():
     _function = functools.partial(fitted, _name)
     _function.__signature__ = __import__("inspect").signature(getattr(estimators, _name))  # type: ignore[attr-defined]
-    CALLS[f"estimators.{_name}"] = lambda f=_function, more=_more: (f, {"epsilon": 1.0, "n": N, "bound_x": 2.0} | more)
+    CALLS[f"estimators.{_name}"] = lambda f=_function, more=_more: (
+        f,
+        {"epsilon": 1.0, "n": N, "bound_x": 2.0} | more,
+    )
 
 
 def fresh() -> estimators.LogisticRegression:
@@ -295,7 +361,10 @@ def fresh() -> estimators.LogisticRegression:
 
 
 CALLS["estimators.LogisticRegression.fit"] = lambda: (fresh().fit, {"X": FEATURES(), "y": LABELS()})
-CALLS["estimators.LogisticRegression.predict"] = lambda: (fresh().fit(FEATURES(), LABELS()).predict, {"X": FEATURES()})
+CALLS["estimators.LogisticRegression.predict"] = lambda: (
+    fresh().fit(FEATURES(), LABELS()).predict,
+    {"X": FEATURES()},
+)
 CALLS["estimators.LogisticRegression.preview"] = lambda: (
     fresh().preview,
     {"X_like": FEATURES(), "y_like": LABELS(), "epsilons": (1.0,), "runs": 3},
@@ -324,7 +393,10 @@ def objective() -> objectives.LinearObjective:
     return objectives.LinearObjective(LOSS, **rows(), normalizer=1.0)
 
 
-CALLS["objectives.LinearObjective"] = lambda: (objectives.LinearObjective, {"loss": LOSS, "normalizer": 1.0} | rows())
+CALLS["objectives.LinearObjective"] = lambda: (
+    objectives.LinearObjective,
+    {"loss": LOSS, "normalizer": 1.0} | rows(),
+)
 CALLS["objectives.SoftmaxObjective"] = lambda: (
     objectives.SoftmaxObjective,
     rows() | {"targets": torch.ones(20, dtype=torch.int64), "num_classes": 3, "normalizer": 1.0},

@@ -10,7 +10,18 @@ import torch
 from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
-from tests.doors.shared import CALLS, LOSS, USERS, accountant, budget, model, problem, records, simple, step_event
+from tests.doors.shared import (
+    CALLS,
+    LOSS,
+    USERS,
+    accountant,
+    budget,
+    model,
+    problem,
+    records,
+    simple,
+    step_event,
+)
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.mechanisms.shuffle import vector_parameters
 from torch_dpsco.theory.correlated import square_root
@@ -29,9 +40,17 @@ simple(
     weights=(0.5, 0.5),
 )
 simple(
-    "dp.Budget[rdp]", dp.Budget, epsilon=1.0, delta=1e-5, mode="rdp", schedule=((events.PoissonGaussian(2.0, 0.01), 2),)
+    "dp.Budget[rdp]",
+    dp.Budget,
+    epsilon=1.0,
+    delta=1e-5,
+    mode="rdp",
+    schedule=((events.PoissonGaussian(2.0, 0.01), 2),),
 )
-CALLS["dp.Budget.declaring"] = lambda: (budget(schedule=()).declaring, {"event": step_event(), "steps": 2})
+CALLS["dp.Budget.declaring"] = lambda: (
+    budget(schedule=()).declaring,
+    {"event": step_event(), "steps": 2},
+)
 simple("dp.Accountant", dp.Accountant, budget=budget)
 for _name, _more in {
     "admits": {"event": step_event, "count": 1},
@@ -61,7 +80,10 @@ CALLS["dp.Accountant.load_state_dict"] = lambda: (
     dp.Accountant().load_state_dict,
     {"state_dict": dp.Accountant().state_dict()},
 )
-CALLS["dp.Accountant.phase"] = lambda: (_entered(accountant().phase), {"part": "a", "partition": "p"})
+CALLS["dp.Accountant.phase"] = lambda: (
+    _entered(accountant().phase),
+    {"part": "a", "partition": "p"},
+)
 
 
 def _entered(context: Callable[..., Any]) -> Callable[..., None]:
@@ -89,10 +111,25 @@ for _kind in (dp.Poisson, dp.Fixed, dp.Disjoint, dp.Shuffled):
 CALLS["dp.sampling.FullSampler"] = lambda: (dp.sampling.FullSampler, {"design": dp.Full(24)})
 simple("events.Gaussian", events.Gaussian, sigma=1.0, sens=lambda: {"replace_one": 1.0})
 simple("events.PoissonGaussian", events.PoissonGaussian, noise_multiplier=1.0, q=0.1)
-simple("events.WORGaussian", events.WORGaussian, noise_multiplier=1.0, batch_size=2, dataset_size=10)
-simple("events.RandomAllocation", events.RandomAllocation, noise_multiplier=1.0, steps=10, used=5, releases=2)
+simple(
+    "events.WORGaussian", events.WORGaussian, noise_multiplier=1.0, batch_size=2, dataset_size=10
+)
+simple(
+    "events.RandomAllocation",
+    events.RandomAllocation,
+    noise_multiplier=1.0,
+    steps=10,
+    used=5,
+    releases=2,
+)
 simple("events.Laplace", events.Laplace, scale=1.0, sens=lambda: {"replace_one": 1.0})
-simple("events.AboveThreshold", events.AboveThreshold, b_threshold=1.0, b_query=1.0, sens=lambda: {"replace_one": 1.0})
+simple(
+    "events.AboveThreshold",
+    events.AboveThreshold,
+    b_threshold=1.0,
+    b_query=1.0,
+    sens=lambda: {"replace_one": 1.0},
+)
 simple("events.Repeat", events.Repeat, event=step_event(), n=2)
 simple("events.Sequential", events.Sequential, events=lambda: (step_event(),))
 simple("events.Parallel", events.Parallel, parts=lambda: {"a": (step_event(),)}, partition="p")
@@ -143,16 +180,34 @@ for _name, _more in {
 }.items():
     simple(f"dp.losses.{_name}", getattr(dp.losses, _name), **_more)
 CALLS["dp.losses.Logistic.problem"] = lambda: (LOSS.problem, {"bound_x": 2.0})
-CALLS["dp.losses.Squared.problem"] = lambda: (dp.losses.Squared().problem, {"bound_x": 2.0, "bound_y": 1.0})
-CALLS["dp.losses.Logistic.__call__"] = lambda: (LOSS.__call__, {"output": torch.zeros(4), "target": torch.ones(4)})
+CALLS["dp.losses.Squared.problem"] = lambda: (
+    dp.losses.Squared().problem,
+    {"bound_x": 2.0, "bound_y": 1.0},
+)
+CALLS["dp.losses.Logistic.__call__"] = lambda: (
+    LOSS.__call__,
+    {"output": torch.zeros(4), "target": torch.ones(4)},
+)
 CALLS["dp.losses.SoftmaxCrossEntropy.__call__"] = lambda: (
     dp.losses.SoftmaxCrossEntropy(3).__call__,
     {"output": torch.zeros(4, 3), "target": torch.ones(4, dtype=torch.int64)},
 )
 simple("dp.losses.ResidualClipped", dp.losses.ResidualClipped, loss=lambda: LOSS, clip=0.5)
-simple("dp.losses.check_holder", dp.losses.check_holder, loss=lambda: LOSS, problem=problem, bound_x=2.0, trials=3)
+simple(
+    "dp.losses.check_holder",
+    dp.losses.check_holder,
+    loss=lambda: LOSS,
+    problem=problem,
+    bound_x=2.0,
+    trials=3,
+)
 simple("dp.losses.clip_rows", dp.losses.clip_rows, features=lambda: torch.ones(4, 3), bound_x=1.0)
-simple("dp.losses.enforce_bounds", dp.losses.enforce_bounds, features=lambda: torch.ones(4, 3), bound_x=1.0)
+simple(
+    "dp.losses.enforce_bounds",
+    dp.losses.enforce_bounds,
+    features=lambda: torch.ones(4, 3),
+    bound_x=1.0,
+)
 for _name, _more in {
     "Ball": {"radius": 1.0},
     "Box": {"low": -1.0, "high": 1.0},
@@ -168,7 +223,11 @@ simple("dp.rules.Accelerated", dp.rules.Accelerated)
 simple("dp.rules.Anchored", dp.rules.Anchored)
 simple("dp.rules.Momentum", dp.rules.Momentum, average="weighted", momentum=0.5)
 simple("dp.rules.ScheduledSGD", dp.rules.ScheduledSGD, factors=(1.0, 0.5), weights=(1.0, 1.0))
-simple("dp.rules.TorchRule", dp.rules.TorchRule, optimizer=lambda: torch.optim.SGD(model().parameters(), lr=0.1))
+simple(
+    "dp.rules.TorchRule",
+    dp.rules.TorchRule,
+    optimizer=lambda: torch.optim.SGD(model().parameters(), lr=0.1),
+)
 simple("dp.Phase", dp.Phase, steps=2, lr=0.1)
 simple("dp.Schedule", dp.Schedule, phases=lambda: (dp.Phase(2),))
 CALLS["dp.Schedule.locate"] = lambda: (dp.Schedule((dp.Phase(2),)).locate, {"step": 1})
@@ -194,15 +253,47 @@ simple(
     strategy=lambda: square_root(2),
     steps=4,
 )
-simple("dp.oracles.AdaptiveClipped", dp.oracles.AdaptiveClipped, clip0=1.0, noise_multiplier=2.0, batch_size=6)
+simple(
+    "dp.oracles.AdaptiveClipped",
+    dp.oracles.AdaptiveClipped,
+    clip0=1.0,
+    noise_multiplier=2.0,
+    batch_size=6,
+)
 simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
-simple("dp.oracles.UserClipped", dp.oracles.UserClipped, clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6), n_users=24)
-simple("dp.oracles.Coordinatewise", dp.oracles.Coordinatewise, clip=1.0, noise_multiplier=1.0, batch_size=6, groups=3)
+simple(
+    "dp.oracles.UserClipped",
+    dp.oracles.UserClipped,
+    clipping=lambda: dp.oracles.Clipped(1.0, 1.0, 6),
+    n_users=24,
+)
+simple(
+    "dp.oracles.Coordinatewise",
+    dp.oracles.Coordinatewise,
+    clip=1.0,
+    noise_multiplier=1.0,
+    batch_size=6,
+    groups=3,
+)
 simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
 simple("dp.oracles.Filter", dp.oracles.Filter, n_users=USERS, score_floor=300.0, ramp_end=280)
-simple("dp.oracles.HolderAbsolute", dp.oracles.HolderAbsolute, problem=problem, noise_std=1.0, batch_size=6)
-simple("dp.oracles.HolderClipped", dp.oracles.HolderClipped, problem=problem, noise_multiplier=1.0, batch_size=6)
-simple("dp.oracles.Phased", dp.oracles.Phased, phases=lambda: [(dp.oracles.Clipped(1.0, 1.0, 6), 2)])
+simple(
+    "dp.oracles.HolderAbsolute",
+    dp.oracles.HolderAbsolute,
+    problem=problem,
+    noise_std=1.0,
+    batch_size=6,
+)
+simple(
+    "dp.oracles.HolderClipped",
+    dp.oracles.HolderClipped,
+    problem=problem,
+    noise_multiplier=1.0,
+    batch_size=6,
+)
+simple(
+    "dp.oracles.Phased", dp.oracles.Phased, phases=lambda: [(dp.oracles.Clipped(1.0, 1.0, 6), 2)]
+)
 simple(
     "dp.oracles.PilotClipped",
     dp.oracles.PilotClipped,
@@ -212,8 +303,16 @@ simple(
 )
 simple("dp.oracles.QuantilePilot", dp.oracles.QuantilePilot, batch_size=6, epsilon=1.0)
 for _name in ("ShuffledClipped", "ShuffledMedian"):
-    _more = {"clip": 1.0, "batch_size": 200, "dim": 3} | ({"groups": 5} if _name == "ShuffledMedian" else {})
-    simple(f"dp.oracles.{_name}.calibrated", getattr(dp.oracles, _name).calibrated, **_more, epsilon=1.0, delta=1e-4)
+    _more = {"clip": 1.0, "batch_size": 200, "dim": 3} | (
+        {"groups": 5} if _name == "ShuffledMedian" else {}
+    )
+    simple(
+        f"dp.oracles.{_name}.calibrated",
+        getattr(dp.oracles, _name).calibrated,
+        **_more,
+        epsilon=1.0,
+        delta=1e-4,
+    )
 simple(
     "dp.oracles.ShuffledClipped",
     dp.oracles.ShuffledClipped,

@@ -44,7 +44,9 @@ def heavy() -> dict[str, Any]:
 
 @functools.cache
 def filter_plan() -> UserFilterPlan:
-    return calibrate_filter(n_users=USERS, steps=4, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=USERS)
+    return calibrate_filter(
+        n_users=USERS, steps=4, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=USERS
+    )
 
 
 def user_budget() -> dp.Budget:
@@ -90,7 +92,9 @@ def phases() -> LocalizedSchedule:
 
 
 def user_phases() -> LocalizedUserPlan:
-    phase = UserPhase(index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, uncapped_steps=4, bound=None)
+    phase = UserPhase(
+        index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, uncapped_steps=4, bound=None
+    )
     return LocalizedUserPlan(phases=(phase,), n_users=USERS)
 
 
@@ -104,12 +108,17 @@ CALLS["dp.LocalizedSGD"] = lambda: (
     {"params": params(), "plan": dp.LocalizedSGD.plan(phases=phases(), n=24)},
 )
 CALLS["dp.LocalizedSGD.plan"] = lambda: (dp.LocalizedSGD.plan, heavy())
-CALLS["dp.LocalizedSGD.plan[phases]"] = lambda: (dp.LocalizedSGD.plan, {"phases": phases(), "n": 24})
+CALLS["dp.LocalizedSGD.plan[phases]"] = lambda: (
+    dp.LocalizedSGD.plan,
+    {"phases": phases(), "n": 24},
+)
 CALLS["dp.HolderSGD"] = lambda: (
     dp.HolderSGD,
     {
         "params": params(),
-        "plan": dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24),
+        "plan": dp.HolderSGD.plan(
+            lr=0.1, problem=problem(), noise_multiplier=2.0, batch_size=6, n=24
+        ),
     },
 )
 CALLS["dp.HolderSGD.plan[noise]"] = lambda: (
@@ -135,27 +144,56 @@ CALLS["dp.CorrelatedSGD"] = lambda: (
     dp.CorrelatedSGD,
     {"params": params(), "plan": dp.CorrelatedSGD.plan(**_CORRELATED, noise_multiplier=2.0)},
 )
-simple("dp.CorrelatedSGD.plan", dp.CorrelatedSGD.plan, budget=lambda: budget(), epochs=2, **_CORRELATED)
-simple("dp.CorrelatedSGD.plan[noise]", dp.CorrelatedSGD.plan, noise_multiplier=2.0, steps=3, bands=2, **_CORRELATED)
+simple(
+    "dp.CorrelatedSGD.plan", dp.CorrelatedSGD.plan, budget=lambda: budget(), epochs=2, **_CORRELATED
+)
+simple(
+    "dp.CorrelatedSGD.plan[noise]",
+    dp.CorrelatedSGD.plan,
+    noise_multiplier=2.0,
+    steps=3,
+    bands=2,
+    **_CORRELATED,
+)
 CLIPPED_USERS = {"n_users": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
 CALLS["dp.UserClippedSGD"] = lambda: (
     dp.UserClippedSGD,
     {"params": params(), "plan": dp.UserClippedSGD.plan(**CLIPPED_USERS, noise_multiplier=2.0)},
 )
-simple("dp.UserClippedSGD.plan", dp.UserClippedSGD.plan, budget=lambda: user_budget(), steps=2, **CLIPPED_USERS)
-simple("dp.UserClippedSGD.plan[searched]", dp.UserClippedSGD.plan, n_users=24, budget=lambda: user_budget(), dim=DIM)
-simple("dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **CLIPPED_USERS)
+simple(
+    "dp.UserClippedSGD.plan",
+    dp.UserClippedSGD.plan,
+    budget=lambda: user_budget(),
+    steps=2,
+    **CLIPPED_USERS,
+)
+simple(
+    "dp.UserClippedSGD.plan[searched]",
+    dp.UserClippedSGD.plan,
+    n_users=24,
+    budget=lambda: user_budget(),
+    dim=DIM,
+)
+simple(
+    "dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **CLIPPED_USERS
+)
 CALLS["dp.UserFilteredSGD"] = lambda: (
     dp.UserFilteredSGD,
     {"params": params(), "plan": dp.UserFilteredSGD.plan(filter=filter_plan(), lr=0.1)},
 )
-CALLS["dp.UserFilteredSGD.plan[noise]"] = lambda: (dp.UserFilteredSGD.plan, {"filter": filter_plan(), "lr": 0.1})
+CALLS["dp.UserFilteredSGD.plan[noise]"] = lambda: (
+    dp.UserFilteredSGD.plan,
+    {"filter": filter_plan(), "lr": 0.1},
+)
 CALLS["dp.UserFilteredSGD.plan"] = lambda: (dp.UserFilteredSGD.plan, {"dim": DIM} | filtered())
 CALLS["dp.LocalizedUserSGD"] = lambda: (
     dp.LocalizedUserSGD,
     {"params": params(), "plan": dp.LocalizedUserSGD.plan(phases=user_phases())},
 )
-CALLS["dp.LocalizedUserSGD.plan[noise]"] = lambda: (dp.LocalizedUserSGD.plan, {"phases": user_phases()})
+CALLS["dp.LocalizedUserSGD.plan[noise]"] = lambda: (
+    dp.LocalizedUserSGD.plan,
+    {"phases": user_phases()},
+)
 _LOCALIZED_USERS = {
     "n_users": 5000,
     "reg": 1.0,
@@ -188,7 +226,9 @@ for _cls in (dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD):
         cls,
         {"params": list(model().parameters()), "plan": made(f"dp.{cls.__name__}.plan")},
     )
-simple("dp.OutputPerturbation.plan[noise]", dp.OutputPerturbation.plan, noise_multiplier=2.0, **_LINEAR)
+simple(
+    "dp.OutputPerturbation.plan[noise]", dp.OutputPerturbation.plan, noise_multiplier=2.0, **_LINEAR
+)
 
 
 def solved() -> dp.OutputPerturbation:
@@ -213,7 +253,9 @@ def delivered() -> dp.PrivateOptimizer:
 for _name, _more in {
     "loader": {"dataset": lambda: records(24)},
     "bind": {
-        "loader": lambda: dp.sampling.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))
+        "loader": lambda: dp.sampling.PrivateLoader(
+            records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1)
+        )
     },
     "ahead": {"steps": 2},
     "report": {"delta": 1e-4},
@@ -239,7 +281,10 @@ def _step_on(optimizer: dp.PrivateOptimizer) -> Callable[..., Any]:
     return step
 
 
-CALLS["dp.BoltOnPSGD.loader"] = lambda: (made("dp.BoltOnPSGD").loader, {"dataset": records(24, torch.float64)})
+CALLS["dp.BoltOnPSGD.loader"] = lambda: (
+    made("dp.BoltOnPSGD").loader,
+    {"dataset": records(24, torch.float64)},
+)
 CALLS["dp.BoltOnPSGD.load_state_dict"] = lambda: (
     made("dp.BoltOnPSGD").load_state_dict,
     {"state_dict": made("dp.BoltOnPSGD").state_dict()},

@@ -16,7 +16,20 @@ from accelerate import Accelerator
 
 import torch_dpsco as dp
 from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler, studied
-from tests.doors.shared import CALLS, DIM, LOSS, Good, N, budget, call, made, model, params, records, simple
+from tests.doors.shared import (
+    CALLS,
+    DIM,
+    LOSS,
+    Good,
+    N,
+    budget,
+    call,
+    made,
+    model,
+    params,
+    records,
+    simple,
+)
 from torch_dpsco import estimators, loggers
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
@@ -62,10 +75,16 @@ def statement() -> Any:
     return made("dp.HolderSGD").report(1e-4)
 
 
-CALLS["Statement.named"] = lambda: (statement().named, {"unit": "patient", "plural": "patients", "by_ids": True})
+CALLS["Statement.named"] = lambda: (
+    statement().named,
+    {"unit": "patient", "plural": "patients", "by_ids": True},
+)
 CALLS["Statement.save"] = lambda: (statement().save, {"path": somewhere(".md")})
 CALLS["Plan.epsilon"] = lambda: (made("dp.HolderSGD.plan").epsilon, {"delta": 1e-5})
-CALLS["Plan.from_dict"] = lambda: (dp.HolderSGD.plans.from_dict, {"row": made("dp.HolderSGD.plan").to_dict()})
+CALLS["Plan.from_dict"] = lambda: (
+    dp.HolderSGD.plans.from_dict,
+    {"row": made("dp.HolderSGD.plan").to_dict()},
+)
 
 # -- estimators, studies, released models ----------
 
@@ -76,12 +95,18 @@ def fitted(name: str, **more: Any) -> Any:
     return getattr(estimators, name)(epsilon=50.0, n=N, bound_x=2.0, **more).fit(rows(), labels)
 
 
-for _name, _more in (("AdversarialClassifier", {"classes": (0, 1)}), ("SoftmaxRegression", {"classes": (0, 1)})):
+for _name, _more in (
+    ("AdversarialClassifier", {"classes": (0, 1)}),
+    ("SoftmaxRegression", {"classes": (0, 1)}),
+):
     CALLS[f"estimators.{_name}.decision_function"] = lambda name=_name, more=_more: (
         fitted(name, **more).decision_function,
         {"X": rows()},
     )
-CALLS["estimators.HuberRegressor.predict"] = lambda: (fitted("HuberRegressor", bound_y=1.0).predict, {"X": rows()})
+CALLS["estimators.HuberRegressor.predict"] = lambda: (
+    fitted("HuberRegressor", bound_y=1.0).predict,
+    {"X": rows()},
+)
 CALLS["estimators.AdversarialClassifier.plan"] = lambda: (
     estimators.AdversarialClassifier(n=N, bound_x=2.0, classes=(0, 1)).plan,
     {"dim": DIM},
@@ -95,7 +120,9 @@ for _name in ("LogisticRegression", "SoftmaxRegression"):
 
 
 def new_search() -> PrivateSearch:
-    one = estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), mechanism="noisy_gd", prepare=None)
+    one = estimators.LogisticRegression(
+        bound_x=2.0, classes=(0, 1), mechanism="noisy_gd", prepare=None
+    )
     return PrivateSearch(
         candidates={"one": one},
         epsilon=50.0,
@@ -132,10 +159,19 @@ CALLS["StudyPlan.preview"] = lambda: (
 )
 CALLS["studies.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
 CALLS["studies.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
-CALLS["released.Released.load"] = lambda: (Released.load, {"path": saved(Released.of(a_fit()), ".json")})
+CALLS["released.Released.load"] = lambda: (
+    Released.load,
+    {"path": saved(Released.of(a_fit()), ".json")},
+)
 CALLS["released.Released.save"] = lambda: (Released.of(a_fit()).save, {"path": somewhere(".json")})
-CALLS["released.Released.decision_function"] = lambda: (Released.of(a_fit()).decision_function, {"X": rows()})
-CALLS["released.Released.predict_proba"] = lambda: (Released.of(a_fit()).predict_proba, {"X": rows()})
+CALLS["released.Released.decision_function"] = lambda: (
+    Released.of(a_fit()).decision_function,
+    {"X": rows()},
+)
+CALLS["released.Released.predict_proba"] = lambda: (
+    Released.of(a_fit()).predict_proba,
+    {"X": rows()},
+)
 CALLS["prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
     scaler().fit(rows()).get_feature_names_out,
     {"input_features": ["a", "b", "c"]},
@@ -174,16 +210,26 @@ class Writer:
 
 
 for _name, _argument in (("tensorboard", "writer"), ("wandb", "run"), ("mlflow", "module")):
-    simple(f"loggers.{_name}", getattr(loggers, _name), **{_argument: Writer()}, every=5, delta=1e-5)
-CALLS["loggers.public_numbers"] = lambda: (loggers.public_numbers, {"optimizer": made("dp.HolderSGD"), "delta": 1e-5})
-CALLS["dp.Pilot.plan"] = lambda: (dp.Pilot().plan, {"n": 1000, "budget": budget(), "exchange_rate": 0.1})
+    simple(
+        f"loggers.{_name}", getattr(loggers, _name), **{_argument: Writer()}, every=5, delta=1e-5
+    )
+CALLS["loggers.public_numbers"] = lambda: (
+    loggers.public_numbers,
+    {"optimizer": made("dp.HolderSGD"), "delta": 1e-5},
+)
+CALLS["dp.Pilot.plan"] = lambda: (
+    dp.Pilot().plan,
+    {"n": 1000, "budget": budget(), "exchange_rate": 0.1},
+)
 CALLS["dp.Pilot.records"] = lambda: (dp.Pilot().records, {"n": 1000})
 
 
 @call("dp.PrivateOptimizer.resume")
 def _resume() -> Good:
     path, plan = somewhere(), made("dp.HolderSGD.plan")
-    interrupted = dp.HolderSGD(params(), plan, accountant=dp.Accountant(plan.budget, ledger_path=path))
+    interrupted = dp.HolderSGD(
+        params(), plan, accountant=dp.Accountant(plan.budget, ledger_path=path)
+    )
     state = interrupted.state_dict()
     interrupted.accountant.close()
     again = dp.HolderSGD(params(), plan, accountant=dp.Accountant(plan.budget, ledger_path=path))
@@ -226,7 +272,11 @@ for _name in ("validate", "is_compatible"):
         getattr(opacus.PrivacyEngine(), name),
         {"module": model()},
     )
-simple("opacus.PrivacyEngine.get_compatible_module", opacus.PrivacyEngine.get_compatible_module, module=lambda: model())
+simple(
+    "opacus.PrivacyEngine.get_compatible_module",
+    opacus.PrivacyEngine.get_compatible_module,
+    module=lambda: model(),
+)
 
 
 @call("opacus.PrivacyEngine.save_checkpoint")
@@ -248,7 +298,12 @@ def _prepare() -> Good:
     net = dp.attach(model())
     optimizer = dp.HolderSGD(net.parameters(), made("dp.HolderSGD.plan"))
     loader = optimizer.loader(records(24))
-    return prepare, {"accelerator": Accelerator(cpu=True), "model": net, "optimizer": optimizer, "loader": loader}
+    return prepare, {
+        "accelerator": Accelerator(cpu=True),
+        "model": net,
+        "optimizer": optimizer,
+        "loader": loader,
+    }
 
 
 # stands for a table of dask or Spark

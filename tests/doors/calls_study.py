@@ -49,7 +49,10 @@ CALLS["dp.score[auc]"] = lambda: (dp.score, held_out(metric="auc", bins=4))
 CALLS["conformal.conformal"] = lambda: (conformal, held_out(bins=4, failure=0.01))
 CALLS["conformal.conformal[targets]"] = lambda: (conformal, held_out(bound=1.0))
 CALLS["ConformalSets.sets"] = lambda: (conformal(**held_out()).sets, {"X": rows()})
-CALLS["ConformalSets.intervals"] = lambda: (conformal(**held_out(bound=1.0)).intervals, {"X": rows()})
+CALLS["ConformalSets.intervals"] = lambda: (
+    conformal(**held_out(bound=1.0)).intervals,
+    {"X": rows()},
+)
 STUDY = {
     "schema": lambda: dp.Schema({"age": Number(17, 90)}, target="died", labels=["no", "yes"]),
     "budget": lambda: dp.Budget(4.0, 1e-4),
@@ -57,7 +60,11 @@ STUDY = {
 
 
 def studied(**more: Any) -> dict[str, Any]:
-    return {name: make() for name, make in STUDY.items()} | {"n": 400, "holdout": 0.5, "level": 0.5} | more
+    return (
+        {name: make() for name, make in STUDY.items()}
+        | {"n": 400, "holdout": 0.5, "level": 0.5}
+        | more
+    )
 
 
 NOISY = {"mechanism": "noisy_gd", "prepare": None}
@@ -68,9 +75,18 @@ def people() -> dict[str, Any]:
 
 
 CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
-CALLS["studies.plan_study[search]"] = lambda: (plan_study, studied(candidates={"one": NOISY}, trials=2.0))
-CALLS["dp.study"] = lambda: (dp.study, studied(frame=people(), show=None, ledger_path=None, check=False))
-CALLS["StudyPlan.run"] = lambda: (plan_study(**studied()).run, {"frame": people(), "ledger_path": None, "check": False})
+CALLS["studies.plan_study[search]"] = lambda: (
+    plan_study,
+    studied(candidates={"one": NOISY}, trials=2.0),
+)
+CALLS["dp.study"] = lambda: (
+    dp.study,
+    studied(frame=people(), show=None, ledger_path=None, check=False),
+)
+CALLS["StudyPlan.run"] = lambda: (
+    plan_study(**studied()).run,
+    {"frame": people(), "ledger_path": None, "check": False},
+)
 
 
 def a_search(**settings: Any) -> Any:
@@ -90,14 +106,19 @@ CALLS["studies.PrivateSearch"] = lambda: (
         "accountant": dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
     },
 )
-CALLS["dp.Schema.from_public"] = lambda: (dp.Schema.from_public, {"frame": people(), "target": "died", "levels": 10})
+CALLS["dp.Schema.from_public"] = lambda: (
+    dp.Schema.from_public,
+    {"frame": people(), "target": "died", "levels": 10},
+)
 CALLS["dp.Schema.check"] = lambda: (STUDY["schema"]().check, {"frame": people()})
 CALLS["dp.Schema.read"] = lambda: (STUDY["schema"]().read, {"frame": people()})
 CALLS["released.Released.of"] = lambda: (Released.of, {"model": a_fit()})
 
 
 def a_fit() -> Any:
-    return estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1)).fit(rows(), labels())
+    return estimators.LogisticRegression(epsilon=50.0, n=N, bound_x=2.0, classes=(0, 1)).fit(
+        rows(), labels()
+    )
 
 
 @call("released.Released.predict")
@@ -122,13 +143,21 @@ for _name, _more in TRANSFORMERS.items():
     _function.__signature__ = inspect.signature(getattr(prepare, _name))  # type: ignore[attr-defined]
     CALLS[f"prepare.{_name}"] = lambda f=_function, more=_more: (
         f,
-        {"lower": -1.0, "upper": 1.0, "epsilon": 1.0, "accountant": dp.Accountant(adjacency="add_remove")} | more,
+        {
+            "lower": -1.0,
+            "upper": 1.0,
+            "epsilon": 1.0,
+            "accountant": dp.Accountant(adjacency="add_remove"),
+        }
+        | more,
     )
 
 
 def scaler() -> prepare.PrivateStandardScaler:
     return prepare.PrivateStandardScaler(
-        lower=-1.0, upper=1.0, accountant=dp.Accountant(dp.Budget(9.0, 1e-5, adjacency="add_remove"))
+        lower=-1.0,
+        upper=1.0,
+        accountant=dp.Accountant(dp.Budget(9.0, 1e-5, adjacency="add_remove")),
     )
 
 

@@ -16,9 +16,12 @@ from torch_dpsco import integrations
 
 API = Path(__file__).parents[2] / "docs" / "api"
 DIRECTIVE = re.compile(
-    r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)", re.MULTILINE
+    r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)",
+    re.MULTILINE,
 )
-_UNDOCUMENTED = tuple(f"torch_dpsco.{name}" for name in ("clip_selection", "linear.objectives", "linear.solvers"))
+_UNDOCUMENTED = tuple(
+    f"torch_dpsco.{name}" for name in ("clip_selection", "linear.objectives", "linear.solvers")
+)
 
 __all__ = ["bare", "public_callables"]
 
@@ -36,7 +39,11 @@ def bare(function: Any) -> Any:
 
 def _is_ours(value: Any) -> bool:
     is_error = isinstance(value, type) and issubclass(value, (BaseException, Warning))
-    return callable(value) and not is_error and str(getattr(value, "__module__", "")).startswith("torch_dpsco")
+    return (
+        callable(value)
+        and not is_error
+        and str(getattr(value, "__module__", "")).startswith("torch_dpsco")
+    )
 
 
 def _of_module(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
@@ -75,13 +82,17 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
                 module = target
             elif kind == "automodule":
                 yield from (
-                    (f"{target}.{name}", value, []) for name, value in _of_module(importlib.import_module(target))
+                    (f"{target}.{name}", value, [])
+                    for name, value in _of_module(importlib.import_module(target))
                 )
             else:
                 place, _, name = (target if "." in target else f"{module}.{target}").rpartition(".")
                 yield f"{place}.{name}", getattr(importlib.import_module(place), name), wanted
     for module in ("torch_dpsco", *_UNDOCUMENTED):
-        yield from ((f"{module}.{name}", value, None) for name, value in _of_all(importlib.import_module(module)))
+        yield from (
+            (f"{module}.{name}", value, None)
+            for name, value in _of_all(importlib.import_module(module))
+        )
     for found in pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}."):
         if not found.name.rpartition(".")[2].startswith("_"):
             module = importlib.import_module(found.name)
@@ -103,7 +114,9 @@ def public_callables() -> dict[str, Any]:
     for name, value, wanted in _documented():
         parts = [(name, value)]
         if isinstance(value, type) and wanted is not None:
-            parts += [(f"{name}.{method}", function) for method, function in _of_class(value, wanted)]
+            parts += [
+                (f"{name}.{method}", function) for method, function in _of_class(value, wanted)
+            ]
         for place, function in parts:
             if id(bare(function)) not in seen and _takes_arguments(function):
                 seen.add(id(bare(function)))

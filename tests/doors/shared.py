@@ -33,12 +33,17 @@ def call(name: str) -> Callable[[Callable[[], Good]], Callable[[], Good]]:
 
 def simple(prefix: str, function: Callable[..., Any], **arguments: Any) -> None:
     """Registers a call whose arguments are values, or lambdas that make them."""
-    CALLS[prefix] = lambda: (function, {k: v() if isinstance(v, FunctionType) else v for k, v in arguments.items()})
+    CALLS[prefix] = lambda: (
+        function,
+        {k: v() if isinstance(v, FunctionType) else v for k, v in arguments.items()},
+    )
 
 
 def records(n: int = N, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Returns n records with labels +-1."""
-    return TensorDataset(torch.linspace(-1, 1, n * DIM, dtype=dtype).view(n, DIM), torch.ones(n, 1, dtype=dtype))
+    return TensorDataset(
+        torch.linspace(-1, 1, n * DIM, dtype=dtype).view(n, DIM), torch.ones(n, 1, dtype=dtype)
+    )
 
 
 def budget(**more: Any) -> dp.Budget:
@@ -51,7 +56,13 @@ def problem(**more: Any) -> dp.Problem:
 
 def moments() -> dp.Problem:
     return dp.Problem(
-        moment_order=2.0, moment=1.0, smoothness=1.0, strong_convexity=0.1, pl_constant=0.1, radius=3.0, lipschitz=1.0
+        moment_order=2.0,
+        moment=1.0,
+        smoothness=1.0,
+        strong_convexity=0.1,
+        pl_constant=0.1,
+        radius=3.0,
+        lipschitz=1.0,
     )
 
 

@@ -38,13 +38,42 @@ FEW = 5  # values per argument in the default run
 EXEMPT = {
     # results, and what they are made of
     *("preview.*", "inference.*", "audit.OneRunResult", "plan.Plan", "loggers.Numbers"),
-    *("accounting.report.figures.PrivacyReport", "accounting.report.figures.PrivacyReport.promising"),
+    *(
+        "accounting.report.figures.PrivacyReport",
+        "accounting.report.figures.PrivacyReport.promising",
+    ),
     *("accounting.report.statement.Statement", "accounting.report.statement.Statement.promising"),
     *("accounting.analysis.risk.Risk", "released.Released", "studies.conformal.ConformalSets"),
-    *("studies.SearchPlan", "studies.Study", "studies.StudyPlan", "schema.Check", "schema.Finding", "schema.Table"),
+    *(
+        "studies.SearchPlan",
+        "studies.Study",
+        "studies.StudyPlan",
+        "schema.Check",
+        "schema.Finding",
+        "schema.Table",
+    ),
     # hooks, which the library calls
-    *("losses.*.*", "oracles.MeanOracle", "oracles.ClippedMean", "oracles.*.*", "rules.UpdateRule", "rules.*.*"),
-    *(f"{kind}.*" for kind in ("Poisson", "Fixed", "Shuffled", "Disjoint", "Assigned", "Cyclic", "Full", "Parts")),
+    *(
+        "losses.*.*",
+        "oracles.MeanOracle",
+        "oracles.ClippedMean",
+        "oracles.*.*",
+        "rules.UpdateRule",
+        "rules.*.*",
+    ),
+    *(
+        f"{kind}.*"
+        for kind in (
+            "Poisson",
+            "Fixed",
+            "Shuffled",
+            "Disjoint",
+            "Assigned",
+            "Cyclic",
+            "Full",
+            "Parts",
+        )
+    ),
     *(f"schema.{column}.*" for column in ("Number", "Category", "Ordered")),
     *("prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
@@ -56,16 +85,43 @@ EXEMPT = {
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
-    *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")),
+    *(
+        f"rules.{name}"
+        for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
+    ),
     "prox.project_on_two_balls_",
-    *(f"sampling.{kind}Sampler" for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank", "RankAssigned")),
+    *(
+        f"sampling.{kind}Sampler"
+        for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank", "RankAssigned")
+    ),
     *(
         f"sampling.{name}"
-        for name in ("BoundedLoader", "Chunk", "DrawLog", "Isolation", "Partition", "Slots", "Spilled", "UserLoader")
+        for name in (
+            "BoundedLoader",
+            "Chunk",
+            "DrawLog",
+            "Isolation",
+            "Partition",
+            "Slots",
+            "Spilled",
+            "UserLoader",
+        )
     ),
-    *(f"sampling.{name}" for name in ("adapt", "bounded", "fingerprint", "make_sampler", "partition_name")),
-    *(f"sampling.{name}" for name in ("poisson_positions", "records_of", "require_divisible", "user_ids")),
-    *("sampling.*Sampler.*", "sampling.Chunk.*", "sampling.DrawLog.*", "sampling.Slots.*", "sampling.Streamed.*"),
+    *(
+        f"sampling.{name}"
+        for name in ("adapt", "bounded", "fingerprint", "make_sampler", "partition_name")
+    ),
+    *(
+        f"sampling.{name}"
+        for name in ("poisson_positions", "records_of", "require_divisible", "user_ids")
+    ),
+    *(
+        "sampling.*Sampler.*",
+        "sampling.Chunk.*",
+        "sampling.DrawLog.*",
+        "sampling.Slots.*",
+        "sampling.Streamed.*",
+    ),
     *(
         "integrations.parquet.ParquetRows.gather",
         "prox.*.*",
@@ -103,7 +159,9 @@ def test_every_public_callable_has_a_good_call() -> None:
 
 def test_what_is_exempt_is_there() -> None:
     names = public_callables()
-    assert not [pattern for pattern in EXEMPT if not any(fnmatchcase(name, pattern) for name in names)]
+    assert not [
+        pattern for pattern in EXEMPT if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def test_a_new_public_function_or_method_needs_a_good_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +178,9 @@ def test_a_new_public_function_or_method_needs_a_good_call(monkeypatch: pytest.M
 
 def test_the_plans_of_every_optimizer_are_in_the_table() -> None:
     optimizers = [
-        name for name in dp.__all__ if inspect.isclass(value := getattr(dp, name)) and issubclass(value, FromPlan)
+        name
+        for name in dp.__all__
+        if inspect.isclass(value := getattr(dp, name)) and issubclass(value, FromPlan)
     ]
     wanted = [f"dp.{name}.plan" for name in optimizers]
     assert len(wanted) == 14
@@ -141,7 +201,9 @@ def test_each_good_call_is_good(name: str) -> None:
     function(**arguments)
 
 
-def watched(function: Any, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], list[dp.Accountant]]:
+def watched(
+    function: Any, arguments: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[dp.Accountant]]:
     """Returns the parameters and ledgers that a call can reach."""
     tensors, ledgers = [], []
     for value in (*arguments.values(), getattr(function, "__self__", None)):
@@ -173,17 +235,25 @@ def mistakes(name: str, labels: Any) -> list[str]:
             before = [p.detach().clone() for p in tensors], [len(ledger) for ledger in ledgers]
             verdict = judge(function, arguments, argument)
             if verdict.outcome:
-                found.append(f"{name}({argument}={label}): {verdict.outcome} {verdict.detail[:200]}")
-            moved = not all(map(torch.equal, before[0], tensors)) or before[1] != [len(ledger) for ledger in ledgers]
+                found.append(
+                    f"{name}({argument}={label}): {verdict.outcome} {verdict.detail[:200]}"
+                )
+            moved = not all(map(torch.equal, before[0], tensors)) or before[1] != [
+                len(ledger) for ledger in ledgers
+            ]
             if moved and verdict.outcome != "accepted":
-                found.append(f"{name}({argument}={label}): a refused call has moved or charged something")
+                found.append(
+                    f"{name}({argument}={label}): a refused call has moved or charged something"
+                )
     return found
 
 
 def few(name: str) -> Any:
     """Returns a choice of values for each argument of a callable, another one for each."""
     every = list(VALUES)
-    return lambda argument: every[zlib.crc32(f"{name}.{argument}".encode()) % 8 :: len(every) // FEW]
+    return lambda argument: every[
+        zlib.crc32(f"{name}.{argument}".encode()) % 8 :: len(every) // FEW
+    ]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -214,7 +284,9 @@ def changed(name: str, **arguments: Any) -> Any:
 
 X, Y = torch.randn(24, DIM), torch.ones(24, 1)
 COMPLEX = X.to(torch.complex64)
-REAL_RECORDS = r"dataset must give real numbers \(got torch.complex64\): give torch.view_as_real\(x\)"
+REAL_RECORDS = (
+    r"dataset must give real numbers \(got torch.complex64\): give torch.view_as_real\(x\)"
+)
 TO_BE_NAMED = {
     "a budget that is a number": (
         lambda: changed("dp.HolderSGD.plan", budget=1.0),
@@ -232,7 +304,10 @@ TO_BE_NAMED = {
         lambda: changed("dp.ClippedSGD", accountant=dp.Budget(1.0, 1e-5)),
         r"accountant must be an Accountant, .*\(got Budget\)",
     ),
-    "a prox": (lambda: changed("dp.ClippedSGD", prox=3), r"prox must be a Prox of torch_dpsco.prox.*\(got 3\)"),
+    "a prox": (
+        lambda: changed("dp.ClippedSGD", prox=3),
+        r"prox must be a Prox of torch_dpsco.prox.*\(got 3\)",
+    ),
     "a rule": (
         lambda: changed("dp.ClippedSGD", rule="sgd"),
         r"rule must be an UpdateRule of torch_dpsco.rules.*\(got 'sgd'\)",
@@ -258,26 +333,42 @@ TO_BE_NAMED = {
         r"dataset must be a map-style data set.*\(got DataLoader\)",
     ),
     "a torch optimizer given to fit": (
-        lambda: fits_on(TensorDataset(X, Y), optimizer=torch.optim.SGD(a_model().parameters(), lr=0.1)),
+        lambda: fits_on(
+            TensorDataset(X, Y), optimizer=torch.optim.SGD(a_model().parameters(), lr=0.1)
+        ),
         r"optimizer must be a PrivateOptimizer.*\(got SGD\)",
     ),
     "a model for parameters": (
         lambda: changed("dp.HolderSGD", params=a_model()),
         r"params must be parameters.*as model.parameters\(\) \(got Linear\)",
     ),
-    "a loss of make_private": (lambda: changed("dp.make_private", loss=3), r"loss must be a function \(got 3\)"),
+    "a loss of make_private": (
+        lambda: changed("dp.make_private", loss=3),
+        r"loss must be a function \(got 3\)",
+    ),
     "steps left of no event": (
         lambda: changed("dp.Accountant.max_steps", event=None),
         r"event must be a value of torch_dpsco.accounting.events \(got None\)",
     ),
     "steps past the pass": (
-        lambda: dp.AcceleratedSGD.plan(n=64, lr=0.1, clip=1.0, noise_multiplier=2.0, batch_size=8, steps=9),
+        lambda: dp.AcceleratedSGD.plan(
+            n=64, lr=0.1, clip=1.0, noise_multiplier=2.0, batch_size=8, steps=9
+        ),
         r"steps must be <= 8, one pass of Assigned\(batch_size=8, n=64, .*\) \(got 9\)$",  # it makes no more passes
     ),
-    "thresholds of a pilot": (lambda: dp.Pilot(c_min=2.0, c_max=1.0), r"c_max must be > c_min=2 \(got 1\)"),
+    "thresholds of a pilot": (
+        lambda: dp.Pilot(c_min=2.0, c_max=1.0),
+        r"c_max must be > c_min=2 \(got 1\)",
+    ),
     "a threshold of a pilot": (lambda: dp.Pilot(c_min=-1.0), r"c_min must be > 0 \(got -1.0\)"),
-    "a dimension": (lambda: changed("dp.HolderSGD.plan", dim=-1), r"dim must be an integer >= 0 \(got -1\)"),
-    "a flag": (lambda: dp.attach(a_model(), batch_first=3), r"batch_first must be True or False \(got 3\)"),
+    "a dimension": (
+        lambda: changed("dp.HolderSGD.plan", dim=-1),
+        r"dim must be an integer >= 0 \(got -1\)",
+    ),
+    "a flag": (
+        lambda: dp.attach(a_model(), batch_first=3),
+        r"batch_first must be True or False \(got 3\)",
+    ),
     "a repeated number": (
         lambda: events.Repeat(3, 2),
         r"event must be a value of torch_dpsco.accounting.events \(got 3\)",
@@ -307,8 +398,14 @@ TO_BE_NAMED = {
         lambda: dp.per_record(torch.nn.BCEWithLogitsLoss())([0.1], [1.0]),
         r"output and target must hold tensors with one entry per record, and nothing else \(got 0.1\)",
     ),
-    "a number of levels": (lambda: changed("schema.Category", levels=3), r"levels must be a list.*\(got 3\)"),
-    "no file": (lambda: changed("released.Released.load", path=None), r"path must be text.* or a path \(got None\)"),
+    "a number of levels": (
+        lambda: changed("schema.Category", levels=3),
+        r"levels must be a list.*\(got 3\)",
+    ),
+    "no file": (
+        lambda: changed("released.Released.load", path=None),
+        r"path must be text.* or a path \(got None\)",
+    ),
     "an output that is no number": (
         lambda: dp.audit_outputs([math.nan] * 50, [1.0] * 50, delta=0.0),
         r"outputs must be finite \(got others in first\)",
@@ -326,7 +423,10 @@ TO_BE_NAMED = {
         r"nonsense must be an argument of study, or a setting of LogisticRegression \(got nonsense=3\)",
     ),
     "features of complex numbers": (lambda: fits_on(TensorDataset(COMPLEX, Y)), REAL_RECORDS),
-    "labels of complex numbers": (lambda: fits_on(TensorDataset(X, Y.to(torch.complex64))), REAL_RECORDS),
+    "labels of complex numbers": (
+        lambda: fits_on(TensorDataset(X, Y.to(torch.complex64))),
+        REAL_RECORDS,
+    ),
     "records of complex numbers in a loop": (
         lambda: made("dp.HolderSGD").loader(TensorDataset(COMPLEX, Y)),
         REAL_RECORDS,
@@ -353,7 +453,9 @@ def test_what_is_meant_otherwise_is_said(case: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("name", ["LogisticRegression.fit", "Ridge.fit", "LogisticRegression.predict"])
+@pytest.mark.parametrize(
+    "name", ["LogisticRegression.fit", "Ridge.fit", "LogisticRegression.predict"]
+)
 @pytest.mark.parametrize("argument", ["X", "y"])
 def test_complex_tables_are_refused_by_estimators(name: str, argument: str) -> None:
     function, good = CALLS[f"estimators.{name}"]()
@@ -371,7 +473,9 @@ def test_complex_tables_are_refused_by_studies(name: str, argument: str) -> None
 
 
 def test_complex_rows_are_refused_by_released_models() -> None:
-    with pytest.raises(ValueError, match=r"X must be real numbers of shape \(n, 3\) \(got ndarray\)"):
+    with pytest.raises(
+        ValueError, match=r"X must be real numbers of shape \(n, 3\) \(got ndarray\)"
+    ):
         changed("released.Released.predict", X=np.ones((2, DIM), dtype=complex))
 
 
@@ -410,14 +514,19 @@ def test_the_ledger_of_a_study_has_any_path(name: str) -> None:
 
 
 def test_no_path_like_with_a_null_character_is_a_path() -> None:
-    with pytest.raises(ValueError, match=r"path must be text or a path, without null characters \(got PosixPath\)"):
+    with pytest.raises(
+        ValueError, match=r"path must be text or a path, without null characters \(got PosixPath\)"
+    ):
         changed("dp.Schema.save", path=Path("a\0b"))
 
 
 @pytest.mark.parametrize(
-    "words", [["report", "a\0b"], ["fit", "t.csv", "--schema", "s", "--epsilon", "1", "--out", "\0"]]
+    "words",
+    [["report", "a\0b"], ["fit", "t.csv", "--schema", "s", "--epsilon", "1", "--out", "\0"]],
 )
-def test_no_null_character_is_a_word_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_null_character_is_a_word_of_a_command(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert "must be text without null characters (got" in capsys.readouterr().err
 
@@ -425,8 +534,15 @@ def test_no_null_character_is_a_word_of_a_command(words: list[str], capsys: pyte
 @pytest.mark.parametrize("name", ["dp.BoltOnPSGD.plan", "dp.make_private"])
 def test_missing_arguments_are_named_together(name: str) -> None:
     function, arguments = CALLS[name]()
-    positional = [arguments[first] for first in ("params", "model", "optimizer", "data_loader") if first in arguments]
-    with pytest.raises(TypeError, match=r"missing [34] required keyword-only arguments: .*'problem'.*'(budget|dim)'"):
+    positional = [
+        arguments[first]
+        for first in ("params", "model", "optimizer", "data_loader")
+        if first in arguments
+    ]
+    with pytest.raises(
+        TypeError,
+        match=r"missing [34] required keyword-only arguments: .*'problem'.*'(budget|dim)'",
+    ):
         function(*positional)
 
 
@@ -441,7 +557,8 @@ def test_records_that_do_not_fit_are_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(np.float64(0.5), 0.5), (torch.tensor(0.5), 0.5), (np.int64(2), 2.0), (1, 1.0)]
+    ("value", "words"),
+    [(np.float64(0.5), 0.5), (torch.tensor(0.5), 0.5), (np.int64(2), 2.0), (1, 1.0)],
 )
 def test_numbers_of_numpy_and_torch_are_numbers(value: Any, words: float) -> None:
     plan = changed("dp.ClippedSGD.plan", lr=value)

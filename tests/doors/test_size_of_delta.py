@@ -42,16 +42,22 @@ def people(delta: float) -> dp.Budget:
 
 
 def solved(cls: Any) -> Callable[[float], Any]:
-    return lambda delta: cls.plan(model=linear(), loss=LOGISTIC, n=N, budget=dp.Budget(1.0, delta), bound_x=2.0)
+    return lambda delta: cls.plan(
+        model=linear(), loss=LOGISTIC, n=N, budget=dp.Budget(1.0, delta), bound_x=2.0
+    )
 
 
 PLANS: dict[str, Callable[[float], Any]] = {
-    "HolderSGD": lambda delta: dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, delta)),
+    "HolderSGD": lambda delta: dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, budget=dp.Budget(1.0, delta)
+    ),
     "ClippedSGD": lambda delta: dp.ClippedSGD.plan(n=N, budget=dp.Budget(1.0, delta), **ROWS),
     "AcceleratedSGD": lambda delta: dp.AcceleratedSGD.plan(
         n=N, budget=dp.Budget(1.0, delta), clip=1.0, lr=0.1, steps=4, sampling="shuffled"
     ),
-    "ProximalSGD": lambda delta: dp.ProximalSGD.plan(n=N, budget=dp.Budget(1.0, delta), clip=1.0, lr=0.1, steps=4),
+    "ProximalSGD": lambda delta: dp.ProximalSGD.plan(
+        n=N, budget=dp.Budget(1.0, delta), clip=1.0, lr=0.1, steps=4
+    ),
     "LocalizedSGD": lambda delta: dp.LocalizedSGD.plan(
         n=N, budget=dp.Budget(1.0, delta), clip=1.0, reg=0.1, max_steps=3, dim=DIM, min_phase=100
     ),
@@ -67,7 +73,13 @@ PLANS: dict[str, Callable[[float], Any]] = {
         n_users=N, budget=people(delta), pair_radius=1.0, steps=3, lr=0.1
     ),
     "LocalizedUserSGD": lambda delta: dp.LocalizedUserSGD.plan(
-        n_users=N, budget=people(delta), problem=LIPSCHITZ, reg=0.5, pair_radius=1.0, max_steps=2, dim=DIM
+        n_users=N,
+        budget=people(delta),
+        problem=LIPSCHITZ,
+        reg=0.5,
+        pair_radius=1.0,
+        max_steps=2,
+        dim=DIM,
     ),
     "NoisyGD": solved(dp.NoisyGD),
     "ObjectivePerturbation": solved(dp.ObjectivePerturbation),
@@ -92,7 +104,9 @@ def model(name: str, delta: float) -> Any:
 
 
 def pilot(delta: float) -> Any:
-    return dp.ClippedSGD.plan(n=N, budget=dp.Budget(1.0, delta), **ROWS | {"clip": dp.Pilot(size=200)}, dim=DIM)
+    return dp.ClippedSGD.plan(
+        n=N, budget=dp.Budget(1.0, delta), **ROWS | {"clip": dp.Pilot(size=200)}, dim=DIM
+    )
 
 
 def own_optimizer(delta: float) -> Any:
@@ -108,7 +122,10 @@ def own_optimizer(delta: float) -> Any:
 
 def made_private(delta: float) -> Any:
     net, budget = linear(), dp.Budget(1.0, delta)
-    torch_optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(records(), batch_size=100)
+    torch_optimizer, loader = (
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(records(), batch_size=100),
+    )
     return dp.make_private(net, torch_optimizer, loader, problem=PROBLEM, budget=budget, n=N)
 
 
@@ -139,11 +156,19 @@ class Always:
 
 
 def scored(delta: float) -> Any:
-    return dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=dp.Budget(1.0, delta), metric="accuracy")
+    return dp.score(
+        Always(),
+        np.zeros((N, 1)),
+        np.zeros(N, dtype=int),
+        budget=dp.Budget(1.0, delta),
+        metric="accuracy",
+    )
 
 
 def scaled(delta: float, adjacency: str = "replace_one") -> Any:
-    return PrivateStandardScaler(lower=0.0, upper=1.0, delta=delta, adjacency=adjacency).fit(np.zeros((N, DIM)))
+    return PrivateStandardScaler(lower=0.0, upper=1.0, delta=delta, adjacency=adjacency).fit(
+        np.zeros((N, DIM))
+    )
 
 
 def searched(delta: float) -> Any:
@@ -159,7 +184,9 @@ def command(delta: float) -> Any:
 DOORS: dict[str, Callable[[float], Any]] = {
     **{f"{name}.plan": make for name, make in PLANS.items()},
     **{name: (lambda delta, name=name: model(name, delta).plan(DIM)) for name in CLASSES},
-    "fit": lambda delta: model("LogisticRegression", delta).fit(np.zeros((N, DIM)), np.arange(N) % 2),
+    "fit": lambda delta: model("LogisticRegression", delta).fit(
+        np.zeros((N, DIM)), np.arange(N) % 2
+    ),
     "fit of users": lambda delta: model("HuberRegressor", delta).plan(DIM, unit="user"),
     "pilot": pilot,
     "PrivateOptimizer": own_optimizer,
@@ -174,7 +201,11 @@ DOORS: dict[str, Callable[[float], Any]] = {
 
 
 def test_no_class_with_a_plan_and_no_model_is_missing() -> None:
-    classes = {name for name in dp.__all__ if inspect.isclass(getattr(dp, name)) and hasattr(getattr(dp, name), "plan")}
+    classes = {
+        name
+        for name in dp.__all__
+        if inspect.isclass(getattr(dp, name)) and hasattr(getattr(dp, name), "plan")
+    }
     assert PLANS.keys() == classes - {"Pilot"}
     assert CLASSES.keys() == set(estimators.__all__)
 
@@ -186,28 +217,42 @@ def test_a_delta_that_allows_to_publish_records_is_said_at_every_door(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         DOORS[name](10 / N)
-    words = [str(warning.message) for warning in told if issubclass(warning.category, UtilityWarning)]
-    words += [line.removeprefix("warning: ") for line in capsys.readouterr().err.splitlines()]  # of the command line
+    words = [
+        str(warning.message) for warning in told if issubclass(warning.category, UtilityWarning)
+    ]
+    words += [
+        line.removeprefix("warning: ") for line in capsys.readouterr().err.splitlines()
+    ]  # of the command line
     unit = "user" if "User" in name or "users" in name else "example"
     said = f"delta must be far below 1/n=0.001 (got 0.01): publishing 10 of the 1000 {unit}s in the open"
     assert any(word.startswith(said) for word in words)
 
 
-@pytest.mark.parametrize("name", ["ClippedSGD.plan", "UserClippedSGD.plan", "LogisticRegression", "study"])
-def test_a_delta_below_it_and_a_budget_of_a_risk_say_nothing(name: str, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize(
+    "name", ["ClippedSGD.plan", "UserClippedSGD.plan", "LogisticRegression", "study"]
+)
+def test_a_delta_below_it_and_a_budget_of_a_risk_say_nothing(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
     DOORS[name](0.9 / N)
     dp.ClippedSGD.plan(n=5, budget=dp.Budget(advantage=0.3), **ROWS | {"batch_size": 2})
     assert not [warning for warning in recwarn if "1/n" in str(warning.message)]
 
 
-def test_the_number_of_scored_records_is_not_told_under_add_remove(recwarn: pytest.WarningsRecorder) -> None:
+def test_the_number_of_scored_records_is_not_told_under_add_remove(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     budget = dp.Budget(1.0, 0.1, "add_remove")
     dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=budget, metric="accuracy")
     scaled(0.1, "add_remove")
-    assert not [warning for warning in recwarn if str(N) in str(warning.message)]  # it is private there
+    assert not [
+        warning for warning in recwarn if str(N) in str(warning.message)
+    ]  # it is private there
 
 
 @pytest.mark.parametrize(("n", "records"), [(49, 1), (10_000, 3), (3, 2)])
 def test_how_many_records_may_be_published_is_counted_exactly(n: int, records: int) -> None:
     with pytest.warns(UtilityWarning, match=f"publishing {records} of the {n} examples"):
-        dp.ClippedSGD.plan(n=n, budget=dp.Budget(1.0, records / n), clip=1.0, lr=0.1, batch_size=2, epochs=2)
+        dp.ClippedSGD.plan(
+            n=n, budget=dp.Budget(1.0, records / n), clip=1.0, lr=0.1, batch_size=2, epochs=2
+        )

@@ -25,7 +25,8 @@ def same_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(
-            "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator(device).manual_seed(seed)
+            "torch_dpsco.linear.noise_generator",
+            lambda device, given: torch.Generator(device).manual_seed(seed),
         )
 
     choose(0)

@@ -34,4 +34,8 @@ def targets(name: str, X: np.ndarray) -> np.ndarray:
     signal = X @ np.arange(1.0, X.shape[1] + 1)
     if "bound_y" in SETTINGS[name]:
         return signal
-    return np.searchsorted([-1.0, 1.0], signal) if name == "SoftmaxRegression" else (signal > 0).astype(int)
+    return (
+        np.searchsorted([-1.0, 1.0], signal)
+        if name == "SoftmaxRegression"
+        else (signal > 0).astype(int)
+    )

@@ -49,14 +49,22 @@ def adult() -> Any:
         (LogisticRegression(epsilon=0.1, **PUBLIC), 0.862),  # 0.8777 +- 0.0023
         (LogisticRegression(epsilon=1.0, delta=0.0, **PUBLIC), 0.885),  # 0.8953 +- 0.0017
         (LinearSVC(epsilon=1.0, **PUBLIC), 0.892),  # 0.8967 +- 0.0006
-        (AdversarialClassifier(epsilon=1.0, attack_radius=0.05, **PUBLIC), 0.868),  # 0.8779 +- 0.0016
-        (TiltedClassifier(epsilon=1.0, n_min=30_000, radius=3.0, **PUBLIC), 0.82),  # 0.8594 +- 0.0053
+        (
+            AdversarialClassifier(epsilon=1.0, attack_radius=0.05, **PUBLIC),
+            0.868,
+        ),  # 0.8779 +- 0.0016
+        (
+            TiltedClassifier(epsilon=1.0, n_min=30_000, radius=3.0, **PUBLIC),
+            0.82,
+        ),  # 0.8594 +- 0.0053
     ],
     ids=["logistic", "logistic-epsilon-0.1", "logistic-pure", "svc", "adversarial", "tilted"],
 )
 def test_adult_is_ranked_as_measured(model, least_auc, adult):
     model.fit(adult.train_features, adult.train_labels)
-    assert roc_auc_score(adult.test_labels, model.decision_function(adult.test_features)) > least_auc
+    assert (
+        roc_auc_score(adult.test_labels, model.decision_function(adult.test_features)) > least_auc
+    )
 
 
 def test_probabilities_on_adult_are_as_good_as_measured(adult):
@@ -70,7 +78,9 @@ def test_probabilities_on_adult_are_as_good_as_measured(adult):
 def test_breast_cancer_and_digits_are_learned():
     X, y = load_breast_cancer(return_X_y=True)
     # these two are read off the data, as a stand-in for public reference values
-    cancer = LogisticRegression(n=len(X), bound_x=4.0, classes=(0, 1), feature_center=X.mean(0), feature_scale=X.std(0))
+    cancer = LogisticRegression(
+        n=len(X), bound_x=4.0, classes=(0, 1), feature_center=X.mean(0), feature_scale=X.std(0)
+    )
     assert cancer.fit(X, y).score(X, y) > 0.9  # 0.960 +- 0.010
     X, y = load_digits(return_X_y=True)
     pixels = {"feature_scale": [16.0] * 64, "bound_x": 4.0}

@@ -47,7 +47,12 @@ def table(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     X = rows()
     y = targets(name, X).astype(float)
     weights = np.linspace(0.2, 1.4, N)
-    X[3, 1], X[40, 0], y[41], weights[99] = np.nan, np.inf, 17.0 if "Reg" in name and "or" in name else 9.0, np.nan
+    X[3, 1], X[40, 0], y[41], weights[99] = (
+        np.nan,
+        np.inf,
+        17.0 if "Reg" in name and "or" in name else 9.0,
+        np.nan,
+    )
     return X, y, weights
 
 
@@ -87,7 +92,10 @@ def test_units_are_measured_in_blocks_as_in_memory(name, same_noise, monkeypatch
     assert whole.plan_.task.prepare is not None
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
     assert torch.equal(fitted.units_.rows.shift_and_scale[0], whole.units_.rows.shift_and_scale[0])
-    assert (fitted.units_.location, fitted.units_.spread) == (whole.units_.location, whole.units_.spread)
+    assert (fitted.units_.location, fitted.units_.spread) == (
+        whole.units_.location,
+        whole.units_.spread,
+    )
 
 
 def test_null_records_in_blocks_contribute_nothing(same_noise):
@@ -137,7 +145,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("reading", [2, 5])
 @pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd"])
-def test_a_source_that_gives_other_records_at_a_later_reading_is_refused(mechanism, reading, change):
+def test_a_source_that_gives_other_records_at_a_later_reading_is_refused(
+    mechanism, reading, change
+):
     X = rows()
     y = targets("LogisticRegression", X)
     readings = 0
@@ -172,20 +182,30 @@ def test_a_source_that_fills_one_block_again_gives_each_record_once(sizes, same_
     np.testing.assert_array_equal(fitted.coef_, whole.coef_)
 
 
-def test_one_record_of_a_block_that_is_filled_again_moves_the_answer_by_its_sensitivity_at_most(monkeypatch):
+def test_one_record_of_a_block_that_is_filled_again_moves_the_answer_by_its_sensitivity_at_most(
+    monkeypatch,
+):
     monkeypatch.setattr(parts, "_PART_ENTRIES", 2**22)
     y = np.arange(N) % 2
     X = np.random.default_rng(0).uniform(-1, 1, size=(N, 2)) / 1.5
 
     def fitted(X: np.ndarray, y: np.ndarray) -> Any:
-        settings = {"mechanism": "output", "reg": 4.0, "adjacency": "replace_one", "epsilon": 1e5, "delta": 1e-5}
+        settings = {
+            "mechanism": "output",
+            "reg": 4.0,
+            "adjacency": "replace_one",
+            "epsilon": 1e5,
+            "delta": 1e-5,
+        }
         model = LogisticRegression(n=N, bound_x=1.0, classes=(0, 1), **settings)
         return model.fit(lambda: in_one_buffer(in_blocks([10], X, y)()))
 
     other, label = X.copy(), y.copy()
     other[-1], label[-1] = [0.7, 0.7], 1 - y[-1]
     one, two = fitted(X, y), fitted(other, label)
-    moved = np.linalg.norm(np.append(one.coef_, one.intercept_) - np.append(two.coef_, two.intercept_))
+    moved = np.linalg.norm(
+        np.append(one.coef_, one.intercept_) - np.append(two.coef_, two.intercept_)
+    )
     assert moved < dict(one.plan_.event().sens)["replace_one"]
 
 
@@ -219,7 +239,9 @@ def test_other_blocks_of_the_same_records_are_no_change(same_noise):
         ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )
-def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(name, settings, words, sparse):
+def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(
+    name, settings, words, sparse
+):
     X = rows()
     y = targets(name, X)
     ledger = dp.Accountant(adjacency="add_remove")
@@ -232,7 +254,9 @@ def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(name
 def test_groups_of_blocks_are_refused():
     X = rows()
     with pytest.raises(ConditionError, match="groups must be None"):
-        make("LogisticRegression").fit(in_blocks([9], X, targets("LogisticRegression", X)), groups=np.arange(N))
+        make("LogisticRegression").fit(
+            in_blocks([9], X, targets("LogisticRegression", X)), groups=np.arange(N)
+        )
 
 
 def read_of(*blocks: Any) -> Callable[[], Iterator[Any]]:
@@ -288,7 +312,9 @@ def test_blocks_must_have_the_public_number_of_records_where_it_is_public(count)
 
 
 def test_a_cap_on_records_that_float64_does_not_certify_is_named():
-    with pytest.raises(dp.errors.InfeasibleError, match="n_max=2000000000000 records are more than"):
+    with pytest.raises(
+        dp.errors.InfeasibleError, match="n_max=2000000000000 records are more than"
+    ):
         make("LogisticRegression", n=10**12, delta=1e-14).plan(20)
 
 
@@ -311,7 +337,9 @@ def test_no_records_at_all_are_a_fit():
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
-@pytest.mark.parametrize("kind", ["csr_array", "csr_matrix", "csc_matrix", "coo_array", "lil_matrix"])
+@pytest.mark.parametrize(
+    "kind", ["csr_array", "csr_matrix", "csc_matrix", "coo_array", "lil_matrix"]
+)
 @pytest.mark.parametrize("name", ["LogisticRegression", "Ridge"])
 def test_sparse_rows_release_what_dense_ones_do(name, kind, same_noise):
     X, y, weights = table(name)
@@ -320,7 +348,9 @@ def test_sparse_rows_release_what_dense_ones_do(name, kind, same_noise):
     whole, fitted = make(name).fit(X, y, weights), make(name).fit(given, y, weights)
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
     to_predict = np.nan_to_num(X, posinf=0.0)
-    np.testing.assert_array_equal(fitted.predict(getattr(scipy.sparse, kind)(to_predict)), fitted.predict(to_predict))
+    np.testing.assert_array_equal(
+        fitted.predict(getattr(scipy.sparse, kind)(to_predict)), fitted.predict(to_predict)
+    )
 
 
 def test_sparse_rows_become_dense_a_few_at_a_time(monkeypatch):
@@ -334,7 +364,9 @@ def test_sparse_rows_become_dense_a_few_at_a_time(monkeypatch):
 
     monkeypatch.setattr(blocks, "as_features", noted)
     X = rows()
-    model = make("LogisticRegression").fit(scipy.sparse.csr_matrix(X), targets("LogisticRegression", X))
+    model = make("LogisticRegression").fit(
+        scipy.sparse.csr_matrix(X), targets("LogisticRegression", X)
+    )
     model.predict(scipy.sparse.csr_matrix(X))
     assert max(seen) == (5, 3)
 

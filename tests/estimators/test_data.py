@@ -133,7 +133,10 @@ def test_one_item_does_not_change_how_other_rows_are_read(stranger):
 
 def test_booleans_and_strings_as_tensors_and_classes():
     assert as_codes(torch.tensor([True, False]), (0, 1), 2, CPU).tolist() == [1, 0]
-    assert as_codes(torch.tensor([1, 0]), ("0", "1"), 2, CPU).tolist() == [-1, -1]  # `require_dtype` refuses these
+    assert as_codes(torch.tensor([1, 0]), ("0", "1"), 2, CPU).tolist() == [
+        -1,
+        -1,
+    ]  # `require_dtype` refuses these
     assert as_codes(np.empty(0), (0, 1), 0, CPU).tolist() == []
 
 
@@ -162,7 +165,10 @@ def test_targets_of_another_shape_are_refused():
         (torch.tensor([0, 1]), ("0", "1")),
         (pd.Series([0.0, 1.0]), ("no", "yes")),
         (pd.array([0, 1], dtype="Int64"), ("no", "yes")),
-        (pd.array([0, None], dtype="Int64"), ("no", "yes")),  # as the one before, though numpy holds it as objects
+        (
+            pd.array([0, None], dtype="Int64"),
+            ("no", "yes"),
+        ),  # as the one before, though numpy holds it as objects
         (np.array([b"no"]), ("no", "yes")),
     ],
 )
@@ -195,9 +201,13 @@ def test_targets_of_text_are_refused_where_they_are_numbers():
         require_dtype(np.array(["a", "b"]), None)
 
 
-@pytest.mark.parametrize(("given", "shown"), [(None, "None"), ("table.csv", "'table.csv'"), (b"x", "bytes")])
+@pytest.mark.parametrize(
+    ("given", "shown"), [(None, "None"), ("table.csv", "'table.csv'"), (b"x", "bytes")]
+)
 def test_what_is_no_table_is_named(given, shown):
-    with pytest.raises(TypeError, match=f"X must be rows .*as an array or a data frame \\(got {shown}\\)"):
+    with pytest.raises(
+        TypeError, match=f"X must be rows .*as an array or a data frame \\(got {shown}\\)"
+    ):
         as_features(given)
 
 

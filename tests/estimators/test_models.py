@@ -14,13 +14,25 @@ import torch
 
 import torch_dpsco as dp
 from tests.estimators.models import SETTINGS, N, make, rows, targets
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, CalibrationError, PrivacyError, UnitError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    CalibrationError,
+    PrivacyError,
+    UnitError,
+)
 from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
 from torch_dpsco.estimators.protocol import NotFittedError
 
 NAMES = list(SETTINGS)
-SUMS = [name for name in NAMES if name != "TiltedClassifier"]  # there, a null record keeps its place in the mean
-OUTPUT = [name for name in NAMES if name not in ("SoftmaxRegression", "LinearSVC", "HuberRegressor", "Ridge")]
+SUMS = [
+    name for name in NAMES if name != "TiltedClassifier"
+]  # there, a null record keeps its place in the mean
+OUTPUT = [
+    name
+    for name in NAMES
+    if name not in ("SoftmaxRegression", "LinearSVC", "HuberRegressor", "Ridge")
+]
 
 
 def fitted(name: str, **changes: Any) -> Any:
@@ -33,7 +45,12 @@ def fitted(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [(name, missing) for name in NAMES for missing in ("n", "bound_x", *SETTINGS[name]) if missing != "n_min"],
+    [
+        (name, missing)
+        for name in NAMES
+        for missing in ("n", "bound_x", *SETTINGS[name])
+        if missing != "n_min"
+    ],
 )
 def test_a_missing_bound_raises_and_says_how_to_choose_one(name, missing):
     with pytest.raises(ValueError, match=rf"{missing} must be given: .*public"):
@@ -129,7 +146,10 @@ def test_rows_are_clipped_alike_in_training_and_prediction(same_noise):
     y = targets("Ridge", X)
     far = X * np.where(np.arange(N) % 2, 1.0, 1e6)[:, None]
     clipped = far / np.maximum(1.0, np.linalg.norm(far, axis=1) / 1.5)[:, None]
-    model, other = make("Ridge", bound_x=1.5).fit(far, y), make("Ridge", bound_x=1.5).fit(clipped, y)
+    model, other = (
+        make("Ridge", bound_x=1.5).fit(far, y),
+        make("Ridge", bound_x=1.5).fit(clipped, y),
+    )
     np.testing.assert_allclose(model.coef_, other.coef_, rtol=1e-9)
     np.testing.assert_allclose(model.predict(far), model.predict(clipped), rtol=1e-9)
 
@@ -191,10 +211,15 @@ def test_a_large_sample_weight_counts_as_one(same_noise):
     y = targets("LogisticRegression", X)
     given = np.where(np.arange(N) == 7, 1e6, 1.0)
     for changes in ({}, {"class_weight": {0: 0.5, 1: 0.25}}):
-        large, one = (make("LogisticRegression", **changes).fit(X, y, w) for w in (given, np.ones(N)))
+        large, one = (
+            make("LogisticRegression", **changes).fit(X, y, w) for w in (given, np.ones(N))
+        )
         np.testing.assert_array_equal(large.coef_, one.coef_)
     for none in (-1.0, np.nan):
-        odd, zero = (make("LogisticRegression").fit(X, y, np.where(np.arange(N) == 7, w, 1.0)) for w in (none, 0.0))
+        odd, zero = (
+            make("LogisticRegression").fit(X, y, np.where(np.arange(N) == 7, w, 1.0))
+            for w in (none, 0.0)
+        )
         np.testing.assert_array_equal(odd.coef_, zero.coef_)
 
 
@@ -226,7 +251,11 @@ def test_weights_are_refused_for_a_tilted_mean_before_anything_is_charged():
 def test_a_fit_spends_its_budget_and_says_so(name, adjacency):
     model = fitted(name, adjacency=adjacency)
     assert 19.9 < model.privacy_.epsilon <= 20.0
-    assert (model.privacy_.delta, model.privacy_.adjacency, model.privacy_.unit) == (1e-3, adjacency, "example")
+    assert (model.privacy_.delta, model.privacy_.adjacency, model.privacy_.unit) == (
+        1e-3,
+        adjacency,
+        "example",
+    )
     words = str(model.report())
     assert "-differential privacy for one example" in words
     assert f"({adjacency})" in words
@@ -238,7 +267,10 @@ def test_the_statement_of_a_fit_names_no_calls_that_an_estimator_lacks():
     words = " ".join(str(fitted("LogisticRegression").report()).split())
     assert "finalize" not in words
     assert "step(closure)" not in words
-    assert "All that was computed on the way: sums, gradients, models in between. They are secret." in words
+    assert (
+        "All that was computed on the way: sums, gradients, models in between. They are secret."
+        in words
+    )
     assert "Training losses and any other score computed on the training data." in words
 
 
@@ -260,7 +292,12 @@ def test_a_refit_draws_fresh_noise():
 @pytest.mark.parametrize(
     ("name", "y", "error", "words"),
     [
-        ("LogisticRegression", np.repeat("no", N), ValueError, "y must have labels among classes=.*<U2"),
+        (
+            "LogisticRegression",
+            np.repeat("no", N),
+            ValueError,
+            "y must have labels among classes=.*<U2",
+        ),
         ("Ridge", np.repeat("no", N), TypeError, "y must have a dtype of numbers"),
     ],
 )
@@ -275,7 +312,9 @@ def test_a_shared_ledger_is_charged_by_every_fit_and_refuses_the_one_too_many():
     ledger = dp.Accountant(dp.Budget(2.0, 1e-3, adjacency="add_remove"))
     X = rows()
     y = targets("LogisticRegression", X)
-    model = make("LogisticRegression", epsilon=0.9, delta=1e-4, mechanism="objective", accountant=ledger)
+    model = make(
+        "LogisticRegression", epsilon=0.9, delta=1e-4, mechanism="objective", accountant=ledger
+    )
     twin = copy.deepcopy(model)
     assert twin.accountant is ledger
     model.fit(X, y), twin.fit(X, y)
@@ -311,7 +350,11 @@ def leaves(value: Any) -> list[float]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [number for item in value for number in leaves(item)]
     if isinstance(value, (np.ndarray, torch.Tensor)):
-        return [float(number) for number in np.asarray(value).ravel() if isinstance(number, (int, float, np.number))]
+        return [
+            float(number)
+            for number in np.asarray(value).ravel()
+            if isinstance(number, (int, float, np.number))
+        ]
     if isinstance(value, (int, float, np.number)):
         return [float(value)]
     return leaves(vars(value)) if hasattr(value, "__dict__") else []
@@ -337,7 +380,11 @@ def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     monkeypatch.setattr(output, "solve", spy)
     monkeypatch.setattr(objective, "solve", spy)
     monkeypatch.setattr(PreconditionedGDPlan, "gradient", spy_of_sums)
-    kinds = {"TiltedClassifier": "output", "AdversarialClassifier": "output", "SoftmaxRegression": "preconditioned_gd"}
+    kinds = {
+        "TiltedClassifier": "output",
+        "AdversarialClassifier": "output",
+        "SoftmaxRegression": "preconditioned_gd",
+    }
     model = fitted(name, mechanism=kinds.get(name, "objective"))
     # a certificate names its kind by small whole numbers; the rest has 15 digits
     secrets = [secret for secret in secrets if secret != round(secret, 3)]
@@ -371,7 +418,16 @@ def test_the_exact_answer_of_ridge_is_not_kept():
 
 def test_no_attribute_tells_an_iteration_count_or_a_loss():
     for name in NAMES:
-        public = {"coef_", "intercept_", "classes_", "n_features_in_", "privacy_", "mechanism_", "plan_", "units_"}
+        public = {
+            "coef_",
+            "intercept_",
+            "classes_",
+            "n_features_in_",
+            "privacy_",
+            "mechanism_",
+            "plan_",
+            "units_",
+        }
         model = fitted(name)
         assert set(vars(model)) <= public | set(model.get_params())
 
@@ -401,7 +457,11 @@ def test_a_model_with_a_shared_ledger_cannot_be_pickled():
 
 def test_rows_that_cannot_be_predicted_are_refused():
     model = fitted("Ridge")
-    for bad, said in ((np.full((1, 3), np.nan), "NaN"), (rows(4, 2), "features"), (np.empty((0, 3)), "0 sample")):
+    for bad, said in (
+        (np.full((1, 3), np.nan), "NaN"),
+        (rows(4, 2), "features"),
+        (np.empty((0, 3)), "0 sample"),
+    ):
         with pytest.raises(ValueError, match=said):
             model.predict(bad)
 
@@ -437,18 +497,24 @@ def test_probabilities_are_those_of_the_scores(name):
 
 def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
     """q that minimizes p min(1 - q, k) ... over a population is mapped back to p; k is of the row's own norm."""
-    model = fitted("LogisticRegression", bound_x=1.0, intercept_scaling=1.0, residual_clip=0.5, prepare=None)
+    model = fitted(
+        "LogisticRegression", bound_x=1.0, intercept_scaling=1.0, residual_clip=0.5, prepare=None
+    )
     limit = model.plan_.task.clipped.clip / math.sqrt(2.0)
     assert limit == pytest.approx(0.5, rel=1e-9)
     row = np.array([[1.0, 0.0, 0.0]])
     for p in (0.2, 0.4, 0.5, 0.7, 0.9):
         grid = np.linspace(-6, 6, 48_001)  # scores
-        slope = -p * np.minimum(1 / (1 + np.exp(grid)), limit) + (1 - p) * np.minimum(1 / (1 + np.exp(-grid)), limit)
+        slope = -p * np.minimum(1 / (1 + np.exp(grid)), limit) + (1 - p) * np.minimum(
+            1 / (1 + np.exp(-grid)), limit
+        )
         score = grid[np.abs(slope).argmin()]
         model.coef_, model.intercept_ = np.array([[score, 0.0, 0.0]]), np.zeros(1)
         assert model.predict_proba(row, link="clipped")[0, 1] == pytest.approx(p, abs=1e-3)
     unclipped = fitted("LogisticRegression", residual_clip=None)
-    np.testing.assert_array_equal(unclipped.predict_proba(rows(), "clipped"), unclipped.predict_proba(rows()))
+    np.testing.assert_array_equal(
+        unclipped.predict_proba(rows(), "clipped"), unclipped.predict_proba(rows())
+    )
     with pytest.raises(ValueError, match="link"):
         model.predict_proba(row, link="probit")
 
@@ -457,7 +523,16 @@ def test_mechanisms_can_be_chosen():
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         assert fitted("LogisticRegression", mechanism=mechanism).mechanism_ == mechanism
     assert [fitted(name).mechanism_ for name in NAMES] == [
-        *("noisy_gd", "preconditioned_gd", "noisy_gd", "noisy_gd", "noisy_gd", "boosted_adassp", "output", "output")
+        *(
+            "noisy_gd",
+            "preconditioned_gd",
+            "noisy_gd",
+            "noisy_gd",
+            "noisy_gd",
+            "boosted_adassp",
+            "output",
+            "output",
+        )
     ]
     assert fitted("LinearSVC", loss="hinge").mechanism_ == "output"
     for mechanism in ("objective", "adassp"):

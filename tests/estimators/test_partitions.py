@@ -38,7 +38,9 @@ class Listed:
         if not self.pickled:
             return [function(iter(part)) for part in self.at()]
         self.sent.append(cloudpickle.dumps(function))
-        self.returned.append([pickle.dumps(cloudpickle.loads(self.sent[-1])(iter(part))) for part in self.at()])
+        self.returned.append(
+            [pickle.dumps(cloudpickle.loads(self.sent[-1])(iter(part))) for part in self.at()]
+        )
         return [pickle.loads(result) for result in self.returned[-1]]
 
     def at(self) -> Any:
@@ -50,13 +52,22 @@ def in_partitions(sizes: list[int], *columns: np.ndarray) -> Listed:
     ends = [0, *np.cumsum(sizes).tolist(), len(columns[0])]
     parts = [
         [tuple(column[:0] for column in columns)]
-        + [tuple(column[at : min(at + 7, stop)] for column in columns) for at in range(start, stop, 7)]
+        + [
+            tuple(column[at : min(at + 7, stop)] for column in columns)
+            for at in range(start, stop, 7)
+        ]
         for start, stop in itertools.pairwise(ends)
     ]
     return Listed(*parts)
 
 
-SIZES = {"one": [], "equal": [30, 30, 30], "odd": [1, 0, 64, 7], "first empty": [0, 0, 50], "single": [1] * 15}
+SIZES = {
+    "one": [],
+    "equal": [30, 30, 30],
+    "odd": [1, 0, 64, 7],
+    "first empty": [0, 0, 50],
+    "single": [1] * 15,
+}
 
 
 def labelled() -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +78,9 @@ def labelled() -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", PARTED)
-def test_partitions_of_any_sizes_release_what_the_same_records_in_memory_do(name, sizes, same_noise):
+def test_partitions_of_any_sizes_release_what_the_same_records_in_memory_do(
+    name, sizes, same_noise
+):
     X, y, weights = table(name)
     whole = make(name, **PARTED[name]).fit(X, y, weights)
     source = in_partitions(sizes, X, y, weights)
@@ -91,7 +104,9 @@ def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_no
 
     plain = in_partitions(SIZES["odd"], *table("LogisticRegression"))
     plain.pickled = False
-    fitted = [make("LogisticRegression", reg=5.0).fit(source) for source in (plain, Reusing(*plain.parts))]
+    fitted = [
+        make("LogisticRegression", reg=5.0).fit(source) for source in (plain, Reusing(*plain.parts))
+    ]
     np.testing.assert_array_equal(fitted[0].coef_, fitted[1].coef_)
 
 
@@ -112,7 +127,10 @@ def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_no
 def test_every_mechanism_of_sums_works_where_all_is_pickled(name, settings, same_noise):
     X = rows()
     y = targets(name, X)
-    whole, fitted = make(name, **settings).fit(X, y), make(name, **settings).fit(in_partitions([50, 0, 30], X, y))
+    whole, fitted = (
+        make(name, **settings).fit(X, y),
+        make(name, **settings).fit(in_partitions([50, 0, 30], X, y)),
+    )
     assert fitted.mechanism_ == whole.mechanism_
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
 
@@ -130,14 +148,20 @@ def test_units_are_measured_in_partitions_as_in_memory(name, same_noise):
     whole, fitted = make(name, **settings).fit(X, y), make(name, **settings).fit(source)
     assert whole.plan_.task.prepare is not None
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
-    assert (fitted.units_.location, fitted.units_.spread) == (whole.units_.location, whole.units_.spread)
+    assert (fitted.units_.location, fitted.units_.spread) == (
+        whole.units_.location,
+        whole.units_.spread,
+    )
 
 
 def test_labels_may_be_text_and_partitions_without_blocks_are_empty(same_noise):
     X, y = labelled()
     names = np.array(["no", "yes"], dtype=object)[y]
     source = Listed([], [(X[:70], names[:70].tolist())], [], [(X[70:], names[70:].tolist())])
-    fitted, whole = make("LogisticRegression", classes=("no", "yes")).fit(source), make("LogisticRegression").fit(X, y)
+    fitted, whole = (
+        make("LogisticRegression", classes=("no", "yes")).fit(source),
+        make("LogisticRegression").fit(X, y),
+    )
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
 
 
@@ -152,7 +176,9 @@ def test_no_records_at_all_are_a_fit():
 class Changing(Listed):
     """Partitions of which one is another from some reading on."""
 
-    def __init__(self, reading: int, place: int, change: Callable[..., Any], *parts: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, reading: int, place: int, change: Callable[..., Any], *parts: list[tuple[Any, ...]]
+    ) -> None:
         super().__init__(*parts)
         self.reading, self.place, self.change = reading, place, change
 
@@ -230,7 +256,12 @@ def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch)
     for name in ("objective", "noisy_gd", "output"):
         module = f"torch_dpsco.linear.{name}.gaussian_vector"
 
-        def noted(size: int, std: float, source: Any, draw: Any = dp.mechanisms.vector_noise.gaussian_vector) -> Any:
+        def noted(
+            size: int,
+            std: float,
+            source: Any,
+            draw: Any = dp.mechanisms.vector_noise.gaussian_vector,
+        ) -> Any:
             drawn.append(draw(size, std, source))
             return drawn[-1].clone()
 
@@ -318,15 +349,28 @@ def test_more_records_than_promised_are_refused():
 
 
 def test_a_table_that_an_adapter_is_for_is_told_so():
-    with pytest.raises(ValueError, match=r"integrations\.parquet_blocks\.parquet_blocks\(X, target\)"):
+    with pytest.raises(
+        ValueError, match=r"integrations\.parquet_blocks\.parquet_blocks\(X, target\)"
+    ):
         make("LogisticRegression").fit(pa.dataset.dataset(pa.table({"a": [1.0]})))
 
 
 def test_the_code_of_the_document_runs_as_it_stands():
-    page = (Path(__file__).parents[2] / "docs" / "integrations" / "engines.md").read_text(encoding="utf-8")
-    adapters, engine = re.findall(r"^```py(?:thon)?\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "engines.md").read_text(
+        encoding="utf-8"
+    )
+    adapters, engine = re.findall(
+        r"^```py(?:thon)?\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL
+    )
     names: dict[str, Any] = {}
-    exec(compile("\n".join(line for line in adapters.splitlines() if "import" in line), "engines.md", "exec"), names)
+    exec(
+        compile(
+            "\n".join(line for line in adapters.splitlines() if "import" in line),
+            "engines.md",
+            "exec",
+        ),
+        names,
+    )
     exec(compile(engine, "engines.md", "exec"), names)
     X = np.random.default_rng(1).uniform(0, 1, size=(1000, 4))
     assert names["model"].score(X, np.where(X @ [3, -2, 1, 0] > 1, "yes", "no")) > 0.7

@@ -27,14 +27,18 @@ def fitted(name="LogisticRegression", **changes):
 @pytest.mark.parametrize("prepare", ["auto", None])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_file_predicts_as_its_model_also_beyond_the_bound(name, prepare, tmp_path):
-    public = {} if prepare else {"feature_center": (0.5, -1.0, 0.0), "feature_scale": (2.0, 1.0, 0.1)}
+    public = (
+        {} if prepare else {"feature_center": (0.5, -1.0, 0.0), "feature_scale": (2.0, 1.0, 0.1)}
+    )
     model, X = fitted(name, prepare=prepare, **public), 3 * rows(60)
     Released.of(model).save(tmp_path / "m.json")
     read = Released.load(tmp_path / "m.json")
     assert read.coef == tuple(map(tuple, np.atleast_2d(model.coef_)))
     for method in ("decision_function", "predict_proba"):
         if hasattr(model, method) and hasattr(read, method):
-            np.testing.assert_allclose(getattr(read, method)(X), getattr(model, method)(X), rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                getattr(read, method)(X), getattr(model, method)(X), rtol=1e-9, atol=1e-9
+            )
     if read.kind == "regressor":
         np.testing.assert_allclose(read.predict(X), model.predict(X), rtol=1e-9, atol=1e-9)
     else:
@@ -43,7 +47,9 @@ def test_a_file_predicts_as_its_model_also_beyond_the_bound(name, prepare, tmp_p
 
 def test_a_file_has_these_fields_and_no_true_number_of_records(tmp_path):
     X = rows(113)
-    Released.of(make("LogisticRegression").fit(X, targets("LogisticRegression", X))).save(tmp_path / "m.json")
+    Released.of(make("LogisticRegression").fit(X, targets("LogisticRegression", X))).save(
+        tmp_path / "m.json"
+    )
     text = (tmp_path / "m.json").read_text()
     wanted = "format version kind coef intercept classes bound_x center scale names card schema"
     assert list(json.loads(text)) == wanted.split()
@@ -94,7 +100,9 @@ def test_other_classes_are_refused_by_name():
         pass
 
     for model in (Own(), object()):
-        with pytest.raises(ValueError, match=f"must be one of LogisticRegression.*{type(model).__name__}"):
+        with pytest.raises(
+            ValueError, match=f"must be one of LogisticRegression.*{type(model).__name__}"
+        ):
             Released.of(model)
     with pytest.raises(ValueError, match="must be fitted"):
         Released.of(make("Ridge"))
@@ -135,7 +143,9 @@ def test_a_missing_field_and_what_is_no_json_are_refused(tmp_path):
         with pytest.raises(ValueError, match=field):
             Released.load(path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"format must be .*as Released.save .*got None in '.*m.json'"):
+    with pytest.raises(
+        ValueError, match=r"format must be .*as Released.save .*got None in '.*m.json'"
+    ):
         Released.load(path)
     for text in (b"\x80\x04.", b"[" * 100_000, b"", b"[]", b'"torch_dpsco.released"'):
         path.write_bytes(text)
@@ -153,21 +163,29 @@ def test_rows_of_another_form_are_refused():
 def test_predictions_need_numpy_and_a_schema_alone():
     tree = ast.parse(Path(released.__file__).read_text())
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    found |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    found |= {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
     ours = {name for name in found if name.startswith("torch_dpsco")}
-    checks = {"torch_dpsco", "torch_dpsco._doors", "torch_dpsco.accounting.report.statement"}  # of arguments
+    checks = {
+        "torch_dpsco",
+        "torch_dpsco._doors",
+        "torch_dpsco.accounting.report.statement",
+    }  # of arguments
     assert ours == {"torch_dpsco.schema"} | checks
     assert not any(name.split(".")[0] in ("torch", "sklearn", "pickle") for name in found)
 
 
 def test_a_model_with_a_schema_reads_tables(tmp_path):
-    schema = Schema({"age": Number(17, 90), "sex": Category(["f", "m"])}, target="y", labels=["no", "yes"])
+    schema = Schema(
+        {"age": Number(17, 90), "sex": Category(["f", "m"])}, target="y", labels=["no", "yes"]
+    )
     frame = {"age": np.arange(17, 90).repeat(20), "sex": ["f", "m"] * 730}
     table = schema.read(frame | {"y": ["no" if age < 50 else "yes" for age in frame["age"]]})
     model = LogisticRegression(epsilon=4.0, n=1460, **schema.settings()).fit(table.X, table.y)
-    Released.of(model, schema=schema, card=model.report().named("patient", one_row_per_unit=True)).save(
-        tmp_path / "m.json"
-    )
+    Released.of(
+        model, schema=schema, card=model.report().named("patient", one_row_per_unit=True)
+    ).save(tmp_path / "m.json")
     read = Released.load(tmp_path / "m.json")
     assert read.predict(frame).tolist() == model.predict(table.X).tolist()
     assert read.predict(table.X).tolist() == model.predict(table.X).tolist()

@@ -19,7 +19,9 @@ from tests.estimators.models import SETTINGS, make, rows, targets
 from torch_dpsco.errors import BudgetExceeded
 
 _VALUES = "no value of a record may raise: the exception would tell it; such a record counts as a null record"
-_COUNT = "under add_remove the number of records is private, and an exception would tell that it is 0"
+_COUNT = (
+    "under add_remove the number of records is private, and an exception would tell that it is 0"
+)
 _ALWAYS = {
     "check_estimators_nan_inf": _VALUES,
     "check_supervised_y_no_nan": _VALUES,
@@ -72,13 +74,22 @@ _FIRST = ("LogisticRegression", "SoftmaxRegression", "Ridge", "TiltedClassifier"
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
+    "name",
+    [name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_an_estimator_passes_the_checks_of_scikit_learn_but_for_those_that_privacy_forbids(name, same_noise):
+def test_an_estimator_passes_the_checks_of_scikit_learn_but_for_those_that_privacy_forbids(
+    name, same_noise
+):
     """All fits draw the same noise here, or two fits on the same data would differ, as they must."""
-    results = check_estimator(make(name), expected_failed_checks=EXPECTED[name], on_skip=None, on_fail=None)
-    failed = [(result["check_name"], repr(result["exception"])) for result in results if result["status"] == "failed"]
+    results = check_estimator(
+        make(name), expected_failed_checks=EXPECTED[name], on_skip=None, on_fail=None
+    )
+    failed = [
+        (result["check_name"], repr(result["exception"]))
+        for result in results
+        if result["status"] == "failed"
+    ]
     assert failed == []
     assert sum(result["status"] == "passed" for result in results) >= 40
 
@@ -98,7 +109,10 @@ def test_a_clone_has_the_settings_and_the_ledger_and_no_fit(name):
     assert not hasattr(twin, "coef_")
     with pytest.raises(NotFittedError):
         twin.predict(rows())
-    assert (is_classifier(model), is_regressor(model)) == ("classes" in SETTINGS[name], "bound_y" in SETTINGS[name])
+    assert (is_classifier(model), is_regressor(model)) == (
+        "classes" in SETTINGS[name],
+        "bound_y" in SETTINGS[name],
+    )
 
 
 def test_a_grid_search_is_charged_for_every_fit():
@@ -115,7 +129,9 @@ def test_a_grid_search_is_charged_for_every_fit():
 def test_a_grid_search_past_the_budget_is_refused():
     X, y = folds("LogisticRegression")
     ledger = dp.Accountant(dp.Budget(3.0, 1e-3, adjacency="add_remove"))
-    model = make("LogisticRegression", epsilon=1.0, delta=1e-5, mechanism="objective", accountant=ledger)
+    model = make(
+        "LogisticRegression", epsilon=1.0, delta=1e-5, mechanism="objective", accountant=ledger
+    )
     with pytest.raises(BudgetExceeded):
         GridSearchCV(model, {"residual_clip": [0.5, 1.0]}, cv=2, error_score="raise").fit(X, y)
     assert len(ledger) <= 3
@@ -126,7 +142,9 @@ def test_pipelines_and_scores_work_on_data_frames(same_noise):
     X, y = folds("LogisticRegression")
     frame = pd.DataFrame(X, columns=["a", "b", "c"])
     model = make("LogisticRegression", n=240)
-    pipeline = make_pipeline(FunctionTransformer(lambda given: given / 2), model).fit(frame, pd.Series(y))
+    pipeline = make_pipeline(FunctionTransformer(lambda given: given / 2), model).fit(
+        frame, pd.Series(y)
+    )
     assert pipeline.score(frame, y) > 0.8
     assert pipeline[-1].feature_names_in_.tolist() == ["a", "b", "c"]
     with pytest.raises(ValueError, match="feature names"):

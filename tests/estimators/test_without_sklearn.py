@@ -36,7 +36,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         if name.startswith("torch_dpsco.estimators"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setattr(torch_dpsco, "estimators", torch_dpsco.estimators)  # as it was, after the test
+    monkeypatch.setattr(
+        torch_dpsco, "estimators", torch_dpsco.estimators
+    )  # as it was, after the test
     return importlib.import_module("torch_dpsco.estimators")
 
 

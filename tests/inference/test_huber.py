@@ -13,7 +13,12 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import HuberRegressor
 
 TRUTH = np.array([0.5, -0.5, 0.1])
-SETTINGS: dict[str, Any] = {"bound_x": math.sqrt(2), "bound_y": 3.0, "threshold": 0.3, "intervals": 0.3}
+SETTINGS: dict[str, Any] = {
+    "bound_x": math.sqrt(2),
+    "bound_y": 3.0,
+    "threshold": 0.3,
+    "intervals": 0.3,
+}
 
 
 def table(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +39,9 @@ def test_a_summary_of_raw_features() -> None:
     found = fit.summary()
     slopes = TRUTH[:2] / [10.0, 0.5]
     truth = np.array([*slopes, TRUTH[2] - slopes @ [30.0, -4.0]])
-    assert np.all(np.abs(found.coefficients - truth) < 6 * found.standard_errors)  # false alarm: 1e-8
+    assert np.all(
+        np.abs(found.coefficients - truth) < 6 * found.standard_errors
+    )  # false alarm: 1e-8
     assert (fit.mechanism_, fit.moments_.shape) == ("objective", (1,))
     assert fit.privacy_.epsilon <= 4.0
     assert "errors of one law" in str(found)
@@ -53,7 +60,9 @@ def test_almost_without_noise_errors_are_those_of_the_textbook() -> None:
     errors = y - rows @ found.coefficients
     inside = np.abs(errors) <= 0.3
     slopes = np.clip(errors, -0.3, 0.3)
-    wanted = np.sqrt((slopes @ slopes) * n / inside.sum() ** 2 * np.diag(np.linalg.inv(rows.T @ rows)))
+    wanted = np.sqrt(
+        (slopes @ slopes) * n / inside.sum() ** 2 * np.diag(np.linalg.inv(rows.T @ rows))
+    )
     assert np.allclose(found.standard_errors * np.sqrt(1 - found.privacy), wanted, rtol=0.03)
 
 
@@ -68,13 +77,17 @@ def test_almost_without_noise_errors_are_those_of_the_textbook() -> None:
         ({"secure": "exact"}, "objective perturbation"),
     ],
 )
-def test_settings_that_tell_no_intervals_are_refused_before_a_charge(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_tell_no_intervals_are_refused_before_a_charge(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         model(**settings).plan(2)
 
 
 def test_few_records_are_refused() -> None:
-    with pytest.raises(ConditionError, match="intervals must be of more records"):  # by public numbers
+    with pytest.raises(
+        ConditionError, match="intervals must be of more records"
+    ):  # by public numbers
         model(60, epsilon=0.1).plan(2)
     fit = model(60).fit(*table(60))
     with pytest.raises(ConditionError, match="stand out of its noise"):
@@ -89,7 +102,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not() -
     for seed in range(fits):
         found = fit.fit(*table(4000, seed)).summary()
         held += (found.intervals[:, 0] <= TRUTH) & (found.intervals[:, 1] >= TRUTH)
-        naive += np.abs(found.released - TRUTH) < 1.96 * found.standard_errors * np.sqrt(1 - found.privacy)
+        naive += np.abs(found.released - TRUTH) < 1.96 * found.standard_errors * np.sqrt(
+            1 - found.privacy
+        )
     assert np.all(held >= stats.binom.ppf(5e-7, fits, 0.935))
     assert np.all(held <= stats.binom.ppf(1 - 5e-7, fits, 0.965))
     assert np.any(naive < stats.binom.ppf(5e-7, fits, 0.93))

@@ -20,7 +20,12 @@ from torch_dpsco.linear import adassp
 from torch_dpsco.mechanisms import vector_noise
 
 TRUTH = np.array([0.5, -0.5, 0.1])
-SETTINGS: dict[str, Any] = {"epsilon": 4.0, "bound_x": math.sqrt(2), "bound_y": 2.0, "intervals": 0.05}
+SETTINGS: dict[str, Any] = {
+    "epsilon": 4.0,
+    "bound_x": math.sqrt(2),
+    "bound_y": 2.0,
+    "intervals": 0.05,
+}
 
 
 def table(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +40,11 @@ def model(n: int = 4000, **settings: Any) -> Ridge:
 
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (adassp, vector_noise):
-        monkeypatch.setattr(module, "gaussian_vector", lambda size, std, source: torch.zeros(size, dtype=torch.float64))
+        monkeypatch.setattr(
+            module,
+            "gaussian_vector",
+            lambda size, std, source: torch.zeros(size, dtype=torch.float64),
+        )
 
 
 # -- privacy ----------------------------------------------------------------------------------------------------------
@@ -89,7 +98,9 @@ def test_the_noise_of_the_sum_has_the_level_that_is_charged():
     """A chi-square test of 400 draws; false alarm: 1e-6."""
     X, y = table(500)
     fit = model(500)
-    errors = np.array([fit.fit(X, y).moments_[-1] - y @ y for _ in range(400)]) / fit.plan(2).total_scale
+    errors = (
+        np.array([fit.fit(X, y).moments_[-1] - y @ y for _ in range(400)]) / fit.plan(2).total_scale
+    )
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 400)
     assert low <= errors @ errors <= high
 
@@ -108,7 +119,9 @@ def test_the_covariance_is_that_of_all_noise_in_the_solution():
         noisy = gram + stds[0] * torch.stack([torch.stack([z[1], off]), torch.stack([off, z[2]])])
         solutions.append(torch.linalg.solve(noisy, gram @ theta + stds[1] * z[3:]))
     moments = torch.cat([gram @ theta, (theta @ gram @ theta + 1000.0)[None]])
-    wanted = least_squares(gram, moments, 1002.0, gram_std=stds[0], moment_std=stds[1], total_std=0.0)
+    wanted = least_squares(
+        gram, moments, 1002.0, gram_std=stds[0], moment_std=stds[1], total_std=0.0
+    )
     found = torch.stack(solutions).T.cov()
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], draws - 1) / (draws - 1)
     for k in range(2):
@@ -119,7 +132,9 @@ def test_the_covariance_is_that_of_all_noise_in_the_solution():
 
 def test_a_variance_in_its_noise_is_at_least_that_noise():
     gram, theta = 1e4 * torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    moments = torch.cat([gram @ theta, (theta @ gram @ theta - 50.0)[None]])  # less than what is explained
+    moments = torch.cat(
+        [gram @ theta, (theta @ gram @ theta - 50.0)[None]]
+    )  # less than what is explained
     found = least_squares(gram, moments, 102.0, gram_std=0.0, moment_std=0.0, total_std=70.0)
     assert torch.allclose(found.sampling, 0.7 * torch.linalg.inv(gram))
 
@@ -128,11 +143,15 @@ def test_a_variance_in_its_noise_is_at_least_that_noise():
 def test_a_summary_of_raw_features(adjacency):
     X, y = table(4000)
     raw = X * [10.0, 0.5] + [30.0, -4.0]
-    fit = model(adjacency=adjacency, feature_center=(30.0, -4.0), feature_scale=(10.0, 0.5)).fit(raw, y)
+    fit = model(adjacency=adjacency, feature_center=(30.0, -4.0), feature_scale=(10.0, 0.5)).fit(
+        raw, y
+    )
     found = fit.summary()
     slopes = TRUTH[:2] / [10.0, 0.5]
     truth = np.array([*slopes, TRUTH[2] - slopes @ [30.0, -4.0]])
-    assert np.all(np.abs(found.coefficients - truth) < 6 * found.standard_errors)  # false alarm: 1e-8
+    assert np.all(
+        np.abs(found.coefficients - truth) < 6 * found.standard_errors
+    )  # false alarm: 1e-8
     assert (fit.mechanism_, found.names[-1]) == ("adassp", "intercept")
     assert "bound_y=2" in str(found)
     fit.set_params(intervals=None).fit(raw, y)
@@ -181,7 +200,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not():
     for seed in range(fits):
         found = fit.fit(*table(4000, seed)).summary()
         held += (found.intervals[:, 0] <= TRUTH) & (found.intervals[:, 1] >= TRUTH)
-        naive += np.abs(found.released - TRUTH) < 1.96 * found.standard_errors * np.sqrt(1 - found.privacy)
+        naive += np.abs(found.released - TRUTH) < 1.96 * found.standard_errors * np.sqrt(
+            1 - found.privacy
+        )
     assert np.all(held >= stats.binom.ppf(5e-7, fits, 0.935))
     assert np.all(held <= stats.binom.ppf(1 - 5e-7, fits, 0.965))
     assert np.any(naive < stats.binom.ppf(5e-7, fits, 0.93))

@@ -66,29 +66,42 @@ def test_a_hessian_in_its_noise_is_refused() -> None:
     one = torch.ones(2, dtype=torch.float64)
     clear = {"reg": 1.0, "noise_std": 1.0, "output_std": 0.0, "hessian_std": 1.0}
     assert needed_eigenvalue(2, 1.0) == 3 * math.sqrt(2)
-    found = debias(one, torch.eye(2, dtype=torch.float64) * 4.5, **clear)  # 3 sqrt(2) = 4.243, and a quarter
+    found = debias(
+        one, torch.eye(2, dtype=torch.float64) * 4.5, **clear
+    )  # 3 sqrt(2) = 4.243, and a quarter
     assert (found.least, found.needed, found.spread) == (4.5, needed_eigenvalue(2, 1.0), 1.0)
     assert found.distance == 4.5 - 3 * math.sqrt(2)
     for value in (4.48, 4.0, 0.0, -1.0):
-        with pytest.raises(ConditionError, match=rf"eigenvalue is {value:g} with a standard error of 1, and 4.24 and"):
+        with pytest.raises(
+            ConditionError,
+            match=rf"eigenvalue is {value:g} with a standard error of 1, and 4.24 and",
+        ):
             debias(one, torch.eye(2, dtype=torch.float64) * value, **clear)
     debias(one, torch.eye(2, dtype=torch.float64) * 12, **clear)
     with pytest.raises(ConditionError, match="stand out of its noise"):
-        debias(one, torch.eye(2, dtype=torch.float64) * 12, **clear, rate=40.0)  # which moves with the answer
+        debias(
+            one, torch.eye(2, dtype=torch.float64) * 12, **clear, rate=40.0
+        )  # which moves with the answer
 
 
 @pytest.mark.parametrize("together", [1.0, -1.0, 0.6, 0.0])
 def test_intervals_of_chosen_fits_hold_the_truth_however_they_were_chosen(together: float) -> None:
     """Integrals of a normal law: misses among the fits at a distance above 1/4, of which few to all are shown."""
-    z, rest = np.meshgrid(np.linspace(-7, 7, 701), [0.0] if abs(together) == 1 else np.linspace(-4, 4, 41))
+    z, rest = np.meshgrid(
+        np.linspace(-7, 7, 701), [0.0] if abs(together) == 1 else np.linspace(-4, 4, 41)
+    )
     weights = stats.norm.pdf(z) * stats.norm.pdf(rest)
     for middle in (-2.8, -2.0, -1.0, 0.0, 1.0, 3.0, math.inf):
         distance = middle + together * z + math.sqrt(1 - together**2) * rest
         shown = distance > 0.25
-        p = np.array([p_value(*pair) for pair in zip(np.abs(z[shown]), distance[shown], strict=True)])
+        p = np.array(
+            [p_value(*pair) for pair in zip(np.abs(z[shown]), distance[shown], strict=True)]
+        )
         missed = weights[shown][p < 0.05].sum() / weights[shown].sum()
         assert missed < 0.061
-        naive = weights[shown][np.abs(z[shown]) > stats.norm.isf(0.025)].sum() / weights[shown].sum()
+        naive = (
+            weights[shown][np.abs(z[shown]) > stats.norm.isf(0.025)].sum() / weights[shown].sum()
+        )
         assert naive > 0.9 or middle > -2 or abs(together) < 1  # without an allowance
     assert missed == pytest.approx(0.05, abs=0.003)  # far from the limit
 
@@ -111,7 +124,10 @@ def test_a_summary_says_how_far_from_the_limit_it_is() -> None:
     assert far.distance == (least - needed) / spread > 3
     assert f"where {needed:.3g} is the limit: {far.distance:.3g} standard errors above" in str(far)
     near = dataclasses.replace(far, limit=(needed + spread, needed, spread))
-    assert "1 standard errors above, so that intervals are 2.01 times as wide as far from it" in str(near)
+    assert (
+        "1 standard errors above, so that intervals are 2.01 times as wide as far from it"
+        in str(near)
+    )
     assert np.all(near.p_values >= far.p_values)
     ends = near.intervals
     assert np.allclose(ends[:, 1] - ends[:, 0], 2 * reach(0.95, 1.0) * near.standard_errors)
@@ -126,12 +142,16 @@ def test_a_summary_says_estimates_and_intervals_of_raw_features() -> None:
     assert np.allclose(found.released, [*fit.coef_[0], *fit.intercept_])
     slopes = np.array([2.0, -1.0]) / [10.0, 0.5]
     truth = np.array([*slopes, 0.3 - slopes @ [30.0, -4.0]])
-    assert np.all(np.abs(found.coefficients - truth) < 6 * found.standard_errors)  # false alarm: 1e-8
+    assert np.all(
+        np.abs(found.coefficients - truth) < 6 * found.standard_errors
+    )  # false alarm: 1e-8
     # the shift of the origin is in the error of the intercept
     assert found.standard_errors[2] > 4 * found.standard_errors[1] * 0.9
     z = found.coefficients / found.standard_errors
     assert np.allclose(found.p_values, 2 * stats.norm.sf(np.abs(z)))
-    assert np.allclose(found.intervals[:, 1] - found.coefficients, stats.norm.ppf(0.975) * found.standard_errors)
+    assert np.allclose(
+        found.intervals[:, 1] - found.coefficients, stats.norm.ppf(0.975) * found.standard_errors
+    )
     assert np.all(fit.summary(0.99).intervals[:, 0] < found.intervals[:, 0])
     assert "intercept" in str(found)
     assert "95 % interval" in str(found)
@@ -179,7 +199,9 @@ def test_what_has_no_intervals_says_so() -> None:
         ({"secure": "exact"}, "objective perturbation"),
     ],
 )
-def test_settings_that_tell_no_intervals_are_refused_before_a_charge(settings: dict[str, object], words: str) -> None:
+def test_settings_that_tell_no_intervals_are_refused_before_a_charge(
+    settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         model(**settings).plan(2)
 
@@ -198,7 +220,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not() -
     for seed in range(fits):
         found = fit.fit(*table(n, seed)).summary()
         held += (found.intervals[:, 0] <= truth) & (truth <= found.intervals[:, 1])
-        naive += np.abs(found.released - truth) < 1.96 * found.standard_errors * np.sqrt(1 - found.privacy)
+        naive += np.abs(found.released - truth) < 1.96 * found.standard_errors * np.sqrt(
+            1 - found.privacy
+        )
     assert np.all(held >= stats.binom.ppf(5e-7, fits, 0.94))
     assert np.all(held <= stats.binom.ppf(1 - 5e-7, fits, 0.96))
     assert np.any(naive < stats.binom.ppf(5e-7, fits, 0.93))
@@ -235,11 +259,15 @@ def test_the_least_eigenvalue_spreads_by_no_more_than_its_standard_error() -> No
 
 
 @pytest.mark.weekly
-def test_around_the_limit_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_around_the_limit_intervals_hold_the_truth_as_often_as_they_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The grid of benchmarks/interval_coverage.py; false alarms: 1e-6 per coefficient."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark, fits = importlib.import_module("interval_coverage"), 2_000
     for cell in benchmark.LIMITS.values():
         held, _, refused = benchmark.coverage(cell, fits)
         if fits - refused >= 1_000:
-            assert held.min() >= stats.binom.ppf(1e-6, fits - refused, 0.935) / (fits - refused), cell
+            assert held.min() >= stats.binom.ppf(1e-6, fits - refused, 0.935) / (fits - refused), (
+                cell
+            )

@@ -29,7 +29,9 @@ PARTS = 3
 def table() -> pd.DataFrame:
     """Rows with missing numbers, an infinity and a label that is none of the classes."""
     draws = np.random.default_rng(0)
-    frame = pd.DataFrame({"a": draws.random(N), "b": draws.integers(0, 2, N).astype(float), "w": draws.random(N)})
+    frame = pd.DataFrame(
+        {"a": draws.random(N), "b": draws.integers(0, 2, N).astype(float), "w": draws.random(N)}
+    )
     frame["real"] = frame.a - 0.5 * frame.b
     frame["label"] = np.where(frame.a + 0.2 * frame.b > 0.6, "yes", "no")
     frame.loc[5, "a"], frame.loc[2000, "b"], frame.loc[11, "label"] = np.nan, np.inf, "neither"
@@ -57,7 +59,9 @@ def ray_tables() -> Iterator[tuple[Any, Any]]:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    whole = ray.data.from_pandas([table().iloc[start : start + N // PARTS] for start in range(0, N + 1, N // PARTS)])
+    whole = ray.data.from_pandas(
+        [table().iloc[start : start + N // PARTS] for start in range(0, N + 1, N // PARTS)]
+    )
     yield whole, None  # a data set is materialized: it does not change
     ray.shutdown()
 
@@ -67,8 +71,14 @@ def spark_tables() -> Iterator[tuple[Any, Any]]:
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
 
-    session = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
-    whole = session.createDataFrame(table()).repartition(5, F.col("w") > 0.5).persist()  # two have records
+    session = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.showConsoleProgress", "false")
+        .getOrCreate()
+    )
+    whole = (
+        session.createDataFrame(table()).repartition(5, F.col("w") > 0.5).persist()
+    )  # two have records
     changes = F.udf(lambda a: np.random.default_rng().random(), "double").asNondeterministic()
     yield whole, whole.withColumn("a", changes(F.col("a")))
     session.stop()
@@ -96,10 +106,16 @@ def main(kind: str) -> None:
     noise = mock.patch("torch_dpsco.linear.noise_generator", same_noise)
     with noise, tables() as (whole, moving):
         for target, model in models.items():
-            memory = model.fit(frame[features].to_numpy(), frame[target].tolist(), frame.w.to_numpy()).coef_
+            memory = model.fit(
+                frame[features].to_numpy(), frame[target].tolist(), frame.w.to_numpy()
+            ).coef_
             there = adapter(whole, target, features, sample_weight="w")
-            said[target] = float(np.abs(model.fit(there).coef_ - memory).max() / np.abs(memory).max())
-            said[f"{target} partitions"] = [sum(len(X) for X, *_ in part) for part in there.run(list)]
+            said[target] = float(
+                np.abs(model.fit(there).coef_ - memory).max() / np.abs(memory).max()
+            )
+            said[f"{target} partitions"] = [
+                sum(len(X) for X, *_ in part) for part in there.run(list)
+            ]
         try:
             if moving is not None:
                 models["label"].fit(adapter(moving, "label", features))

@@ -39,7 +39,9 @@ def made(accountant: dp.Accountant | None = None) -> tuple[nn.Module, dp.HolderS
     torch.manual_seed(0)
     model = nn.Linear(DIM, 1)
     problem = dp.losses.Logistic().problem(bound_x=2.3)
-    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=BUDGET, batch_size=20, epochs=1, sampling="poisson")
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=N, budget=BUDGET, batch_size=20, epochs=1, sampling="poisson"
+    )
     return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
 
 
@@ -63,7 +65,11 @@ def leave(folder: str, facts: dict[str, Any]) -> None:
 def facts_of(model: nn.Module, optimizer: dp.HolderSGD) -> dict[str, Any]:
     return {
         "processes": dist.get_world_size(),
-        "answer": [number.hex() for p in model.parameters() for number in p.detach().double().flatten().tolist()],
+        "answer": [
+            number.hex()
+            for p in model.parameters()
+            for number in p.detach().double().flatten().tolist()
+        ],
         "ledger": optimizer.accountant.ledger.digest(),
         "charged": len(optimizer.accountant),
         "epsilon": optimizer.report().figures.epsilon,
@@ -75,7 +81,14 @@ def train(folder: str, data: Dataset[Any] | None = None, **options: Any) -> None
     """In the process group that a launcher has made."""
     drawn = releases()
     model, optimizer = made()
-    dp.fit(model, optimizer, records() if data is None else data, nn.BCEWithLogitsLoss(), progress=False, **options)
+    dp.fit(
+        model,
+        optimizer,
+        records() if data is None else data,
+        nn.BCEWithLogitsLoss(),
+        progress=False,
+        **options,
+    )
     leave(folder, facts_of(model, optimizer) | {"drawn": len(drawn)})
 
 
@@ -153,7 +166,11 @@ def ray(folder: str) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    engine.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+    engine.init(
+        num_cpus=2,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )
     TorchTrainer(
         lambda config: train(config["folder"]),
         train_loop_config={"folder": folder},
@@ -189,14 +206,25 @@ def ray_data(folder: str) -> None:
         assert 0 < len(data) < N
         train(config["folder"], data, shard=N, ids=ids)
 
-    engine.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
+    engine.init(
+        num_cpus=2,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )
     x, y = records().tensors
-    columns = {f"x{j}": x[:, j].numpy() for j in range(DIM)} | {"y": y[:, 0].numpy(), "id": range(N)}
+    columns = {f"x{j}": x[:, j].numpy() for j in range(DIM)} | {
+        "y": y[:, 0].numpy(),
+        "id": range(N),
+    }
     whole = pa.table(columns)
     TorchTrainer(
         work,
         train_loop_config={"folder": folder},
-        datasets={"train": engine.data.from_arrow([whole.slice(start, N // 5) for start in range(0, N, N // 5)])},
+        datasets={
+            "train": engine.data.from_arrow(
+                [whole.slice(start, N // 5) for start in range(0, N, N // 5)]
+            )
+        },
         dataset_config=Split(),
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2),
@@ -208,8 +236,14 @@ def ray_splits(folder: str) -> None:
     """Leaves which of 20 records the ways of Ray to split them in three put on each."""
     import ray as engine
 
-    engine.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
-    engine.data.DataContext.get_current().execution_options.preserve_order = True  # else the order of completion
+    engine.init(
+        num_cpus=3,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )
+    engine.data.DataContext.get_current().execution_options.preserve_order = (
+        True  # else the order of completion
+    )
     data = engine.data.range(20, override_num_blocks=3)
 
     @engine.remote(num_cpus=0)
@@ -223,7 +257,9 @@ def ray_splits(folder: str) -> None:
         "streaming": data.streaming_split(3),
         "streaming equal": data.streaming_split(3, equal=True),
     }
-    found = {name: engine.get([read.remote(shard) for shard in shards]) for name, shards in ways.items()}
+    found = {
+        name: engine.get([read.remote(shard) for shard in shards]) for name, shards in ways.items()
+    }
     (Path(folder) / "rank-0").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -233,13 +269,16 @@ def spark(folder: str) -> None:
 
     from tests.integrations import launched  # by its name: functions of __main__ would be pickled
 
-    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    session = (
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    )
     TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(launched.torchrun, folder)
     session.stop()
 
 
 KINDS: dict[str, Callable[[str], None]] = {
-    kind.__name__: kind for kind in (torchrun, fabric, accelerate, ray, ray_data, ray_splits, spark, killed, restarted)
+    kind.__name__: kind
+    for kind in (torchrun, fabric, accelerate, ray, ray_data, ray_splits, spark, killed, restarted)
 }
 
 if __name__ == "__main__":

@@ -57,7 +57,11 @@ class Net(LightningModule):
     def __init__(self, make: Callable[[Any], Any] | None = None, deep: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1)) if deep else nn.Linear(DIM, 1)
+        self.net = (
+            nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1))
+            if deep
+            else nn.Linear(DIM, 1)
+        )
         self.make, self.seen = make, []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,23 +89,40 @@ class Silent(Net):
         return LOSS(self(batch[0]), batch[1])
 
 
-def private(plan: Any, kind: type[Net] = Silent, cls: Any = dp.HolderSGD, deep: bool = False, **options: Any) -> Net:
+def private(
+    plan: Any, kind: type[Net] = Silent, cls: Any = dp.HolderSGD, deep: bool = False, **options: Any
+) -> Net:
     return kind(lambda module: cls(module.parameters(), plan, **options), deep=deep)
 
 
 def trainer(steps: int, *callbacks: Any, **options: Any) -> Trainer:
-    usual = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return Trainer(**usual | {"enable_progress_bar": False, "max_steps": steps, "callbacks": list(callbacks)} | options)
+    usual = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    return Trainer(
+        **usual
+        | {"enable_progress_bar": False, "max_steps": steps, "callbacks": list(callbacks)}
+        | options
+    )
 
 
 def train_loader(plan: Any, data: Any = None) -> DataLoader:
     return DataLoader(data or records(), batch_size=plan.design.batch_size, shuffle=True)
 
 
-def trained(plan: Any, module: Net | None = None, *callbacks: Any, val: bool = False, **options: Any) -> Net:
+def trained(
+    plan: Any, module: Net | None = None, *callbacks: Any, val: bool = False, **options: Any
+) -> Net:
     module = module or private(plan)
     data = [train_loader(plan)] + ([DataLoader(records(), batch_size=N)] if val else [])
-    callbacks = callbacks if any(isinstance(c, PrivateTraining) for c in callbacks) else (PrivateTraining(), *callbacks)
+    callbacks = (
+        callbacks
+        if any(isinstance(c, PrivateTraining) for c in callbacks)
+        else (PrivateTraining(), *callbacks)
+    )
     trainer(plan.steps, *callbacks, **options).fit(module, *data)
     return module
 
@@ -119,7 +140,9 @@ def charged(optimizer: Any) -> list[Any]:
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def looped(plan: Any, module: Net, physical: int | None = None, decay: float = 1.0) -> Any:
@@ -128,13 +151,19 @@ def looped(plan: Any, module: Net, physical: int | None = None, decay: float = 1
     if decay < 1.0:
         (optimizer,), (schedule,) = optimizer
     dp.attach(module)
-    loader = optimizer.loader(records(), steps=plan.steps, resume=True, physical_batch_size=physical)
+    loader = optimizer.loader(
+        records(), steps=plan.steps, resume=True, physical_batch_size=physical
+    )
     for x, y in loader:
         made = optimizer.steps
         optimizer.zero_grad()
         LOSS(module(x), y).backward()
         optimizer.step()
-        if decay < 1.0 and optimizer.steps > made and optimizer.steps % optimizer.design.batches == 0:
+        if (
+            decay < 1.0
+            and optimizer.steps > made
+            and optimizer.steps % optimizer.design.batches == 0
+        ):
             schedule.step()
     optimizer.finalize()
     return optimizer
@@ -157,7 +186,9 @@ class Killed(Callback):
 
 
 def saving(folder: Path, every: int = 3, **options: Any) -> kinds.ModelCheckpoint:
-    return kinds.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, **options)
+    return kinds.ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, **options
+    )
 
 
 def on_disk(plan: Any, folder: Path, kind: type[Net] = Silent) -> Net:
@@ -168,8 +199,14 @@ def on_disk(plan: Any, folder: Path, kind: type[Net] = Silent) -> Net:
     return kind(make)
 
 
-def checkpointed(plan: Any, module: Net, folder: Path, *callbacks: Any, ckpt: str | None = None, **options: Any) -> Net:
-    usual = [PrivateTraining(private_checkpoints=options.pop("private_checkpoints", False)), *callbacks, saving(folder)]
+def checkpointed(
+    plan: Any, module: Net, folder: Path, *callbacks: Any, ckpt: str | None = None, **options: Any
+) -> Net:
+    usual = [
+        PrivateTraining(private_checkpoints=options.pop("private_checkpoints", False)),
+        *callbacks,
+        saving(folder),
+    ]
     run = trainer(plan.steps, *usual, enable_checkpointing=True, **options)
     run.fit(module, train_loader(plan), ckpt_path=None if ckpt is None else folder / ckpt)
     return module

@@ -38,7 +38,14 @@ def records(n: int = N) -> TensorDataset:
 
 
 def plan(noise: float = 0.0, **options: Any) -> Any:
-    given = {"sampling": "full", "steps": 3, "lr": LR, "clip": CLIP, "noise_multiplier": noise, "n": N}
+    given = {
+        "sampling": "full",
+        "steps": 3,
+        "lr": LR,
+        "clip": CLIP,
+        "noise_multiplier": noise,
+        "n": N,
+    }
     return dp.ClippedSGD.plan(**{**given, **options})
 
 
@@ -51,7 +58,9 @@ def numbers(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-def loop(accelerator: Accelerator, made: Any, rows: int | None = None, epochs: int = 3) -> tuple[Tensor, Any]:
+def loop(
+    accelerator: Accelerator, made: Any, rows: int | None = None, epochs: int = 3
+) -> tuple[Tensor, Any]:
     """A loop as users of accelerate write it."""
     model = dp.attach(linear().to(accelerator.device))
     optimizer = dp.ClippedSGD(model.parameters(), made)
@@ -106,7 +115,9 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
         prepare(accelerator, model, accelerator.prepare(optimizer), loader)
     with pytest.raises(UnknownSamplerError, match="DataLoaderShard"):
         prepare(accelerator, model, optimizer, accelerator.prepare(DataLoader(records())))
-    with pytest.raises(UnknownSamplerError, match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)"):
+    with pytest.raises(
+        UnknownSamplerError, match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)"
+    ):
         prepare(accelerator, model, optimizer, DataLoader(records(), shuffle=True))
     with pytest.raises(ValueError, match="must be a private one"):
         prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
@@ -118,17 +129,26 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [({"mixed_precision": "bf16"}, "mixed_precision"), ({"gradient_accumulation_steps": 2}, "physical_batch_size")],
+    [
+        ({"mixed_precision": "bf16"}, "mixed_precision"),
+        ({"gradient_accumulation_steps": 2}, "physical_batch_size"),
+    ],
 )
-def test_what_the_accelerator_would_do_to_gradients_is_refused(options: dict[str, Any], name: str) -> None:
+def test_what_the_accelerator_would_do_to_gradients_is_refused(
+    options: dict[str, Any], name: str
+) -> None:
     model = dp.attach(linear())
     optimizer = dp.ClippedSGD(model.parameters(), plan())
     with pytest.raises(ValueError, match=name):
         prepare(Accelerator(cpu=True, **options), model, optimizer, optimizer.loader(records()))
 
 
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM])
-def test_engines_that_cut_models_up_are_refused(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", [DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM]
+)
+def test_engines_that_cut_models_up_are_refused(
+    kind: DistributedType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = dp.attach(linear())
     optimizer = dp.ClippedSGD(model.parameters(), plan())
     monkeypatch.setattr(Accelerator, "distributed_type", kind)
@@ -163,12 +183,21 @@ def test_batches_come_on_the_device_of_the_accelerator() -> None:
 def _two(rank: int, noise: float) -> dict[str, Any]:
     warnings.simplefilter("default")
     # as torchrun does
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     made = plan(noise) if not noise else plan(noise, sampling="poisson", batch_size=4, steps=9)
     answer, optimizer = loop(accelerator, made, rows=3)
-    return {"answer": answer, "ledger": optimizer.accountant.ledger.digest(), "charges": len(optimizer.accountant)}
+    return {
+        "answer": answer,
+        "ledger": optimizer.accountant.ledger.digest(),
+        "charges": len(optimizer.accountant),
+    }
 
 
 @pytest.mark.slow
@@ -193,11 +222,15 @@ def test_bfloat16_around_the_forward_works_with_a_summed_loss() -> None:
         model = dp.attach(linear().float(), loss_reduction="sum")
         optimizer = dp.ClippedSGD(model.parameters(), plan(steps=1))
         accelerator = Accelerator(cpu=True)
-        model, optimizer, loader = prepare(accelerator, model, optimizer, optimizer.loader(records(), steps=1))
+        model, optimizer, loader = prepare(
+            accelerator, model, optimizer, optimizer.loader(records(), steps=1)
+        )
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 scores = model(x.float())
-            loss = nn.functional.binary_cross_entropy_with_logits(scores.float(), y.float(), reduction="sum")
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                scores.float(), y.float(), reduction="sum"
+            )
             accelerator.backward(loss)
             optimizer.step()
         answers.append(numbers(model))

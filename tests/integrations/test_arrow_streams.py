@@ -50,7 +50,9 @@ def test_tables_and_batches_from_anywhere_give_the_records_in_order() -> None:
     )
     for source in sources:
         assert all_of(ParquetRows(source, NAMES, "y")) == expected
-    assert all_of(ParquetRows(table().to_batches()[0], NAMES, "y")) == all_of(ParquetRows(table(), NAMES, "y"))
+    assert all_of(ParquetRows(table().to_batches()[0], NAMES, "y")) == all_of(
+        ParquetRows(table(), NAMES, "y")
+    )
 
 
 def test_an_iterable_without_a_table_has_no_records() -> None:
@@ -69,7 +71,9 @@ def test_the_kind_of_numbers_may_change_on_the_way() -> None:
         pa.table({"a": pa.array([True, False]), "y": pa.nulls(2)}),
         pa.table({"y": y, "a": pa.nulls(2)}),
     ]
-    inputs, target = ParquetRows(iter(source), ["a"], "y", target_dtype=torch.int64).gather(np.arange(8))
+    inputs, target = ParquetRows(iter(source), ["a"], "y", target_dtype=torch.int64).gather(
+        np.arange(8)
+    )
     nan = float("nan")
     assert str(inputs[:, 0].tolist()) == str([1.5, nan, 2.0, nan, nan, nan, nan, nan])
     assert target.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
@@ -81,14 +85,22 @@ def test_the_kind_of_numbers_may_change_on_the_way() -> None:
     ("later", "words"),
     [
         (pa.table({"a": [1.0], "y": [1]}), r"must be columns of the source, each once \(got 'b'\)"),
-        (pa.table({"a": [1.0], "b": ["secret"], "y": [1]}), "column 'b' must hold numbers .got string"),
-        (pa.table([[1.0], [1.0], [1.0], [1]], names=["a", "b", "b", "y"]), r"each once \(got 'b'\)"),
+        (
+            pa.table({"a": [1.0], "b": ["secret"], "y": [1]}),
+            "column 'b' must hold numbers .got string",
+        ),
+        (
+            pa.table([[1.0], [1.0], [1.0], [1]], names=["a", "b", "b", "y"]),
+            r"each once \(got 'b'\)",
+        ),
         ({"a": 1.0}, "Arrow tables or record batches .got a dict"),
         ("secret", "Arrow tables or record batches .got a str"),
         (None, "Arrow tables or record batches .got a NoneType"),
     ],
 )
-def test_what_is_no_table_of_these_columns_is_refused_wherever_it_comes(later: Any, words: str) -> None:
+def test_what_is_no_table_of_these_columns_is_refused_wherever_it_comes(
+    later: Any, words: str
+) -> None:
     for source in ([later], [table(), later], [table(), later, table()]):
         with pytest.raises(ValueError, match=words) as caught:
             ParquetRows(iter(source), NAMES, "y")
@@ -96,13 +108,20 @@ def test_what_is_no_table_of_these_columns_is_refused_wherever_it_comes(later: A
 
 
 def test_other_columns_may_come_and_go() -> None:
-    source = [table(), table().drop_columns(["id"]), table().append_column("more", pa.array(["x"] * 10))]
+    source = [
+        table(),
+        table().drop_columns(["id"]),
+        table().append_column("more", pa.array(["x"] * 10)),
+    ]
     assert len(ParquetRows(source, NAMES, "y")) == 30
 
 
 @pytest.mark.parametrize("source", [5, None, object()])
 def test_what_is_no_iterable_is_told_how_to_be_one(source: Any) -> None:
-    with pytest.raises(ValueError, match=r"iterable of tables, as ray_dataset.iter_batches\(batch_format='pyarrow'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"iterable of tables, as ray_dataset.iter_batches\(batch_format='pyarrow'\)",
+    ):
         ParquetRows(source, NAMES, "y")
 
 
@@ -111,7 +130,9 @@ def test_an_error_of_arrow_on_the_way_is_not_quoted() -> None:
         yield table()
         raise pa.ArrowInvalid("secret")
 
-    with pytest.raises(ValueError, match=r"source must be readable to its end \(got ArrowInvalid\)") as caught:
+    with pytest.raises(
+        ValueError, match=r"source must be readable to its end \(got ArrowInvalid\)"
+    ) as caught:
         ParquetRows(broken(), NAMES, "y")
     assert caught.value.__suppress_context__
 
@@ -143,7 +164,9 @@ def test_one_table_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     def watched() -> Iterator[Any]:
         nonlocal peak
         for k in range(20):
-            yield pa.table({"a": np.full(50_000, float(k)), "b": np.zeros(50_000), "y": np.zeros(50_000)})
+            yield pa.table(
+                {"a": np.full(50_000, float(k)), "b": np.zeros(50_000), "y": np.zeros(50_000)}
+            )
             peak = max(peak, pa.total_allocated_bytes() - before)
 
     assert len(ParquetRows(watched(), NAMES, "y")) == 1_000_000
@@ -156,14 +179,18 @@ def test_fit_trains_from_a_stream() -> None:
     model, loss, n = nn.Linear(2, 1), dp.losses.Logistic(), 60
     plan = dp.HolderSGD.plan(problem=loss.problem(bound_x=3.0), n=n, budget=dp.Budget(2.0, 1e-3))
     optimizer = dp.HolderSGD(model.parameters(), plan)
-    tables = (pa.table({"a": [0.1, None, 0.3], "b": [0.0, 1.0, 0.5], "y": [-1, 1, 1]}) for _ in range(20))
+    tables = (
+        pa.table({"a": [0.1, None, 0.3], "b": [0.0, 1.0, 0.5], "y": [-1, 1, 1]}) for _ in range(20)
+    )
     dp.fit(model, optimizer, ParquetRows(tables, NAMES, "y"), loss, shard=n, progress=False)
     assert optimizer.steps == plan.steps
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 @pytest.mark.parametrize("page", ["parquet", "tar"])
-def test_the_blocks_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_the_pages_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (Path(__file__).parents[2] / f"docs/integrations/{page}.md").read_text("utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -174,4 +201,6 @@ def test_the_blocks_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: pyt
         assert len(scope["data"]) == 40
         assert bool(scope["data"].gather(np.arange(40))[0].isfinite().all())
     else:
-        assert len(scope["ParquetRows"](scope["tables"](), inputs=["age", "hours"], target="y")) == 8
+        assert (
+            len(scope["ParquetRows"](scope["tables"](), inputs=["age", "hours"], target="y")) == 8
+        )

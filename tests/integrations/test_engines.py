@@ -32,7 +32,10 @@ def columns_of(frame: pd.DataFrame, target: str, features: list[str] | None = No
 
 def test_a_pandas_partition_is_read_as_the_same_arrow_table():
     columns = columns_of(FRAME, "label")
-    (X, y), (other, labels) = columns.pandas_block(FRAME), columns.arrow_block(pa.Table.from_pandas(FRAME))
+    (X, y), (other, labels) = (
+        columns.pandas_block(FRAME),
+        columns.arrow_block(pa.Table.from_pandas(FRAME)),
+    )
     np.testing.assert_array_equal(X, [[1, 4, 1], [np.nan, np.nan, 0], [3, 6, 1]])
     np.testing.assert_array_equal(X, other)
     assert X.dtype == other.dtype == columns.empty()[0].dtype == np.float64
@@ -54,7 +57,9 @@ def test_a_partition_of_another_type_is_refused_by_its_type(values):
         columns_of(FRAME, "label").pandas_block(other)
     assert "two" not in str(refusal.value)
     with pytest.raises(TypeError, match="'b' must be of numbers in each block"):
-        columns_of(FRAME, "label").arrow_block(pa.table({"a": [1.0], "b": ["two"], "c": [True], "label": ["x"]}))
+        columns_of(FRAME, "label").arrow_block(
+            pa.table({"a": [1.0], "b": ["two"], "c": [True], "label": ["x"]})
+        )
 
 
 def test_a_block_in_which_all_is_missing_is_read_as_numbers():

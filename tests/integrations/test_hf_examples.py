@@ -16,7 +16,9 @@ from accelerate.state import AcceleratorState
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    ),  # peft asks for it
 ]
 ROOT = Path(__file__).parents[2]
 
@@ -40,8 +42,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "budget", "steps"), [("accelerate_loop", 1.0, 4), ("hf_trainer", 3.0, 2)])
-def test_a_quick_run_prints_private_beside_non_private_scores(name: str, budget: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget", "steps"), [("accelerate_loop", 1.0, 4), ("hf_trainer", 3.0, 2)]
+)
+def test_a_quick_run_prints_private_beside_non_private_scores(
+    name: str, budget: float, steps: int
+) -> None:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         figures = load(name).main(["--quick"])
@@ -54,7 +60,11 @@ def test_a_quick_run_prints_private_beside_non_private_scores(name: str, budget:
 
 @pytest.mark.parametrize("page", ["accelerate", "transformers"])
 def test_the_blocks_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/integrations/{page}.md").read_text("utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / f"docs/integrations/{page}.md").read_text("utf-8"),
+        re.DOTALL,
+    )
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), {"__name__": page})

@@ -28,20 +28,32 @@ LAUNCHERS = {
     "ray_data": (),
     "spark": (),
 }
-PACKAGES = {"fabric": "lightning", "accelerate": "accelerate", "ray": "ray", "ray_data": "ray", "spark": "pyspark"}
+PACKAGES = {
+    "fabric": "lightning",
+    "accelerate": "accelerate",
+    "ray": "ray",
+    "ray_data": "ray",
+    "spark": "pyspark",
+}
 
 
 def skip_without(kind: str) -> None:
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install '.[{package.removeprefix('py')}]', or .ci/weekly engines")
+        pytest.skip(
+            f"{package} is not installed: pip install '.[{package.removeprefix('py')}]', or .ci/weekly engines"
+        )
     if kind == "spark" and shutil.which("java") is None:
         pytest.skip("Spark needs Java, which is not there: apt-get install default-jre-headless")
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    there = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": sys.executable} | variables
+    there = (
+        os.environ
+        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": sys.executable}
+        | variables
+    )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=there, cwd=ROOT, **pipes) as process:
         try:
@@ -52,7 +64,9 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def launch(kind: str, folder: Path, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    kind: str, folder: Path, *launcher: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return run(*launcher, "-m", "tests.integrations.launched", kind, str(folder), **variables)
 
 
@@ -90,7 +104,9 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path) -> None:
     done = launch("killed", tmp_path, *TORCHRUN, "--monitor-interval", "15")
     assert done.returncode != 0
     (only,) = ranks(tmp_path)
-    assert only["error"].startswith("the other ranks cannot be reached, one may have ended or failed")
+    assert only["error"].startswith(
+        "the other ranks cannot be reached, one may have ended or failed"
+    )
     assert "SequenceError" in done.stderr
 
 
@@ -98,7 +114,9 @@ def test_a_run_of_two_processes_goes_on_after_a_crash(tmp_path: Path) -> None:
     """The step of the crash was charged, and may have been released: all ranks lose it, and none is charged again."""
     # else torch 2.14 looks for the ranks at the addresses that they had before
     new_addresses = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = launch("restarted", tmp_path, *TORCHRUN, "--standalone", "--max-restarts", "1", **new_addresses)
+    done = launch(
+        "restarted", tmp_path, *TORCHRUN, "--standalone", "--max-restarts", "1", **new_addresses
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ranks(tmp_path)
     assert first == second

@@ -95,7 +95,10 @@ def test_autocast_is_that_of_a_plain_loop() -> None:
     plan = planned()
     with repeatable():
         ours = trained(
-            plan, private(plan, Summed, deep=True), PrivateTraining(loss_reduction="sum"), precision="bf16-mixed"
+            plan,
+            private(plan, Summed, deep=True),
+            PrivateTraining(loss_reduction="sum"),
+            precision="bf16-mixed",
         )
     with repeatable():
         theirs = private(plan, deep=True)
@@ -129,7 +132,12 @@ def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
 def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
     users = [f"user {k % 20}" for k in range(N)]
     plan = dp.UserClippedSGD.plan(
-        n_users=20, budget=dp.Budget(4.0, DELTA, unit="user"), batch_size=10, steps=4, clip=1.0, lr=0.1
+        n_users=20,
+        budget=dp.Budget(4.0, DELTA, unit="user"),
+        batch_size=10,
+        steps=4,
+        clip=1.0,
+        lr=0.1,
     )
     module = private(plan, cls=dp.UserClippedSGD)
     loader = DataLoader(records(), batch_size=10, shuffle=True)
@@ -249,12 +257,16 @@ def test_optimizers_that_are_not_private_are_refused() -> None:
 
 def test_optimizers_of_secret_iterates_are_refused() -> None:
     plan = dp.HolderOutputSGD.plan(
-        problem=LOSS.problem(bound_x=2.0, radius=1.0), n=N, budget=dp.Budget(1.0, DELTA), dim=DIM + 1
+        problem=LOSS.problem(bound_x=2.0, radius=1.0),
+        n=N,
+        budget=dp.Budget(1.0, DELTA),
+        dim=DIM + 1,
     )
     module = private(plan, cls=dp.HolderOutputSGD)
     module.double()
     assert_refused(
-        "secret until finalize", lambda: trainer(-1, PrivateTraining(), max_epochs=1).fit(module, DataLoader(records()))
+        "secret until finalize",
+        lambda: trainer(-1, PrivateTraining(), max_epochs=1).fit(module, DataLoader(records())),
     )
 
 
@@ -270,7 +282,9 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("limits", "match"), LIMITS)
-def test_steps_that_are_not_the_plans_are_refused_with_those_to_give(limits: dict[str, int], match: str | None) -> None:
+def test_steps_that_are_not_the_plans_are_refused_with_those_to_give(
+    limits: dict[str, int], match: str | None
+) -> None:
     plan = planned()
     assert plan.steps == 10
     module = private(plan)
@@ -294,9 +308,15 @@ def test_a_plan_without_a_last_step_takes_the_trainers() -> None:
     trainer(4, PrivateTraining()).fit(module, train_loader(plan))
     assert module.optimizer.steps == 4
     run = trainer(-1, PrivateTraining(), max_epochs=-1)
-    assert_refused("max_steps or max_epochs must be given", lambda: run.fit(module, train_loader(plan)), ValueError)
+    assert_refused(
+        "max_steps or max_epochs must be given",
+        lambda: run.fit(module, train_loader(plan)),
+        ValueError,
+    )
     run = trainer(100_000, PrivateTraining())
-    assert_refused("steps must be <= ", lambda: run.fit(module, train_loader(plan)), InfeasibleError)
+    assert_refused(
+        "steps must be <= ", lambda: run.fit(module, train_loader(plan)), InfeasibleError
+    )
     assert not module.optimizer.accountant.ledger
 
 
@@ -317,7 +337,9 @@ def test_data_modules_give_their_loaders() -> None:
     for parts in (1, 3):
         with repeatable():
             ours = private(plan)
-            trainer(10, PrivateTraining(), accumulate_grad_batches=parts).fit(ours, datamodule=Data())
+            trainer(10, PrivateTraining(), accumulate_grad_batches=parts).fit(
+                ours, datamodule=Data()
+            )
         with repeatable():
             theirs = trained(plan, private(plan, Doubling), accumulate_grad_batches=parts)
         assert same(ours, theirs)
@@ -328,20 +350,32 @@ def test_loaders_whose_batches_would_be_exchanged_in_silence_are_refused() -> No
     weighted = DataLoader(records(), BATCH, sampler=WeightedRandomSampler([1.0] * N, N))
     module = private(plan)
     assert_refused(
-        "no sampler of its own", lambda: trainer(10, PrivateTraining()).fit(module, weighted), UnknownSamplerError
+        "no sampler of its own",
+        lambda: trainer(10, PrivateTraining()).fit(module, weighted),
+        UnknownSamplerError,
     )
     for match, loader in {
-        "batch_size of the training loader must be 12": DataLoader(records(), batch_size=5, shuffle=True),
+        "batch_size of the training loader must be 12": DataLoader(
+            records(), batch_size=5, shuffle=True
+        ),
         "must be a torch DataLoader": records(),
         "one training loader": [train_loader(plan), train_loader(plan)],
     }.items():
         module = private(plan)
-        assert_refused(match, lambda m=module, data=loader: trainer(10, PrivateTraining()).fit(m, data))
+        assert_refused(
+            match, lambda m=module, data=loader: trainer(10, PrivateTraining()).fit(m, data)
+        )
         assert not module.optimizer.accountant.ledger
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"loss_reduction": "none"}, {"delta": 1.0}, {"private_logs": "yes"}, {"private_checkpoints": 2}]
+    "wrong",
+    [
+        {"loss_reduction": "none"},
+        {"delta": 1.0},
+        {"private_logs": "yes"},
+        {"private_checkpoints": 2},
+    ],
 )
 def test_arguments_are_checked_at_the_door(wrong: dict[str, Any]) -> None:
     (name,) = wrong
@@ -370,13 +404,17 @@ def test_coupled_records_are_found_before_anything_is_spent() -> None:
     check_that_coupled_records_are_found()
     module = private(planned())
     trained(planned(), module)
-    assert "in the loss: checked by the probes" in str(module.optimizer.report()).replace("\n    ", " ")
+    assert "in the loss: checked by the probes" in str(module.optimizer.report()).replace(
+        "\n    ", " "
+    )
 
 
 def test_a_training_step_that_is_not_probed_is_caught() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(
-            PrivateTraining, "_probe", lambda self, loader, optimizer: dp.attach(self._module, check_first_step=False)
+            PrivateTraining,
+            "_probe",
+            lambda self, loader, optimizer: dp.attach(self._module, check_first_step=False),
         )
 
     assert_caught(check_that_coupled_records_are_found, mutate)

@@ -71,7 +71,9 @@ def written(
     logger = CSVLogger(folder, flush_logs_every_n_steps=1)
     module = private(plan, Net)
     callbacks = [PrivateTraining(private_logs=private_logs), Bar()]
-    run = trainer(plan.steps, *callbacks, logger=logger, log_every_n_steps=4, enable_progress_bar=True)
+    run = trainer(
+        plan.steps, *callbacks, logger=logger, log_every_n_steps=4, enable_progress_bar=True
+    )
     run.fit(module, train_loader(plan, records(shift)), DataLoader(records(), batch_size=N))
     with open(Path(logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
         return list(csv.DictReader(file)), shown | run.callback_metrics
@@ -80,7 +82,12 @@ def written(
 @pytest.mark.filterwarnings("ignore:train_loss was not logged")
 def check_that_nothing_of_training_is_written(folder: Path) -> None:
     lines, shown = written(folder)
-    names = {"epoch", "step", "val_loss", *(f"privacy/{name}" for name in dp.loggers.Numbers.__dataclass_fields__)}
+    names = {
+        "epoch",
+        "step",
+        "val_loss",
+        *(f"privacy/{name}" for name in dp.loggers.Numbers.__dataclass_fields__),
+    }
     assert set(lines[0]) == names
     assert set(shown) - {"v_num"} == {"epsilon", "val_loss"}
     spent = [float(line["privacy/epsilon"]) for line in lines if line["privacy/epsilon"]]
@@ -104,7 +111,11 @@ def test_logs_do_not_depend_on_records_nor_on_what_is_drawn(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:train_loss was not logged")
 def test_a_filter_that_lets_training_losses_through_is_caught(tmp_path: Path) -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(PrivateTraining, "log_training", lambda self, *args, **options: self._log(*args, **options))
+        patch.setattr(
+            PrivateTraining,
+            "log_training",
+            lambda self, *args, **options: self._log(*args, **options),
+        )
 
     assert_caught(lambda: check_that_nothing_of_training_is_written(tmp_path), mutate)
 
@@ -121,7 +132,10 @@ class Deciding(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss"},
+        }
 
 
 @pytest.mark.parametrize("private_logs", [False, True])
@@ -134,8 +148,14 @@ def test_nobody_decides_by_a_training_loss(how: str, private_logs: bool, tmp_pat
         "keep": [kinds.ModelCheckpoint(tmp_path, monitor="train_loss_epoch")],
     }
     chosen = callbacks.get(how, [])
-    run = trainer(10, PrivateTraining(private_logs=private_logs), *chosen, enable_checkpointing=how == "keep")
-    assert_refused("train_loss must not be monitored", lambda: run.fit(module, train_loader(plan)), PrivacyError)
+    run = trainer(
+        10, PrivateTraining(private_logs=private_logs), *chosen, enable_checkpointing=how == "keep"
+    )
+    assert_refused(
+        "train_loss must not be monitored",
+        lambda: run.fit(module, train_loader(plan)),
+        PrivacyError,
+    )
     assert len(module.optimizer.accountant.ledger) <= 1
 
 
@@ -143,7 +163,9 @@ def check_that_counters_count_draws() -> None:
     plan, counts, totals = planned(adjacency="add_remove"), [], []
 
     class Counts(Callback):
-        def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             counts.append((run.global_step, batch_idx, len(batch[0])))
             totals.append(run.num_training_batches)
 
@@ -204,9 +226,13 @@ def test_an_answer_that_validation_does_not_see_is_caught() -> None:
     assert_caught(test_validation_sees_the_private_answer_so_far, mutate)
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended"
+)
 @pytest.mark.parametrize("sampling", ["poisson", pytest.param("allocated", marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(sampling: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(
+    sampling: str, tmp_path: Path
+) -> None:
     plan = planned(sampling=sampling, average="uniform")
     secret = {"private_checkpoints": sampling == "allocated"}
     with pytest.raises(RuntimeError, match="killed"):
@@ -222,7 +248,9 @@ def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(sampling: str, tmp
         assert len(second.optimizer.accountant.ledger) == 10
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended"
+)
 def test_a_run_goes_on_from_the_point_where_its_checkpoint_is(tmp_path: Path) -> None:
     plan = planned(average="uniform")
     whole = checkpointed(plan, private(plan), tmp_path)
@@ -243,9 +271,13 @@ def test_a_run_goes_on_from_the_point_where_its_checkpoint_is(tmp_path: Path) ->
 def test_checkpoints_with_secrets_are_refused_until_they_stay_private(tmp_path: Path) -> None:
     plan = planned(sampling=dp.Disjoint(BATCH, N), epochs=1)
     module = private(plan)
-    assert_refused("private_checkpoints=True", lambda: checkpointed(plan, module, tmp_path), PrivacyError)
+    assert_refused(
+        "private_checkpoints=True", lambda: checkpointed(plan, module, tmp_path), PrivacyError
+    )
     assert not module.optimizer.accountant.ledger
-    run = trainer(5, PrivateTraining(), saving(tmp_path, save_weights_only=True), enable_checkpointing=True)
+    run = trainer(
+        5, PrivateTraining(), saving(tmp_path, save_weights_only=True), enable_checkpointing=True
+    )
     run.fit(module := private(plan), train_loader(plan))
     assert "optimizer_states" not in torch.load(tmp_path / "step=3.ckpt", weights_only=True)
     assert_refused("private_checkpoints=True", lambda: late(plan, tmp_path), PrivacyError)
@@ -259,7 +291,9 @@ def late(plan: Any, folder: Path) -> None:
     trained(plan, None, PrivateTraining(), Saves())
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended"
+)
 def test_a_checkpoint_without_a_ledger_file_brings_its_ledger(tmp_path: Path) -> None:
     plan = planned()
     checkpointed(plan, private(plan), tmp_path)
@@ -268,8 +302,12 @@ def test_a_checkpoint_without_a_ledger_file_brings_its_ledger(tmp_path: Path) ->
     ledger = plan.ledger()
     with pytest.raises(RuntimeError, match="killed"):
         checkpointed(plan, private(plan, accountant=ledger), tmp_path, Killed(8))
-    shared = private(plan, accountant=ledger)  # which would forget what was made after the checkpoint
-    assert_refused("forget", lambda: checkpointed(plan, shared, tmp_path, ckpt="step=6.ckpt"), PrivacyError)
+    shared = private(
+        plan, accountant=ledger
+    )  # which would forget what was made after the checkpoint
+    assert_refused(
+        "forget", lambda: checkpointed(plan, shared, tmp_path, ckpt="step=6.ckpt"), PrivacyError
+    )
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -299,7 +337,11 @@ def test_a_run_whose_steps_are_made_gives_its_answer(finished: bool, tmp_path: P
 def test_stopping_early_on_public_data_spends_what_was_made() -> None:
     plan = planned(epochs=6)
     module = trained(
-        plan, None, PrivateTraining(), kinds.EarlyStopping("val_loss", patience=1, min_delta=10.0), val=True
+        plan,
+        None,
+        PrivateTraining(),
+        kinds.EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        val=True,
     )
     assert module.optimizer.steps == len(module.optimizer.accountant.ledger) == 10 < plan.steps
     assert module.optimizer.finalized
@@ -353,7 +395,9 @@ checkpointed(plan, on_disk(plan, folder), folder, Dies())
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended"
+)
 def test_a_process_that_died_in_a_step_goes_on_without_it(tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], cwd=ROOT, check=False)
     assert died.returncode == 9
@@ -365,7 +409,9 @@ def test_a_process_that_died_in_a_step_goes_on_without_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_example_prints_both_scores_and_spends_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_prints_both_scores_and_spends_its_budget(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with warnings.catch_warnings():  # it adds filters
         path = ROOT / "examples" / "lightning_module.py"
         figures = runpy.run_path(str(path))["main"](["--quick"])
@@ -375,7 +421,9 @@ def test_the_example_prints_both_scores_and_spends_its_budget(capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "integrations" / "lightning.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -385,5 +433,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.slow
 def test_the_package_itself_does_not_import_lightning() -> None:
-    code = "import sys, torch_dpsco, torch_dpsco.integrations; assert 'lightning' not in sys.modules"
+    code = (
+        "import sys, torch_dpsco, torch_dpsco.integrations; assert 'lightning' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    PrivacyError,
+    SequenceError,
+    UtilityWarning,
+)
 from torch_dpsco.integrations.opacus import BatchMemoryManager, DPOptimizer, PrivacyEngine
 from torch_dpsco.sampling.samplers import PoissonSampler
 
@@ -38,7 +44,9 @@ def net() -> nn.Module:
     return model
 
 
-def parts(batch_size: int = 16, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **more: Any) -> dict[str, Any]:
+def parts(
+    batch_size: int = 16, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **more: Any
+) -> dict[str, Any]:
     """Returns what both engines take: fresh objects, noise and clip."""
     model = net()
     loader = DataLoader(DATA, batch_size=batch_size, shuffle=True)
@@ -69,7 +77,11 @@ def keywords(function: Any) -> dict[str, Any]:
     return {p.name: p.default for p in found if p.kind is not p.VAR_KEYWORD and p.name != "self"}
 
 
-METHODS = [name for name, _ in inspect.getmembers(opacus.PrivacyEngine, callable) if not name.startswith("_")]
+METHODS = [
+    name
+    for name, _ in inspect.getmembers(opacus.PrivacyEngine, callable)
+    if not name.startswith("_")
+]
 
 
 def test_the_methods_of_opacus_are_known() -> None:
@@ -89,10 +101,15 @@ def test_the_methods_of_opacus_are_known() -> None:
 @pytest.mark.parametrize("name", [*METHODS, "__init__"])
 def test_each_keyword_of_opacus_is_one_here_with_its_default(name: str) -> None:
     """A keyword that a newer Opacus has shows here, and so does one of ours that it lacks."""
-    theirs, ours = keywords(getattr(opacus.PrivacyEngine, name)), keywords(getattr(PrivacyEngine, name))
+    theirs, ours = (
+        keywords(getattr(opacus.PrivacyEngine, name)),
+        keywords(getattr(PrivacyEngine, name)),
+    )
     assert ours.keys() - theirs.keys() == ({"n"} if name.startswith("make_private") else set())
     assert theirs.keys() <= ours.keys()
-    for keyword in theirs.keys() - {"criterion"}:  # theirs is not used but in mode "ghost", where it is the same
+    for keyword in theirs.keys() - {
+        "criterion"
+    }:  # theirs is not used but in mode "ghost", where it is the same
         if theirs[keyword] is not inspect.Parameter.empty:
             assert ours[keyword] == theirs[keyword], keyword
 
@@ -137,12 +154,24 @@ def test_each_keyword_works(name: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shuffled": ({"poisson_sampling": False}, PrivacyError, "sampling='assigned'"),
-    "per layer": ({"clipping": "per_layer", "max_grad_norm": [1.0] * 4}, ValueError, r"math.hypot\(\*norms\)"),
+    "per layer": (
+        {"clipping": "per_layer", "max_grad_norm": [1.0] * 4},
+        ValueError,
+        r"math.hypot\(\*norms\)",
+    ),
     "a list": ({"max_grad_norm": [1.0, 1.0]}, ValueError, r"math.hypot\(\*norms\)"),
     "adaptive": ({"clipping": "adaptive"}, PrivacyError, r"clip=dp.Pilot\(\)"),
     "a word": ({"clipping": "ghost"}, ValueError, "clipping must be"),
-    "seed": ({"noise_generator": torch.Generator().manual_seed(0)}, PrivacyError, "can subtract the noise"),
-    "several processes": ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "grad_sample_mode must be"),
+    "seed": (
+        {"noise_generator": torch.Generator().manual_seed(0)},
+        PrivacyError,
+        "can subtract the noise",
+    ),
+    "several processes": (
+        {"grad_sample_mode": "ghost_fsdp"},
+        ValueError,
+        "grad_sample_mode must be",
+    ),
     "no rows": ({"grad_sample_mode": "no_op"}, ValueError, "grad_sample_mode must be"),
     "made-up records": ({"rand_on_empty": True}, PrivacyError, "rand_on_empty must be False"),
     "reduction": ({"loss_reduction": "none"}, ValueError, "loss_reduction must be"),
@@ -154,7 +183,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "batch_size must be",
     ),
-    "an adaptive keyword": ({"target_unclipped_quantile": 0.5}, TypeError, "target_unclipped_quantile"),
+    "an adaptive keyword": (
+        {"target_unclipped_quantile": 0.5},
+        TypeError,
+        "target_unclipped_quantile",
+    ),
 }
 
 
@@ -169,7 +202,9 @@ def test_what_would_be_unsound_is_refused_and_changes_nothing(case: str) -> None
         PrivacyEngine().make_private(**given)  # as if nothing had happened
 
 
-@pytest.mark.parametrize("case", ["shuffled", "per layer", "adaptive", "seed", "no rows", "reduction"])
+@pytest.mark.parametrize(
+    "case", ["shuffled", "per layer", "adaptive", "seed", "no rows", "reduction"]
+)
 def test_a_target_refuses_the_same(case: str) -> None:
     change, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
@@ -191,7 +226,9 @@ def test_a_loader_that_is_not_poisson_is_refused() -> None:
 
 def test_noise_that_can_be_repeated_is_refused() -> None:
     for make, given in (("make_private", parts(n=N)), ("make_private_with_epsilon", target())):
-        with pytest.raises(PrivacyError, match=r"noise_generator must be None \(got Generator\).*generator=\)"):
+        with pytest.raises(
+            PrivacyError, match=r"noise_generator must be None \(got Generator\).*generator=\)"
+        ):
             getattr(PrivacyEngine(), make)(**given, noise_generator=torch.Generator())
 
 
@@ -210,7 +247,9 @@ def test_made_up_records_are_refused() -> None:
 )
 def test_a_sampler_of_ones_own_is_refused(loader: DataLoader) -> None:
     """Opacus draws from all records, also from those that the sampler leaves out."""
-    with pytest.raises(PrivacyError, match="data_loader must have a fixed batch_size and no sampler of its own"):
+    with pytest.raises(
+        PrivacyError, match="data_loader must have a fixed batch_size and no sampler of its own"
+    ):
         PrivacyEngine().make_private(**parts(data_loader=loader, n=N))
 
 
@@ -226,11 +265,15 @@ def test_other_accountants_are_refused(accountant: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
-def test_without_noise_full_batches_train_as_in_opacus(kind: Any, reduction: str, mode: str) -> None:
+def test_without_noise_full_batches_train_as_in_opacus(
+    kind: Any, reduction: str, mode: str
+) -> None:
     """Rate 1: no chance is left. The clip shortens rows, and the sum is divided, or not, as there."""
     results = []
     for engine, more in ((opacus.PrivacyEngine(), {}), (PrivacyEngine(), {"n": N})):
-        given = parts(N, kind, noise_multiplier=0.0, max_grad_norm=0.3, loss_reduction=reduction, **more)
+        given = parts(
+            N, kind, noise_multiplier=0.0, max_grad_norm=0.3, loss_reduction=reduction, **more
+        )
         loss = nn.CrossEntropyLoss(reduction=reduction)
         made = engine.make_private(**given, grad_sample_mode=mode, criterion=loss)
         model, optimizer, loader = made[0], made[1], made[-1]
@@ -240,17 +283,28 @@ def test_without_noise_full_batches_train_as_in_opacus(kind: Any, reduction: str
     start = torch.cat([p.detach().flatten() for p in net().parameters()])
     moved = float((results[0] - start).norm())
     assert moved > 0.01
-    assert float((results[1] - results[0]).norm()) < 1e-3 * moved  # Opacus adds 1e-6 to norms, which Adam magnifies
+    assert (
+        float((results[1] - results[0]).norm()) < 1e-3 * moved
+    )  # Opacus adds 1e-6 to norms, which Adam magnifies
 
 
-@pytest.mark.parametrize(("records", "batch_size", "drop_last"), [(64, 16, False), (60, 16, False), (60, 16, True)])
+@pytest.mark.parametrize(
+    ("records", "batch_size", "drop_last"), [(64, 16, False), (60, 16, False), (60, 16, True)]
+)
 def test_batches_are_those_of_opacus(records: int, batch_size: int, drop_last: bool) -> None:
     found = []
     for engine, more in ((opacus.PrivacyEngine(), {}), (PrivacyEngine(), {"n": records})):
         data = TensorDataset(*(t[:records] for t in DATA.tensors))
         loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last, shuffle=True)
         _, optimizer, loader = engine.make_private(**parts(data_loader=loader, **more))
-        found.append((len(loader), optimizer.expected_batch_size, optimizer.noise_multiplier, optimizer.max_grad_norm))
+        found.append(
+            (
+                len(loader),
+                optimizer.expected_batch_size,
+                optimizer.noise_multiplier,
+                optimizer.max_grad_norm,
+            )
+        )
     assert found[0] == found[1]
     assert optimizer.design == dp.Poisson(found[0][1], records)
     assert type(loader.batch_sampler) is PoissonSampler
@@ -263,9 +317,16 @@ def test_noise_is_that_of_opacus(reduction: str) -> None:
     model = nn.Linear(200, 50, bias=False)
     data = TensorDataset(torch.zeros(N, 200), torch.zeros(N).long())
     given = parts(
-        data_loader=DataLoader(data, batch_size=16, shuffle=True), noise_multiplier=1.5, max_grad_norm=0.4, n=N
+        data_loader=DataLoader(data, batch_size=16, shuffle=True),
+        noise_multiplier=1.5,
+        max_grad_norm=0.4,
+        n=N,
     )
-    given |= {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_reduction": reduction}
+    given |= {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_reduction": reduction,
+    }
     _, optimizer, loader = PrivacyEngine().make_private(**given)
     before = model.weight.detach().clone()
     x, y = next(iter(loader))
@@ -278,7 +339,9 @@ def test_noise_is_that_of_opacus(reduction: str) -> None:
 
 # Opacus' PRV accountant says so of the orders of its first guess
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
-@pytest.mark.parametrize(("noise", "batch_size", "epochs"), [(1.0, 16, 3), (0.7, 8, 2), (2.0, 32, 4)])
+@pytest.mark.parametrize(
+    ("noise", "batch_size", "epochs"), [(1.0, 16, 3), (0.7, 8, 2), (2.0, 32, 4)]
+)
 @pytest.mark.parametrize("n", [N, None], ids=["add_remove", "zero_out"])
 def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     noise: float, batch_size: int, epochs: int, n: int | None
@@ -286,7 +349,9 @@ def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     engine = PrivacyEngine()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UtilityWarning)
-        model, optimizer, loader = engine.make_private(**parts(batch_size, noise_multiplier=noise, n=n))
+        model, optimizer, loader = engine.make_private(
+            **parts(batch_size, noise_multiplier=noise, n=n)
+        )
     for _ in range(epochs):
         train(model, optimizer, loader)
     rate, steps = batch_size / N, epochs * len(loader)
@@ -295,8 +360,12 @@ def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     assert engine.accountant.history == theirs.history
     found = engine.get_epsilon(DELTA)
     assert found == optimizer.accountant.get_epsilon(DELTA) == engine.accountant.get_epsilon(DELTA)
-    assert theirs.get_epsilon(DELTA) - 0.02 < found < theirs.get_epsilon(DELTA) + 1e-3  # its errors are 0.01
-    law = privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, pessimistic_estimate=False)
+    assert (
+        theirs.get_epsilon(DELTA) - 0.02 < found < theirs.get_epsilon(DELTA) + 1e-3
+    )  # its errors are 0.01
+    law = privacy_loss_distribution.from_gaussian_mechanism(
+        noise, sampling_prob=rate, pessimistic_estimate=False
+    )
     assert found >= law.self_compose(steps).get_epsilon_for_delta(DELTA)
 
 
@@ -417,17 +486,26 @@ epsilon = privacy_engine.get_epsilon(1e-5)
 def moved(script: str) -> str:
     """Returns a script with its imports changed, and nothing else."""
     ours = "from torch_dpsco.integrations.opacus import"
-    script = script.replace("from opacus import", ours).replace("from opacus.utils.batch_memory_manager import", ours)
+    script = script.replace("from opacus import", ours).replace(
+        "from opacus.utils.batch_memory_manager import", ours
+    )
     assert "from opacus" not in script
     return script
 
 
-TUTORIAL_CASE = pytest.param(TUTORIAL, id="tutorial", marks=pytest.mark.slow)  # the calibration of Opacus takes long
-OTHERS = [pytest.param(s, id=name) for name, s in (("readme", README), ("ghost", GHOST), ("hooks", UNWRAPPED))]
+TUTORIAL_CASE = pytest.param(
+    TUTORIAL, id="tutorial", marks=pytest.mark.slow
+)  # the calibration of Opacus takes long
+OTHERS = [
+    pytest.param(s, id=name)
+    for name, s in (("readme", README), ("ghost", GHOST), ("hooks", UNWRAPPED))
+]
 
 
 @pytest.mark.parametrize("script", [*OTHERS, TUTORIAL_CASE])
-def test_a_script_runs_with_its_imports_changed(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_runs_with_its_imports_changed(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     spent = []
     for text in (script, moved(script)):
         scope: dict[str, Any] = {"torch": torch, "Net": net, "dataset": DATA, "criterion": LOSS}
@@ -463,7 +541,9 @@ def test_a_mistake_of_the_loop_is_found() -> None:
 
 def test_without_n_the_size_counts_as_public_with_a_warning() -> None:
     engine = PrivacyEngine()
-    with pytest.warns(UtilityWarning, match="n is not given: the number of records was read off the data set") as told:
+    with pytest.warns(
+        UtilityWarning, match="n is not given: the number of records was read off the data set"
+    ) as told:
         _, optimizer, _ = engine.make_private(**parts())
     assert len(told) == 1
     assert told[0].filename == __file__
@@ -477,7 +557,9 @@ def test_without_n_the_size_counts_as_public_with_a_warning() -> None:
 def test_with_n_nothing_follows_the_size_of_the_data_set() -> None:
     plans = []
     for size in (N, N - 1):
-        loader = DataLoader(TensorDataset(*(t[:size] for t in DATA.tensors)), batch_size=16, shuffle=True)
+        loader = DataLoader(
+            TensorDataset(*(t[:size] for t in DATA.tensors)), batch_size=16, shuffle=True
+        )
         engine = PrivacyEngine()
         _, optimizer, loader = engine.make_private_with_epsilon(**target(data_loader=loader))
         plans.append((engine.plan, len(loader), optimizer.settings(), loader.slots.block))
@@ -561,7 +643,9 @@ def test_nothing_is_wrapped_twice() -> None:
     with pytest.raises(ValueError, match="data_loader must be a DataLoader"):
         engine.make_private(**parts(n=N) | {"data_loader": loader})
     assert optimizer.original_optimizer is given["optimizer"]
-    engine.make_private(**given | {"module": dp.detach(model), "optimizer": optimizer.original_optimizer})
+    engine.make_private(
+        **given | {"module": dp.detach(model), "optimizer": optimizer.original_optimizer}
+    )
 
 
 def test_what_opacus_made_private_is_refused() -> None:
@@ -613,7 +697,9 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(**parts(kind=kind, n=N))
     train(model, optimizer, loader)
-    engine.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
+    engine.save_checkpoint(
+        path=path, module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1}
+    )
     other = PrivacyEngine()
     copy, again, batches = other.make_private(**parts(kind=kind, n=N))
     state = other.load_checkpoint(path=path, module=copy, optimizer=again)
@@ -646,11 +732,22 @@ def test_the_manager_makes_one_release_per_draw() -> None:
     model = nn.Linear(N, 1, bias=False)
     nn.init.zeros_(model.weight)
     data = TensorDataset(torch.eye(N))
-    given = parts(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), n=N, noise_multiplier=0.0)
-    given |= {"data_loader": DataLoader(data, batch_size=N), "max_grad_norm": 10.0, "loss_reduction": "sum"}
+    given = parts(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        n=N,
+        noise_multiplier=0.0,
+    )
+    given |= {
+        "data_loader": DataLoader(data, batch_size=N),
+        "max_grad_norm": 10.0,
+        "loss_reduction": "sum",
+    }
     model, optimizer, loader = PrivacyEngine().make_private(**given)
     sizes: list[int] = []
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=10, optimizer=optimizer) as batches:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=10, optimizer=optimizer
+    ) as batches:
         for (x,) in batches:
             sizes.append(len(x))
             optimizer.zero_grad()

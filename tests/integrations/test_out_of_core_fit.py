@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_example_scores_like_a_fit_that_is_not_private(monkeypatch, capsys):
-    monkeypatch.setattr("torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0))
+    monkeypatch.setattr(
+        "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0)
+    )
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     figures = importlib.import_module("out_of_core").main(["--batch", "1000"])
     sys.modules.pop("adult", None)
@@ -34,6 +36,8 @@ def test_the_example_scores_like_a_fit_that_is_not_private(monkeypatch, capsys):
 def test_the_benchmark_prints_seconds_and_memory():
     command = [sys.executable, str(ROOT / "benchmarks" / "out_of_core_fit.py"), "--smoke"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
     assert re.search(r"GiB  LogisticRegression.fit, \d+ readings, accuracy 0\.8", printed)
     assert "peak of the fit: within 1.5 GiB" in printed

@@ -78,7 +78,13 @@ def test_kinds_of_numbers() -> None:
             "y": pa.array([2**53, 1], pa.uint64()),
         }
     )
-    data = ParquetRows(source, ["whole", "half", "exact", "flag"], "y", dtype=torch.float64, target_dtype=torch.int64)
+    data = ParquetRows(
+        source,
+        ["whole", "half", "exact", "flag"],
+        "y",
+        dtype=torch.float64,
+        target_dtype=torch.int64,
+    )
     assert data[0][0].tolist() == [1.0, 0.5, 1.25, 1.0]
     assert int(data[0][1]) == 2**53
     assert bool(data[1][0].isnan().all())
@@ -123,7 +129,10 @@ def test_a_class_that_is_no_integer_makes_a_null_record() -> None:
     assert target.tolist() == [0, 2, 0, 0, 0]
     assert inputs.isnan()[:, 0].tolist() == [False, False, True, True, True]
     large = ParquetRows(
-        pa.table({"a": [1.0], "y": pa.array([2**63], pa.uint64())}), ["a"], "y", target_dtype=torch.int64
+        pa.table({"a": [1.0], "y": pa.array([2**63], pa.uint64())}),
+        ["a"],
+        "y",
+        target_dtype=torch.int64,
     )
     assert bool(large[0][0].isnan())
 
@@ -139,7 +148,9 @@ def test_a_class_that_is_no_integer_makes_a_null_record() -> None:
 )
 def test_columns_without_numbers_are_refused_by_name(column: Any) -> None:
     for names in (["job"], ["a", "job"]):
-        with pytest.raises(ValueError, match=r"column .job. must hold numbers .* publicly known") as caught:
+        with pytest.raises(
+            ValueError, match=r"column .job. must hold numbers .* publicly known"
+        ) as caught:
             ParquetRows(pa.table({"job": column, "a": [1.0, 2.0], "y": [0, 1]}), names, "y")
         assert "secret" not in str(caught.value)
 
@@ -159,7 +170,11 @@ def test_columns_without_numbers_are_refused_by_name(column: Any) -> None:
     ],
 )
 def test_what_is_no_choice_of_columns_is_refused(options: dict[str, Any], words: str) -> None:
-    good: dict[str, Any] = {"source": pa.table({"a": [1.0], "y": [1]}), "inputs": ["a"], "target": "y"}
+    good: dict[str, Any] = {
+        "source": pa.table({"a": [1.0], "y": [1]}),
+        "inputs": ["a"],
+        "target": "y",
+    }
     assert len(ParquetRows(**good)) == 1
     with pytest.raises(ValueError, match=words):
         ParquetRows(**good | options)
@@ -217,7 +232,13 @@ def test_passes_over_a_file_go_on_with_their_records_only(path: Path) -> None:
     model = layer()
     problem = dp.losses.Squared().problem(bound_x=3.0, bound_y=2.0)
     plan = dp.HolderSGD.plan(
-        lr=0.01, problem=problem, noise_multiplier=1.0, batch_size=16, n=N, sampling="allocated", epochs=1
+        lr=0.01,
+        problem=problem,
+        noise_multiplier=1.0,
+        batch_size=16,
+        n=N,
+        sampling="allocated",
+        epochs=1,
     )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     for x, y in optimizer.loader(data, steps=2):
@@ -239,7 +260,9 @@ def test_all_records_are_read_for_a_fingerprint(path: Path) -> None:
 def test_fit_trains_from_a_file(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(DIM, 1)
-    plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=dp.Budget(2.0, 1e-3))
+    plan = dp.HolderSGD.plan(
+        problem=dp.losses.Logistic().problem(bound_x=3.0), n=N, budget=dp.Budget(2.0, 1e-3)
+    )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     dp.fit(model, optimizer, ParquetRows(path, NAMES, "y"), dp.losses.Logistic(), progress=False)
     assert optimizer.steps == plan.steps

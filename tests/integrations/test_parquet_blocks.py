@@ -59,7 +59,10 @@ def test_a_parquet_file_under_two_names_is_refused(path, tmp_path, monkeypatch):
         ds.dataset([whole, whole]),
         ds.dataset([whole, ds.dataset(["links/0.parquet"], format="parquet")]),
         ds.dataset(["0.parquet", "links/0.parquet"], format="parquet").filter(ds.field("w") > 0),
-        ds.dataset(["0.parquet", "links/0.parquet"], filesystem=fs.SubTreeFileSystem(path, fs.LocalFileSystem())),
+        ds.dataset(
+            ["0.parquet", "links/0.parquet"],
+            filesystem=fs.SubTreeFileSystem(path, fs.LocalFileSystem()),
+        ),
     ]
     for source in twice:
         with pytest.raises(UnitError, match="each file once"):
@@ -97,7 +100,9 @@ def test_tables_elsewhere_are_told_by_their_paths():
 
 
 def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):
-    monkeypatch.setattr("torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0))
+    monkeypatch.setattr(
+        "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0)
+    )
     model = {"epsilon": 4.0, "n": N, "bound_x": 2.0**0.5, "classes": ("no", "yes")}
     whole = table()
     X = np.stack([whole["a"].to_numpy().astype(float), whole["b"].to_numpy()], axis=1)
@@ -106,11 +111,17 @@ def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):
     np.testing.assert_allclose(second.coef_, first.coef_, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [pa.float32(), pa.float16(), pa.float64(), pa.int8(), pa.uint64(), pa.bool_()])
+@pytest.mark.parametrize(
+    "kind", [pa.float32(), pa.float16(), pa.float64(), pa.int8(), pa.uint64(), pa.bool_()]
+)
 def test_types_follow_from_the_schema_and_missing_values_are_nan(kind):
     """A block without missing values has the dtype of one with them: it must not tell whether there are any."""
-    full, holed = (pa.array(values, pa.float64()).cast(kind) for values in ([1, 0, 1], [1, None, 0]))
-    source = ds.dataset(pa.table({"x": pa.chunked_array([full, holed]), "t": pa.chunked_array([holed, full])}))
+    full, holed = (
+        pa.array(values, pa.float64()).cast(kind) for values in ([1, 0, 1], [1, None, 0])
+    )
+    source = ds.dataset(
+        pa.table({"x": pa.chunked_array([full, holed]), "t": pa.chunked_array([holed, full])})
+    )
     _, (X, t), (Y, u) = parquet_blocks(source, "t")()
     assert X.dtype == Y.dtype == (np.float32 if kind == pa.float32() else np.float64)
     assert t.dtype == u.dtype == np.float64

@@ -90,7 +90,16 @@ def test_names_have_a_key_and_an_ending(tmp_path: Path) -> None:
 
     path = tmp_path / "names.tar"
     with tarfile.open(path, "w") as archive:
-        for name in ("a/1.x", "a/1.tar.gz", "README", "a/.hidden", "b/1.x", "a.d/2.x", "link.x", "folder.x"):
+        for name in (
+            "a/1.x",
+            "a/1.tar.gz",
+            "README",
+            "a/.hidden",
+            "b/1.x",
+            "a.d/2.x",
+            "link.x",
+            "folder.x",
+        ):
             member = tarfile.TarInfo(name)
             if name == "link.x":
                 member.type, member.linkname = tarfile.SYMTYPE, "a/1.x"
@@ -103,11 +112,18 @@ def test_names_have_a_key_and_an_ending(tmp_path: Path) -> None:
 
 
 def test_targets_are_numbers_or_tensors(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.tar", [("1.json", json.dumps({"x": [1, 2], "y": [[0.5, 1]]}).encode())])
+    path = written(
+        tmp_path / "a.tar", [("1.json", json.dumps({"x": [1, 2], "y": [[0.5, 1]]}).encode())]
+    )
     both = lambda files: tuple(json.loads(files["json"]).values())  # noqa: E731
     data = TarRows([path], both, shape=[2], target_shape=[1, 2], target_dtype=torch.float32)
     x, y = data[0]
-    assert (x.tolist(), y.tolist(), x.dtype, y.dtype) == ([1.0, 2.0], [[0.5, 1.0]], torch.float32, torch.float32)
+    assert (x.tolist(), y.tolist(), x.dtype, y.dtype) == (
+        [1.0, 2.0],
+        [[0.5, 1.0]],
+        torch.float32,
+        torch.float32,
+    )
 
 
 GOOD = X[0]
@@ -139,7 +155,10 @@ def test_records_that_cannot_be_used_become_null_records(case: str, tmp_path: Pa
     assert inputs.isnan().all(1).tolist() == [False, False, True, False]
     assert targets.tolist() == [0, 1, 0, 0]
     sums = []
-    for records in (TensorDataset(inputs, targets), TensorDataset(inputs[[0, 1, 3]], targets[[0, 1, 3]])):
+    for records in (
+        TensorDataset(inputs, targets),
+        TensorDataset(inputs[[0, 1, 3]], targets[[0, 1, 3]]),
+    ):
         model = layer(inputs=DIM, dtype=torch.float32)
         optimizer = full(model, 4, adjacency="add_remove")
         for x, y in optimizer.loader(records, steps=1):
@@ -151,7 +170,16 @@ def test_records_that_cannot_be_used_become_null_records(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "bad", [(GOOD, 0.5), (GOOD, np.nan), (GOOD, 2.0**63), (GOOD, np.uint64(2**63)), (["1"] * DIM, 1), (GOOD,), None]
+    "bad",
+    [
+        (GOOD, 0.5),
+        (GOOD, np.nan),
+        (GOOD, 2.0**63),
+        (GOOD, np.uint64(2**63)),
+        (["1"] * DIM, 1),
+        (GOOD,),
+        None,
+    ],
 )
 def test_what_decode_gives_otherwise_becomes_a_null_record(bad: Any, tmp_path: Path) -> None:
     path = written(tmp_path / "a.tar", flat(MEMBERS[:2]))
@@ -181,7 +209,9 @@ def test_a_mistake_in_decode_is_shown_by_the_example_alone(tmp_path: Path) -> No
     example = {name.partition(".")[2]: content for name, content in record("e", np.ones(DIM), 1)}
     with pytest.raises(AttributeError, match="mistake"):
         TarRows([path], wrong, shape=[DIM], example=example)
-    with pytest.raises(ValueError, match=r"decode must make finite inputs of shape \(2,\) .* of example"):
+    with pytest.raises(
+        ValueError, match=r"decode must make finite inputs of shape \(2,\) .* of example"
+    ):
         TarRows([path], decode, shape=[2], example=example)
     assert len(TarRows([path], decode, shape=[DIM], example=example)) == N
 
@@ -205,9 +235,13 @@ def test_a_record_in_two_archives_is_one_in_each(tmp_path: Path) -> None:
         [MEMBERS[0][0], *MEMBERS[1], MEMBERS[0][1]],  # as if all .npy came before all .cls
     ],
 )
-def test_a_name_that_comes_twice_is_refused_by_the_archive(members: list[Member], tmp_path: Path) -> None:
+def test_a_name_that_comes_twice_is_refused_by_the_archive(
+    members: list[Member], tmp_path: Path
+) -> None:
     path = written(tmp_path / "twice.tar", members)
-    with pytest.raises(UnitError, match=r"names of records must be unique in an archive.*twice\.tar") as caught:
+    with pytest.raises(
+        UnitError, match=r"names of records must be unique in an archive.*twice\.tar"
+    ) as caught:
         rows([path])
     assert "0000" not in str(caught.value)
 
@@ -218,11 +252,21 @@ def test_a_file_under_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "folder").symlink_to(tmp_path)
     (tmp_path / "hard.tar").hardlink_to(good)
     monkeypatch.chdir(tmp_path)
-    names = [good, "good.tar", "./good.tar", "link.tar", "hard.tar", "folder/good.tar", f"{tmp_path}/./good.tar"]
+    names = [
+        good,
+        "good.tar",
+        "./good.tar",
+        "link.tar",
+        "hard.tar",
+        "folder/good.tar",
+        f"{tmp_path}/./good.tar",
+    ]
     for name in names:
         with pytest.raises(UnitError, match=r"paths must hold each file once .*good\.tar"):
             rows([good, written(tmp_path / "other.tar", MEMBERS[0]), name])
-    with pytest.raises(ValueError, match=r"can be read to their end \(got FileNotFoundError of .*nowhere"):
+    with pytest.raises(
+        ValueError, match=r"can be read to their end \(got FileNotFoundError of .*nowhere"
+    ):
         rows([good, tmp_path / "nowhere.tar"])
 
 
@@ -296,8 +340,14 @@ def test_what_stands_in_a_record_ends_no_run_and_nothing_else_is_caught(tmp_path
         ({"example": [1]}, "example must be a mapping"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    good: dict[str, Any] = {"paths": [written(tmp_path / "a.tar", flat(MEMBERS))], "decode": decode, "shape": [DIM]}
+def test_wrong_arguments_are_refused_by_name(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    good: dict[str, Any] = {
+        "paths": [written(tmp_path / "a.tar", flat(MEMBERS))],
+        "decode": decode,
+        "shape": [DIM],
+    }
     assert len(TarRows(**good)) == N
     with pytest.raises(ValueError, match=words):
         TarRows(**good | options)
@@ -326,7 +376,9 @@ def test_nobody_can_open_the_rows_and_none_have_shapes(tmp_path: Path) -> None:
 
 def test_fit_trains_from_archives(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    data = rows([written(tmp_path / "a.tar", [*flat(MEMBERS), *UNUSABLE["NaN"]])], dtype=torch.float32)
+    data = rows(
+        [written(tmp_path / "a.tar", [*flat(MEMBERS), *UNUSABLE["NaN"]])], dtype=torch.float32
+    )
     model, n = nn.Linear(DIM, 2), N + 1
     plan = dp.ClippedSGD.plan(n=n, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=4, epochs=1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
@@ -335,7 +387,9 @@ def test_fit_trains_from_archives(tmp_path: Path) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_the_limit_of_what_is_read_behind_the_end_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_what_is_read_behind_the_end_is_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = written(tmp_path / "a.tar", flat(MEMBERS)).read_bytes()
     monkeypatch.setattr(tar, "_BLOCK", 1024)
     (tmp_path / "zeros.tar").write_bytes(whole + bytes(5000))

@@ -38,37 +38,84 @@ from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.integrations.transformers import PrivateTrainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    ),  # peft asks for it
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
 ]
 N, LENGTH, WORDS = 16, 6, 20
-NEVER = ("loss", "train_loss", "grad_norm", "total_flos", "num_input_tokens_seen", "train_samples_per_second")
+NEVER = (
+    "loss",
+    "train_loss",
+    "grad_norm",
+    "total_flos",
+    "num_input_tokens_seen",
+    "train_samples_per_second",
+)
 
 
 def bert(kind: Any = BertForSequenceClassification, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH, "hidden_dropout_prob": 0.0}
+    config = {
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 16,
+        "max_position_embeddings": LENGTH,
+        "hidden_dropout_prob": 0.0,
+    }
     return kind(BertConfig(**config, attention_probs_dropout_prob=0.0, **options))
 
 
 def distilbert() -> Any:
     torch.manual_seed(0)
-    config = {"vocab_size": WORDS, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16, "dropout": 0.0}
-    config |= {"max_position_embeddings": LENGTH, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+    config = {
+        "vocab_size": WORDS,
+        "dim": 16,
+        "n_layers": 1,
+        "n_heads": 2,
+        "hidden_dim": 16,
+        "dropout": 0.0,
+    }
+    config |= {
+        "max_position_embeddings": LENGTH,
+        "attention_dropout": 0.0,
+        "seq_classif_dropout": 0.0,
+    }
     return DistilBertForSequenceClassification(DistilBertConfig(**config))
 
 
 def gpt2(kind: Any = GPT2ForSequenceClassification) -> Any:
     torch.manual_seed(0)
-    config = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "pad_token_id": 0}
-    config |= {"bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = {
+        "vocab_size": WORDS,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": LENGTH,
+        "pad_token_id": 0,
+    }
+    config |= {
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     return kind(GPT2Config(**config))
 
 
 def roberta() -> Any:
     torch.manual_seed(0)
-    config = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH + 2, "pad_token_id": 1}
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return RobertaForSequenceClassification(RobertaConfig(**config))
@@ -76,14 +123,21 @@ def roberta() -> Any:
 
 def llama() -> Any:
     torch.manual_seed(0)
-    config = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH, "num_key_value_heads": 2}
     return LlamaForSequenceClassification(LlamaConfig(**config, pad_token_id=0))
 
 
 def with_lora(model: Any, *targets: str) -> Any:
     torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=list(targets), init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=4, target_modules=list(targets), init_lora_weights=False
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -107,34 +161,61 @@ def records(n: int = N, seed: int = 5) -> list[dict[str, Tensor]]:
     found = []
     for _ in range(n):
         words = torch.randint(2, WORDS, (LENGTH,), generator=generator)
-        mask = (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (1,), generator=generator)).long()
+        mask = (
+            torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (1,), generator=generator)
+        ).long()
         label = torch.randint(0, 2, (), generator=generator)
         found.append({"input_ids": words * mask, "attention_mask": mask, "labels": label})
     return found
 
 
-def full_plan(steps: int = 3, noise: float = 0.0, n: int = N, clip: float = 0.05, lr: float = 0.5) -> Any:
-    return dp.ClippedSGD.plan(n=n, clip=clip, noise_multiplier=noise, sampling="full", steps=steps, lr=lr)
+def full_plan(
+    steps: int = 3, noise: float = 0.0, n: int = N, clip: float = 0.05, lr: float = 0.5
+) -> Any:
+    return dp.ClippedSGD.plan(
+        n=n, clip=clip, noise_multiplier=noise, sampling="full", steps=steps, lr=lr
+    )
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    given = {"use_cpu": True, "max_grad_norm": 0, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    given |= {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.5, "logging_steps": 1}
+    given = {
+        "use_cpu": True,
+        "max_grad_norm": 0,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    given |= {
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "learning_rate": 0.5,
+        "logging_steps": 1,
+    }
     return TrainingArguments(output_dir=str(folder), **{**given, **options})
 
 
-def private_run(folder: Path, model: Any, data: Any = None, plan: Any = None, **options: Any) -> PrivateTrainer:
-    own = {name: options.pop(name) for name in ("accountant", "callbacks", "eval_dataset") if name in options}
+def private_run(
+    folder: Path, model: Any, data: Any = None, plan: Any = None, **options: Any
+) -> PrivateTrainer:
+    own = {
+        name: options.pop(name)
+        for name in ("accountant", "callbacks", "eval_dataset")
+        if name in options
+    }
     plan = full_plan() if plan is None else plan
     args = arguments(folder, **{"max_steps": plan.steps, **options})
-    return PrivateTrainer(model, args, train_dataset=records() if data is None else data, plan=plan, **own)
+    return PrivateTrainer(
+        model, args, train_dataset=records() if data is None else data, plan=plan, **own
+    )
 
 
 def numbers(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
 
 
-def clipped_descent(model: Any, data: Any, steps: int, clip: float = 0.05, lr: float = 0.5, n: int = N) -> Tensor:
+def clipped_descent(
+    model: Any, data: Any, steps: int, clip: float = 0.05, lr: float = 0.5, n: int = N
+) -> Tensor:
     """The plain loop: one record at a time, by autograd and the model's own loss."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -146,7 +227,9 @@ def clipped_descent(model: Any, data: Any, steps: int, clip: float = 0.05, lr: f
             if model.config.num_labels == 1:
                 batch["labels"] = batch["labels"].float()
             model(**batch).loss.backward()
-            row = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])
+            row = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]
+            )
             total += row * min(1.0, clip / float(row.norm()))
         with torch.no_grad():
             for p, part in zip(trained, total.split([p.numel() for p in trained]), strict=True):
@@ -218,7 +301,9 @@ class Pooled(nn.Module):
 def test_filling_rows_without_words_may_be_nan(tmp_path: Path) -> None:
     budget = dp.Budget(8.0, 1e-3, adjacency="add_remove")
     assert bool(Pooled()(torch.zeros(1, 2).long(), torch.zeros(1, 2))["logits"].isnan().all())
-    plan = dp.ClippedSGD.plan(n=N, clip=0.5, budget=budget, sampling="poisson", batch_size=4, steps=4, lr=0.5)
+    plan = dp.ClippedSGD.plan(
+        n=N, clip=0.5, budget=budget, sampling="poisson", batch_size=4, steps=4, lr=0.5
+    )
     model = Pooled()
     trainer = private_run(tmp_path, model, plan=plan)
     trainer.train()
@@ -237,7 +322,10 @@ def test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others(kind: str, tmp_pa
     batch = {name: torch.stack([record[name] for record in data]) for name in data[0]}
     with torch.no_grad():
         together = float(trainer.compute_loss(model, batch))
-        alone = [float(trainer.compute_loss(model, {k: v[i : i + 1] for k, v in batch.items()})) for i in range(N)]
+        alone = [
+            float(trainer.compute_loss(model, {k: v[i : i + 1] for k, v in batch.items()}))
+            for i in range(N)
+        ]
     assert together == pytest.approx(sum(alone) / N, rel=1e-5)
     counted = [i for i in range(N) if alone[i]]
     own = {name: value[counted[0], None] for name, value in batch.items()}
@@ -255,11 +343,17 @@ def test_a_loss_of_your_own_is_shown_one_record_at_a_time(tmp_path: Path) -> Non
 
     model = bert()
     trainer = PrivateTrainer(
-        model, arguments(tmp_path, max_steps=3), train_dataset=records(), plan=full_plan(), compute_loss_func=own
+        model,
+        arguments(tmp_path, max_steps=3),
+        train_dataset=records(),
+        plan=full_plan(),
+        compute_loss_func=own,
     )
     trainer.train()
     assert set(shapes) == {((1, 2), (1,), None)}
-    torch.testing.assert_close(numbers(model), clipped_descent(bert(), records(), steps=3), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        numbers(model), clipped_descent(bert(), records(), steps=3), rtol=0, atol=1e-6
+    )
 
 
 # -- what is seen -----------------------------------------------------------------------------------------------------
@@ -275,26 +369,36 @@ class Seen(TrainerCallback):
 
 def poisson_plan(epsilon: float = 8.0) -> Any:
     budget = dp.Budget(epsilon, 1e-3, adjacency="add_remove")
-    return dp.ClippedSGD.plan(n=N, clip=0.5, budget=budget, sampling="poisson", batch_size=4, epochs=2, lr=0.5)
+    return dp.ClippedSGD.plan(
+        n=N, clip=0.5, budget=budget, sampling="poisson", batch_size=4, epochs=2, lr=0.5
+    )
 
 
 def _seen(folder: Path, data: Any) -> tuple[list[dict[str, float]], Any]:
     seen = Seen()
-    trainer = private_run(folder, bert(), data, poisson_plan(), callbacks=[seen], per_device_train_batch_size=2)
+    trainer = private_run(
+        folder, bert(), data, poisson_plan(), callbacks=[seen], per_device_train_batch_size=2
+    )
     output = trainer.train()
     assert math.isnan(output.training_loss)
-    assert seen.logs == [{k: v for k, v in line.items() if k != "step"} for line in trainer.state.log_history]
+    assert seen.logs == [
+        {k: v for k, v in line.items() if k != "step"} for line in trainer.state.log_history
+    ]
     return [*seen.logs, output.metrics, dataclasses.asdict(trainer.state)], trainer
 
 
 def test_nothing_private_is_logged(tmp_path: Path) -> None:
     def public(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         timed = ("train_runtime", "train_steps_per_second", "log_history")
-        return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+        return [
+            {name: value for name, value in line.items() if name not in timed} for line in lines
+        ]
 
     first, trainer = _seen(tmp_path, records())
     other, larger = _seen(tmp_path, records(N + 5, seed=8))
-    assert not any(name in line for line in [*first[:-1], *trainer.state.log_history] for name in NEVER)
+    assert not any(
+        name in line for line in [*first[:-1], *trainer.state.log_history] for name in NEVER
+    )
     assert public(first) == public(other)  # plan and ledger are all that they are made of
     assert first[-1]["total_flos"] == 0
     loader = larger.callback_handler.train_dataloader
@@ -319,7 +423,9 @@ def test_no_logged_epsilon_is_less_than_was_spent(tmp_path: Path) -> None:
 
 def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
     model, shown = bert(), []
-    trainer = private_run(tmp_path, model, eval_dataset=records(4), eval_strategy="steps", eval_steps=1)
+    trainer = private_run(
+        tmp_path, model, eval_dataset=records(4), eval_strategy="steps", eval_steps=1
+    )
     released = dp.ClippedSGD.released
 
     class Counted(dp.ClippedSGD):
@@ -336,7 +442,9 @@ def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
     assert shown == [1, 2, 3, 3]
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "answer")
     assert torch.equal(numbers(saved), answer)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.log_history[-3]["eval_loss"])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        trainer.state.log_history[-3]["eval_loss"]
+    )
     with pytest.raises(SequenceError, match="make a new PrivateTrainer"):
         trainer.train()
 
@@ -364,7 +472,9 @@ def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_arguments_without_a_private_counterpart_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_arguments_without_a_private_counterpart_are_refused(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
     name = "learning_rate" if "learning_rate" in wrong else next(iter(wrong))
     with pytest.raises(ValueError, match=f"{name}.* must be"):
         private_run(tmp_path, bert(), **wrong)
@@ -375,14 +485,18 @@ def test_a_trainer_with_a_sampler_of_its_own_is_refused(tmp_path: Path) -> None:
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return torch.utils.data.WeightedRandomSampler([1.0] * N, N)
 
-    with pytest.raises(UnknownSamplerError, match=r"_get_train_sampler must not be overridden.*Subset.*pos_weight"):
+    with pytest.raises(
+        UnknownSamplerError, match=r"_get_train_sampler must not be overridden.*Subset.*pos_weight"
+    ):
         Weighted(bert(), arguments(tmp_path), train_dataset=records(), plan=full_plan())
 
 
 def test_a_plan_is_made_of_the_arguments_or_given(tmp_path: Path) -> None:
     budget = dp.Budget(2.0, 1e-3)
     args = arguments(tmp_path, num_train_epochs=3)
-    trainer = PrivateTrainer(bert(), args, train_dataset=records(), budget=budget, n=N, clip=1.0, batch_size=4)
+    trainer = PrivateTrainer(
+        bert(), args, train_dataset=records(), budget=budget, n=N, clip=1.0, batch_size=4
+    )
     assert trainer.plan == dp.ClippedSGD.plan(
         budget=budget, n=N, clip=1.0, batch_size=4, lr=0.5, epochs=3, sampling="poisson"
     )
@@ -401,11 +515,18 @@ class Words:
 
     deprecation_warnings: dict[str, bool] = {}  # noqa: RUF012
 
-    def pad(self, features: list[dict[str, Any]], padding: Any = True, **options: Any) -> dict[str, Tensor]:
+    def pad(
+        self, features: list[dict[str, Any]], padding: Any = True, **options: Any
+    ) -> dict[str, Tensor]:
         longest = max(len(feature["input_ids"]) for feature in features)
         length = options["max_length"] if padding == "max_length" else longest
-        found = {k: [[*f[k], *[0] * (length - len(f[k]))] for f in features] for k in ("input_ids", "attention_mask")}
-        return {k: torch.tensor(v) for k, v in found.items()} | {"labels": torch.tensor([f["label"] for f in features])}
+        found = {
+            k: [[*f[k], *[0] * (length - len(f[k]))] for f in features]
+            for k in ("input_ids", "attention_mask")
+        }
+        return {k: torch.tensor(v) for k, v in found.items()} | {
+            "labels": torch.tensor([f["label"] for f in features])
+        }
 
 
 def test_batches_that_are_padded_to_their_longest_record_are_refused(tmp_path: Path) -> None:
@@ -414,7 +535,9 @@ def test_batches_that_are_padded_to_their_longest_record_are_refused(tmp_path: P
     for padding in (True, "max_length"):
         collate = DataCollatorWithPadding(Words(), padding=padding, max_length=LENGTH)
         args = arguments(tmp_path, max_steps=3, remove_unused_columns=False)
-        trainer = PrivateTrainer(bert(), args, train_dataset=data, plan=full_plan(), data_collator=collate)
+        trainer = PrivateTrainer(
+            bert(), args, train_dataset=data, plan=full_plan(), data_collator=collate
+        )
         if padding == "max_length":
             trainer.train()
             assert trainer.optimizer.steps == 3

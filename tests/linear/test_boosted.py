@@ -42,20 +42,32 @@ RECORDS = (
 
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(BOUND), "bound_y": TARGET, "dim": 2, "n": 4}
+    given = {
+        "loss": dp.losses.Squared(),
+        "preparation": Preparation(BOUND),
+        "bound_y": TARGET,
+        "dim": 2,
+        "n": 4,
+    }
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
 
 
-def released(given: LinearTask, plan: BoostedPlan, table: list[tuple[float, ...]], path: list[Tensor]) -> Tensor:
+def released(
+    given: LinearTask, plan: BoostedPlan, table: list[tuple[float, ...]], path: list[Tensor]
+) -> Tensor:
     """X'X in the coordinates that its noise is independent in, and the sum of each round at the iterate of a path."""
     rows = torch.tensor(table, dtype=torch.float64)
     records = make_records(given, rows[:, :2], rows[:, 2])
     gram = records.gram(records.weights)
     parts = [gram.diagonal() / plan.gram_std, gram[1:, 0] * math.sqrt(2) / plan.gram_std]
-    return torch.cat(parts + [plan.gradient(records, w.view(1, 2)).flatten() / plan.noise_std for w in path])
+    return torch.cat(
+        parts + [plan.gradient(records, w.view(1, 2)).flatten() / plan.noise_std for w in path]
+    )
 
 
-def moved(given: LinearTask, plan: BoostedPlan, rest: list[tuple[float, ...]], path: list[Tensor]) -> list[float]:
+def moved(
+    given: LinearTask, plan: BoostedPlan, rest: list[tuple[float, ...]], path: list[Tensor]
+) -> list[float]:
     """GDP levels of the joint release at that path, over neighbors."""
     with_it = [released(given, plan, [*rest, record], path) for record in RECORDS]
     if given.adjacency == "add_remove":
@@ -68,12 +80,19 @@ def moved(given: LinearTask, plan: BoostedPlan, rest: list[tuple[float, ...]], p
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @settings(max_examples=25)
 @examples(st.floats(0, 2 * math.pi), st.floats(0, 1))
-def test_no_record_moves_the_rounds_by_more_than_the_level(adjacency: str, angle: float, share: float) -> None:
+def test_no_record_moves_the_rounds_by_more_than_the_level(
+    adjacency: str, angle: float, share: float
+) -> None:
     given = task(adjacency)
     plan = plan_boosted(given, rounds=3)
-    point = share * plan.radius * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+    point = (
+        share * plan.radius * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+    )
     rest = [(0.0, 0.4, 1.0), (0.9, -0.1, -2.0), (-0.3, 0.9, 0.5)]
-    assert max(moved(given, plan, rest, [torch.zeros(2).double(), point, -point])) <= plan.own_event().mu
+    assert (
+        max(moved(given, plan, rest, [torch.zeros(2).double(), point, -point]))
+        <= plan.own_event().mu
+    )
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
@@ -94,7 +113,9 @@ def test_the_rounds_have_the_level_of_the_budget(adjacency: str, rounds: int) ->
     assert mu * (1 - 1e-12) < plan.event().mu <= mu
     assert plan.event().adjacencies == (adjacency,)
     sides = 2 if adjacency == "replace_one" else 1
-    parts = [math.sqrt(sides) * BOUND**2 / plan.gram_std] + [sides * plan.clip / plan.noise_std] * rounds
+    parts = [math.sqrt(sides) * BOUND**2 / plan.gram_std] + [
+        sides * plan.clip / plan.noise_std
+    ] * rounds
     assert mu * (1 - 1e-9) < math.hypot(*parts) <= mu
     assert parts[0] == pytest.approx(mu * math.sqrt(0.2))
 
@@ -123,8 +144,12 @@ def test_each_round_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_noise_of_the_matrix_is_not_rounded_down(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     eigh = torch.linalg.eigh
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64))
-    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: seen.append(matrix.clone()) or eigh(matrix))
+    monkeypatch.setattr(
+        DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
+    )
+    monkeypatch.setattr(
+        torch.linalg, "eigh", lambda matrix: seen.append(matrix.clone()) or eigh(matrix)
+    )
     given = task(dim=3)
     plan = plan_boosted(given)
     run(given, plan, torch.zeros(4, 3), torch.ones(4))
@@ -137,9 +162,13 @@ def test_the_noise_of_the_matrix_is_not_rounded_down(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("reg", [None, 7.0])
 @pytest.mark.parametrize("rounds", [1, 2, 9])
-def test_the_rounds_are_those_of_the_page(reg: float | None, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounds_are_those_of_the_page(
+    reg: float | None, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With noise of all ones times its std, on gradients; the loop is written literally, record by record."""
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64))
+    monkeypatch.setattr(
+        DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
+    )
     given = task(n=50, dim=3, reg=reg)
     plan = plan_boosted(given, rounds)
     draws = torch.Generator().manual_seed(rounds)
@@ -151,7 +180,9 @@ def test_the_rounds_are_those_of_the_page(reg: float | None, rounds: int, monkey
     noise = np.full((3, 3), math.sqrt(0.5)) + (1 - math.sqrt(0.5)) * np.eye(3)
     values, vectors = np.linalg.eigh(x.T @ x + plan.gram_std * noise)
     ridge = plan.gram_std * (math.sqrt(6) + 2.72) + (reg or 0.0)
-    inverse = np.linalg.inv(vectors @ np.diag(np.maximum(values, 0)) @ vectors.T + ridge * np.eye(3))
+    inverse = np.linalg.inv(
+        vectors @ np.diag(np.maximum(values, 0)) @ vectors.T + ridge * np.eye(3)
+    )
     w, later = np.zeros(3), []
     for t in range(rounds):
         total = np.full(3, -plan.noise_std) - (reg or 0.0) * w
@@ -183,7 +214,9 @@ def test_the_noise_of_rounds_is_for_residuals_and_not_for_the_bound_on_targets()
     assert min(Ridge(bound_y=40.0, **given).fit(X, y).score(X, y) for _ in range(10)) > 0.84
     near, far = (Ridge(bound_y=bound, **given).plan(4) for bound in (40.0, 400.0))
     assert near.noise_std == far.noise_std
-    near, far = (Ridge(bound_y=bound, mechanism="adassp", **given).plan(4) for bound in (40.0, 400.0))
+    near, far = (
+        Ridge(bound_y=bound, mechanism="adassp", **given).plan(4) for bound in (40.0, 400.0)
+    )
     assert far.constants.std_xty == pytest.approx(10 * near.constants.std_xty)
 
 

@@ -29,7 +29,13 @@ SOLVE = importlib.import_module("torch_dpsco.linear.solvers")
 
 
 def task(delta: float = 1e-6, **settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 1, "n": 4, "reg": 2.0}
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0),
+        "dim": 1,
+        "n": 4,
+        "reg": 2.0,
+    }
     return LinearTask(**(given | {"budget": dp.Budget(1.0, delta)} | settings))
 
 
@@ -77,12 +83,20 @@ def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.Mon
     exact = solve(build_objective(given, plan.reg, records), plan.distance / 10).w
     continuation = importlib.import_module("torch_dpsco.linear.solvers.newton")
     for error in (0.1, 1e9, math.nan):
-        monkeypatch.setattr(continuation, "newton", lambda smooth, start, distance, error=error: start + error)
+        monkeypatch.setattr(
+            continuation, "newton", lambda smooth, start, distance, error=error: start + error
+        )
         assert float((plan.solve(records) - exact).abs()) <= plan.distance * 1.1
 
 
 def test_a_loop_that_diverged_is_solved_from_zero() -> None:
-    for settings in ({}, {"radius": 0.3}, {"tilt": 1.0}, {"loss": dp.losses.Hinge()}, {"attack_radius": 0.5}):
+    for settings in (
+        {},
+        {"radius": 0.3},
+        {"tilt": 1.0},
+        {"loss": dp.losses.Hinge()},
+        {"attack_radius": 0.5},
+    ):
         given = task(**settings)
         plan = plan_output(given)
         records = make_records(given, *data(1.0))
@@ -156,11 +170,15 @@ def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, see
     draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant()
     one = replace(plan, noise_scale=scale).release(point, ledger, draws)
     draw = knorm_vector if given.budget.delta == 0 else gaussian_vector
-    assert torch.equal(one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius))
+    assert torch.equal(
+        one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius)
+    )
     if given.budget.delta:
         return point + gaussian_vector(RUNS, scale, draws)
     signs = torch.where(torch.rand(RUNS, generator=draws) < 0.5, -1.0, 1.0)
-    return point + scale * signs * torch.empty(RUNS, dtype=torch.float64).exponential_(generator=draws)
+    return point + scale * signs * torch.empty(RUNS, dtype=torch.float64).exponential_(
+        generator=draws
+    )
 
 
 def proved_loss(one: Tensor, other: Tensor, delta: float) -> float:
@@ -172,7 +190,9 @@ def proved_loss(one: Tensor, other: Tensor, delta: float) -> float:
             for hits in ((first > value, second > value), (first < value, second < value)):
                 often, rarely = (int(h.sum()) for h in hits)
                 low = stats.beta.ppf(level, often, RUNS - often + 1) if often else 0.0
-                high = stats.beta.ppf(1 - level, rarely + 1, RUNS - rarely) if rarely < RUNS else 1.0
+                high = (
+                    stats.beta.ppf(1 - level, rarely + 1, RUNS - rarely) if rarely < RUNS else 1.0
+                )
                 best = max(best, math.log(max(low - delta, 1e-300) / high))
     return best
 
@@ -183,16 +203,25 @@ def test_an_audit_catches_half_of_the_noise_and_passes_the_planned_one(delta: fl
     given = task(delta, reg=100.0, residual_clip=0.2)
     plan = plan_output(given)
     for scale, caught in ((plan.noise_scale, False), (plan.noise_scale / 2, True)):
-        one, other = (releases(given, plan, sign, scale, seed) for sign, seed in ((1.0, 5), (-1.0, 6)))
+        one, other = (
+            releases(given, plan, sign, scale, seed) for sign, seed in ((1.0, 5), (-1.0, 6))
+        )
         assert (proved_loss(one, other, delta) > 1.0) == caught
 
 
 def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
     """Public numbers decide, before there are data that could fail: smooth losses are refused, gaps are widened."""
     given = LinearTask(
-        loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=3, n=10**6, budget=dp.Budget(1.0, 1e-6), reg=1e4
+        loss=dp.losses.Logistic(),
+        preparation=Preparation(1.0),
+        dim=3,
+        n=10**6,
+        budget=dp.Budget(1.0, 1e-6),
+        reg=1e4,
     )
-    assert plan_output(given).distance * 1e4 == pytest.approx(1e-3 * plan_output(given).sensitivity * 1e4 / 2)
+    assert plan_output(given).distance * 1e4 == pytest.approx(
+        1e-3 * plan_output(given).sensitivity * 1e4 / 2
+    )
     with pytest.raises(ConditionError, match="rounding"):
         plan_output(replace(given, reg=1e-9))
     for loss, bound_y in ((dp.losses.Hinge(), None), (dp.losses.Pinball(0.5), 1.0)):

@@ -22,11 +22,24 @@ from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 BOUND, NAN = 1.5, math.nan
 MU = gaussian_mu(1.0, 1e-6)
-ROWS = ((BOUND, 0.0, 1.0), (0.0, -BOUND, -1.0), (9.0, 9.0, 1.0), (0.1, 0.2, -1.0), (NAN, 1.0, 1.0), (1.0, 1.0, 0.5))
+ROWS = (
+    (BOUND, 0.0, 1.0),
+    (0.0, -BOUND, -1.0),
+    (9.0, 9.0, 1.0),
+    (0.1, 0.2, -1.0),
+    (NAN, 1.0, 1.0),
+    (1.0, 1.0, 0.5),
+)
 
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
-    given = {"loss": Logistic(), "preparation": Preparation(BOUND), "dim": 2, "n": 4, "curvature": 0.5 * MU}
+    given = {
+        "loss": Logistic(),
+        "preparation": Preparation(BOUND),
+        "dim": 2,
+        "n": 4,
+        "curvature": 0.5 * MU,
+    }
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
 
 
@@ -37,7 +50,9 @@ def hessian(given: LinearTask, rows: list[tuple[float, ...]], at: torch.Tensor) 
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attain_it(adjacency: str) -> None:
+def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attain_it(
+    adjacency: str,
+) -> None:
     given, moved = task(adjacency), []
     points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (3.0, -1.0), (1e6, 1e6))]
     for point, one, other in product(points, ROWS, ROWS):
@@ -51,10 +66,15 @@ def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attai
 
 def test_the_hessian_is_charged_with_the_answer() -> None:
     """The delta is that of b and of both Gaussian releases beside it, at the budget's epsilon."""
-    plan, alone = plan_objective(task()), plan_objective(task(curvature=0.0, reg=plan_objective(task()).reg))
+    plan, alone = (
+        plan_objective(task()),
+        plan_objective(task(curvature=0.0, reg=plan_objective(task()).reg)),
+    )
     assert plan.noise_scale > alone.noise_scale
     constants = plan.reg, plan.task.lipschitz, plan.task.smoothness
-    spent = amp_delta_monotone(1.0, plan.noise_scale, *constants, math.hypot(0.01, 0.5 * MU), "add_remove")
+    spent = amp_delta_monotone(
+        1.0, plan.noise_scale, *constants, math.hypot(0.01, 0.5 * MU), "add_remove"
+    )
     assert 0.99e-6 <= spent <= 1e-6
     # one with the noise of an answer alone is charged more than the budget
     cheap = replace(plan, noise_scale=alone.noise_scale)
@@ -65,7 +85,9 @@ def test_the_hessian_is_charged_with_the_answer() -> None:
 
 def test_the_charge_is_no_less_than_that_of_a_gaussian_release_of_the_hessian_alone() -> None:
     curve = plan_objective(task(), charge="curve").event()
-    alone = plan_objective(replace(task(curvature=0.0), reg=plan_objective(task()).reg), charge="curve")
+    alone = plan_objective(
+        replace(task(curvature=0.0), reg=plan_objective(task()).reg), charge="curve"
+    )
     alone = replace(alone, noise_scale=plan_objective(task()).noise_scale).event()
     assert curve.orders == alone.orders
     for order, cost, without in zip(curve.orders, curve.values, alone.values, strict=True):
@@ -85,7 +107,9 @@ def test_the_hessian_is_that_at_the_answer(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ObjectivePlan, "output_scale", 5.0)
     answer = released(plan, rows)
     assert torch.equal(answer[2:].view(2, 2), hessian(plan.task, rows, answer[:2]))
-    assert not torch.allclose(answer[2:].view(2, 2), hessian(plan.task, rows, torch.zeros(2, dtype=torch.float64)))
+    assert not torch.allclose(
+        answer[2:].view(2, 2), hessian(plan.task, rows, torch.zeros(2, dtype=torch.float64))
+    )
 
 
 def test_the_noise_of_the_hessian_has_the_level_that_is_charged() -> None:
@@ -94,7 +118,9 @@ def test_the_noise_of_the_hessian_has_the_level_that_is_charged() -> None:
     given = task(dim=dim, n=1)
     plan = plan_objective(given)
     records = make_records(plan.task, torch.full((1, dim), NAN, dtype=torch.float64), torch.ones(1))
-    entries = plan.release(records, plan.ledger(), torch.Generator().manual_seed(2))[dim:].view(dim, dim)
+    entries = plan.release(records, plan.ledger(), torch.Generator().manual_seed(2))[dim:].view(
+        dim, dim
+    )
     assert torch.equal(entries, entries.T)
     std = hessian_sensitivity(BOUND**2 / 4, "add_remove") / given.curvature
     square = float((entries / std).square().sum())

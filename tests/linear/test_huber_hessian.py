@@ -29,12 +29,22 @@ ROWS = (
 
 
 def plan(adjacency: str = "add_remove", **settings: object) -> ObjectivePlan:
-    given = {"loss": Huber(threshold=THRESHOLD), "preparation": Preparation(BOUND), "dim": 2, "n": 4, "bound_y": TARGET}
+    given = {
+        "loss": Huber(threshold=THRESHOLD),
+        "preparation": Preparation(BOUND),
+        "dim": 2,
+        "n": 4,
+        "bound_y": TARGET,
+    }
     budget = dp.Budget(1.0, 1e-6, adjacency=adjacency)
-    return plan_objective(LinearTask(**(given | {"curvature": LEVEL, "budget": budget, "n_max": 8} | settings)))
+    return plan_objective(
+        LinearTask(**(given | {"curvature": LEVEL, "budget": budget, "n_max": 8} | settings))
+    )
 
 
-def sums(made: ObjectivePlan, rows: list[tuple[float, ...]], at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def sums(
+    made: ObjectivePlan, rows: list[tuple[float, ...]], at: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     made = replace(made, task=replace(made.task, n=len(rows)))
     return made._curvature(at, make_records(made.task, table[:, :2], table[:, 2]))
@@ -53,7 +63,8 @@ def test_no_record_moves_what_is_released_beside_by_more(adjacency: str) -> None
         squares.append(abs(float(change[1])))
         moved.append(
             math.hypot(
-                float(torch.linalg.matrix_norm(change[0])) / made.hessian_scale, squares[-1] / made.squares_scale
+                float(torch.linalg.matrix_norm(change[0])) / made.hessian_scale,
+                squares[-1] / made.squares_scale,
             )
         )
     assert 0.94 * LEVEL < max(moved) <= LEVEL * (1 + 1e-12)

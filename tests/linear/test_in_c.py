@@ -71,21 +71,32 @@ def check_images() -> None:
             finite = rows.isfinite().all(1)
             for prepare in maps(d):
                 table = of_map(rows, prepare)
-                images, expected = table.images(), rows.double() if prepare is None else prepare(rows)
+                images, expected = (
+                    table.images(),
+                    rows.double() if prepare is None else prepare(rows),
+                )
                 assert not images[~finite].any()
                 short = expected[finite].norm(dim=1) < 1e100  # what no map cuts may be longer
                 # a center that cancels leaves the rounding of what it is subtracted from
-                torch.testing.assert_close(images[finite][short], expected[finite][short], rtol=1e-13, atol=1e-14)
+                torch.testing.assert_close(
+                    images[finite][short], expected[finite][short], rtol=1e-13, atol=1e-14
+                )
                 known = rows.double().norm(dim=1).isfinite() if prepare is None else finite
                 assert torch.equal(table.norms.isfinite(), known)
                 for image, norm in zip(images.tolist(), table.norms.tolist(), strict=True):
                     square = sum((Fraction(value) ** 2 for value in image), Fraction(0))
                     if prepare is not None:
-                        bound = Fraction((prepare.then if isinstance(prepare, Chain) else prepare).bound)
+                        bound = Fraction(
+                            (prepare.then if isinstance(prepare, Chain) else prepare).bound
+                        )
                         assert square <= bound**2
                     if 1e-140 < norm < INF:
                         error = Fraction(gamma(table.width + 4))
-                        assert square * (1 - error) ** 2 <= Fraction(norm) ** 2 <= square * (1 + error) ** 2
+                        assert (
+                            square * (1 - error) ** 2
+                            <= Fraction(norm) ** 2
+                            <= square * (1 + error) ** 2
+                        )
 
 
 def check_isolation() -> None:
@@ -104,11 +115,15 @@ def check_isolation() -> None:
         assert torch.equal(of_map(spaced[:, 7:26], prepare).images(), images)
 
 
-def exact_gradient(rows: Tensor, targets: Tensor, limits: Tensor, weights: Tensor, point: Tensor) -> Tensor:
+def exact_gradient(
+    rows: Tensor, targets: Tensor, limits: Tensor, weights: Tensor, point: Tensor
+) -> Tensor:
     """Returns the gradient to 50 digits, rounded."""
     with mpmath.workdps(50):
         total = [mpmath.mpf(0)] * rows.shape[1]
-        for x, y, limit, weight in zip(*(part.tolist() for part in (rows, targets, limits, weights)), strict=True):
+        for x, y, limit, weight in zip(
+            *(part.tolist() for part in (rows, targets, limits, weights)), strict=True
+        ):
             margin = y * mpmath.fdot(x, point.tolist())
             slope = -y / (1 + mpmath.exp(margin))
             slope = weight * max(-mpmath.mpf(limit), min(mpmath.mpf(limit), slope))
@@ -129,12 +144,18 @@ def check_logistic() -> None:
                 objective = LinearObjective(loss, records, reg=0.0, normalizer=1.0)
                 point = torch.full((d,), size / math.sqrt(d), dtype=DOUBLE)
                 value, gradient = objective.value_and_gradient(point)
-                of_rows = loss.of_norms(records.norms) if isinstance(loss, ResidualClipped) else loss
+                of_rows = (
+                    loss.of_norms(records.norms) if isinstance(loss, ResidualClipped) else loss
+                )
                 limits = getattr(of_rows, "limits", torch.full((n,), INF, dtype=DOUBLE))
                 exact = exact_gradient(rows, targets, limits, weights, point)
-                assert float((gradient - exact).norm()) <= objective.gradient_error(point) + 1e-16 * n
+                assert (
+                    float((gradient - exact).norm()) <= objective.gradient_error(point) + 1e-16 * n
+                )
                 scores = rows @ point
-                assert value == pytest.approx(float(weights @ of_rows.value(scores, targets)), rel=1e-12)
+                assert value == pytest.approx(
+                    float(weights @ of_rows.value(scores, targets)), rel=1e-12
+                )
                 curvatures = weights * of_rows.second_derivative(scores, targets)
                 hessian = rows.T @ (curvatures.unsqueeze(1) * rows)
                 torch.testing.assert_close(objective.hessian(point), hessian, rtol=1e-9, atol=1e-12)
@@ -165,9 +186,13 @@ def check_null_records() -> None:
     point, found = torch.arange(6, dtype=DOUBLE) / 7, []
     for odd in (1.0, NAN, INF, 1.7e308):
         rows[[9, 33, 39]] = odd
-        objective = LinearObjective(Logistic(), Records(rows, targets, weights), reg=0.1, normalizer=1.0)
+        objective = LinearObjective(
+            Logistic(), Records(rows, targets, weights), reg=0.1, normalizer=1.0
+        )
         value, gradient = objective.value_and_gradient(point)
-        found.append(torch.cat([gradient, torch.tensor([value]), objective.hessian(point).flatten()]))
+        found.append(
+            torch.cat([gradient, torch.tensor([value]), objective.hessian(point).flatten()])
+        )
     assert found[0].isfinite().all()
     assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -191,7 +216,14 @@ def check_rows_that_change() -> None:
             assert float(gradient.norm()) <= 0.5 * float(norms.sum()) * (1 + 1e-12)
 
 
-ALL = (check_images, check_isolation, check_logistic, check_gram, check_null_records, check_rows_that_change)
+ALL = (
+    check_images,
+    check_isolation,
+    check_logistic,
+    check_gram,
+    check_null_records,
+    check_rows_that_change,
+)
 
 
 @pytest.mark.parametrize("check", ALL)
@@ -208,7 +240,9 @@ def test_c_and_torch_certify_the_same_gradient(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(native, "_found", lambda: (None, "off"))
         records = Records(rows, targets, prepare=maps(7)[-1])
         assert records.in_c is available
-        objective = LinearObjective(ResidualClipped(Logistic(), 0.3), records, reg=1.0, normalizer=1.0)
+        objective = LinearObjective(
+            ResidualClipped(Logistic(), 0.3), records, reg=1.0, normalizer=1.0
+        )
         found.append((*objective.value_and_gradient(point), objective.gradient_error(point)))
     (value, gradient, error), (other, theirs, beside) = found
     assert value == pytest.approx(other, rel=1e-12)
@@ -219,11 +253,15 @@ def test_c_and_torch_certify_the_same_gradient(monkeypatch: pytest.MonkeyPatch):
 def test_columns_of_a_table_are_read_as_rows():
     rows = rows_of(50, 6)
     for prepare in maps(6):
-        one, other = (Records(part, torch.ones(50), prepare=prepare) for part in (rows, rows.T.contiguous().T))
+        one, other = (
+            Records(part, torch.ones(50), prepare=prepare) for part in (rows, rows.T.contiguous().T)
+        )
         assert one.in_c
         assert other.in_c
         assert torch.equal(one.norms, other.norms)
-        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True))
+        assert all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -237,13 +275,19 @@ def test_columns_of_a_table_are_read_as_rows():
     ],
 )
 def test_only_rows_side_by_side_make_a_table(rows: Tensor):
-    with pytest.raises(ValueError, match="rows must be float32 or float64 of the CPU, side by side"):
+    with pytest.raises(
+        ValueError, match="rows must be float32 or float64 of the CPU, side by side"
+    ):
         native.Table(rows, [1.0] * 11)
 
 
 def test_memory_of_another_kind_is_refused():
     table = of_map(rows_of(4, 3), Preparation(1.0))
-    columns, point, weights = torch.ones(5, 4, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE), torch.ones(4, dtype=DOUBLE)
+    columns, point, weights = (
+        torch.ones(5, 4, dtype=DOUBLE),
+        torch.ones(3, dtype=DOUBLE),
+        torch.ones(4, dtype=DOUBLE),
+    )
     refused = [
         lambda: native.Table(rows_of(4, 3), [1.0] * 10),
         lambda: table.logistic(columns[:4], point, 4),
@@ -327,11 +371,15 @@ MUTATIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
-def test_a_wrong_kernel_is_caught(name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_kernel_is_caught(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wrong = found_by(ALL, changed(name, MUTATIONS), tmp_path, monkeypatch)
     assert bool(wrong) == (name is not None), wrong
 
 
-def test_the_kernel_without_special_instructions_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_without_special_instructions_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     text = SOURCE.read_text().replace("#if defined(__x86_64__)", "#if 0")
     assert not found_by(ALL, text, tmp_path, monkeypatch)

@@ -81,7 +81,9 @@ def test_noise_costs_no_more_than_the_bound(loss, delta):
     mean = LinearObjective(loss, X, torch.sign(X[:, 0] + 0.3), reg=0.0, normalizer=300.0)
     w = torch.tensor([1.0, -0.5, 0.2, 0.0, 0.3, 0.0]).double()
     draw = knorm_vector if delta == 0 else gaussian_vector
-    moved = [mean.value(w + draw(6, plan.noise_scale, generator)) - mean.value(w) for _ in range(400)]
+    moved = [
+        mean.value(w + draw(6, plan.noise_scale, generator)) - mean.value(w) for _ in range(400)
+    ]
     limit = _risk(given, plan, 2.0) - plan.reg / given.n / 2 * (5.0 / 2.0) ** 2
     assert 0 < sum(moved) / 400 < limit
 

@@ -30,7 +30,9 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
 
 
-def last_iterate(given: LinearTask, plan: NoisyGDPlan, rows: Tensor, targets: Tensor, seed: int = 0) -> Tensor:
+def last_iterate(
+    given: LinearTask, plan: NoisyGDPlan, rows: Tensor, targets: Tensor, seed: int = 0
+) -> Tensor:
     records = make_records(given, rows, targets)
     return plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
 
@@ -46,7 +48,9 @@ def shrinking(plan: NoisyGDPlan) -> float:
 
 def std_of_the_last_iterate(plan: NoisyGDPlan) -> float:
     steps = range(plan.steps)
-    return plan.lr * plan.noise_std * math.sqrt(math.fsum(shrinking(plan) ** (2 * k) for k in steps))
+    return (
+        plan.lr * plan.noise_std * math.sqrt(math.fsum(shrinking(plan) ** (2 * k) for k in steps))
+    )
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
@@ -60,7 +64,10 @@ def test_a_chain_that_attains_the_bound_has_the_level_of_the_budget(
     ups = torch.tensor([1e9, 1e9, 1e9])
     changed = {"add_remove": ups[:2], "replace_one": ups * torch.tensor([1.0, 1.0, -1.0])}
     other = changed.get(adjacency, torch.tensor([1e9, 1e9, math.nan]))
-    ends = [last_iterate(given, plan, torch.ones(len(t), 1, dtype=torch.float64), t) for t in (ups, other)]
+    ends = [
+        last_iterate(given, plan, torch.ones(len(t), 1, dtype=torch.float64), t)
+        for t in (ups, other)
+    ]
     level = float((ends[0] - ends[1]).abs()) / std_of_the_last_iterate(plan)
     assert level <= plan.event().mu
     assert level > 0.999 * plan.event().mu
@@ -84,7 +91,9 @@ def test_a_step_without_its_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     for missing in range(6):
         count = iter(range(6))
 
-        def forgetful(dim: int, std: float, generator: torch.Generator, count=count, missing=missing) -> Tensor:
+        def forgetful(
+            dim: int, std: float, generator: torch.Generator, count=count, missing=missing
+        ) -> Tensor:
             return gaussian_vector(dim, std if next(count) != missing else 0.0, generator)
 
         monkeypatch.setattr(DRAW, forgetful)
@@ -121,7 +130,9 @@ def test_iterates_stay_in_the_ball(radius: float, monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr("torch_dpsco.linear.noisy_gd.project", watched)
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator))
+    monkeypatch.setattr(
+        DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator)
+    )
     last_iterate(given, plan, torch.ones(3, 3), torch.ones(3))
     assert len(norms) == 20
     assert max(norms) <= plan.radius * (1 + 1e-12)
@@ -131,11 +142,16 @@ def test_a_step_contracts_as_promised_on_every_data_set(monkeypatch: pytest.Monk
     """Two points, one data set, one step: the distance shrinks by the c that the level rests on."""
     monkeypatch.setattr(DRAW, silent)
     rows = torch.tensor([[3.0, 1.0], [0.2, -0.1], [-1.0, 5.0], [math.nan, 0.0], [0.0, -9.0]])
-    for loss in ({"loss": dp.losses.Logistic(), "bound_y": None}, {"loss": dp.losses.Huber(1.0), "bound_y": 1.0}):
+    for loss in (
+        {"loss": dp.losses.Logistic(), "bound_y": None},
+        {"loss": dp.losses.Huber(1.0), "bound_y": 1.0},
+    ):
         for residual_clip in (None, 0.3):
             given = task(dim=2, residual_clip=residual_clip, reg=0.3, **loss)
             plan = plan_noisy_gd(given, 1)
-            objective = build_objective(given, plan.reg, make_records(given, rows, torch.tensor([1.0, -1, 1, 1, 1])))
+            objective = build_objective(
+                given, plan.reg, make_records(given, rows, torch.tensor([1.0, -1, 1, 1, 1]))
+            )
             beta = 2 / plan.lr - plan.reg
             assert objective.smoothness <= beta * (1 + 1e-12)
             promised = (beta - plan.reg) / (beta + plan.reg)
@@ -143,7 +159,9 @@ def test_a_step_contracts_as_promised_on_every_data_set(monkeypatch: pytest.Monk
             for size in (1e-3, 1.0, 30.0):
                 one, other = (size * torch.randn(2, 2, generator=draws)).double()
                 moved = [w - plan.lr * objective.value_and_gradient(w)[1] for w in (one, other)]
-                assert float((moved[0] - moved[1]).norm()) <= promised * float((one - other).norm()) * (1 + 1e-9)
+                assert float((moved[0] - moved[1]).norm()) <= promised * float(
+                    (one - other).norm()
+                ) * (1 + 1e-9)
 
 
 def test_rounding_is_in_the_sensitivity_of_a_noisy_step() -> None:
@@ -160,10 +178,14 @@ def test_rounding_is_in_the_sensitivity_of_a_noisy_step() -> None:
     computed = build_objective(given, plan.reg, records).value_and_gradient(point)[1]
     prepared = torch.cat([block for _, block in records.blocks()])
     slopes = given.loss.derivative(prepared @ point, labels.double())
-    exact = [math.fsum((slopes * prepared[:, k]).tolist()) + plan.reg * float(point[k]) for k in range(2)]
+    exact = [
+        math.fsum((slopes * prepared[:, k]).tolist()) + plan.reg * float(point[k]) for k in range(2)
+    ]
     error = float((computed - torch.tensor(exact, dtype=torch.float64)).norm())
     assert 0 < 2 * error <= allowed
-    most = gradient_rounding(count, 2, lipschitz=1.0, smoothness=0.25, reg=5.0, norm=plan.radius, weight=count)
+    most = gradient_rounding(
+        count, 2, lipschitz=1.0, smoothness=0.25, reg=5.0, norm=plan.radius, weight=count
+    )
     assert allowed > 2 * most * (1 - 1e-3)
 
 
@@ -195,7 +217,9 @@ def test_all_steps_of_a_run_with_momentum_are_charged(adjacency: str) -> None:
     assert level <= plan.event().mu <= level * (1 + 1e-6)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
     # a regularizer lets the last iterate forget, not the sums
-    assert dataclasses.replace(plan, task=dataclasses.replace(plan.task, reg=50.0)).event().mu >= level
+    assert (
+        dataclasses.replace(plan, task=dataclasses.replace(plan.task, reg=50.0)).event().mu >= level
+    )
     # the last iterate alone would be cheaper at the same noise, and is not what is charged
     alone = plan_noisy_gd(task(adjacency, dim=2, n=500, n_max=500, reg=50.0), steps=30)
     assert dataclasses.replace(alone, noise_std=plan.noise_std).event().mu < plan.event().mu
@@ -205,9 +229,17 @@ def test_a_run_with_momentum_is_the_loop_of_its_docstring() -> None:
     given = task(reg=None, dim=2, n=50, n_max=50, loss=dp.losses.Huber(1.0), bound_y=3.0)
     plan = dataclasses.replace(plan_noisy_gd(given, steps=9, released="all"), momentum=0.7)
     draws = torch.Generator().manual_seed(4)
-    rows, targets = torch.randn(50, 2, generator=draws).double() * 0.3, torch.randn(50, generator=draws).double()
+    rows, targets = (
+        torch.randn(50, 2, generator=draws).double() * 0.3,
+        torch.randn(50, generator=draws).double(),
+    )
     found = last_iterate(given, plan, rows, targets, seed=7)
-    noise, w, moved, later = torch.Generator().manual_seed(7), torch.zeros(2).double(), torch.zeros(2).double(), []
+    noise, w, moved, later = (
+        torch.Generator().manual_seed(7),
+        torch.zeros(2).double(),
+        torch.zeros(2).double(),
+        [],
+    )
     for step in range(9):
         slopes = -(targets - rows @ w).clamp(-1.0, 1.0)
         gradient = slopes @ rows + gaussian_vector(2, plan.noise_std, noise)
@@ -221,7 +253,13 @@ def test_a_run_with_momentum_is_the_loop_of_its_docstring() -> None:
 def test_more_noise_shortens_the_way() -> None:
     momenta, steps = [], []
     for epsilon in (0.05, 0.2, 1.0, 5.0):
-        given = task(reg=None, dim=20, n=5000, n_max=10_000, budget=dp.Budget(epsilon, 1e-6, adjacency="add_remove"))
+        given = task(
+            reg=None,
+            dim=20,
+            n=5000,
+            n_max=10_000,
+            budget=dp.Budget(epsilon, 1e-6, adjacency="add_remove"),
+        )
         plan = plan_noisy_gd(given, released="all")
         momenta.append(plan.momentum), steps.append(plan.steps)
     assert momenta == sorted(momenta)

@@ -39,9 +39,13 @@ LOSSES: dict[str, dict[str, object]] = {
 
 
 @lru_cache
-def planned(name: str, adjacency: str, delta: float, reg: float | None = None) -> tuple[LinearTask, ObjectivePlan]:
+def planned(
+    name: str, adjacency: str, delta: float, reg: float | None = None
+) -> tuple[LinearTask, ObjectivePlan]:
     budget = dp.Budget(1.0, delta, adjacency=adjacency)
-    task = LinearTask(preparation=Preparation(1.0), dim=1, n=3, budget=budget, reg=reg, **LOSSES[name])
+    task = LinearTask(
+        preparation=Preparation(1.0), dim=1, n=3, budget=budget, reg=reg, **LOSSES[name]
+    )
     return task, plan_objective(task)
 
 
@@ -106,7 +110,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "adjacency", "reg"), CASES)
-def test_neighbors_are_told_apart_by_no_more_than_delta(name: str, adjacency: str, reg: float | None) -> None:
+def test_neighbors_are_told_apart_by_no_more_than_delta(
+    name: str, adjacency: str, reg: float | None
+) -> None:
     task, plan = planned(name, adjacency, DELTA, reg)
     realized = realized_delta(task, plan)
     assert realized <= DELTA
@@ -121,7 +127,10 @@ def test_errors_of_the_solver_are_covered_by_the_noise_on_the_answer() -> None:
     points = round(2 * 7.6 * plan.noise_scale / plan.reg / plan.output_scale * 3)
     grid = grid_of(plan, points)
     shift = math.ceil(plan.distance / (grid[1] - grid[0]))
-    one, other = (np.exp(log_density(task, plan, data, grid)) for data in neighbors("add_remove", (1.0, -1.0))[0])
+    one, other = (
+        np.exp(log_density(task, plan, data, grid))
+        for data in neighbors("add_remove", (1.0, -1.0))[0]
+    )
     without, found = hockey_stick(one, other, grid), []
     for sign in (shift, -shift):  # in opposite directions
         moved = [
@@ -134,13 +143,19 @@ def test_errors_of_the_solver_are_covered_by_the_noise_on_the_answer() -> None:
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
 @pytest.mark.parametrize("name", ["clipped logistic", "smoothed hinge", "huber"])
-def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(name: str, adjacency: str) -> None:
+def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(
+    name: str, adjacency: str
+) -> None:
     task = planned(name, "add_remove", 0.0)[0]  # any: what is charged depends on the noise alone
     noise, smoothness, lipschitz = 4.0, task.smoothness, task.lipschitz
     for reg in (0.5, 100.0):
-        curve = objective_curve(noise, reg, lipschitz, smoothness, monotone=task.monotone, adjacency=adjacency)
+        curve = objective_curve(
+            noise, reg, lipschitz, smoothness, monotone=task.monotone, adjacency=adjacency
+        )
         pure, plan = planned(name, adjacency, 0.0)
-        plan = replace(plan, task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg), noise_scale=noise)
+        plan = replace(
+            plan, task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg), noise_scale=noise
+        )
         grid, shares = np.linspace(-60 * noise / reg, 60 * noise / reg, 30_001), []
         for pair in neighbors(adjacency, (2.0, -2.0) if task.bound_y else (1.0, -1.0)):
             laws = [log_density(pure, plan, data, grid) for data in pair]

@@ -35,7 +35,9 @@ class Listed:
         return [function(iter(part)) for part in self.parts]
 
 
-def partitioned(given: Any, features: Tensor, targets: Tensor, sizes: Iterable[int]) -> PartitionedRecords:
+def partitioned(
+    given: Any, features: Tensor, targets: Tensor, sizes: Iterable[int]
+) -> PartitionedRecords:
     parts = [
         [(x, y, torch.ones(len(y), dtype=torch.float64))]
         for x, y in zip(features.split(list(sizes)), targets.split(list(sizes)), strict=True)
@@ -67,11 +69,17 @@ def merged(depths: Iterable[int]) -> int:
 
 def additions(sizes: list[int], rows: int) -> int:
     """What a term passes through where partitions of these sizes are summed in blocks of so many rows."""
-    within = [merged(min(rows, size - start) for start in range(0, size, rows)) for size in sizes if size]
+    within = [
+        merged(min(rows, size - start) for start in range(0, size, rows)) for size in sizes if size
+    ]
     return merged(within)
 
 
-SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 1500), st.integers(510, 515)), min_size=1, max_size=40)
+SIZES = st.lists(
+    st.one_of(st.integers(0, 3), st.integers(0, 1500), st.integers(510, 515)),
+    min_size=1,
+    max_size=40,
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,7 +151,11 @@ def test_no_record_in_partitions_moves_a_gradient_by_more_than_planned(sizes, la
     joined = torch.cat([torch.full((1, DIM), label * 1e6), features])
     labels = torch.cat([torch.tensor([-label]), torch.ones(40)])
     most = 0.0
-    for w in (torch.zeros(DIM + 1), torch.full((DIM + 1,), 30.0), torch.tensor([9.0, -3.0, 1.0, -40.0])):
+    for w in (
+        torch.zeros(DIM + 1),
+        torch.full((DIM + 1,), 30.0),
+        torch.tensor([9.0, -3.0, 1.0, -40.0]),
+    ):
         one, other = (
             build_objective(plan.task, plan.reg, records).value_and_gradient(w.double())[1]
             for records in (
@@ -178,7 +190,9 @@ def test_no_record_comes_back():
     seen: list[Any] = []
     raw = two()._partitions
     inner = raw._partitions
-    raw._partitions = type("Seen", (), {"run": lambda self, function: seen.extend(inner.run(function)) or seen[-2:]})()
+    raw._partitions = type(
+        "Seen", (), {"run": lambda self, function: seen.extend(inner.run(function)) or seen[-2:]}
+    )()
     records = PartitionedRecords(raw, lambda part: make_records(task(), *part))
     records.sum(lambda part: (part.gram(part.weights),))
     assert records.thinned(records.thinning(16)) is records

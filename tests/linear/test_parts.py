@@ -27,13 +27,22 @@ def blocks_of(features: Tensor, targets: Tensor, size: int) -> RawBlocks:
         yield features[:0], targets[:0], torch.ones(0, dtype=torch.float64)
         for start in range(0, len(features), size):
             rows = slice(start, start + size)
-            yield features[rows], targets[rows], torch.ones(len(features[rows]), dtype=torch.float64)
+            yield (
+                features[rows],
+                targets[rows],
+                torch.ones(len(features[rows]), dtype=torch.float64),
+            )
 
     return RawBlocks(read)
 
 
 def task(**changes: object) -> LinearTask:
-    numbers = {"loss": Logistic(), "n": 1000, "budget": dp.Budget(1.0, 1e-5, adjacency="add_remove"), **changes}
+    numbers = {
+        "loss": Logistic(),
+        "n": 1000,
+        "budget": dp.Budget(1.0, 1e-5, adjacency="add_remove"),
+        **changes,
+    }
     return LinearTask(preparation=Preparation(1.0, intercept=0.5), dim=DIM, **numbers)  # type: ignore[arg-type]
 
 
@@ -48,8 +57,15 @@ def sums_of(records: base.Records) -> tuple[Tensor, ...]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(count=st.integers(0, 90), size=st.integers(1, 20), blocks=st.sampled_from([1, 2, 4, 8]), seed=st.integers(0, 99))
-def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(count, size, blocks, seed):
+@given(
+    count=st.integers(0, 90),
+    size=st.integers(1, 20),
+    blocks=st.sampled_from([1, 2, 4, 8]),
+    seed=st.integers(0, 99),
+)
+def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(
+    count, size, blocks, seed
+):
     features = torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed)) * 1e3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_BLOCK_ROWS", 2)
@@ -87,7 +103,11 @@ def test_no_record_in_blocks_moves_a_gradient_by_more_than_planned(place, label)
     joined = torch.cat([features[:place], row, features[place:]])
     labels = torch.cat([signs[:place], torch.tensor([-label]), signs[place:]])
     most = 0.0
-    for w in (torch.zeros(DIM + 1), torch.full((DIM + 1,), 30.0), torch.tensor([9.0, -3.0, 1.0, -40.0])):
+    for w in (
+        torch.zeros(DIM + 1),
+        torch.full((DIM + 1,), 30.0),
+        torch.tensor([9.0, -3.0, 1.0, -40.0]),
+    ):
         one, other = (
             build_objective(
                 plan.task, plan.reg, make_parted_records(plan.task, blocks_of(*data, 9))
@@ -109,7 +129,9 @@ def test_no_record_in_blocks_moves_a_clipped_sum_by_more_than_the_clip(target):
     extra = torch.cat([torch.full((1, DIM), 1e5), features])
     w = torch.full((1, DIM + 1), -target * 1e4, dtype=torch.float64)
     sums = [
-        plan.gradient(make_parted_records(given, blocks_of(rows, torch.full((len(rows),), target), 4)), w)
+        plan.gradient(
+            make_parted_records(given, blocks_of(rows, torch.full((len(rows),), target), 4)), w
+        )
         for rows in (features, extra)
     ]
     moved = float(torch.linalg.vector_norm(sums[0] - sums[1]))

@@ -30,7 +30,9 @@ NAN, INF = math.nan, math.inf
 SOFTMAX = {"loss": dp.losses.SoftmaxCrossEntropy(CLASSES)}
 LOGISTIC = {"loss": dp.losses.Logistic(), "residual_clip": 0.3}
 SQUARED = {"loss": dp.losses.Squared(), "bound_y": 2.0}
-KINDS = pytest.mark.parametrize("kind", [SOFTMAX, LOGISTIC, SQUARED], ids=["classes", "signs", "real"])
+KINDS = pytest.mark.parametrize(
+    "kind", [SOFTMAX, LOGISTIC, SQUARED], ids=["classes", "signs", "real"]
+)
 # (x1, x2, target, weight): the target is that of a sign, rounded to a class, or real
 RECORDS = (
     (BOUND, 0.0, 1.0, 1.0),
@@ -78,7 +80,9 @@ def silent(dim: int, std: float, generator: torch.Generator) -> Tensor:
 
 
 def release(plan: PreconditionedGDPlan, records: object, seed: int = 0) -> Tensor:
-    return plan.release(records, dp.Accountant(plan.task.budget), torch.Generator().manual_seed(seed))
+    return plan.release(
+        records, dp.Accountant(plan.task.budget), torch.Generator().manual_seed(seed)
+    )
 
 
 # -- one record -------------------------------------------------------------------------------------------------------
@@ -89,7 +93,10 @@ def moved(given: LinearTask, plan: PreconditionedGDPlan) -> tuple[float, float]:
     shared = [(0.0, 0.4, 1.0, 1.0), (0.9, -0.1, -1.0, 0.7), (-0.3, 0.9, 2.0, 1.0)]
     with_it = [[*shared, record] for record in (*RECORDS, NULL)]
     rows = [shared, *with_it] if given.adjacency == "add_remove" else [[*shared, NULL], *with_it]
-    data, pairs = [records_of(given, one) for one in rows], [(0, other) for other in range(1, len(rows))]
+    data, pairs = (
+        [records_of(given, one) for one in rows],
+        [(0, other) for other in range(1, len(rows))],
+    )
     if given.adjacency == "replace_one":
         pairs = list(permutations(range(len(rows)), 2))
 
@@ -112,7 +119,9 @@ def test_no_record_moves_a_preconditioned_step_by_more_than_the_clip(
 ) -> None:
     """What is measured takes its share of the level: what is left is that of the steps."""
     private = intercept == "measured"
-    prepare = measured(kind) if private else {"preparation": Preparation(BOUND, intercept=intercept)}
+    prepare = (
+        measured(kind) if private else {"preparation": Preparation(BOUND, intercept=intercept)}
+    )
     given = task(adjacency, **kind, **prepare)
     plan, sides = plan_preconditioned_gd(given), 1 + (adjacency == "replace_one")
     gram, gradient = moved(given, plan)
@@ -125,7 +134,11 @@ def test_no_record_moves_a_preconditioned_step_by_more_than_the_clip(
     assert (0.8 if intercept else 0.99) * own.mu < spent <= own.mu
     assert own.adjacencies == (adjacency,)
     assert (0.05 if private else 0.0) <= given.measured
-    assert gaussian_mu(1.0, 1e-6) * (1 - 1e-13) < math.hypot(own.mu, given.measured) <= gaussian_mu(1.0, 1e-6)
+    assert (
+        gaussian_mu(1.0, 1e-6) * (1 - 1e-13)
+        < math.hypot(own.mu, given.measured)
+        <= gaussian_mu(1.0, 1e-6)
+    )
 
 
 def test_a_step_that_does_not_clip_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +154,17 @@ def test_null_records_change_no_bit_of_a_gradient(kind: dict[str, object]) -> No
     given = task(**kind, n=8)
     plan, rows = plan_preconditioned_gd(given), [(0.3, 0.4, 1.0, 1.0), (0.9, -0.1, 1.0, 0.7)]
     w = torch.full((given.num_scores, 2), plan.radius / 9, dtype=torch.float64)
-    for null in (NULL, (1.0, INF, 1.0, 1.0), (1.0, 1.0, NAN, 1.0), (1.0, 1.0, 1.0, NAN), (1.0, 1.0, 1.0, 0.0)):
+    for null in (
+        NULL,
+        (1.0, INF, 1.0, 1.0),
+        (1.0, 1.0, NAN, 1.0),
+        (1.0, 1.0, 1.0, NAN),
+        (1.0, 1.0, 1.0, 0.0),
+    ):
         with_it = plan.gradient(records_of(given, [*rows, null]), w)
-        torch.testing.assert_close(with_it, plan.gradient(records_of(given, rows), w), rtol=1e-14, atol=0)
+        torch.testing.assert_close(
+            with_it, plan.gradient(records_of(given, rows), w), rtol=1e-14, atol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,22 +176,36 @@ def test_null_records_change_no_bit_of_a_gradient(kind: dict[str, object]) -> No
         (SQUARED, plan_boosted),
     ],
 )
-def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(kind: dict[str, object], planner: Any) -> None:
+def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(
+    kind: dict[str, object], planner: Any
+) -> None:
     count = 3000
     given = task(n=count, n_max=count, **kind)
     plan = planner(given)
     gram, gradient = plan._moves
     rows = torch.randn(count, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    targets = torch.arange(count) % 3 if given.num_scores > 1 else torch.where(torch.arange(count) % 3 == 0, -1.0, 1.0)
+    targets = (
+        torch.arange(count) % 3
+        if given.num_scores > 1
+        else torch.where(torch.arange(count) % 3 == 0, -1.0, 1.0)
+    )
     records = make_records(given, rows, targets)
     prepared = torch.cat([block for _, block in records.blocks()])
-    w = torch.randn(given.num_scores, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    w = torch.randn(
+        given.num_scores, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     for point in (w, w * plan.radius / w.norm()):
-        slopes = given.loss.derivative((prepared @ point.T).squeeze(1), records.targets).view(count, -1)
+        slopes = given.loss.derivative((prepared @ point.T).squeeze(1), records.targets).view(
+            count, -1
+        )
         limits = plan.clip * (1 - 1e-9) / prepared.norm(dim=1)
         slopes = slopes * (limits / slopes.norm(dim=1)).clamp(max=1.0).unsqueeze(1)
-        exact = [[math.fsum((slope * column).tolist()) for column in prepared.T] for slope in slopes.T]
-        error = float((plan.gradient(records, point) - torch.tensor(exact, dtype=torch.float64)).norm())
+        exact = [
+            [math.fsum((slope * column).tolist()) for column in prepared.T] for slope in slopes.T
+        ]
+        error = float(
+            (plan.gradient(records, point) - torch.tensor(exact, dtype=torch.float64)).norm()
+        )
         assert 0 < 2 * error <= gradient - plan.clip
     exact = [[math.fsum((one * other).tolist()) for one in prepared.T] for other in prepared.T]
     error = float((records.gram(records.weights) - torch.tensor(exact, dtype=torch.float64)).norm())
@@ -202,22 +237,31 @@ def test_the_level_of_a_run_is_that_of_all_its_releases(
 WIDE = 600
 
 
-def noise_of_the_answer(plan: PreconditionedGDPlan, monkeypatch: pytest.MonkeyPatch, missing: int = -1) -> float:
+def noise_of_the_answer(
+    plan: PreconditionedGDPlan, monkeypatch: pytest.MonkeyPatch, missing: int = -1
+) -> float:
     """Chi-square statistic of the answer on null records, X'X without noise: (K - 1) WIDE degrees of freedom."""
     calls = iter(range(-1, plan.steps))
 
     def drawn(dim: int, std: float, generator: torch.Generator) -> Tensor:
         call = next(calls)
-        return silent(dim, std, generator) if call in (-1, missing) else gaussian_vector(dim, std, generator)
+        return (
+            silent(dim, std, generator)
+            if call in (-1, missing)
+            else gaussian_vector(dim, std, generator)
+        )
 
     monkeypatch.setattr(DRAW, drawn)
     zero = torch.zeros(WIDE, dtype=torch.float64)
-    monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (zero, torch.eye(WIDE, dtype=torch.float64)))
+    monkeypatch.setattr(
+        torch.linalg, "eigh", lambda gram: (zero, torch.eye(WIDE, dtype=torch.float64))
+    )
     records = make_records(plan.task, torch.zeros(4, WIDE), torch.zeros(4, dtype=torch.int64))
     answer = release(plan, records).view(CLASSES, WIDE)
     assert float(answer.sum(0).abs().max()) < 1e-9 * float(answer.abs().max())
     lr = min(
-        horizon(zero.numpy(), plan.ridge, plan.gram_std, plan.noise_std / math.sqrt(plan.steps), 4) / plan.steps,
+        horizon(zero.numpy(), plan.ridge, plan.gram_std, plan.noise_std / math.sqrt(plan.steps), 4)
+        / plan.steps,
         stable_step(1 / CLASSES, plan.ridge, 0.0),
     )
     last = math.ceil(0.3 * plan.steps)
@@ -237,7 +281,9 @@ def test_a_preconditioned_step_without_noise_is_caught(monkeypatch: pytest.Monke
         assert noise_of_the_answer(few, monkeypatch, missing) < low
 
 
-def test_the_noise_of_the_covariance_has_its_std_in_the_triangle_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_of_the_covariance_has_its_std_in_the_triangle_that_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chi-square, false alarms: 1e-6 each."""
     dim, seen = 60, []
     eigh = torch.linalg.eigh
@@ -251,7 +297,10 @@ def test_the_noise_of_the_covariance_has_its_std_in_the_triangle_that_is_read(mo
     release(plan, make_records(plan.task, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64)))
     [noise] = seen
     rows, columns = torch.tril_indices(dim, dim, -1)  # the triangle that is read
-    for values, std in ((noise.diagonal(), plan.gram_std), (noise[rows, columns], plan.gram_std / math.sqrt(2))):
+    for values, std in (
+        (noise.diagonal(), plan.gram_std),
+        (noise[rows, columns], plan.gram_std / math.sqrt(2)),
+    ):
         low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], len(values))
         assert low <= float((values / std).square().sum()) <= high
 
@@ -287,10 +336,16 @@ def test_the_loop_is_the_literal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows *= BOUND / np.linalg.norm(rows, axis=1, keepdims=True) * rng.uniform(0.3, 1, size=(12, 1))
     labels = rng.integers(CLASSES, size=12)
     for epsilon in (1.0, 300.0):
-        plan = plan_preconditioned_gd(task(dim=4, n=12, budget=dp.Budget(epsilon, 1e-6, "add_remove")))
-        answer = release(plan, make_records(plan.task, torch.from_numpy(rows), torch.from_numpy(labels)))
+        plan = plan_preconditioned_gd(
+            task(dim=4, n=12, budget=dp.Budget(epsilon, 1e-6, "add_remove"))
+        )
+        answer = release(
+            plan, make_records(plan.task, torch.from_numpy(rows), torch.from_numpy(labels))
+        )
         wanted = literal(plan, rows, labels)
-        torch.testing.assert_close(answer.view(CLASSES, 4), torch.from_numpy(wanted), rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(
+            answer.view(CLASSES, 4), torch.from_numpy(wanted), rtol=1e-6, atol=1e-12
+        )
 
 
 def test_a_first_step_is_least_squares_on_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,15 +358,25 @@ def test_a_first_step_is_least_squares_on_indicators(monkeypatch: pytest.MonkeyP
     records = make_records(plan.task, rows, labels)
     prepared = torch.cat([block for _, block in records.blocks()])
     gram = prepared.T @ prepared + plan.ridge * torch.eye(3, dtype=torch.float64)
-    ridge = torch.linalg.solve(gram, prepared.T @ (torch.nn.functional.one_hot(labels).double() - 1 / CLASSES)).T
+    ridge = torch.linalg.solve(
+        gram, prepared.T @ (torch.nn.functional.one_hot(labels).double() - 1 / CLASSES)
+    ).T
     answer = release(plan, records).view(CLASSES, 3)
     ratio = float(answer.norm() / ridge.norm())
     torch.testing.assert_close(answer, ratio * ridge)
-    assert 0 < ratio < CLASSES * (1 + plan.ridge / float(torch.linalg.eigvalsh(prepared.T @ prepared)[-1])) * 1.001
+    assert (
+        0
+        < ratio
+        < CLASSES
+        * (1 + plan.ridge / float(torch.linalg.eigvalsh(prepared.T @ prepared)[-1]))
+        * 1.001
+    )
 
 
 def test_iterates_and_the_answer_stay_in_the_ball(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator))
+    monkeypatch.setattr(
+        DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator)
+    )
     rows = list(RECORDS[:4])
     for given in (task(radius=0.05), task(), task(**SQUARED)):
         plan = plan_preconditioned_gd(given)
@@ -330,7 +395,9 @@ def test_many_records_are_fitted_as_well_as_without_privacy() -> None:
     w = release(plan_preconditioned_gd(given), make_records(given, rows, labels)).view(CLASSES, 3)
     assert torch.equal((rows @ w.T).argmax(1), labels)
     signs = torch.where(labels == 0, 1.0, -1.0)
-    one = task(dim=3, n=600, budget=given.budget, preparation=Preparation(BOUND, intercept=1.0), **LOGISTIC)
+    one = task(
+        dim=3, n=600, budget=given.budget, preparation=Preparation(BOUND, intercept=1.0), **LOGISTIC
+    )
     w = release(plan_preconditioned_gd(one), make_records(one, rows, signs))
     assert torch.equal(torch.sign(rows @ w[:3] + w[3]), signs.double())
 

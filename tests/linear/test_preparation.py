@@ -27,7 +27,14 @@ from torch_dpsco.estimators import (
     SoftmaxRegression,
     TiltedClassifier,
 )
-from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, fit_linear, plan_linear, preparation
+from torch_dpsco.linear import (
+    LinearTask,
+    Preparation,
+    PrivatePreparation,
+    fit_linear,
+    plan_linear,
+    preparation,
+)
 from torch_dpsco.linear.preparation import Chain, _Counter, _distances
 from torch_dpsco.linear.task import make_records
 from torch_dpsco.theory.clipping import sensitivity_factor
@@ -57,7 +64,13 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(adjacency: str = "add_remove", **changes: object) -> LinearTask:
     """A task whose rows and targets are measured."""
-    settings: dict[str, object] = {"rows": 0.02, "counts": 0.03, "bound_y": TARGET, "quantile": 0.5, "within": 0.5}
+    settings: dict[str, object] = {
+        "rows": 0.02,
+        "counts": 0.03,
+        "bound_y": TARGET,
+        "quantile": 0.5,
+        "within": 0.5,
+    }
     prepare = PrivatePreparation(given=Preparation(BOUND), **{**settings, **changes})
     return LinearTask(
         loss=dp.losses.Huber(threshold=1.0),
@@ -73,7 +86,9 @@ def measured(adjacency: str = "add_remove", **changes: object) -> LinearTask:
 def line(count: int = 1000, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Rows around (1, 0), and targets on a line."""
     draws = torch.Generator().manual_seed(seed)
-    rows = torch.randn(count, 2, generator=draws, dtype=torch.float64) * 0.3 + torch.tensor([1.0, 0.0])
+    rows = torch.randn(count, 2, generator=draws, dtype=torch.float64) * 0.3 + torch.tensor(
+        [1.0, 0.0]
+    )
     return rows, rows @ torch.tensor([0.8, -0.5], dtype=torch.float64) + 0.7
 
 
@@ -89,12 +104,20 @@ def test_no_record_moves_the_sum_of_rows_further_than_its_noise_is_for(
     rows, targets = line(20)
 
     def total(features: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-        task = replace(given, n=len(features), n_max=len(features)) if adjacency != "add_remove" else given
+        task = (
+            replace(given, n=len(features), n_max=len(features))
+            if adjacency != "add_remove"
+            else given
+        )
         records = make_records(task, features, values, weights)
         return records.combine(records.weights / BOUND)
 
     record = torch.tensor([odd[:2]], dtype=torch.float64)
-    first = torch.cat([rows, record]), torch.cat([targets, torch.tensor([odd[2]])]), torch.ones(21).double()
+    first = (
+        torch.cat([rows, record]),
+        torch.cat([targets, torch.tensor([odd[2]])]),
+        torch.ones(21).double(),
+    )
     first[2][-1] = weight
     if adjacency == "add_remove":
         second = rows, targets, torch.ones(20).double()
@@ -111,12 +134,16 @@ def test_opposite_rows_attain_the_sensitivity_of_the_sum() -> None:
     given = replace(measured("replace_one"), n=1, n_max=1)
     far = torch.tensor([[1e9, 0.0]], dtype=torch.float64)
     sums = [make_records(given, sign * far, torch.ones(1)) for sign in (1, -1)]
-    gap = float((sums[0].combine(sums[0].weights / BOUND) - sums[1].combine(sums[1].weights / BOUND)).norm())
+    gap = float(
+        (sums[0].combine(sums[0].weights / BOUND) - sums[1].combine(sums[1].weights / BOUND)).norm()
+    )
     assert gap == pytest.approx(2.0, rel=1e-9)
 
 
 @examples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(-3, 3), st.floats(0, 9))
-def test_no_record_moves_a_count_by_more_than_1(value: float, target: float, threshold: float, weight: float) -> None:
+def test_no_record_moves_a_count_by_more_than_1(
+    value: float, target: float, threshold: float, weight: float
+) -> None:
     given = measured()
     rows, targets = line(20)
     counts = []
@@ -127,7 +154,11 @@ def test_no_record_moves_a_count_by_more_than_1(value: float, target: float, thr
         records = make_records(given, features, values, weights)
         counter = _Counter(records, 0.0, torch.Generator().manual_seed(0))
         distances = _distances(records, torch.tensor([1.0, 0.0], dtype=torch.float64))
-        of = (records.targets <= threshold, distances <= abs(threshold), torch.ones_like(records.weights))
+        of = (
+            records.targets <= threshold,
+            distances <= abs(threshold),
+            torch.ones_like(records.weights),
+        )
         counts.append([counter.count(lambda _, within=within: within) for within in of])
     assert all(0 <= after - before <= 1 + 1e-12 for before, after in zip(*counts, strict=True))
 
@@ -139,12 +170,19 @@ def test_units_do_not_let_a_record_out_of_its_bounds(quiet: None) -> None:
     given = measured()
     records = make_records(given, rows, targets)
     assert given.prepare is not None
-    units = given.prepare.measure(records, given.preparation, given.n_max, "add_remove", torch.Generator())
+    units = given.prepare.measure(
+        records, given.preparation, given.n_max, "add_remove", torch.Generator()
+    )
     prepared = make_records(given, rows, targets, units=units)
     blocks = torch.cat([block for _, block in prepared.blocks()])
     assert float(torch.linalg.vector_norm(blocks, dim=1).max()) <= given.preparation.bound
     assert float(prepared.targets.abs().max()) <= given.prepare.most
-    for dropped in (0, 1, 2, 8):  # no number, or a row that is not finite, makes a null record, in private units too
+    for dropped in (
+        0,
+        1,
+        2,
+        8,
+    ):  # no number, or a row that is not finite, makes a null record, in private units too
         assert not prepared.weights[dropped]
         assert not blocks[dropped].any()
 
@@ -152,7 +190,10 @@ def test_units_do_not_let_a_record_out_of_its_bounds(quiet: None) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 17, 40])
 def test_a_distance_is_the_same_in_every_block(size: int) -> None:
     draws = torch.Generator().manual_seed(size)
-    rows, center = torch.randn(60, 7, generator=draws).double(), torch.randn(7, generator=draws).double()
+    rows, center = (
+        torch.randn(60, 7, generator=draws).double(),
+        torch.randn(7, generator=draws).double(),
+    )
     task = replace(measured(), dim=7)
     whole = _distances(make_records(task, rows, torch.zeros(60)), center)
     part = _distances(make_records(task, rows[:size], torch.zeros(size)), center)
@@ -163,7 +204,9 @@ def test_a_distance_is_the_same_in_every_block(size: int) -> None:
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-def test_each_measurement_gets_its_noise_once(adjacency: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_measurement_gets_its_noise_once(
+    adjacency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[tuple[int, float]] = []
 
     def counted(dim: int, std: float, source: object) -> Tensor:
@@ -174,20 +217,26 @@ def test_each_measurement_gets_its_noise_once(adjacency: str, monkeypatch: pytes
     given = measured(adjacency)
     assert given.prepare is not None
     rows, targets = line()
-    given.prepare.measure(make_records(given, rows, targets), given.preparation, 1000, adjacency, torch.Generator())
+    given.prepare.measure(
+        make_records(given, rows, targets), given.preparation, 1000, adjacency, torch.Generator()
+    )
     vectors = [std for dim, std in drawn if dim == 2]
     counts = [std for dim, std in drawn if dim == 1]
     assert vectors == pytest.approx([sensitivity_factor(adjacency) / given.prepare.rows], rel=1e-8)
     assert len(counts) == given.prepare.counted == 32
     # squares of levels add up to that of the event, which rounding only lowers
-    level = math.sqrt((sensitivity_factor(adjacency) / vectors[0]) ** 2 + sum(1 / std**2 for std in counts))
+    level = math.sqrt(
+        (sensitivity_factor(adjacency) / vectors[0]) ** 2 + sum(1 / std**2 for std in counts)
+    )
     assert level <= given.prepare.event(adjacency).mu <= level * (1 + 1e-8)
 
 
 def test_rounding_is_in_the_noise_of_a_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[float] = []
     monkeypatch.setattr(
-        preparation, "gaussian_vector", lambda dim, std, source: drawn.append(std) or torch.zeros(dim).double()
+        preparation,
+        "gaussian_vector",
+        lambda dim, std, source: drawn.append(std) or torch.zeros(dim).double(),
     )
     count = 3000
     given = replace(measured(quantile=None), n=count, n_max=count, bound_y=TARGET)
@@ -200,7 +249,10 @@ def test_rounding_is_in_the_noise_of_a_preparation(monkeypatch: pytest.MonkeyPat
     assert spare > count * 2.0**-53 * 1024
     scaled = records.weights / BOUND
     prepared = torch.cat([block for _, block in records.blocks()])
-    sums = [abs(float(records.combine(scaled)[k]) - math.fsum((prepared[:, k] / BOUND).tolist())) for k in range(2)]
+    sums = [
+        abs(float(records.combine(scaled)[k]) - math.fsum((prepared[:, k] / BOUND).tolist()))
+        for k in range(2)
+    ]
     assert 2 * math.hypot(*sums) <= spare
 
 
@@ -219,7 +271,8 @@ def test_preparation_and_release_together_have_the_level_of_the_budget() -> None
 
 
 @pytest.mark.parametrize(
-    "mechanism", ["objective", "output", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd"]
+    "mechanism",
+    ["objective", "output", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd"],
 )
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_what_is_measured_is_charged_with_the_release(
@@ -227,7 +280,9 @@ def test_what_is_measured_is_charged_with_the_release(
 ) -> None:
     given = measured(adjacency)
     if mechanism == "adassp":
-        given = replace(measured(adjacency, quantile=None), loss=dp.losses.Squared(), bound_y=TARGET)
+        given = replace(
+            measured(adjacency, quantile=None), loss=dp.losses.Squared(), bound_y=TARGET
+        )
     elif mechanism == "boosted_adassp":
         given = replace(given, loss=dp.losses.Squared())
     plan = plan_linear(given, mechanism)
@@ -245,7 +300,9 @@ def test_what_is_measured_is_charged_with_the_release(
     assert plan.epsilon() == ledger.get_epsilon(DELTA)
     with pytest.raises(BudgetExceeded):
         fit_linear(plan, rows, targets, accountant=ledger)
-    assert len(seen) == (32 + 1 if mechanism != "adassp" else 8 + 1)  # the refused fit has drawn nothing
+    assert len(seen) == (
+        32 + 1 if mechanism != "adassp" else 8 + 1
+    )  # the refused fit has drawn nothing
 
 
 def test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation() -> None:
@@ -307,16 +364,22 @@ def test_without_noise_units_are_those_of_the_data(quiet: None) -> None:
     assert spread <= units.spread <= spread * 1000 ** (1 / 2**8)
 
 
-def test_noise_that_hides_everything_leaves_units_in_their_public_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_hides_everything_leaves_units_in_their_public_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows, targets = line()
     given = measured()
     assert given.prepare is not None
     for size in (1e9, -1e9):
         monkeypatch.setattr(
-            preparation, "gaussian_vector", lambda dim, std, source, size=size: torch.full((dim,), size).double()
+            preparation,
+            "gaussian_vector",
+            lambda dim, std, source, size=size: torch.full((dim,), size).double(),
         )
         records = make_records(given, rows, targets)
-        units = given.prepare.measure(records, given.preparation, 2000, "add_remove", torch.Generator())
+        units = given.prepare.measure(
+            records, given.preparation, 2000, "add_remove", torch.Generator()
+        )
         center, radius = units.rows.shift_and_scale
         assert float(center.norm()) <= BOUND * (1 + 1e-12)
         assert BOUND / 50 <= float(radius[0]) <= 2 * BOUND
@@ -340,21 +403,30 @@ def test_a_record_that_is_shrunk_lies_on_the_same_line(quiet: None) -> None:
     center, scale = (values.numpy() for values in units.rows.shift_and_scale)
     raw = slope[:2] / scale * units.spread
     np.testing.assert_allclose(raw, [0.8, -0.5], rtol=1e-9)
-    np.testing.assert_allclose(slope[2] * 0.3 * units.spread - raw @ center + units.location, 0.7, rtol=1e-9)
+    np.testing.assert_allclose(
+        slope[2] * 0.3 * units.spread - raw @ center + units.location, 0.7, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "QuantileRegressor", "Ridge"]
+    "name",
+    ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "QuantileRegressor", "Ridge"],
 )
 def test_predictions_are_linear_in_rows_within_the_public_bound(name: str) -> None:
     rows, targets = line(4000)
     rows[0] = torch.tensor([2.0, 0.0])
     settings = {"epsilon": 4.0, "n": 4000, "bound_x": BOUND}
-    regressors = {"HuberRegressor": HuberRegressor, "QuantileRegressor": QuantileRegressor, "Ridge": Ridge}
+    regressors = {
+        "HuberRegressor": HuberRegressor,
+        "QuantileRegressor": QuantileRegressor,
+        "Ridge": Ridge,
+    }
     if name in regressors:
         model = regressors[name](bound_y=TARGET, **settings).fit(rows, targets)
     else:
-        classifier, classes = (SoftmaxRegression, 3) if name == "SoftmaxRegression" else (LogisticRegression, 2)
+        classifier, classes = (
+            (SoftmaxRegression, 3) if name == "SoftmaxRegression" else (LogisticRegression, 2)
+        )
         labels = (targets > 1.5).long() + (targets > 2).long() * (classes - 2)
         model = classifier(classes=range(classes), **settings).fit(rows, labels)
         assert model.score(rows.numpy(), labels.numpy()) > 0.8
@@ -380,7 +452,9 @@ def test_predictions_are_linear_in_rows_within_the_public_bound(name: str) -> No
         {"secure": "exact", "mechanism": "output"},
     ],
 )
-def test_nothing_is_measured_where_units_are_public_or_it_does_not_pay(public: dict[str, object]) -> None:
+def test_nothing_is_measured_where_units_are_public_or_it_does_not_pay(
+    public: dict[str, object],
+) -> None:
     settings = {"epsilon": 1.0, "n": 20_000, "bound_x": BOUND, "bound_y": TARGET}
     assert HuberRegressor(**settings).plan(2).task.prepare is not None
     assert HuberRegressor(**{**settings, **public})._task(2).prepare is None
@@ -397,7 +471,9 @@ def test_public_centers_and_scales_win() -> None:
 
 def test_a_threshold_in_units_of_the_target_needs_no_spread() -> None:
     settings = {"epsilon": 1.0, "n": 20_000, "bound_x": BOUND, "bound_y": TARGET}
-    chosen, given = (HuberRegressor(threshold=value, **settings).plan(2).task for value in ("auto", 0.25))
+    chosen, given = (
+        HuberRegressor(threshold=value, **settings).plan(2).task for value in ("auto", 0.25)
+    )
     assert (chosen.bound_y, given.bound_y) == (1000.0, 2 * TARGET)
     assert given.loss == dp.losses.Huber(threshold=0.25)
     assert chosen.loss.threshold == 0.3
@@ -413,12 +489,16 @@ def test_levels_follow_public_numbers_only_and_stay_below_their_share() -> None:
         for mu in (0.01, 0.2, 3.0):
             assert 0 <= sum_level(mu, n, 20, "replace_one") <= math.sqrt(0.05) * mu
             assert 0 <= counts_level(mu, n, 32) <= math.sqrt(0.05) * mu
-    few = counts_level(0.2, 500, 32)  # more where less would leave units unknown, and just what they need
+    few = counts_level(
+        0.2, 500, 32
+    )  # more where less would leave units unknown, and just what they need
     assert math.sqrt(0.05) * 0.2 < few == math.sqrt(32) / 500 / 0.15 <= math.sqrt(0.4) * 0.2
     assert counts_level(0.2, 250, 32) == 0
-    assert [number_of_counts(rows=r, targets=t, spreads=True) for r in (True, False) for t in (True, False)] == [
-        *(32, 8, 25, 1)
-    ]
+    assert [
+        number_of_counts(rows=r, targets=t, spreads=True)
+        for r in (True, False)
+        for t in (True, False)
+    ] == [*(32, 8, 25, 1)]
     assert 0.5 == share_within(0.9, 1e-6, 100, 8) < share_within(0.9, 0.1, 10_000, 8) <= 0.9
     widths = [robust_width(signal) for signal in (1.0, 500.0, 1000.0, 2000.0, 1e6)]
     assert widths == sorted(widths, reverse=True)
@@ -445,7 +525,9 @@ def test_preparations_that_do_not_go_together_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(given.prepare, **wrong)
-    tilted = TiltedClassifier(n=20_000, n_min=20_000, bound_x=1.0, radius=1.0, epsilon=8.0, classes=(0, 1))
+    tilted = TiltedClassifier(
+        n=20_000, n_min=20_000, bound_x=1.0, radius=1.0, epsilon=8.0, classes=(0, 1)
+    )
     assert tilted.plan(2).task.prepare is None
 
 
@@ -465,4 +547,7 @@ def test_a_charge_without_what_is_measured_would_be_seen() -> None:
 
     failing(forgotten, test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation)
     for mechanism in SPLIT:
-        failing(forgotten, lambda mechanism=mechanism: test_gaussian_mechanisms_get_what_is_left(mechanism))
+        failing(
+            forgotten,
+            lambda mechanism=mechanism: test_gaussian_mechanisms_get_what_is_left(mechanism),
+        )

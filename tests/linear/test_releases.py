@@ -21,7 +21,13 @@ from torch_dpsco.linear.solvers import Solution, solve
 from torch_dpsco.linear.solvers.certificates import Certificate
 from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.theory.linear.objective import AMP_MU_OUT, AMP_PURE_SHARE, amp_sigma_general, log_det, softmax_log_det
+from torch_dpsco.theory.linear.objective import (
+    AMP_MU_OUT,
+    AMP_PURE_SHARE,
+    amp_sigma_general,
+    log_det,
+    softmax_log_det,
+)
 from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone
 
 FALSE_ALARM = 1e-6
@@ -33,7 +39,13 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def task(delta: float = 1e-6, **settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 2, "n": 4, "reg": 2.0}
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0),
+        "dim": 2,
+        "n": 4,
+        "reg": 2.0,
+    }
     return LinearTask(**(given | {"budget": dp.Budget(1.0, delta)} | settings))
 
 
@@ -111,8 +123,17 @@ def test_the_noise_covers_what_the_solver_left() -> None:
 
 
 def test_a_released_point_is_certified_within_the_planned_distance() -> None:
-    rows, signs = torch.randn(4, 2, generator=generator(4)).double(), torch.tensor([1.0, -1.0, 1.0, 1.0])
-    for given in (task(), task(loss=dp.losses.Hinge()), task(tilt=0.5), task(radius=0.2), task(attack_radius=0.3)):
+    rows, signs = (
+        torch.randn(4, 2, generator=generator(4)).double(),
+        torch.tensor([1.0, -1.0, 1.0, 1.0]),
+    )
+    for given in (
+        task(),
+        task(loss=dp.losses.Hinge()),
+        task(tilt=0.5),
+        task(radius=0.2),
+        task(attack_radius=0.3),
+    ):
         plan = plan_output(given)
         records = make_records(given, rows, signs)
         objective = build_objective(given, plan.reg, records)
@@ -126,7 +147,9 @@ def test_a_released_point_is_certified_within_the_planned_distance() -> None:
 def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = task()
     records = make_records(given, torch.ones(4, 2), torch.ones(4))
-    monkeypatch.setattr(output, "build_objective", lambda task, reg, rows: build_objective(task, 0.99 * reg, rows))
+    monkeypatch.setattr(
+        output, "build_objective", lambda task, reg, rows: build_objective(task, 0.99 * reg, rows)
+    )
     with pytest.raises(ConditionError, match="plan"):
         plan_output(given).solve(records)
 
@@ -191,10 +214,14 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
         assert_std(term, plan.noise_scale)
         assert_std(answer, plan.output_scale)
     cosine = float(term @ answer / term.norm() / answer.norm())
-    assert abs(cosine) * math.sqrt(WIDE) < stats.norm.isf(FALSE_ALARM / 2)  # two draws, not one twice
+    assert abs(cosine) * math.sqrt(WIDE) < stats.norm.isf(
+        FALSE_ALARM / 2
+    )  # two draws, not one twice
 
 
-def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = task(residual_clip=0.5)
     plan, points = plan_objective(given), []
     rows = torch.tensor([[3.0, 1.0], [0.2, 0.1], [-1.0, 0.5], [0.0, 0.9]])
@@ -250,8 +277,17 @@ def test_a_refused_release_draws_nothing(
     spent.authorize(dp.accounting.events.Pure(1.0))
     draws, before = generator(), len(spent)
     state = draws.get_state()
-    with pytest.warns(UtilityWarning), pytest.raises(PrivacyError):  # the budget is spent, or planned for another
-        fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=spent, generator=draws)
+    with (
+        pytest.warns(UtilityWarning),
+        pytest.raises(PrivacyError),
+    ):  # the budget is spent, or planned for another
+        fit_linear(
+            plan_linear(given, mechanism),
+            torch.ones(4, 2),
+            torch.ones(4),
+            accountant=spent,
+            generator=draws,
+        )
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
 
@@ -271,13 +307,18 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
             return original(*arguments)
 
         monkeypatch.setattr(module, name, watched)
-    first = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger).weights
+    first = fit_linear(
+        plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger
+    ).weights
     assert set(charges) == {len(ledger)}
     assert len(ledger) >= 1
     assert 0.9 < ledger.get_epsilon(given.budget.delta) <= given.budget.epsilon
     fresh = dp.Accountant(given.budget)
     assert not torch.equal(
-        first, fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh).weights
+        first,
+        fit_linear(
+            plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4), accountant=fresh
+        ).weights,
     )
 
 
@@ -323,8 +364,14 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
         ("output", {"loss": dp.losses.Squared(), "bound_y": 1.0, "tilt": 1.0}),
     ],
 )
-def test_a_mechanism_refuses_what_it_does_not_cover(mechanism: str, settings: dict[str, object]) -> None:
-    targets = torch.zeros(4, dtype=torch.int64) if "Softmax" in repr(settings.get("loss")) else torch.ones(4)
+def test_a_mechanism_refuses_what_it_does_not_cover(
+    mechanism: str, settings: dict[str, object]
+) -> None:
+    targets = (
+        torch.zeros(4, dtype=torch.int64)
+        if "Softmax" in repr(settings.get("loss"))
+        else torch.ones(4)
+    )
     with pytest.raises(ConditionError):
         fit_linear(plan_linear(task(**settings), mechanism), torch.ones(4, 2), targets)
 

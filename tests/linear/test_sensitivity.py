@@ -39,24 +39,35 @@ LOSSES: dict[str, tuple[dict[str, object], float]] = {
     "clipped squared hinge": ({"loss": dp.losses.Hinge(power=2.0), "residual_clip": 0.9}, 0.99),
     "hinge": ({"loss": dp.losses.Hinge()}, 0.99),
     "huber": ({"loss": dp.losses.Huber(0.8), "bound_y": TARGET}, 0.99),
-    "clipped squared": ({"loss": dp.losses.Squared(), "bound_y": TARGET, "residual_clip": 0.5}, 0.99),
+    "clipped squared": (
+        {"loss": dp.losses.Squared(), "bound_y": TARGET, "residual_clip": 0.5},
+        0.99,
+    ),
     "pinball": ({"loss": dp.losses.Pinball(0.8), "bound_y": TARGET}, 0.6),
     "absolute": ({"loss": dp.losses.Absolute(), "bound_y": TARGET}, 0.99),
     "squared": ({"loss": dp.losses.Squared(), "bound_y": TARGET}, 0.6),
     "squared on a ball": ({"loss": dp.losses.Squared(), "bound_y": TARGET, "radius": 0.4}, 0.6),
     "softmax": ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, 0.5),
     "tilted up": ({"loss": dp.losses.Logistic(), "tilt": 0.5, "n_min": 3}, 0.4),
-    "tilted down": ({"loss": dp.losses.Huber(0.5), "bound_y": TARGET, "tilt": -0.1, "n_min": 3}, 0.9),
+    "tilted down": (
+        {"loss": dp.losses.Huber(0.5), "bound_y": TARGET, "tilt": -0.1, "n_min": 3},
+        0.9,
+    ),
     "attacked": ({"loss": dp.losses.Logistic(), "attack_radius": 0.4}, 0.45),
     "attacked hinge": ({"loss": dp.losses.SmoothedHinge(1.0), "attack_radius": 0.08}, 0.85),
     "attacked far": ({"loss": dp.losses.SmoothedHinge(1.0), "attack_radius": 1.6}, 0.02),
-    "attacked everywhere": ({"loss": dp.losses.Logistic(), "attack_radius": 0.4, "attack_norm": math.inf}, 0.4),
+    "attacked everywhere": (
+        {"loss": dp.losses.Logistic(), "attack_radius": 0.4, "attack_norm": math.inf},
+        0.4,
+    ),
 }
 
 
 def task_of(name: str, adjacency: str, reg: float, preparation: Preparation) -> LinearTask:
     budget = dp.Budget(1.0, 1e-6, adjacency=adjacency)
-    return LinearTask(preparation=preparation, dim=2, n=4, n_max=4, budget=budget, reg=reg, **LOSSES[name][0])
+    return LinearTask(
+        preparation=preparation, dim=2, n=4, n_max=4, budget=budget, reg=reg, **LOSSES[name][0]
+    )
 
 
 def base_set(kind: str, one_way: bool) -> tuple[Tensor, Tensor]:
@@ -67,13 +78,17 @@ def base_set(kind: str, one_way: bool) -> tuple[Tensor, Tensor]:
     return torch.tensor([[9.0, 1.0], [-0.7, 0.2], [0.1, -30.0]], dtype=torch.float64), labels
 
 
-def minimizer(task: LinearTask, reg: float, features: Tensor, targets: Tensor, distance: float) -> Tensor:
+def minimizer(
+    task: LinearTask, reg: float, features: Tensor, targets: Tensor, distance: float
+) -> Tensor:
     objective = build_objective(task, reg, make_records(task, features, targets))
     ball = task.radius if objective.smoothness is not None else math.inf
     return solve(objective, distance, radius=ball).w
 
 
-def largest_share(name: str, adjacency: str, reg: float, preparation: Preparation, one_way: bool) -> float:
+def largest_share(
+    name: str, adjacency: str, reg: float, preparation: Preparation, one_way: bool
+) -> float:
     """Largest distance of the minimizers of neighbors over the planned one: 496 pairs, or 32 of add_remove."""
     task = task_of(name, adjacency, reg, preparation)
     plan = plan_output(task)
@@ -105,4 +120,7 @@ def test_no_record_moves_the_minimizer_further_than_planned(
     assert strong <= 1
     if adjacency != "zero_out":
         assert strong >= LOSSES[name][1]  # a bound much smaller would be caught
-        assert largest_share(name, adjacency, 3.0 if "tilted" in name else 0.4, preparation, False) <= 1
+        assert (
+            largest_share(name, adjacency, 3.0 if "tilted" in name else 0.4, preparation, False)
+            <= 1
+        )

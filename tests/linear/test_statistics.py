@@ -20,7 +20,10 @@ from torch_dpsco.linear.task import make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, symmetric_noise
 from torch_dpsco.theory.linear.adassp import adassp_constants
 
-DRAWS = [f"torch_dpsco.{module}.gaussian_vector" for module in ("linear.adassp", "mechanisms.vector_noise")]
+DRAWS = [
+    f"torch_dpsco.{module}.gaussian_vector"
+    for module in ("linear.adassp", "mechanisms.vector_noise")
+]
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 RECORDS = (
@@ -36,7 +39,13 @@ RECORDS = (
 
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Squared(), "preparation": Preparation(BOUND), "bound_y": TARGET, "dim": 2, "n": 4}
+    given = {
+        "loss": dp.losses.Squared(),
+        "preparation": Preparation(BOUND),
+        "bound_y": TARGET,
+        "dim": 2,
+        "n": 4,
+    }
     return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
 
 
@@ -60,7 +69,9 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
     def released(records: list[tuple[float, ...]]) -> Tensor:
         table = torch.tensor(records, dtype=torch.float64)
         targets = table[:, 2]
-        if given.num_scores > 1:  # 2 and -2 are classes of 3, the last one and none; 1e308 and NaN are unknown
+        if (
+            given.num_scores > 1
+        ):  # 2 and -2 are classes of 3, the last one and none; 1e308 and NaN are unknown
             targets = torch.where(targets.abs() < 3, targets.round(), -1.0).long()
         return statistics(make_records(given, table[:, :2], targets), plan)
 
@@ -108,7 +119,10 @@ def test_the_noise_of_the_matrix_has_its_stds_and_is_symmetric() -> None:
     """Chi-square, false alarms: 1e-6 each."""
     plan = plan_adassp(task(dim=150))
     noise = symmetric_noise(
-        150, plan.constants.std_xtx_diag, plan.constants.std_xtx_offdiag, torch.Generator().manual_seed(3)
+        150,
+        plan.constants.std_xtx_diag,
+        plan.constants.std_xtx_offdiag,
+        torch.Generator().manual_seed(3),
     )
     assert torch.equal(noise, noise.T)
     rows, columns = torch.triu_indices(150, 150, 1)
@@ -133,7 +147,12 @@ def test_each_statistic_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_adassp(given)
     release(given, plan, torch.ones(4, 3))
     numbers = plan.constants
-    wanted = [(1, numbers.std_lmin), (9, numbers.std_xtx_offdiag), (3, numbers.std_xtx_diag), (3, numbers.std_xty)]
+    wanted = [
+        (1, numbers.std_lmin),
+        (9, numbers.std_xtx_offdiag),
+        (3, numbers.std_xtx_diag),
+        (3, numbers.std_xty),
+    ]
     assert sorted(drawn) == sorted(wanted)
 
 
@@ -142,7 +161,9 @@ def release(given: LinearTask, plan: AdaSSPPlan, rows: Tensor, seed: int = 0) ->
     return plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
 
 
-def test_without_noise_the_ridge_alone_shrinks_the_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_noise_the_ridge_alone_shrinks_the_solution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for draw in DRAWS:
         monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
     rows = torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.3, 0.3]], dtype=torch.float64)
@@ -158,10 +179,14 @@ def test_without_noise_the_ridge_alone_shrinks_the_solution(monkeypatch: pytest.
     many[::2] = torch.tensor([0.0, 1.0], dtype=torch.float64)
     given = task(n=40_000)
     wanted = torch.linalg.lstsq(many, torch.ones(40_000, 1, dtype=torch.float64)).solution.flatten()
-    torch.testing.assert_close(release(given, plan_adassp(given), many), wanted)  # the ridge is 0, not negative
+    torch.testing.assert_close(
+        release(given, plan_adassp(given), many), wanted
+    )  # the ridge is 0, not negative
 
 
-def test_a_noisy_matrix_that_is_not_positive_definite_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noisy_matrix_that_is_not_positive_definite_is_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = plan_adassp(task())
     huge = -1e6 * plan.constants.std_xtx_diag
 
@@ -172,7 +197,9 @@ def test_a_noisy_matrix_that_is_not_positive_definite_is_solved(monkeypatch: pyt
     for draw in DRAWS:
         monkeypatch.setattr(draw, against)
     answer = release(task(), plan, torch.eye(2, dtype=torch.float64))
-    torch.testing.assert_close(answer, torch.full((2,), 10 / plan.constants.lam_cap, dtype=torch.float64))
+    torch.testing.assert_close(
+        answer, torch.full((2,), 10 / plan.constants.lam_cap, dtype=torch.float64)
+    )
 
 
 def test_rounding_is_in_the_noise_of_the_statistics() -> None:
@@ -194,22 +221,37 @@ def test_rounding_is_in_the_noise_of_the_statistics() -> None:
     assert min(spare) > count * 2.0**-53 * 1024
 
 
-def test_without_noise_classes_are_regressed_on_their_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_noise_classes_are_regressed_on_their_indicators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for draw in DRAWS:
         monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
     draws = torch.Generator().manual_seed(4)
-    rows, labels = torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5, torch.arange(40_000) % 3
+    rows, labels = (
+        torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5,
+        torch.arange(40_000) % 3,
+    )
     rows[:, 0] += 0.1 * labels
     given = task(n=40_000, **CLASSES)
-    plan, records = plan_adassp(given), make_records(given, rows, torch.where(torch.arange(40_000) > 9, labels, 7))
-    prepared, known = torch.cat([block for _, block in records.blocks()]), torch.nn.functional.one_hot(labels).double()
+    plan, records = (
+        plan_adassp(given),
+        make_records(given, rows, torch.where(torch.arange(40_000) > 9, labels, 7)),
+    )
+    prepared, known = (
+        torch.cat([block for _, block in records.blocks()]),
+        torch.nn.functional.one_hot(labels).double(),
+    )
     known[:10] = 1 / 3  # of an unknown class: a null record
-    wanted = torch.linalg.lstsq(prepared, known - 1 / 3).solution.T  # the ridge is 0 for so many records
+    wanted = torch.linalg.lstsq(
+        prepared, known - 1 / 3
+    ).solution.T  # the ridge is 0 for so many records
     answer = plan.release(records, dp.Accountant(given.budget), torch.Generator())
     torch.testing.assert_close(answer.view(3, 2), 3 * wanted)
 
 
-def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chi-square with 2 of 3 degrees of freedom per row, false alarms: 1e-6."""
     dim = 400
     given = task(dim=dim, **CLASSES)
@@ -219,10 +261,16 @@ def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(monkeypatc
     monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
     monkeypatch.setattr("torch_dpsco.linear.adassp.symmetric_noise", lambda *_: 0.0)
     records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
-    answer = plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)).view(3, dim)
+    answer = plan.release(
+        records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)
+    ).view(3, dim)
     assert float(answer.sum(0).abs().max()) < 1e-9
-    scale = float(answer.norm()) / (3 * plan.constants.std_xty)  # times 1 + ridge, which its own noise decides
+    scale = float(answer.norm()) / (
+        3 * plan.constants.std_xty
+    )  # times 1 + ridge, which its own noise decides
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 2 * dim)
     most = plan.constants.lam_cap + 1
     least = plan.constants.lam_cap - 6 * plan.constants.std_lmin + 1
-    assert math.sqrt(low) / most <= scale <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)
+    assert (
+        math.sqrt(low) / most <= scale <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)
+    )

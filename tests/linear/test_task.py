@@ -21,7 +21,13 @@ BUDGET = dp.Budget(1.0, 1e-6)
 
 
 def task(**settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 2, "n": 4, "budget": BUDGET}
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0),
+        "dim": 2,
+        "n": 4,
+        "budget": BUDGET,
+    }
     return LinearTask(**(given | settings))
 
 
@@ -84,13 +90,17 @@ def test_the_image_of_a_row_is_the_same_in_every_block(dim: int, intercept: floa
         image = preparation(raw)
         for length in (1, 2, 5, 16):
             for start in range(0, 38 - length, 3):
-                assert torch.equal(preparation(raw[start : start + length]), image[start : start + length])
+                assert torch.equal(
+                    preparation(raw[start : start + length]), image[start : start + length]
+                )
 
 
 def test_a_row_is_centered_scaled_clipped_and_gets_its_constant() -> None:
     preparation = Preparation(1.0, center=(1.0, 2.0), scale=(2.0, 4.0), intercept=3.0)
     image = preparation(torch.tensor([[1.5, 3.0], [7.0, 18.0]]))
-    torch.testing.assert_close(image, torch.tensor([[0.25, 0.25, 3.0], [0.6, 0.8, 3.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        image, torch.tensor([[0.25, 0.25, 3.0], [0.6, 0.8, 3.0]], dtype=torch.float64)
+    )
     assert 10 <= preparation.bound**2 <= 10 * (1 + 1e-14)
 
 
@@ -113,7 +123,9 @@ def test_numbers_that_prepare_no_row_are_named(wrong: dict[str, object], word: s
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def gradient_of(given: LinearTask, features: list[list[float]], targets: Tensor, weights: Tensor | None = None):
+def gradient_of(
+    given: LinearTask, features: list[list[float]], targets: Tensor, weights: Tensor | None = None
+):
     rows = torch.tensor(features, dtype=torch.float64)
     objective = build_objective(given, 1.0, make_records(given, rows, targets, weights))
     return objective.value_and_gradient(torch.zeros(objective.dim, dtype=torch.float64))[1]
@@ -124,18 +136,22 @@ def test_a_label_that_is_no_sign_makes_a_null_record() -> None:
     known = gradient_of(one, [[1.0, 0.0]], torch.tensor([1.0]))
     assert known.tolist() == pytest.approx([-0.5, 0.0], rel=1e-12)
     for label in (0.0, 1.0 + 1e-6, -3.0, 1e300, math.nan, math.inf, -math.inf):
-        assert gradient_of(one, [[1.0, 0.0]], torch.tensor([label], dtype=torch.float64)).tolist() == pytest.approx(
+        assert gradient_of(
+            one, [[1.0, 0.0]], torch.tensor([label], dtype=torch.float64)
+        ).tolist() == pytest.approx([0.0, 0.0], rel=1e-12)
+    for label in (0, 2, -(2**63)):
+        assert gradient_of(one, [[1.0, 0.0]], torch.tensor([label])).tolist() == pytest.approx(
             [0.0, 0.0], rel=1e-12
         )
-    for label in (0, 2, -(2**63)):
-        assert gradient_of(one, [[1.0, 0.0]], torch.tensor([label])).tolist() == pytest.approx([0.0, 0.0], rel=1e-12)
 
 
 def test_a_target_is_clipped_to_its_bound() -> None:
     one = task(n=1, loss=dp.losses.Squared(), bound_y=2.0)
     for target, slope in ((1.0, -1.0), (1e300, -2.0), (-math.inf, 2.0), (math.nan, 0.0)):
         targets = torch.tensor([target], dtype=torch.float64)
-        assert gradient_of(one, [[1.0, 0.0]], targets).tolist() == pytest.approx([slope, 0.0], rel=1e-12)
+        assert gradient_of(one, [[1.0, 0.0]], targets).tolist() == pytest.approx(
+            [slope, 0.0], rel=1e-12
+        )
 
 
 def test_a_class_that_does_not_exist_makes_a_null_record() -> None:
@@ -147,11 +163,18 @@ def test_a_class_that_does_not_exist_makes_a_null_record() -> None:
 
 def test_weights_above_one_are_clipped() -> None:
     one = task(n=1)
-    for weight, share in ((0.5, 0.5), (1.0, 1.0), (7.0, 1.0), (math.inf, 1.0), (-3.0, 0.0), (math.nan, 0.0)):
+    for weight, share in (
+        (0.5, 0.5),
+        (1.0, 1.0),
+        (7.0, 1.0),
+        (math.inf, 1.0),
+        (-3.0, 0.0),
+        (math.nan, 0.0),
+    ):
         weights = torch.tensor([weight], dtype=torch.float64)
-        assert gradient_of(one, [[1.0, 0.0]], torch.tensor([1.0]), weights).tolist() == pytest.approx(
-            [-0.5 * share, 0.0], rel=1e-12
-        )
+        assert gradient_of(
+            one, [[1.0, 0.0]], torch.tensor([1.0]), weights
+        ).tolist() == pytest.approx([-0.5 * share, 0.0], rel=1e-12)
 
 
 def test_weights_of_a_tilted_mean_are_refused() -> None:
@@ -186,7 +209,9 @@ def test_a_clip_is_a_share_of_the_bound() -> None:
     for share in (0.0, -0.5, 1.0 + 1e-12, 2.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="residual_clip"):
             task(residual_clip=share)
-    assert task(residual_clip=0.25, preparation=Preparation(3.0, intercept=4.0)).lipschitz == pytest.approx(1.25)
+    assert task(
+        residual_clip=0.25, preparation=Preparation(3.0, intercept=4.0)
+    ).lipschitz == pytest.approx(1.25)
 
 
 def test_the_radius_holds_for_n_max_records() -> None:
@@ -200,11 +225,17 @@ def test_the_radius_holds_for_n_max_records() -> None:
     )
     for reg in (0.1, 1.0, 50.0):
         for count in (1, 2, 50):
-            records = make_records(squared, torch.ones(count, 1, dtype=torch.float64), torch.ones(count))
+            records = make_records(
+                squared, torch.ones(count, 1, dtype=torch.float64), torch.ones(count)
+            )
             w = solve(build_objective(squared, reg, records), 1e-9).w
             assert float(w.norm()) <= squared.minimizer_radius(reg)
-    assert squared.minimizer_radius(50.0) < 1.5 * float(w.norm()) * math.sqrt(2)  # attained up to a factor
-    assert task(loss=dp.losses.Squared(), bound_y=1.0, n=2, n_max=50).minimizer_radius(1.0) < math.sqrt(2.01)
+    assert squared.minimizer_radius(50.0) < 1.5 * float(w.norm()) * math.sqrt(
+        2
+    )  # attained up to a factor
+    assert task(loss=dp.losses.Squared(), bound_y=1.0, n=2, n_max=50).minimizer_radius(
+        1.0
+    ) < math.sqrt(2.01)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +278,11 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
     ("settings", "gaussian", "pure"),
     [
         ({"loss": dp.losses.Squared(), "bound_y": 1.0}, "boosted_adassp", "output"),
-        ({"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}, "noisy_gd", "objective"),
+        (
+            {"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5},
+            "noisy_gd",
+            "objective",
+        ),
         ({}, "noisy_gd", "objective"),
         ({"n": 10_000}, "objective", "objective"),
         ({"reg": 1e-3}, "objective", "output"),
@@ -258,7 +293,9 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ({"attack_radius": 1.0}, "output", "output"),
     ],
 )
-def test_the_mechanism_is_chosen_by_public_facts(settings: dict[str, object], gaussian: str, pure: str) -> None:
+def test_the_mechanism_is_chosen_by_public_facts(
+    settings: dict[str, object], gaussian: str, pure: str
+) -> None:
     assert choose_mechanism(task(**settings)) == gaussian
     assert choose_mechanism(task(**(settings | {"budget": dp.Budget(1.0, 0.0)}))) == pure
 
@@ -270,7 +307,8 @@ def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "word"), [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")]
+    ("settings", "word"),
+    [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")],
 )
 def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for(
     settings: dict[str, object], word: str
@@ -288,7 +326,12 @@ def test_a_ledger_of_another_adjacency_is_refused() -> None:
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         ledger = dp.Accountant(adjacency="replace_one")
         with pytest.raises(AdjacencyError):
-            fit_linear(plan_linear(add_remove, mechanism), torch.ones(4, 2), torch.ones(4), accountant=ledger)
+            fit_linear(
+                plan_linear(add_remove, mechanism),
+                torch.ones(4, 2),
+                torch.ones(4),
+                accountant=ledger,
+            )
         assert len(ledger) == 0
 
 

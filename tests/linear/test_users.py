@@ -18,7 +18,13 @@ import torch_dpsco as dp
 from torch_dpsco import linear
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import BudgetExceeded, ConditionError, DpscoError, UnitError
-from torch_dpsco.estimators import HuberRegressor, LogisticRegression, QuantileRegressor, Ridge, SoftmaxRegression
+from torch_dpsco.estimators import (
+    HuberRegressor,
+    LogisticRegression,
+    QuantileRegressor,
+    Ridge,
+    SoftmaxRegression,
+)
 from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear, preparation, users
 from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.task import make_records
@@ -31,8 +37,16 @@ N = 40
 
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0), "dim": 2, "n": N, "n_max": 60}
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency, unit="user")} | settings))
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0),
+        "dim": 2,
+        "n": N,
+        "n_max": 60,
+    }
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency, unit="user")} | settings)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +62,9 @@ def rows(count: int = 200, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return features, torch.where(features[:, 0] > 0, 1.0, -1.0).double(), ids
 
 
-def last_total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor, v: Tensor) -> Tensor:
+def last_total(
+    plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor, v: Tensor
+) -> Tensor:
     """The sum over users for scale and intercept, without noise, after the answer w of the steps."""
     codes, shares, count = users_of(ids)
     given = plan.task
@@ -78,7 +94,9 @@ def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Te
     st.sampled_from([0.01, 0.2, 5.0]),
     st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
 )
-def test_no_user_moves_a_sum_further_than_the_clip(odd: list, clip: float, point: tuple[float, float]) -> None:
+def test_no_user_moves_a_sum_further_than_the_clip(
+    odd: list, clip: float, point: tuple[float, float]
+) -> None:
     plan = plan_users(task(), clip=clip)
     features, labels, ids = rows()
     new = torch.tensor(odd, dtype=torch.float64)
@@ -96,9 +114,14 @@ def test_no_user_moves_a_sum_further_than_the_clip(odd: list, clip: float, point
 
 @examples(st.lists(st.floats(-9.0, 9.0), min_size=2, max_size=2), st.floats(0.01, 1.0))
 def test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip(row: list, clip: float) -> None:
-    features, w = torch.tensor([row], dtype=torch.float64), torch.tensor([3.0, -2.0], dtype=torch.float64)
+    features, w = (
+        torch.tensor([row], dtype=torch.float64),
+        torch.tensor([3.0, -2.0], dtype=torch.float64),
+    )
     for label in (-1.0, 1.0):
-        moved = total(plan_users(task(), clip=clip), features, torch.tensor([label]), torch.tensor([0]), w)
+        moved = total(
+            plan_users(task(), clip=clip), features, torch.tensor([label]), torch.tensor([0]), w
+        )
         assert sum(Fraction(x) ** 2 for x in moved.tolist()) <= Fraction(clip) ** 2
 
 
@@ -107,7 +130,9 @@ def test_users_who_disagree_attain_the_clip() -> None:
     features, labels = torch.ones(6, 2).double(), torch.tensor([1.0, 1, 1, 1, 1, 1]).double()
     ids = torch.tensor([0, 0, 0, 1, 1, 2])
     w = torch.zeros(2).double()
-    gap = total(plan, features, labels, ids, w) - total(plan, features, torch.where(ids == 2, -1.0, labels), ids, w)
+    gap = total(plan, features, labels, ids, w) - total(
+        plan, features, torch.where(ids == 2, -1.0, labels), ids, w
+    )
     assert float(gap.norm()) == pytest.approx(2 * 0.01, rel=1e-9)
 
 
@@ -121,10 +146,16 @@ def test_no_user_moves_a_sum_for_scale_and_intercept_further_than_its_clip(
 ) -> None:
     plan = plan_users(task(preparation=Preparation(1.0, intercept=0.5)))
     features, labels, ids = rows()
-    new, w, v = torch.tensor(odd).double(), torch.tensor(answer).double(), torch.tensor(point).double()
+    new, w, v = (
+        torch.tensor(odd).double(),
+        torch.tensor(answer).double(),
+        torch.tensor(point).double(),
+    )
     table, signs = torch.cat([features, new]), torch.cat([labels, torch.ones(len(new))])
     names = torch.cat([ids, torch.full((len(new),), N)])
-    gap = last_total(plan, table, signs, names, w, v) - last_total(plan, features, labels, ids, w, v)
+    gap = last_total(plan, table, signs, names, w, v) - last_total(
+        plan, features, labels, ids, w, v
+    )
     assert float(gap.norm()) <= math.sqrt(2) + 1e-10
     # replaced: the same rows, all of the other label
     gap = last_total(plan, table, torch.where(names == N, -1.0, signs), names, w, v)
@@ -137,7 +168,10 @@ def test_users_attain_the_clip_of_the_sums_for_scale_and_intercept() -> None:
     plan = plan_users(task("replace_one", preparation=Preparation(1.0, intercept=0.5)))
     features, ids = torch.ones(6, 2).double(), torch.tensor([0, 0, 0, 1, 1, 2])
     w, v = torch.ones(3).double(), torch.tensor([40.0, 40.0]).double()
-    sums = [last_total(plan, features, torch.where(ids == 2, sign, 1.0), ids, w, v) for sign in (-1.0, 1.0)]
+    sums = [
+        last_total(plan, features, torch.where(ids == 2, sign, 1.0), ids, w, v)
+        for sign in (-1.0, 1.0)
+    ]
     assert float((sums[0] - sums[1]).norm()) == pytest.approx(math.sqrt(2), rel=1e-9)
 
 
@@ -158,7 +192,9 @@ def test_a_user_counts_as_much_as_one_record() -> None:
 def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = []
 
-    def watched(task: LinearTask, rows: Tensor, targets: Tensor, weights: Tensor, *rest: Any, **more: Any) -> Any:
+    def watched(
+        task: LinearTask, rows: Tensor, targets: Tensor, weights: Tensor, *rest: Any, **more: Any
+    ) -> Any:
         given.append(weights)
         return make_records(task, rows, targets, weights, *rest, **more)
 
@@ -173,12 +209,21 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
 
 
 @examples(
-    st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(0, 3)), min_size=1, max_size=30),
+    st.lists(
+        st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(0, 3)),
+        min_size=1,
+        max_size=30,
+    ),
     st.floats(-2, 2),
 )
-def test_no_user_moves_what_is_measured_further_than_one_record_may(odd: list, threshold: float) -> None:
+def test_no_user_moves_what_is_measured_further_than_one_record_may(
+    odd: list, threshold: float
+) -> None:
     features, _, ids = rows()
-    new, own = torch.tensor([row[:2] for row in odd]).double(), torch.tensor([row[2] for row in odd]).double()
+    new, own = (
+        torch.tensor([row[:2] for row in odd]).double(),
+        torch.tensor([row[2] for row in odd]).double(),
+    )
     found = []
     for extra in (0, len(new)):
         table = torch.cat([features, new[:extra]])
@@ -186,7 +231,9 @@ def test_no_user_moves_what_is_measured_further_than_one_record_may(odd: list, t
         weights = torch.cat([torch.ones(len(ids)).double(), own[:extra]]).clamp(0, 1) * shares
         records = make_records(task(), table, torch.ones(len(table)), weights, users=codes)
         near = torch.cat([block[:, 0] <= threshold for _, block in records.blocks()])
-        found.append((records.combine(records.weights), float(records.total(records.weights * near))))
+        found.append(
+            (records.combine(records.weights), float(records.total(records.weights * near)))
+        )
     (before, below), (after, then_below) = found
     assert float((after - before).norm()) <= 1 + 1e-9  # of rows of norm 1
     assert -1e-9 <= then_below - below <= 1 + 1e-9
@@ -198,7 +245,8 @@ def test_ids_and_order_of_rows_do_not_matter() -> None:
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))
     named = (ids * 7919) % 1009
     torch.testing.assert_close(
-        total(plan, features, labels, ids, w), total(plan, features[order], labels[order], named[order], w)
+        total(plan, features, labels, ids, w),
+        total(plan, features[order], labels[order], named[order], w),
     )
 
 
@@ -206,7 +254,9 @@ def test_ids_and_order_of_rows_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
-def test_each_sum_over_users_gets_its_noise(adjacency: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sum_over_users_gets_its_noise(
+    adjacency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[float] = []
 
     def counted(dim: int, std: float, source: object) -> Tensor:
@@ -220,7 +270,9 @@ def test_each_sum_over_users_gets_its_noise(adjacency: str, monkeypatch: pytest.
     fit_linear(plan, features, labels, users=ids)
     assert drawn == [plan.noise_std] * 30 + [plan.last_std] * 32
     sides = 2 if adjacency == "replace_one" else 1
-    level = sides * math.hypot(math.sqrt(30) * plan.clip / plan.noise_std, math.sqrt(2 * 32) / plan.last_std)
+    level = sides * math.hypot(
+        math.sqrt(30) * plan.clip / plan.noise_std, math.sqrt(2 * 32) / plan.last_std
+    )
     assert level <= plan.event().mu <= level * (1 + 1e-4)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
 
@@ -233,10 +285,15 @@ def test_rounding_is_in_the_sensitivity_of_a_sum_over_users() -> None:
     prepared = torch.stack([plan.task.preparation(row[None])[0] for row in features])
     scores = [math.fsum((row * w).tolist()) for row in prepared]
     margins = [label * score for label, score in zip(labels.tolist(), scores, strict=True)]
-    slopes = [-y / (1 + math.exp(m)) if m < 700 else 0.0 for y, m in zip(labels.tolist(), margins, strict=True)]
+    slopes = [
+        -y / (1 + math.exp(m)) if m < 700 else 0.0
+        for y, m in zip(labels.tolist(), margins, strict=True)
+    ]
     for user in ids.unique():
         mine = [k for k in range(len(ids)) if ids[k] == user]
-        mean = [math.fsum(slopes[k] * float(prepared[k, j]) for k in mine) / len(mine) for j in range(2)]
+        mean = [
+            math.fsum(slopes[k] * float(prepared[k, j]) for k in mine) / len(mine) for j in range(2)
+        ]
         size = math.hypot(*mean)
         exact.append([v * min(1.0, plan.clip / size) if size else 0.0 for v in mean])
     error = max(abs(float(computed[j]) - math.fsum(v[j] for v in exact)) for j in range(2))
@@ -264,15 +321,24 @@ def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() ->
     slopes, unit = plan._slopes_and_unit(w)
     scores = [math.fsum((row * slopes).tolist()) / unit for row in prepared]
     pairs = [(min(max(score, -1.0), 1.0), 1.0) for score in scores]
-    margins = [y * (v[0].item() * p[0] + v[1].item()) for y, p in zip(labels.tolist(), pairs, strict=True)]
-    rates = [-y / (1 + math.exp(m)) if m < 700 else 0.0 for y, m in zip(labels.tolist(), margins, strict=True)]
+    margins = [
+        y * (v[0].item() * p[0] + v[1].item()) for y, p in zip(labels.tolist(), pairs, strict=True)
+    ]
+    rates = [
+        -y / (1 + math.exp(m)) if m < 700 else 0.0
+        for y, m in zip(labels.tolist(), margins, strict=True)
+    ]
     exact = []
     for user in ids.unique():
         mine = [k for k in range(len(ids)) if ids[k] == user]
-        exact.append([math.fsum(rates[k] * pairs[k][j] for k in mine) / len(mine) for j in range(2)])
+        exact.append(
+            [math.fsum(rates[k] * pairs[k][j] for k in mine) / len(mine) for j in range(2)]
+        )
     error = max(abs(float(computed[j]) - math.fsum(mean[j] for mean in exact)) for j in range(2))
     assert error <= plan._last_rounding
-    assert plan._last_rounding > 60 * (1 + 250 * math.sqrt(2)) * 18 * 2.0**-53 * 4  # of scores, n_max users
+    assert (
+        plan._last_rounding > 60 * (1 + 250 * math.sqrt(2)) * 18 * 2.0**-53 * 4
+    )  # of scores, n_max users
 
 
 def test_scale_and_intercept_are_the_loop_of_the_docstring() -> None:
@@ -294,12 +360,16 @@ def test_scale_and_intercept_are_the_loop_of_the_docstring() -> None:
         gradient = torch.zeros(2).double()
         for user in ids.unique():
             gradient += (slopes[ids == user].unsqueeze(1) * pairs[ids == user]).mean(0)
-        moved = pace.momentum * moved - pace.lr * (gradient + gaussian_vector(2, plan.last_std, noise))
+        moved = pace.momentum * moved - pace.lr * (
+            gradient + gaussian_vector(2, plan.last_std, noise)
+        )
         v = v + moved
         if step >= 16:
             later.append(v)
     scale, shift = torch.stack(later).mean(0).tolist()
-    wanted = torch.cat([first[:2] * min(max(scale / unit, 0.1), 1.0), torch.tensor([shift / 0.5]).double()])
+    wanted = torch.cat(
+        [first[:2] * min(max(scale / unit, 0.1), 1.0), torch.tensor([shift / 0.5]).double()]
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
@@ -308,14 +378,18 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
         return plan.lr * plan.task.n * plan.steps * plan.clip / (1 - plan.momentum)
 
     def planned(threshold: float, n: int, bound: float = 20.0) -> UserGDPlan:
-        return plan_users(task(loss=dp.losses.Huber(threshold=threshold), bound_y=bound, n=n, n_max=2 * n))
+        return plan_users(
+            task(loss=dp.losses.Huber(threshold=threshold), bound_y=bound, n=n, n_max=2 * n)
+        )
 
     few = planned(1.0, 40)
     signal = few.task.level * 40 / math.sqrt(2)
     assert reach(few) == pytest.approx(0.1 * signal**2 * 20.0, rel=1e-6)  # of a guess of 60
     assert reach(planned(0.5, 40)) == pytest.approx(reach(few), rel=1e-6)  # whatever the unit
     spread = planned(0.01, 40)
-    assert reach(spread) == pytest.approx(60 * 0.01 * signal, rel=1e-6)  # a unit that is near the spread is believed
+    assert reach(spread) == pytest.approx(
+        60 * 0.01 * signal, rel=1e-6
+    )  # a unit that is near the spread is believed
     measured = planned(1.0, 40, bound=1000.0)  # as where targets are in spreads
     assert reach(measured) == pytest.approx(60 * signal, rel=1e-6)
     assert few.clip < measured.clip <= 0.1
@@ -332,7 +406,9 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
     intercept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All users are clipped, and vote for 0 four to one: rates are those of a mean loss all the same."""
-    monkeypatch.setattr(users, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64))
+    monkeypatch.setattr(
+        users, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64)
+    )
     draws = torch.Generator().manual_seed(3)
     ids = torch.arange(2000) % 500
     labels = torch.where(ids < 100, 1.0, -1.0).double()
@@ -340,7 +416,9 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
     given = task(n=500, n_max=600, preparation=Preparation(1.0, intercept=intercept))
     for last in (True, False):
         plan = plan_users(given)
-        weights = fit_linear(plan if last else dataclasses.replace(plan, last_std=None), features, labels, users=ids)
+        weights = fit_linear(
+            plan if last else dataclasses.replace(plan, last_std=None), features, labels, users=ids
+        )
         found = weights.weights[0]
         if intercept:
             rate = float(torch.sigmoid(features @ found[:2] + intercept * found[2]).mean())
@@ -349,7 +427,9 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
             assert len(found) == 2
 
 
-def test_the_whole_fit_is_charged_before_the_first_draw_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = plan_users(task())
     ledger = plan.ledger()
     assert ledger.unit == "user"
@@ -373,7 +453,12 @@ def test_a_run_on_users_is_the_loop_of_its_docstring() -> None:
     plan = dataclasses.replace(plan_users(task(), steps=8, clip=0.2), momentum=0.6, last_std=None)
     features, labels, ids = rows()
     found = fit_linear_with_seed(plan, features, labels, ids)
-    noise, w, v, later = torch.Generator().manual_seed(5), torch.zeros(2).double(), torch.zeros(2).double(), []
+    noise, w, v, later = (
+        torch.Generator().manual_seed(5),
+        torch.zeros(2).double(),
+        torch.zeros(2).double(),
+        [],
+    )
     clipped = features / torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp(min=1.0)
     for step in range(8):
         slopes = -labels * torch.sigmoid(-labels * (clipped @ w))
@@ -431,12 +516,16 @@ def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
     with pytest.raises(UnitError, match="n=3 users"):
         model.set_params(n_max=None, adjacency="replace_one").fit(X, y, groups=[0, 0, 0, 0, 1, 1])
     with pytest.raises(ValueError, match="mechanism"):
-        LogisticRegression(**settings, classes=(0, 1), mechanism="objective").fit(X, y, groups=[0, 0, 1, 1, 2, 2])
+        LogisticRegression(**settings, classes=(0, 1), mechanism="objective").fit(
+            X, y, groups=[0, 0, 1, 1, 2, 2]
+        )
     for other in (Ridge(bound_y=1.0, **settings), SoftmaxRegression(classes=(0, 1), **settings)):
         with pytest.raises(ConditionError):
             other.fit(X, y, groups=[0, 0, 1, 1, 2, 2])
     with pytest.raises(ConditionError, match="secure"):
-        LogisticRegression(**settings, classes=(0, 1), secure="exact").fit(X, y, groups=[0, 0, 1, 1, 2, 2])
+        LogisticRegression(**settings, classes=(0, 1), secure="exact").fit(
+            X, y, groups=[0, 0, 1, 1, 2, 2]
+        )
 
 
 def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
@@ -450,8 +539,12 @@ def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
         dataclasses.replace(plan_users(task()), momentum=1.0)
 
 
-@pytest.mark.parametrize(("kind", "more"), [(Ridge, {"bound_y": 1.0}), (SoftmaxRegression, {"classes": (0, 1, 2)})])
-def test_models_without_a_fit_for_users_name_those_that_have_one(kind: type, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"), [(Ridge, {"bound_y": 1.0}), (SoftmaxRegression, {"classes": (0, 1, 2)})]
+)
+def test_models_without_a_fit_for_users_name_those_that_have_one(
+    kind: type, more: dict[str, Any]
+) -> None:
     with pytest.raises(ConditionError, match="HuberRegressor"):
         kind(epsilon=1.0, n=500, bound_x=1.0, **more).plan(3, "user")
 
@@ -462,13 +555,20 @@ def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.M
     few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
     assert few.last_std is None
     assert many.last_std is not None
-    assert LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+    assert (
+        LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+    )
 
 
-def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     settings = {"delta": 1e-6, "bound_x": 1.0, "bound_y": 1.0}
-    few, some, many = (QuantileRegressor(epsilon=1.0, n=n, **settings).plan(3, "user") for n in (300, 1_500, 30_000))
+    few, some, many = (
+        QuantileRegressor(epsilon=1.0, n=n, **settings).plan(3, "user")
+        for n in (300, 1_500, 30_000)
+    )
     for plan, most in ((few, 0.1), (some, 0.3), (many, 0.3)):
         noise, signal, _ = plan.noise_and_signal
         share = plan.clip / plan.task.lipschitz

@@ -33,10 +33,15 @@ def test_enforcement_is_a_map_of_each_record_by_itself() -> None:
     rows = torch.randn(9000, 4, generator=torch.Generator()).mul(2)
     together = enforce_bounds(rows, bound_x=1.0)
     assert torch.equal(clip_rows(rows, 1.0), together)
-    assert torch.equal(together, torch.cat([enforce_bounds(part, bound_x=1.0) for part in rows.split(1234)]))
+    assert torch.equal(
+        together, torch.cat([enforce_bounds(part, bound_x=1.0) for part in rows.split(1234)])
+    )
     changed = rows.clone()
     changed[17] = 1e9
-    assert torch.equal(torch.nonzero((enforce_bounds(changed, bound_x=1.0) != together).any(1)), torch.tensor([[17]]))
+    assert torch.equal(
+        torch.nonzero((enforce_bounds(changed, bound_x=1.0) != together).any(1)),
+        torch.tensor([[17]]),
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -46,7 +51,9 @@ def test_a_row_with_a_non_finite_feature_becomes_zero(bad: float) -> None:
 
 
 def test_rows_of_extreme_size_keep_their_direction() -> None:
-    result = enforce_bounds(f64(3e300, 4e300, 3e-200, 4e-200, 1.7e308, 0, 5e-324, 0).reshape(4, 2), bound_x=1e-250)
+    result = enforce_bounds(
+        f64(3e300, 4e300, 3e-200, 4e-200, 1.7e308, 0, 5e-324, 0).reshape(4, 2), bound_x=1e-250
+    )
     torch.testing.assert_close(result[:2] * 1e250, f64(0.6, 0.8).repeat(2, 1), rtol=1e-12, atol=0)
     assert result[2:].tolist() == [[pytest.approx(1e-250), 0.0], [5e-324, 0.0]]
 
@@ -54,7 +61,9 @@ def test_rows_of_extreme_size_keep_their_direction() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", [0.1, 0.7, 1.0, 1e6])
 def test_enforced_targets_stay_inside_their_interval(dtype: torch.dtype, bound: float) -> None:
-    targets = torch.tensor([-math.inf, -2.0, -0.05, 0.0, math.nan, 1.0, math.inf], dtype=torch.float64).to(dtype)
+    targets = torch.tensor(
+        [-math.inf, -2.0, -0.05, 0.0, math.nan, 1.0, math.inf], dtype=torch.float64
+    ).to(dtype)
     features, result = enforce_bounds(torch.zeros(7, 1), targets, bound_x=1.0, bound_y=bound)
     assert features.shape == (7, 1)
     assert (result.double().abs() <= bound).all()
@@ -66,7 +75,9 @@ def test_enforced_targets_stay_inside_their_interval(dtype: torch.dtype, bound: 
 
 def test_enforcement_accepts_images_and_empty_batches_and_returns_new_tensors() -> None:
     images = torch.full((2, 3, 4, 5), 1.0)
-    torch.testing.assert_close(enforce_bounds(images, bound_x=1.0).flatten(1).norm(dim=1), torch.ones(2))
+    torch.testing.assert_close(
+        enforce_bounds(images, bound_x=1.0).flatten(1).norm(dim=1), torch.ones(2)
+    )
     assert images.eq(1).all()
     for shape in ((0, 3), (4, 0), (0, 0)):
         assert enforce_bounds(torch.zeros(shape), bound_x=1.0).shape == shape

@@ -27,9 +27,21 @@ from torch_dpsco.losses import (
 )
 from torch_dpsco.problem import Problem
 
-CHECKED = ["holder_constant", "grad_at_zero", "loss_at_zero", "lipschitz", "smoothness", "exact_grad_bound"]
+CHECKED = [
+    "holder_constant",
+    "grad_at_zero",
+    "loss_at_zero",
+    "lipschitz",
+    "smoothness",
+    "exact_grad_bound",
+]
 INTERPOLATED = [Logistic(), Huber(0.7), SmoothedHinge(0.5), SmoothedHinge(2)]
-LOSSES = [*(build(q) for build in (Hinge, PowerLoss) for q in (1, 1.1, 1.5, 2)), Absolute(), Squared(), *INTERPOLATED]
+LOSSES = [
+    *(build(q) for build in (Hinge, PowerLoss) for q in (1, 1.1, 1.5, 2)),
+    Absolute(),
+    Squared(),
+    *INTERPOLATED,
+]
 LOSSES += [
     Huber(3),
     Pinball(),
@@ -39,12 +51,16 @@ LOSSES += [
     *(EpsilonInsensitive(w) for w in (0, 0.1, 5)),
 ]
 LOSSES += [SoftmaxCrossEntropy(2), SoftmaxCrossEntropy(5)]
-ROWS = [(loss, None) for loss in LOSSES] + [(loss, alpha) for loss in INTERPOLATED for alpha in (0.0, 0.5)]
+ROWS = [(loss, None) for loss in LOSSES] + [
+    (loss, alpha) for loss in INTERPOLATED for alpha in (0.0, 0.5)
+]
 
 
 def scaled(problem: Problem, name: str, factor: float) -> Problem:
     value = getattr(problem, name)
-    return dataclasses.replace(problem, **{name: Scaled(value, factor) if callable(value) else value * factor})
+    return dataclasses.replace(
+        problem, **{name: Scaled(value, factor) if callable(value) else value * factor}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +98,9 @@ def test_every_row_passes_and_is_refuted_once_a_constant_is_two_percent_too_smal
     check_holder(loss, problem, **bounds, trials=300)
     for name in CHECKED:
         # The interpolated logistic constant is the one row of the table that is valid but not least.
-        if getattr(problem, name) and not (loss == Logistic() and exponent == 0.5 and name == "holder_constant"):
+        if getattr(problem, name) and not (
+            loss == Logistic() and exponent == 0.5 and name == "holder_constant"
+        ):
             with pytest.raises(NotCertifiedError, match=r"is refuted: promised .* found"):
                 check_holder(loss, scaled(problem, name, 0.98), **bounds, trials=300)
 
@@ -116,7 +134,13 @@ def test_a_lipschitz_constant_is_judged_inside_the_radius_only() -> None:
 def test_a_loss_of_the_user_is_checked_wherever_its_kinks_are() -> None:
     bounds = {"bound_x": 3.0, "bound_y": 2.0}
     loss = LogCosh(offset=0.377)
-    true = Problem(holder_exponent=1, holder_constant=9, smoothness=9, lipschitz=3, grad_at_zero=3 * math.tanh(2.377))
+    true = Problem(
+        holder_exponent=1,
+        holder_constant=9,
+        smoothness=9,
+        lipschitz=3,
+        grad_at_zero=3 * math.tanh(2.377),
+    )
     check_holder(loss, true, **bounds)
     for name in ("holder_constant", "smoothness", "lipschitz", "grad_at_zero"):
         with pytest.raises(NotCertifiedError, match=name):

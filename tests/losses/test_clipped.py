@@ -22,12 +22,22 @@ from torch_dpsco.losses import (
     Squared,
 )
 
-SMOOTH = [Logistic(), SmoothedHinge(0.3), SmoothedHinge(3.0), Hinge(power=2), Squared(), Huber(0.7), PowerLoss(2.0)]
+SMOOTH = [
+    Logistic(),
+    SmoothedHinge(0.3),
+    SmoothedHinge(3.0),
+    Hinge(power=2),
+    Squared(),
+    Huber(0.7),
+    PowerLoss(2.0),
+]
 SCORES = torch.linspace(-6, 6, 4001, dtype=torch.float64)
 
 
 def labels(loss):
-    return torch.tensor([-1.0, 1.0]) if loss.target_kind == "sign" else torch.tensor([-2.0, 0.0, 0.4])
+    return (
+        torch.tensor([-1.0, 1.0]) if loss.target_kind == "sign" else torch.tensor([-2.0, 0.0, 0.4])
+    )
 
 
 @pytest.mark.parametrize("loss", SMOOTH, ids=repr)
@@ -35,7 +45,9 @@ def test_second_derivatives_are_differences_of_first_ones(loss):
     step = 1e-6
     for label in labels(loss).double():
         target = label.expand_as(SCORES)
-        slope = (loss.derivative(SCORES + step, target) - loss.derivative(SCORES - step, target)) / (2 * step)
+        slope = (
+            loss.derivative(SCORES + step, target) - loss.derivative(SCORES - step, target)
+        ) / (2 * step)
         bend = loss.second_derivative(SCORES, target)
         off = (slope - bend).abs() > 1e-6
         assert int(off.sum()) <= 4  # grid points within a step of a kink of phi'
@@ -43,7 +55,9 @@ def test_second_derivatives_are_differences_of_first_ones(loss):
 
 
 @pytest.mark.parametrize(
-    "loss", [Hinge(), Hinge(1.5), Pinball(), Absolute(), EpsilonInsensitive(), PowerLoss(1.5)], ids=repr
+    "loss",
+    [Hinge(), Hinge(1.5), Pinball(), Absolute(), EpsilonInsensitive(), PowerLoss(1.5)],
+    ids=repr,
 )
 def test_losses_whose_slope_jumps_have_no_second_derivative_and_no_clipped_form(loss):
     with pytest.raises(ConditionError, match="no second derivative"):
@@ -70,7 +84,9 @@ def test_the_clipped_loss_is_convex_and_its_derivative_is_the_clipped_one(loss, 
         assert bool((slope[1:] >= slope[:-1] - 1e-12).all())
         assert torch.allclose(slope, loss.derivative(SCORES, target).clamp(-clip, clip), rtol=1e-9)
         untouched = loss.derivative(SCORES, target).abs() < clip * (1 - 1e-9)
-        assert torch.allclose(value[untouched], loss.value(SCORES, target)[untouched], rtol=1e-12, atol=0)
+        assert torch.allclose(
+            value[untouched], loss.value(SCORES, target)[untouched], rtol=1e-12, atol=0
+        )
         assert bool((value <= loss.value(SCORES, target) * (1 + 1e-9) + 1e-9).all())
         bend = clipped.second_derivative(SCORES, target)
         assert bool((bend >= 0).all())
@@ -80,7 +96,9 @@ def test_the_clipped_loss_is_convex_and_its_derivative_is_the_clipped_one(loss, 
 def test_the_clipped_square_is_the_huber_loss():
     target = torch.full_like(SCORES, 0.4)
     clipped = ResidualClipped(Squared(), 0.5).of_norms(torch.tensor([2.0], dtype=torch.float64))
-    assert torch.allclose(clipped.value(SCORES, target), Huber(0.25).value(SCORES, target), rtol=1e-10)
+    assert torch.allclose(
+        clipped.value(SCORES, target), Huber(0.25).value(SCORES, target), rtol=1e-10
+    )
 
 
 def test_clipped_gradients_never_exceed_the_clip():

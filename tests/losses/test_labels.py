@@ -16,7 +16,9 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.losses.labels import as_module, read_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet implemented"
+)
 N, D = 40, 3
 FEATURES = torch.randn(N, D, generator=torch.Generator().manual_seed(0))
 ONES = FEATURES[:, 0] > 0.2
@@ -37,7 +39,9 @@ BINARY: dict[str, Any] = {
     "BCEWithLogitsLoss": dp.per_record(nn.BCEWithLogitsLoss),
     "weighted": dp.per_record(nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))),
     "a function": dp.per_record(F.binary_cross_entropy_with_logits),
-    "a partial": dp.per_record(functools.partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(2.0))),
+    "a partial": dp.per_record(
+        functools.partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(2.0))
+    ),
     "SoftMarginLoss": dp.per_record(nn.SoftMarginLoss),
     "HingeEmbeddingLoss": dp.per_record(nn.HingeEmbeddingLoss),
     "BCELoss": dp.per_record(nn.BCELoss()),
@@ -47,7 +51,9 @@ CLASSES = FEATURES.argmax(1)
 OF_CLASSES: dict[str, Any] = {
     "SoftmaxCrossEntropy": dp.losses.SoftmaxCrossEntropy(3),
     "CrossEntropyLoss": dp.per_record(nn.CrossEntropyLoss),
-    "smoothed": dp.per_record(nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 3.0]))),
+    "smoothed": dp.per_record(
+        nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 3.0]))
+    ),
     "ignores 0": dp.per_record(nn.CrossEntropyLoss(ignore_index=0)),
     "a function": dp.per_record(F.cross_entropy),
     "NLLLoss": dp.per_record(nn.NLLLoss),
@@ -67,7 +73,9 @@ REAL: dict[str, Any] = {
 
 def gradient(loss: Any, output: Tensor, target: Tensor) -> Tensor:
     output = output.clone().requires_grad_()
-    loss(torch.sigmoid(output) if "BCELoss" in repr(loss) else output, target, reduction="sum").backward()
+    loss(
+        torch.sigmoid(output) if "BCELoss" in repr(loss) else output, target, reduction="sum"
+    ).backward()
     assert output.grad is not None
     return output.grad
 
@@ -76,9 +84,15 @@ def gradient(loss: Any, output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", BINARY)
 def test_codings_that_say_the_same_have_the_same_gradients(name: str, coding: str) -> None:
     score, loss = FEATURES[:, 1:2], BINARY[name]
-    wanted = CODINGS["0/1" if "BCE" in repr(loss) or "Label" in repr(loss) else "-1/1"](ONES)[:, None]
+    wanted = CODINGS["0/1" if "BCE" in repr(loss) or "Label" in repr(loss) else "-1/1"](ONES)[
+        :, None
+    ]
     coded = CODINGS[coding](ONES)
-    expected = gradient(getattr(loss, "loss", loss), score, wanted) if isinstance(loss, dp.losses.Loss) else None
+    expected = (
+        gradient(getattr(loss, "loss", loss), score, wanted)
+        if isinstance(loss, dp.losses.Loss)
+        else None
+    )
     found = gradient(loss, score, coded[:, None])
     assert torch.equal(found, gradient(loss, score, wanted))
     assert expected is None or torch.equal(found, expected)
@@ -103,7 +117,9 @@ def test_labels_are_read_as_torch_reads_those_that_it_wants() -> None:
 def test_soft_labels_stay_soft_and_are_clamped() -> None:
     soft = torch.tensor([0.3, 0.9, -0.2, 1.4])
     output = torch.zeros(4)
-    assert gradient(dp.per_record(nn.BCEWithLogitsLoss), output, soft).tolist() == pytest.approx([0.2, -0.4, 0.5, -0.5])
+    assert gradient(dp.per_record(nn.BCEWithLogitsLoss), output, soft).tolist() == pytest.approx(
+        [0.2, -0.4, 0.5, -0.5]
+    )
     chances = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
     ours = gradient(dp.per_record(nn.CrossEntropyLoss), torch.zeros(2, 2), chances)
     torch.testing.assert_close(ours, 0.5 - chances)
@@ -119,7 +135,9 @@ def test_a_target_that_is_not_finite_makes_a_null_record(name: str, bad: float) 
     with_bad, without = gradient(loss, score, other), gradient(loss, score, labels)
     assert without[3] != 0
     assert with_bad[3] == 0
-    assert torch.equal(torch.cat([with_bad[:3], with_bad[4:]]), torch.cat([without[:3], without[4:]]))
+    assert torch.equal(
+        torch.cat([with_bad[:3], with_bad[4:]]), torch.cat([without[:3], without[4:]])
+    )
     assert loss(torch.sigmoid(score), other).isfinite()
 
 
@@ -130,19 +148,26 @@ def test_a_class_that_does_not_exist_makes_a_null_record(name: str, bad: int) ->
     other[3] = bad
     with_bad, without = gradient(loss, FEATURES, other), gradient(loss, FEATURES, CLASSES)
     assert not with_bad[3].any()
-    assert torch.equal(torch.cat([with_bad[:3], with_bad[4:]]), torch.cat([without[:3], without[4:]]))
+    assert torch.equal(
+        torch.cat([with_bad[:3], with_bad[4:]]), torch.cat([without[:3], without[4:]])
+    )
 
 
 def test_one_entry_that_is_no_label_makes_the_whole_record_null() -> None:
     several = torch.zeros(2, 3)
     several[0, 1] = math.nan
-    assert gradient(dp.per_record(nn.BCEWithLogitsLoss), torch.ones(2, 3), several).any(1).tolist() == [False, True]
+    assert gradient(dp.per_record(nn.BCEWithLogitsLoss), torch.ones(2, 3), several).any(
+        1
+    ).tolist() == [False, True]
     tokens = torch.tensor([[0, 7], [1, -100], [2, 2]])
     found = gradient(dp.per_record(nn.CrossEntropyLoss), torch.randn(3, 4, 2), tokens)
     assert found.flatten(1).any(1).tolist() == [False, True, True]
     assert not found[1, :, 1].any()  # ignored, not null
     chances = torch.tensor([[math.nan, 1.0], [0.5, 0.5]])
-    assert gradient(dp.per_record(nn.CrossEntropyLoss), torch.eye(2), chances).any(1).tolist() == [False, True]
+    assert gradient(dp.per_record(nn.CrossEntropyLoss), torch.eye(2), chances).any(1).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_a_null_record_has_no_gradient_even_where_the_output_is_not_finite() -> None:
@@ -153,13 +178,18 @@ def test_a_null_record_has_no_gradient_even_where_the_output_is_not_finite() -> 
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2)])
-def test_a_chance_that_is_no_number_makes_a_null_record_and_raises_nothing(shape: tuple[int, ...]) -> None:
+def test_a_chance_that_is_no_number_makes_a_null_record_and_raises_nothing(
+    shape: tuple[int, ...],
+) -> None:
     """torch's own loss looks whether chances are in [0, 1], which would tell of a record with a feature that is NaN."""
     chances = torch.full(shape, 0.5)
     chances.view(3, -1)[1, 0] = math.nan
     with pytest.raises(RuntimeError, match="between 0 and 1"):
         nn.BCELoss()(chances, torch.ones(shape))
-    for loss in (dp.per_record(nn.BCELoss), lambda *both: nn.BCELoss()(*read_for(nn.BCELoss(), *both))):
+    for loss in (
+        dp.per_record(nn.BCELoss),
+        lambda *both: nn.BCELoss()(*read_for(nn.BCELoss(), *both)),
+    ):
         output = chances.clone().requires_grad_()
         loss(output, torch.ones(shape)).backward()
         assert output.grad.view(3, -1).any(1).tolist() == [True, False, True]
@@ -170,9 +200,18 @@ def test_fit_raises_nothing_where_a_record_has_no_chance() -> None:
     features[3], features[4] = math.nan, math.inf
     model = nn.Sequential(nn.Linear(D, 2), nn.Tanh(), nn.Linear(2, 1), nn.Sigmoid())
     plan = dp.HolderSGD.plan(
-        problem=dp.Problem(lipschitz=1.0), noise_multiplier=1.0, sampling=dp.Full(N), steps=2, lr=0.1
+        problem=dp.Problem(lipschitz=1.0),
+        noise_multiplier=1.0,
+        sampling=dp.Full(N),
+        steps=2,
+        lr=0.1,
     )
-    dp.fit(model, dp.HolderSGD(model.parameters(), plan), TensorDataset(features, ONES[:, None]), nn.BCELoss())
+    dp.fit(
+        model,
+        dp.HolderSGD(model.parameters(), plan),
+        TensorDataset(features, ONES[:, None]),
+        nn.BCELoss(),
+    )
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
@@ -215,14 +254,23 @@ def optimizer_of(model: nn.Module) -> dp.PrivateOptimizer:
     """Returns one that steps on all records, without noise."""
     oracle = dp.oracles.Clipped(1.0, 0.0, N)
     return dp.PrivateOptimizer(
-        model.parameters(), 0.5, design=dp.Full(N), oracle=oracle, rule=dp.rules.SGD(), adjacency="replace_one"
+        model.parameters(),
+        0.5,
+        design=dp.Full(N),
+        oracle=oracle,
+        rule=dp.rules.SGD(),
+        adjacency="replace_one",
     )
 
 
 def fitted(loss: Any, target: Tensor, outputs: int = 1, *, how: str = "in memory") -> Tensor:
     """Returns weights after steps on all records, without noise."""
     torch.manual_seed(0)
-    model = nn.Linear(D, outputs) if how != "net" else nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, outputs))
+    model = (
+        nn.Linear(D, outputs)
+        if how != "net"
+        else nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, outputs))
+    )
     optimizer = optimizer_of(model)
     data: Any = TensorDataset(FEATURES, target)
     data = OneByOne(data) if how == "one by one" else data
@@ -256,7 +304,9 @@ def test_fit_learns_the_same_from_every_coding(loss: Any, how: str) -> None:
 
 @pytest.mark.usefixtures("in_torch")
 def test_fit_learns_the_same_without_the_accelerator() -> None:
-    assert torch.equal(*[fitted(nn.BCEWithLogitsLoss(), CODINGS[name](ONES)[:, None]) for name in ("0/1", "-1/1")])
+    assert torch.equal(
+        *[fitted(nn.BCEWithLogitsLoss(), CODINGS[name](ONES)[:, None]) for name in ("0/1", "-1/1")]
+    )
 
 
 def test_compiled_rows_learn_the_same_from_every_coding() -> None:
@@ -266,7 +316,9 @@ def test_compiled_rows_learn_the_same_from_every_coding() -> None:
         model = nn.Linear(D, 1)
         optimizer = optimizer_of(model)
         rows = dp.CompiledRows(model, F.binary_cross_entropy_with_logits, backend=None)
-        for inputs, targets in optimizer.loader(TensorDataset(FEATURES, CODINGS[name](ONES)[:, None])):
+        for inputs, targets in optimizer.loader(
+            TensorDataset(FEATURES, CODINGS[name](ONES)[:, None])
+        ):
             rows.step(optimizer, inputs, targets)
             break
         found.append(model.weight.detach())
@@ -322,5 +374,7 @@ def test_fit_leaves_out_a_record_whose_class_does_not_exist(loss: Any, how: str)
 def test_plans_say_which_labels_say_the_same() -> None:
     design = dp.Poisson(20, 60)
     assert "0/1, -1/1 and booleans are the same" in " ".join(
-        str(dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=design, steps=3)).split()
+        str(
+            dp.ClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=5.0, sampling=design, steps=3)
+        ).split()
     )

@@ -23,13 +23,17 @@ FALSE_ALARM = 1e-6
 
 
 def make(threshold=10.0, b1=2.0, b2=4.0, sensitivity=Fraction(2), steps=5):
-    return AboveThreshold(threshold, threshold_scale=b1, query_scale=b2, sensitivity=sensitivity, steps=steps)
+    return AboveThreshold(
+        threshold, threshold_scale=b1, query_scale=b2, sensitivity=sensitivity, steps=steps
+    )
 
 
 def passes_before_the_halt(scores, seed_generator, **numbers) -> int | None:
     """Returns how many of the scores pass before one does not; None if all pass."""
     run = make(steps=len(scores), **numbers)
-    return next((k for k, score in enumerate(scores) if not run.passes(score, seed_generator)), None)
+    return next(
+        (k for k, score in enumerate(scores) if not run.passes(score, seed_generator)), None
+    )
 
 
 def is_likely(successes, number, p) -> bool:
@@ -37,7 +41,9 @@ def is_likely(successes, number, p) -> bool:
     return bool(min(law.cdf(successes), law.sf(successes - 1)) > FALSE_ALARM / 2)
 
 
-@pytest.mark.parametrize(("first", "last", "k"), [(0.0, 0.0, 1), (3.0, -4.0, 2), (-2.0, 1.0, 3), (1.0, -9.0, 0)])
+@pytest.mark.parametrize(
+    ("first", "last", "k"), [(0.0, 0.0, 1), (3.0, -4.0, 2), (-2.0, 1.0, 3), (1.0, -9.0, 0)]
+)
 @pytest.mark.parametrize(("b1", "b2"), [(2.0, 4.0), (3.0, 1.0)])
 def test_answers_have_the_probabilities_of_the_exact_integrals(first, last, k, b1, b2):
     scores = [10.0 + first] * k + [10.0 + last]
@@ -49,8 +55,13 @@ def test_answers_have_the_probabilities_of_the_exact_integrals(first, last, k, b
 def test_halved_noise_of_the_test_is_caught():
     generator, number, scores = torch.Generator().manual_seed(7), 5000, [13.0, 13.0, 6.0]
     for b1, b2, fits in ((2.0, 4.0, True), (1.0, 4.0, False), (2.0, 2.0, False)):
-        hits = sum(passes_before_the_halt(scores, generator, b1=b1, b2=b2) == 2 for _ in range(number))
-        assert is_likely(hits, number, sequence_probability(3.0, -4.0, 2, 2.0, 4.0)) is fits, (b1, b2)
+        hits = sum(
+            passes_before_the_halt(scores, generator, b1=b1, b2=b2) == 2 for _ in range(number)
+        )
+        assert is_likely(hits, number, sequence_probability(3.0, -4.0, 2, 2.0, 4.0)) is fits, (
+            b1,
+            b2,
+        )
 
 
 def discrete_law(t, reach):
@@ -87,7 +98,9 @@ def test_neighbors_never_differ_by_more_than_the_declared_epsilon(passes, level)
 
 
 def test_a_part_of_the_declared_epsilon_is_reached():
-    high, low = (transcript([first] * 100 + [last], 8.0, 12.0) for first, last in ((-36, -64), (-40, -60)))
+    high, low = (
+        transcript([first] * 100 + [last], 8.0, 12.0) for first, last in ((-36, -64), (-40, -60))
+    )
     assert abs(math.log(high / low)) > 0.4 * above_threshold_epsilon(2.0, 3.0, 1.0)
 
 
@@ -132,7 +145,9 @@ def test_more_than_the_planned_queries_are_refused():
 def test_the_threshold_is_drawn_once_and_queries_anew():
     run, generator = make(b1=1e9, b2=1e-9, steps=100), torch.Generator().manual_seed(1)
     assert run.state()["threshold_noise"] is None
-    run.passes(10**12, generator)  # far above any threshold; from here on both sides of theta + rho are certain
+    run.passes(
+        10**12, generator
+    )  # far above any threshold; from here on both sides of theta + rho are certain
     level = 10 + run.state()["threshold_noise"] * Fraction(2) / 2**32
     assert all(run.passes(level + Fraction(1, 1000), generator) for _ in range(50))
     assert not run.passes(level - Fraction(1, 1000), generator)
@@ -173,12 +188,19 @@ def test_a_run_cannot_be_rolled_back():
         run.restore({**run.state(), "halted": False})
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda run: pickle.loads(pickle.dumps(run))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda run: pickle.loads(pickle.dumps(run))]
+)
 def test_a_copy_is_a_new_run(copied):
     run, generator = make(b1=1e3, b2=1.0), torch.Generator().manual_seed(0)
     run.passes(10**6, generator)
     other = copied(run)
-    assert other.state() == {"threshold_noise": None, "asked": 0, "halted": False, "confidential": True}
+    assert other.state() == {
+        "threshold_noise": None,
+        "asked": 0,
+        "halted": False,
+        "confidential": True,
+    }
     other.passes(10**6, generator)
     assert other.state()["threshold_noise"] != run.state()["threshold_noise"]
     run.passes(-(10**6), generator)

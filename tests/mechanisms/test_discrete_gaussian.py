@@ -47,7 +47,10 @@ def test_large_draws_have_the_law_in_cells_and_uniform_last_bits(bits):
     size = 400_000
     numbers = discrete_gaussian(size, bits)
     edges = np.concatenate([[-(2**62)], np.arange(-64, 65) * 2 ** (bits - 4), [2**62]])
-    assert stats.chisquare(binned(numbers, edges), law_of_bins(bits, edges) * size).pvalue > FALSE_ALARM
+    assert (
+        stats.chisquare(binned(numbers, edges), law_of_bins(bits, edges) * size).pvalue
+        > FALSE_ALARM
+    )
     # within a cell near 1.5 standard deviations, where the chord decides most: the density is not flat
     inner = 2**bits + np.arange(65) * 2 ** (bits - 6)
     found = binned(np.abs(numbers), inner)
@@ -58,7 +61,10 @@ def test_large_draws_have_the_law_in_cells_and_uniform_last_bits(bits):
 
 
 def test_vectorized_and_literal_draws_are_of_one_law():
-    many, few = discrete_gaussian(200_000, 6), [literal.discrete_gaussian(Fraction(2**12)) for _ in range(20_000)]
+    many, few = (
+        discrete_gaussian(200_000, 6),
+        [literal.discrete_gaussian(Fraction(2**12)) for _ in range(20_000)],
+    )
     edges = [-(10**6), *range(-160, 161, 10), 10**6]
     table = np.array([binned(many, edges), binned(np.array(few), edges)])
     assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
@@ -89,7 +95,12 @@ def test_the_tail_is_drawn_with_its_own_law():
         for u, kept in ((scaled - 1, True), (scaled + 1, False)):
             words = [(u >> shift) & (2**32 - 1) for shift in range(128, -1, -32)]
             later = iter([word.to_bytes(4, "little") for word in words[1:]])
-            assert module._coin(words[0], 3180 << extra, 1, x, bits, lambda _, it=later: next(it, bytes(4))) is kept
+            assert (
+                module._coin(
+                    words[0], 3180 << extra, 1, x, bits, lambda _, it=later: next(it, bytes(4))
+                )
+                is kept
+            )
 
 
 def test_a_tail_cell_has_the_probability_of_its_acceptance():
@@ -104,7 +115,11 @@ def test_every_table_entry_is_a_lower_bound_within_two_units():
         for cell in (0, 1, 15, 16, 17, 40, 64, 100, 191):
             assert tables.counts[cell] >= 3180 * mpmath.exp(-mpmath.mpf(cell**2) / 512)
             for part in (0, 1, 31, 63, 64):
-                a = 3180 * mpmath.exp(-((cell + mpmath.mpf(part) / 64) ** 2) / 512) / int(tables.counts[cell])
+                a = (
+                    3180
+                    * mpmath.exp(-((cell + mpmath.mpf(part) / 64) ** 2) / 512)
+                    / int(tables.counts[cell])
+                )
                 assert 0 <= a * 2**32 - int(tables.lower[cell, part]) < 2
     assert 2**16 - 64 < tables.counts.sum() + 1 <= 2**16
     assert (np.bincount(tables.cell, minlength=194)[:192] == tables.counts).all()
@@ -122,30 +137,49 @@ def test_the_chord_is_within_its_margin_of_the_probability(bits):
         for i, (cell, j) in enumerate(zip(cells.tolist(), inside.tolist(), strict=True)):
             with mpmath.workdps(40):
                 x = (cell << b) | j
-                a = 3180 * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1)) / int(tables.counts[cell])
+                a = (
+                    3180
+                    * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1))
+                    / int(tables.counts[cell])
+                )
                 far = side * (1 if least else 2 * int(tables.margin[cell]) + 2)
                 uniform[i] = max(0, min(2**32 - 1, int(mpmath.floor(a * 2**32)) + far))
         kept = np.zeros(len(cells), dtype=bool)
         places = np.arange(len(cells))
-        module._decide(places, cells.astype(np.uint8), inside, uniform, (cells << b) | inside, kept, bits, bytes)
+        module._decide(
+            places,
+            cells.astype(np.uint8),
+            inside,
+            uniform,
+            (cells << b) | inside,
+            kept,
+            bits,
+            bytes,
+        )
         assert kept[uniform > 0].all() if side < 0 else not kept.any()
 
 
 def test_a_sampler_that_is_flat_in_each_cell_would_be_noticed(monkeypatch):
     tables = module._tables()
     flat = np.repeat(tables.lower[:, :1], 65, axis=1)
-    monkeypatch.setattr(module, "_tables", lambda: tables._replace(lower=flat, margin=tables.margin * 0))
+    monkeypatch.setattr(
+        module, "_tables", lambda: tables._replace(lower=flat, margin=tables.margin * 0)
+    )
     numbers, inner = discrete_gaussian(1_000_000, 12), 2**12 + np.arange(65) * 2**6
     found, law = binned(np.abs(numbers), inner), law_of_bins(12, inner)
     assert stats.chisquare(found, law / law.sum() * found.sum()).pvalue < FALSE_ALARM
 
 
-@pytest.mark.parametrize(("numerator", "shift"), [(0, 5), (1, 0), (3, 1), (10**9, 20), (2**80, 81), (150, 0), (1, 200)])
+@pytest.mark.parametrize(
+    ("numerator", "shift"), [(0, 5), (1, 0), (3, 1), (10**9, 20), (2**80, 81), (150, 0), (1, 200)]
+)
 def test_exponentials_have_certified_bounds(numerator, shift):
     for bits in (8, 64, 200):
         low, high = exp_bounds(numerator, shift, bits)
         with mpmath.workdps(400):
-            exact = mpmath.exp(-mpmath.mpf(numerator) / mpmath.mpf(2) ** shift) * mpmath.mpf(2) ** bits
+            exact = (
+                mpmath.exp(-mpmath.mpf(numerator) / mpmath.mpf(2) ** shift) * mpmath.mpf(2) ** bits
+            )
             assert low <= exact <= high
         assert high - low <= 2
 

@@ -29,7 +29,13 @@ from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.theory.rounding import Grid, asks_exact, exact_grid, with_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"
-SETTINGS = [(1.0, 1.0, 1), (3.7, 0.3, 10), (1e-9, 1e-7, 1000), (250.0, 2.0, 10**6), (1e40, 1e38, 33)]
+SETTINGS = [
+    (1.0, 1.0, 1),
+    (3.7, 0.3, 10),
+    (1e-9, 1e-7, 1000),
+    (250.0, 2.0, 10**6),
+    (1e40, 1e38, 33),
+]
 
 
 class Zeros(Stream):
@@ -55,19 +61,30 @@ def test_neighbors_differ_by_at_most_the_charged_sensitivity_on_the_grid(std, se
         one = (base + 0.5 - 1e-9) * grid.spacing
         other = one + step + 1e-8 * grid.spacing
         moved = (on_grid(one, grid) - on_grid(other, grid)).abs().max().item()
-        assert step <= moved * grid.spacing <= step + 1.5 * grid.spacing  # rounding does add to the step
+        assert (
+            step <= moved * grid.spacing <= step + 1.5 * grid.spacing
+        )  # rounding does add to the step
     # the bound of the proof, in rational numbers: D + 1.5 g sqrt(d) <= charged
     root = Fraction(math.isqrt(dim * 10**12) + 1, 10**6)
     if grid.bits > 12:  # half of what is charged for it
-        assert Fraction(3, 2) * Fraction(grid.spacing) * root <= Fraction(charged) * Fraction(1.00001) / 2**13
-    assert Fraction(sensitivity) + Fraction(3, 2) * Fraction(grid.spacing) * root <= Fraction(charged)
+        assert (
+            Fraction(3, 2) * Fraction(grid.spacing) * root
+            <= Fraction(charged) * Fraction(1.00001) / 2**13
+        )
+    assert Fraction(sensitivity) + Fraction(3, 2) * Fraction(grid.spacing) * root <= Fraction(
+        charged
+    )
 
 
 @pytest.mark.parametrize(("std", "sensitivity", "dim"), SETTINGS)
-def test_the_noise_left_after_randomized_rounding_is_no_less_than_the_one_charged(std, sensitivity, dim):
+def test_the_noise_left_after_randomized_rounding_is_no_less_than_the_one_charged(
+    std, sensitivity, dim
+):
     grid = exact_grid(std, with_grid(sensitivity), dim)
     assert grid.bits >= 12
-    left = Fraction(grid.spacing) ** 2 * (4**grid.bits - 64)  # variance of the Gaussian that is post-processed
+    left = Fraction(grid.spacing) ** 2 * (
+        4**grid.bits - 64
+    )  # variance of the Gaussian that is post-processed
     assert left >= Fraction(std) ** 2
     assert left <= Fraction(std) ** 2 * (1 + Fraction(1, 2**15))  # and not much more
 
@@ -83,21 +100,32 @@ def test_a_smoothed_gaussian_is_the_discrete_one_up_to_what_the_proof_says():
             def density(y):
                 cells = range(int(mpmath.floor(y)) - 9, int(mpmath.floor(y)) + 11)
                 total = mpmath.fsum(mpmath.exp(-((k - y) ** 2) / 2 / r**2) for k in cells)
-                return mpmath.exp(-(y**2) / 2 / tau**2) / tau * mpmath.exp(-((z - y) ** 2) / 2 / r**2) / total
+                return (
+                    mpmath.exp(-(y**2) / 2 / tau**2)
+                    / tau
+                    * mpmath.exp(-((z - y) ** 2) / 2 / r**2)
+                    / total
+                )
 
-            return mpmath.quad(density, mpmath.linspace(z - 8, z + 8, 9)) / mpmath.sqrt(2 * mpmath.pi)
+            return mpmath.quad(density, mpmath.linspace(z - 8, z + 8, 9)) / mpmath.sqrt(
+                2 * mpmath.pi
+            )
 
         total = mpmath.jtheta(3, 0, mpmath.exp(-1 / (2 * sigma**2)))
         for z in (0, 3):
             ratio = mpmath.exp(-(mpmath.mpf(z) ** 2) / 2 / sigma**2) / total / rounded(z)
             assert abs(mpmath.log(ratio)) <= 2.1 * bound
-            assert abs(mpmath.log(ratio)) > 1e-20  # it is no identity: there is an error to be bounded
+            assert (
+                abs(mpmath.log(ratio)) > 1e-20
+            )  # it is no identity: there is an error to be bounded
 
 
 def discrete_delta(m: int, shift: int, epsilon: float) -> float:
     """Returns delta of the discrete Gaussian of parameter m whose center moves by that many steps, term by term."""
     x = np.arange(-14 * m, 14 * m + 1, dtype=np.float64)
-    near, far = (np.exp(-((x - c) ** 2) / (2.0 * m * m)) / (math.sqrt(2 * math.pi) * m) for c in (shift, 0))
+    near, far = (
+        np.exp(-((x - c) ** 2) / (2.0 * m * m)) / (math.sqrt(2 * math.pi) * m) for c in (shift, 0)
+    )
     excess = near - math.exp(epsilon) * far
     return math.fsum(excess[excess > 0])
 
@@ -117,12 +145,21 @@ def test_the_true_curve_is_within_the_one_charged_and_not_within_that_of_its_own
 def test_the_support_of_an_exact_release_does_not_depend_on_the_data():
     event = exact_event(1.0, 0.5)
     grid = exact_grid(1.0, with_grid(0.5), 400)
-    for value in (0.1, 0.30000000000000004, 1e-30, 123.456):  # floats whose noisy sums have other last bits
+    for value in (
+        0.1,
+        0.30000000000000004,
+        1e-30,
+        123.456,
+    ):  # floats whose noisy sums have other last bits
         released = exact_release(torch.full((400,), value, dtype=torch.float64), event, Keystream())
-        assert all((Fraction(x) / Fraction(grid.spacing)).denominator == 1 for x in released.tolist())
+        assert all(
+            (Fraction(x) / Fraction(grid.spacing)).denominator == 1 for x in released.tolist()
+        )
     # and the float path: sums with 0 have numbers that sums with 2^-40 never give
     noise = torch.randn(400, dtype=torch.float64)
-    steps = [[Fraction(x) / Fraction(grid.spacing) for x in (noise + v).tolist()] for v in (0.0, 0.1)]
+    steps = [
+        [Fraction(x) / Fraction(grid.spacing) for x in (noise + v).tolist()] for v in (0.0, 0.1)
+    ]
     assert any(step.denominator > 1 for side in steps for step in side)
 
 
@@ -208,12 +245,18 @@ def test_mixed_ledgers_keep_the_sentence():
     assert "exact discrete Gaussian noise on a public grid" in lines
     accountant.authorize(Gaussian(5.0, {REPLACE_ONE: 1.0}))
     (line,) = (line for line in accountant.report(1e-5).assumptions if "Gaussian noise" in line)
-    assert line.startswith("exact discrete Gaussian noise in events marked exact=True, ideal Gaussian noise in the")
+    assert line.startswith(
+        "exact discrete Gaussian noise in events marked exact=True, ideal Gaussian noise in the"
+    )
     assert line.endswith("(floating-point attacks on the noise are out of scope)")
 
 
 def test_events_of_exact_noise_survive_a_ledger_file():
-    for event in (exact_event(2.0, 1.0), PoissonGaussian(1.0, 0.1, exact=True), WORGaussian(1.0, 2, 10, exact=True)):
+    for event in (
+        exact_event(2.0, 1.0),
+        PoissonGaussian(1.0, 0.1, exact=True),
+        WORGaussian(1.0, 2, 10, exact=True),
+    ):
         assert event_from_json(event_to_json(event)) == event
         assert "exact=True" in repr(event)
         plain = {key: value for key, value in event_to_json(event).items() if key != "exact"}

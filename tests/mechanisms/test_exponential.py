@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import quantile_probabilities
 from torch_dpsco.mechanisms import exponential
-from torch_dpsco.mechanisms.exponential import draw, draw_quantile, geometric_grid, quantile_law, score_law
+from torch_dpsco.mechanisms.exponential import (
+    draw,
+    draw_quantile,
+    geometric_grid,
+    quantile_law,
+    score_law,
+)
 from torch_dpsco.rng import Repeatable
 
 GRID = geometric_grid(1e-4, 1e4)
@@ -46,7 +52,11 @@ def worst_pairs(n: int) -> list[tuple[list[float], list[float]]]:
         [1.0] * (n // 2) + [100.0] * (n - n // 2),
         list(np.geomspace(1e-3, 1e3, n)),
     ]
-    return [([old, *pile[1:]], [new, *pile[1:]]) for pile in piles for old, new in itertools.combinations(ODD, 2)]
+    return [
+        ([old, *pile[1:]], [new, *pile[1:]])
+        for pile in piles
+        for old, new in itertools.combinations(ODD, 2)
+    ]
 
 
 @pytest.mark.parametrize("epsilon", [1e-4, 0.3, 1.0, 8.0, 200.0, 1e5])
@@ -76,7 +86,10 @@ def test_adding_or_removing_one_number_keeps_epsilon_at_a_public_size(epsilon):
 )
 def test_no_replacement_breaks_epsilon(values, new, quantile, epsilon, size):
     grid = GRID[:size]
-    laws = [quantile_law(data, grid, quantile, epsilon, len(values)) for data in (values, [new, *values[1:]])]
+    laws = [
+        quantile_law(data, grid, quantile, epsilon, len(values))
+        for data in (values, [new, *values[1:]])
+    ]
     assert_keeps_epsilon(*laws, epsilon)
 
 
@@ -86,7 +99,9 @@ def tight_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
         [0.5] * 44 + [1.1] * 8 + [9.0] * 47
     )  # rank 50.9 - 0.5: counts 45, 53, 53, ... with 0.5, or else 44, 52, 52, ...
     grid = [1.0, 1.25, *np.linspace(2.0, 3.0, 4000)]
-    first, second = (quantile_law([new, *common], grid, 0.509, epsilon, 100) for new in (0.5, math.inf))
+    first, second = (
+        quantile_law([new, *common], grid, 0.509, epsilon, 100) for new in (0.5, math.inf)
+    )
     return first, second
 
 
@@ -123,7 +138,9 @@ def test_what_is_not_a_number_counts_as_above():
 
 def test_the_rank_is_that_of_the_public_size():
     few = quantile_law([1.0], GRID, 0.5, 1.0, n=1000)
-    assert few.argmax() >= np.searchsorted(GRID, 1.0)  # every count is far below 500: the larger ones are best
+    assert few.argmax() >= np.searchsorted(
+        GRID, 1.0
+    )  # every count is far below 500: the larger ones are best
     own = quantile_law([1.0], GRID, 0.5, 1.0, n=1)
     assert not np.array_equal(few, own)
 
@@ -165,7 +182,9 @@ def test_probabilities_do_not_underflow_in_their_logarithms():
         scores = [abs(0 - 450), abs(500 - 450)]
         weights = [mpmath.exp(-mpmath.mpf(score) / 2) for score in scores]
         expected = float(weights[0] / sum(weights))
-    assert quantile_probabilities([2.0] * 500, [1.0, 3.0], 0.9, 1.0)[0] == pytest.approx(expected, rel=1e-12)
+    assert quantile_probabilities([2.0] * 500, [1.0, 3.0], 0.9, 1.0)[0] == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_draws_follow_the_law():
@@ -175,13 +194,21 @@ def test_draws_follow_the_law():
     draws = [draw_quantile(values, grid, 0.5, 0.5, 40, generator) for _ in range(4000)]
     for point, probability in zip(grid, law, strict=True):
         # 5 standard deviations; the seed is fixed
-        assert abs(draws.count(point) / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
+        assert abs(draws.count(point) / 4000 - probability) < 5 * math.sqrt(
+            probability * (1 - probability) / 4000
+        )
 
 
 def test_each_point_has_as_many_draws_as_its_law_says(monkeypatch):
     law = score_law([0, 1, 5], 1, 1.0)
     first, second, _ = map(int, law)
-    for number, index in ((0, 0), (first - 1, 0), (first, 1), (first + second - 1, 1), (first + second, 2)):
+    for number, index in (
+        (0, 0),
+        (first - 1, 0),
+        (first, 1),
+        (first + second - 1, 1),
+        (first + second, 2),
+    ):
         monkeypatch.setattr(Repeatable, "integer", lambda self, bits, number=number: number)
         assert draw(law, torch.Generator()) == index
 
@@ -227,7 +254,9 @@ def test_scores_that_move_by_the_sensitivity_keep_epsilon(data, size, sensitivit
         base = [score % (3 * sensitivity) for score in base]
     step = st.sampled_from([-sensitivity, 0, sensitivity, sensitivity // 2])
     moved = [score + data.draw(step) for score in base]
-    assert_keeps_epsilon(*(score_law(scores, sensitivity, epsilon) for scores in (base, moved)), epsilon)
+    assert_keeps_epsilon(
+        *(score_law(scores, sensitivity, epsilon) for scores in (base, moved)), epsilon
+    )
 
 
 @pytest.mark.parametrize("sensitivity", [2.0**-40, 1 / 3, 1.0, 398.0, 1e15])
@@ -238,14 +267,18 @@ def test_scores_at_the_bound_spend_all_of_epsilon_and_no_more(sensitivity, epsil
     laws = [score_law(scores, sensitivity, epsilon) for scores in (first, second)]
     assert_keeps_epsilon(*laws, epsilon)
     found = [math.log(ratio) for ratio in ratios(*laws)]
-    assert max(found) - min(found) > (0.99 if epsilon < 2 else 0.4) * epsilon  # the uniform share hides more
+    assert (
+        max(found) - min(found) > (0.99 if epsilon < 2 else 0.4) * epsilon
+    )  # the uniform share hides more
 
 
 @pytest.mark.parametrize("sensitivity", [0.3, 1.0, 77.0, 1e12])
 def test_the_law_of_scores_is_the_formula_up_to_the_uniform_share(sensitivity):
     scores = np.array([0.0, 0.1, 1.0, 2.5, 60.0]) * sensitivity
     with mpmath.workdps(40):
-        weights = [mpmath.exp(-mpmath.mpf(2) * float(score) / (2 * sensitivity)) for score in scores]
+        weights = [
+            mpmath.exp(-mpmath.mpf(2) * float(score) / (2 * sensitivity)) for score in scores
+        ]
         formula = np.array([float(weight / sum(weights)) for weight in weights])
     law = score_law(scores, sensitivity, 2.0) / 2**53
     assert np.abs(law - formula).max() < 2e-5
@@ -267,7 +300,9 @@ def test_a_draw_is_an_index_of_its_law():
     draws = [draw(law, generator) for _ in range(4000)]
     for index, probability in enumerate(law / 2**53):
         # 5 standard deviations; the seed is fixed
-        assert abs(draws.count(index) / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
+        assert abs(draws.count(index) / 4000 - probability) < 5 * math.sqrt(
+            probability * (1 - probability) / 4000
+        )
     for only in range(3):
         assert draw(np.eye(3, dtype=np.int64)[only] * 2**53, generator) == only
     with pytest.raises(ValueError, match="law must add up to 2\\^53"):
@@ -320,7 +355,9 @@ def test_wrong_public_numbers_are_named(change, message):
         quantile_law(**arguments)
 
 
-@pytest.mark.parametrize(("c_min", "c_max"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, math.inf), (math.nan, 1.0)])
+@pytest.mark.parametrize(
+    ("c_min", "c_max"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (1.0, math.inf), (math.nan, 1.0)]
+)
 def test_wrong_ends_of_the_grid_are_named(c_min, c_max):
     with pytest.raises(ValueError, match=r"c_(min|max) must be"):
         geometric_grid(c_min, c_max)

@@ -43,7 +43,9 @@ def test_draws_have_exactly_the_discrete_laplace_law(t):
 def test_other_laws_are_told_from_it():
     values = draws(Fraction(7, 5), 1, 20_000)
     assert not fits_the_discrete_law(values, 1.5)
-    assert not fits_the_discrete_law([*values, *[Fraction(0)] * 3000], 1.4)  # a zero of each sign now and then
+    assert not fits_the_discrete_law(
+        [*values, *[Fraction(0)] * 3000], 1.4
+    )  # a zero of each sign now and then
     assert not fits_the_discrete_law([abs(v) for v in values], 1.4)
 
 

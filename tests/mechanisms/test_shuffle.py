@@ -74,7 +74,10 @@ def assert_law(counts, law):
     assert len(seen) == len(law)
     assert seen[expected == 0].sum() == 0
     small = expected < 10
-    cells = [*zip(seen[~small], expected[~small], strict=True), (seen[small].sum(), expected[small].sum())]
+    cells = [
+        *zip(seen[~small], expected[~small], strict=True),
+        (seen[small].sum(), expected[small].sum()),
+    ]
     statistic = sum((got - want) ** 2 / want for got, want in cells if want > 0)
     assert statistic < chi2.isf(ALARM, max(1, sum(want > 0 for _, want in cells) - 1))
 
@@ -119,7 +122,10 @@ def test_the_estimate_is_unbiased_with_the_variance_it_says(parameters):
     p, bits, n = parameters.noise_probability, parameters.noise_bits, len(SMALL)
     estimates = [analyze_scalar_sum(k, n, parameters.grid, bits, p, 1.5) for k in range(len(law))]
     mean = sum(float(chance) * estimate for chance, estimate in zip(law, estimates, strict=True))
-    variance = sum(float(chance) * (estimate - mean) ** 2 for chance, estimate in zip(law, estimates, strict=True))
+    variance = sum(
+        float(chance) * (estimate - mean) ** 2
+        for chance, estimate in zip(law, estimates, strict=True)
+    )
     assert mean == pytest.approx(sum(SMALL), rel=1e-12)
     bound = scalar_sum_variance(n, parameters.grid, bits, p, 1.5)
     assert bound - n / 4 * (1.5 / parameters.grid) ** 2 <= variance * (1 + 1e-12)
@@ -136,7 +142,11 @@ def test_no_value_leaves_the_grid(value, upper, grid):
     assert 0 <= ones[0].item() <= grid
 
 
-@given(st.lists(st.floats(0.0, 50.0), min_size=1, max_size=5), st.floats(-3.0, 3.0), st.integers(0, 10**6))
+@given(
+    st.lists(st.floats(0.0, 50.0), min_size=1, max_size=5),
+    st.floats(-3.0, 3.0),
+    st.integers(0, 10**6),
+)
 def test_coupled_rounding_moves_by_less_than_one_more(places, move, seed):
     one = torch.tensor(places, dtype=torch.float64)
     other = (one + move).clamp(0.0, 50.0)
@@ -155,7 +165,10 @@ def test_rounding_comes_from_the_generator():
 
 @pytest.mark.parametrize("messages", [True, False])
 def test_sums_of_vectors_are_unbiased(messages):
-    vectors, parameters = torch.tensor([[0.6, -0.8], [0.1, 0.0], [-1.0, 0.0]]), ShuffleParameters(4, 6)
+    vectors, parameters = (
+        torch.tensor([[0.6, -0.8], [0.1, 0.0], [-1.0, 0.0]]),
+        ShuffleParameters(4, 6),
+    )
     generator = seeded(5)
     wide = vectors.repeat(1, RUNS // 10)  # copies of the coordinates are independent runs
     sums = vector_sum(wide, 1.0, parameters, generator, messages=messages).view(-1, 2)
@@ -165,7 +178,10 @@ def test_sums_of_vectors_are_unbiased(messages):
 
 def test_a_count_at_its_mean_is_an_exact_zero():
     for parameters in (ShuffleParameters(6, 314), ShuffleParameters(8, 12, 0.25)):
-        expected = int(parameters.noise_probability * 1000 * parameters.noise_bits) + 1000 * parameters.grid // 2
+        expected = (
+            int(parameters.noise_probability * 1000 * parameters.noise_bits)
+            + 1000 * parameters.grid // 2
+        )
         assert centered_sum(torch.tensor([expected]), 1000, 0.1, parameters).item() == 0.0
 
 
@@ -176,16 +192,23 @@ def drawn_law(noise):
     """Returns the law that is drawn, by its table."""
     halves = zip(noise._high.tolist(), noise._low.tolist(), strict=True)
     edges = [0, *((high << shuffle_noise._WORD) + low for high, low in halves), shuffle_noise._ONE]
-    return {noise._first + k: (high - low) / shuffle_noise._ONE for k, (low, high) in enumerate(pairwise(edges))}
+    return {
+        noise._first + k: (high - low) / shuffle_noise._ONE
+        for k, (low, high) in enumerate(pairwise(edges))
+    }
 
 
-@pytest.mark.parametrize(("trials", "p"), [(1, 0.5), (7, 0.3), (60, 0.5), (300, 0.01), (300, 0.99), (2000, 0.5)])
+@pytest.mark.parametrize(
+    ("trials", "p"), [(1, 0.5), (7, 0.3), (60, 0.5), (300, 0.01), (300, 0.99), (2000, 0.5)]
+)
 def test_the_table_of_the_noise_is_exact(trials, p):
     chance, law = Fraction(p), drawn_law(BinomialNoise(trials, p))
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     for y in range(trials + 1):
         exact = math.comb(trials, y) * chance**y * (1 - chance) ** (trials - y)
-        assert abs(Fraction(law.get(y, 0.0)) - exact) <= exact * Fraction(1, 2**50) + Fraction(1, 2**110)
+        assert abs(Fraction(law.get(y, 0.0)) - exact) <= exact * Fraction(1, 2**50) + Fraction(
+            1, 2**110
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -219,8 +242,16 @@ def test_the_noise_holds_no_array_of_its_trials():
 
 
 @settings(max_examples=25)
-@example(5, 1, 3.0, 1e-5, 1)  # fewer than 16 coins, whose extremes the grid reaches with probability 6e-5
-@given(st.integers(5, 300), st.integers(1, 3), st.floats(0.3, 4.0), st.sampled_from([1e-3, 1e-5]), st.integers(1, 8))
+@example(
+    5, 1, 3.0, 1e-5, 1
+)  # fewer than 16 coins, whose extremes the grid reaches with probability 6e-5
+@given(
+    st.integers(5, 300),
+    st.integers(1, 3),
+    st.floats(0.3, 4.0),
+    st.sampled_from([1e-3, 1e-5]),
+    st.integers(1, 8),
+)
 def test_sized_protocols_meet_epsilon_and_delta_exactly(n, dim, epsilon, delta, grid):
     l2 = vector_parameters(n, dim, epsilon, delta, grid=grid)
     norm = grid + math.sqrt(dim)
@@ -232,7 +263,10 @@ def test_sized_protocols_meet_epsilon_and_delta_exactly(n, dim, epsilon, delta, 
         for shifts in vectors:
             for sign in (1, -1):
                 moved = [sign * shift for shift in shifts]
-                assert delta_bounds(n * parameters.noise_bits, 0.5, moved, epsilon, step=1e-3)[0] <= delta
+                assert (
+                    delta_bounds(n * parameters.noise_bits, 0.5, moved, epsilon, step=1e-3)[0]
+                    <= delta
+                )
 
 
 def test_half_of_the_sized_noise_is_caught():
@@ -310,14 +344,19 @@ def test_the_closed_form_is_refused_where_its_claim_was_not_confirmed(monkeypatc
     for epsilon, delta in ((10.1, 1e-6), (1.0, 0.2), (15.0, 0.49)):
         with pytest.raises(ConditionError, match=r"epsilon must be <= 10 and delta <= 0\.1"):
             vector_parameters_paper(100, 10, epsilon, delta)
-    monkeypatch.setattr(papers, "vector_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25))
+    monkeypatch.setattr(
+        papers, "vector_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25)
+    )
     with pytest.raises(ConditionError, match="the accountant needs 1000000000000 noise bits"):
         vector_parameters_paper(100, 10, 1.0, 1e-6)
 
 
 def test_the_closed_form_takes_far_more_noise_than_needed():
     paper = vector_parameters_paper(1000, 10, 1.0, 1e-5)
-    assert paper.noise_bits > 10**5 * vector_parameters(1000, 10, 1.0, 1e-5, grid=paper.grid).noise_bits
+    assert (
+        paper.noise_bits
+        > 10**5 * vector_parameters(1000, 10, 1.0, 1e-5, grid=paper.grid).noise_bits
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,12 +368,28 @@ def test_the_closed_form_takes_far_more_noise_than_needed():
         (lambda: analyze_scalar_sum(-1, 1, 1, 1, 0.5, 1.0), ValueError, "count must be"),
         (lambda: analyze_scalar_sum(1, 0, 1, 1, 0.5, 1.0), ValueError, "n must be"),
         (lambda: scalar_sum_variance(1, 1, 1, 0.5, 0.0), ValueError, "upper must be > 0"),
-        (lambda: vector_cost(ShuffleParameters(4, 0), 10, 1), ConditionError, "noise_bits must be >= 1"),
-        (lambda: vector_cost(ShuffleParameters(4, 1), 2, 1), ConditionError, "shift must leave a window"),
-        (lambda: vector_cost(ShuffleParameters(4, 9), 10, 1, failure=0.0), ValueError, "failure must be"),
+        (
+            lambda: vector_cost(ShuffleParameters(4, 0), 10, 1),
+            ConditionError,
+            "noise_bits must be >= 1",
+        ),
+        (
+            lambda: vector_cost(ShuffleParameters(4, 1), 2, 1),
+            ConditionError,
+            "shift must leave a window",
+        ),
+        (
+            lambda: vector_cost(ShuffleParameters(4, 9), 10, 1, failure=0.0),
+            ValueError,
+            "failure must be",
+        ),
         (lambda: vector_parameters(10, 1, 0.0, 1e-5), ValueError, "epsilon must be > 0"),
         (lambda: vector_parameters(10, 1, 1.0, 0.0), ValueError, "delta must be"),
-        (lambda: coordinate_parameters(3, 4, 1, 1.0, 1e-5), ValueError, "groups must be <= batch_size=3"),
+        (
+            lambda: coordinate_parameters(3, 4, 1, 1.0, 1e-5),
+            ValueError,
+            "groups must be <= batch_size=3",
+        ),
         (lambda: largest_count(2**20, ShuffleParameters(2**33, 1)), ValueError, "must be below 2"),
         (lambda: vector_parameters(10, 10, 1e-7, 1e-6), InfeasibleError, "rho must be above"),
     ],

@@ -28,7 +28,10 @@ DIM = 4  # with the bias
 LOSS = dp.losses.Squared()
 DELTA = 1e-4
 PROBLEM = dp.Problem(smoothness=2.0, strong_convexity=0.5, pl_constant=0.5)
-DTYPES = {torch.float32: 3e-4, torch.float64: 1e-12}  # and the error of rounding (clips are a little short in float32)
+DTYPES = {
+    torch.float32: 3e-4,
+    torch.float64: 1e-12,
+}  # and the error of rounding (clips are a little short in float32)
 
 
 def records(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -36,7 +39,9 @@ def records(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
     draw = np.random.default_rng(n)
     x, noise = draw.standard_t(2.5, (n, DIM - 1)), draw.standard_t(2.5, (n, 1))
     y = x @ np.array([[1.0], [-2.0], [0.5]]) + 1.0 + noise
-    return TensorDataset(torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype), torch.arange(n))
+    return TensorDataset(
+        torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype), torch.arange(n)
+    )
 
 
 def model(dtype: torch.dtype = torch.float32, reduction: str = "mean") -> nn.Linear:
@@ -70,7 +75,9 @@ def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
 
 def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of a plan whose draws may be seeded: known batches, or assigned ones that hide nobody."""
-    adjacency = kind.get("adjacency") or (kind["budget"].adjacency if kind.get("budget") else "replace_one")
+    adjacency = kind.get("adjacency") or (
+        kind["budget"].adjacency if kind.get("budget") else "replace_one"
+    )
     kind = {"sampling": "assigned" if adjacency == "add_remove" else "shuffled"} | kind
     if kind["sampling"] != "assigned" or isinstance(kind.get("clip"), dp.Pilot) or kind.get("mode"):
         return kind
@@ -78,7 +85,10 @@ def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
     if not n or (size is None) == (steps is None):
         return kind
     parts = steps if size is None else None
-    return kind | {"batch_size": None, "sampling": dp.Assigned(size or n // steps, n, parts, amplification=False)}
+    return kind | {
+        "batch_size": None,
+        "sampling": dp.Assigned(size or n // steps, n, parts, amplification=False),
+    }
 
 
 @dataclass
@@ -96,20 +106,28 @@ class Run:
     def seeded(self, seed: int = 1, physical: int | None = None) -> PrivateLoader:
         """Returns a bound loader of repeatable draws, for all steps that are planned."""
         data = records(self.n, next(self.model.parameters()).dtype)
-        sampler = make_sampler(self.opt.design, size=self.n, steps=self.opt.schedule.steps, seed=seed)
+        sampler = make_sampler(
+            self.opt.design, size=self.n, steps=self.opt.schedule.steps, seed=seed
+        )
         return self.opt.bind(PrivateLoader(data, sampler, physical_batch_size=physical))
 
     def resumed(self) -> PrivateLoader:
-        return self.opt.loader(records(self.n, next(self.model.parameters()).dtype), resume=True, padding=False)
+        return self.opt.loader(
+            records(self.n, next(self.model.parameters()).dtype), resume=True, padding=False
+        )
 
     def train(self, loader: Iterable[Any] | None = None, steps: int | None = None) -> Run:
         """Makes steps; all of an iteration if their number is not given."""
         # zip asks the counter first: a batch that no step uses must not be fetched
         made = itertools.count() if steps is None else range(steps)
-        for _, (x, y, number) in zip(made, self.seeded() if loader is None else loader, strict=False):
+        for _, (x, y, number) in zip(
+            made, self.seeded() if loader is None else loader, strict=False
+        ):
             self.opt.zero_grad()
             if len(x):
-                LOSS(self.model(x), y, reduction="mean" if self.model._dpsco.mean else "sum").backward()
+                LOSS(
+                    self.model(x), y, reduction="mean" if self.model._dpsco.mean else "sum"
+                ).backward()
             before = self.opt.steps
             self.opt.step()
             if self.opt.steps > before or not self.batches:
@@ -131,7 +149,9 @@ def parts_used(run: Run) -> list[Counter[int]]:
     design, batches = run.opt.design, iter(run.batches)
     if not isinstance(design, dp.Parts):
         return [Counter(itertools.chain(*batches))]
-    return [Counter(itertools.chain(*itertools.islice(batches, draws))) for _, draws in design.parts]
+    return [
+        Counter(itertools.chain(*itertools.islice(batches, draws))) for _, draws in design.parts
+    ]
 
 
 def assert_disjoint(used: Sequence[Counter[int]]) -> None:
@@ -169,7 +189,10 @@ def check_resumption(build: Build, *, exact: bool = True) -> None:
         first = build()
         first.train(first.seeded(), k)
         other = reloaded(first, build)
-        assert (other.opt.steps, other.opt.accountant.ledger.digest()) == (k, first.opt.accountant.ledger.digest())
+        assert (other.opt.steps, other.opt.accountant.ledger.digest()) == (
+            k,
+            first.opt.accountant.ledger.digest(),
+        )
         assert np.array_equal(other.answer(), first.answer())
         other.train(other.resumed())
         assert other.opt.steps == steps
@@ -197,7 +220,9 @@ def check_ledger(build: Build, budget: dp.Budget) -> None:
         assert report.markdown()
         now = ledger.epsilon(delta, adjacency)
         assert spent * (1 - 1e-12) <= now <= planned * (1 + 1e-12)
-        assert ledger.evaluate(delta, adjacency, extra=opt.ahead()).epsilon == pytest.approx(planned, rel=1e-9)
+        assert ledger.evaluate(delta, adjacency, extra=opt.ahead()).epsilon == pytest.approx(
+            planned, rel=1e-9
+        )
         spent = now
     assert opt.steps == opt.schedule.steps
     assert budget.epsilon * (1 - 1e-3) <= spent <= budget.epsilon

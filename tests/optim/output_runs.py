@@ -35,7 +35,9 @@ class Order:
         return np.arange(size)
 
 
-def answer(loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source: Any, bias: bool = False) -> Vector:
+def answer(
+    loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source: Any, bias: bool = False
+) -> Vector:
     """Returns what the optimizer releases with its noise off."""
     features, labels = (torch.from_numpy(part) for part in data)
     model = nn.Linear(features.shape[1], 1, bias=bias).double()

@@ -24,7 +24,9 @@ BUDGET = dp.Budget(1.0, 1e-3)
 
 def records(n: int = N) -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(n, DIM, generator=draw) / 2, torch.randn(n, 1, generator=draw).sign())
+    return TensorDataset(
+        torch.randn(n, DIM, generator=draw) / 2, torch.randn(n, 1, generator=draw).sign()
+    )
 
 
 @dataclass
@@ -40,7 +42,9 @@ class Run:
 
     def train(self, loader: Any = None, steps: int | None = None) -> Run:
         """Makes steps; all of an iteration if their number is not given."""
-        for batch in itertools.islice(self.opt.loader(records()) if loader is None else loader, steps):
+        for batch in itertools.islice(
+            self.opt.loader(records()) if loader is None else loader, steps
+        ):
             self.backward(batch)
             self.opt.step()
         return self
@@ -68,11 +72,22 @@ def make(
 ) -> Run:
     """Returns a run that charges an accountant with any budget, by default with that of its noise."""
     model = nn.Linear(DIM, 1, bias=False).double() if model is None else model
-    arguments = {"problem": PROBLEM, "n": N, "budget": BUDGET, "batch_size": BATCH, "epochs": 1, "lr": 0.1, **changes}
+    arguments = {
+        "problem": PROBLEM,
+        "n": N,
+        "budget": BUDGET,
+        "batch_size": BATCH,
+        "epochs": 1,
+        "lr": 0.1,
+        **changes,
+    }
     plan = dp.HolderOutputSGD.plan(**arguments, dim=model)
     if accountant is not None and accountant.budget != plan.budget:
         plan = replace(plan, budget=None)
-    return Run(model, dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant, generator=generator))
+    return Run(
+        model,
+        dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant, generator=generator),
+    )
 
 
 @contextmanager

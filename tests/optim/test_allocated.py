@@ -26,7 +26,13 @@ import torch_dpsco as dp
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Gaussian, Parallel, RandomAllocation, Repeat, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    Parallel,
+    RandomAllocation,
+    Repeat,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger.book import Book
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned
@@ -76,7 +82,9 @@ def built(
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int | None = None, **loader: Any) -> list[int]:
+def train(
+    model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int | None = None, **loader: Any
+) -> list[int]:
     """Makes steps; returns the sizes of their batches."""
     sizes = []
     for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
@@ -140,7 +148,9 @@ def test_a_pass_that_is_stopped_early_was_charged_as_a_whole() -> None:
     def by_prefix(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Assigned, "covers", lambda self, base, draw: 1)
         patch.setattr(
-            Assigned, "draw_event", lambda self, base, draw: RandomAllocation(base.sigma, T, used=draw.index % T + 1)
+            Assigned,
+            "draw_event",
+            lambda self, base, draw: RandomAllocation(base.sigma, T, used=draw.index % T + 1),
         )
 
     assert_caught(check_that_a_pass_is_charged_first, by_prefix)
@@ -210,12 +220,25 @@ def test_a_budget_that_pays_a_prefix_only_refuses_the_first_step() -> None:
 def test_only_clipped_gaussian_sums_are_amplified(base: Any) -> None:
     design, draw = Assigned(6, 24, passes=2), Draw(3, "a", "1", 5)
     assert design.amplifies(clipped_gaussian(2.0))
-    assert [design.covers(clipped_gaussian(2.0), Draw(3, "a", "", k)) for k in range(8)] == [4, 3, 2, 1, 4, 3, 2, 1]
-    assert design.between(3, 5, [clipped_gaussian(2.0)]) == Repeat(PASS, 2)  # the end of a pass, and the next one
+    assert [design.covers(clipped_gaussian(2.0), Draw(3, "a", "", k)) for k in range(8)] == [
+        4,
+        3,
+        2,
+        1,
+        4,
+        3,
+        2,
+        1,
+    ]
+    assert design.between(3, 5, [clipped_gaussian(2.0)]) == Repeat(
+        PASS, 2
+    )  # the end of a pass, and the next one
     assert design.between(4, 8, [clipped_gaussian(2.0)]) == Repeat(PASS, 1)
     assert not design.amplifies(base)
     assert design.covers(base, draw) == 1
-    assert design.draw_event(base, draw) == Parallel({"1": (base,)}, "a/1", "keyed", key_public=True)
+    assert design.draw_event(base, draw) == Parallel(
+        {"1": (base,)}, "a/1", "keyed", key_public=True
+    )
     assert design.event(base, 5).n == 2  # type: ignore[union-attr]
 
 
@@ -263,7 +286,10 @@ def check_that_less_noise_is_refused() -> None:
 
 
 def test_a_step_with_less_noise_than_its_pass_was_charged_for_is_refused() -> None:
-    assert_caught(check_that_less_noise_is_refused, lambda patch: patch.setattr(charges.Paid, "require", nothing))
+    assert_caught(
+        check_that_less_noise_is_refused,
+        lambda patch: patch.setattr(charges.Paid, "require", nothing),
+    )
 
 
 def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
@@ -274,7 +300,9 @@ def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
         problem = dp.losses.Logistic().problem(bound_x=2.0)
         absolute = dp.oracles.HolderAbsolute(problem, 0.5, N // T, radius=1.0)
         for oracle in (Phased(phases), absolute, Longer(1.0, Z, N // T)):
-            refused(lambda oracle=oracle: built(oracle=oracle), "amplification=False", AdjacencyError)  # type: ignore[misc]
+            refused(
+                lambda oracle=oracle: built(oracle=oracle), "amplification=False", AdjacencyError
+            )  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr("torch_dpsco.optim.assembly.is_pass", lambda *args: True)
@@ -296,7 +324,9 @@ def check_that_draws_serve_once() -> None:
     for optimizer, loader in zip((first, second), loaders, strict=True):
         optimizer.bind(loader)
     one_step(model, first, *next(iter(loaders[0])))
-    refused(lambda: one_step(other, second, *next(iter(loaders[1]))), "may have been released already")
+    refused(
+        lambda: one_step(other, second, *next(iter(loaders[1]))), "may have been released already"
+    )
     assert charged(first) == [(PASS, 1)]
 
 
@@ -311,7 +341,10 @@ def check_that_a_pass_does_not_begin_again() -> None:
     model, optimizer = built()
     train(model, optimizer, 2)
     refused(lambda: train(model, optimizer, 2), "must not start again after 2 steps")
-    refused(lambda: optimizer.bind(PrivateLoader(DATA, AssignedSampler(optimizer.design))), "go on with draw 2")
+    refused(
+        lambda: optimizer.bind(PrivateLoader(DATA, AssignedSampler(optimizer.design))),
+        "go on with draw 2",
+    )
     train(model, optimizer, 2, resume=True)
     assert (optimizer.steps, charged(optimizer)) == (4, [(PASS, 1)])
 
@@ -402,7 +435,9 @@ def test_draws_that_may_be_known_are_not_amplified() -> None:
         foreign.design = design
         for sampler in (InOrder(design), AssignedSampler(design, resume=known), foreign):
             for loader in (PrivateLoader(DATA, sampler), DataLoader(DATA, batch_sampler=sampler)):
-                refused(lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError)  # type: ignore[misc]
+                refused(
+                    lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError
+                )  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
 
@@ -416,7 +451,10 @@ def test_one_sampler_of_passes_delivers_one_data_set() -> None:
         optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
         optimizer.bind(DataLoader(DATA, batch_sampler=sampler))
         other = TensorDataset(*(part.flip(0) for part in DATA.tensors))
-        refused(lambda: optimizer.bind(DataLoader(other, batch_sampler=sampler)), "must be the one that it draws from")
+        refused(
+            lambda: optimizer.bind(DataLoader(other, batch_sampler=sampler)),
+            "must be the one that it draws from",
+        )
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_own_pass", nothing))
 
@@ -432,14 +470,24 @@ def test_a_seed_takes_the_amplification_away() -> None:
     for batch in optimizer.bind(PrivateLoader(DATA, sampler)):
         one_step(model, optimizer, *batch)
     assert RandomAllocation not in {type(event) for event, _ in charged(optimizer)}
-    assert "nothing is gained from the random assignment: amplification=False" in str(optimizer.report(DELTA))
+    assert "nothing is gained from the random assignment: amplification=False" in str(
+        optimizer.report(DELTA)
+    )
 
 
 def test_no_other_design_is_amplified() -> None:
     """Batches of fixed sizes have no such bound (docs/proofs/allocation.md#not-covered)."""
     base = clipped_gaussian(Z)
-    for design in (dp.Disjoint(6, N), dp.Shuffled(6, N), dp.Fixed(6, N), dp.Full(N), dp.Cyclic(6, N, passes=2)):
-        assert "RandomAllocation" not in str(design.event(base, 2)) + str(design.draw_event(base, Draw(6, "p", "0")))
+    for design in (
+        dp.Disjoint(6, N),
+        dp.Shuffled(6, N),
+        dp.Fixed(6, N),
+        dp.Full(N),
+        dp.Cyclic(6, N, passes=2),
+    ):
+        assert "RandomAllocation" not in str(design.event(base, 2)) + str(
+            design.draw_event(base, Draw(6, "p", "0"))
+        )
         assert design.covers(base, Draw(6, "p", "0")) == 1
         if not isinstance(design, dp.Full):
             with pytest.raises(AdjacencyError):
@@ -493,7 +541,9 @@ def test_a_checkpoint_with_draws_says_that_it_is_secret() -> None:
     model, optimizer = built()
     train(model, optimizer, 2)
     state = optimizer.state_dict()
-    assert repr(optimizer._batch.partition) == "Partition(made=2)"  # not the key of the draws, nor how many records
+    assert (
+        repr(optimizer._batch.partition) == "Partition(made=2)"
+    )  # not the key of the draws, nor how many records
     assert isinstance(state, SecretState)
     assert isinstance(state["dpsco"], SecretState)
     assert repr(state).startswith("SecretState(CONFIDENTIAL")
@@ -529,7 +579,11 @@ def test_the_divisor_is_public_and_a_record_moves_one_release_of_a_pass() -> Non
 
 def test_an_empty_batch_is_a_step_of_noise_under_the_charge_of_its_pass() -> None:
     model = dp.attach(nn.Linear(2, 1, bias=False))
-    parts: dict[str, Any] = {"oracle": Clipped(1.0, Z, 1), "rule": dp.rules.SGD(), "design": Assigned(1, 3)}
+    parts: dict[str, Any] = {
+        "oracle": Clipped(1.0, Z, 1),
+        "rule": dp.rules.SGD(),
+        "design": Assigned(1, 3),
+    }
     optimizer = dp.PrivateOptimizer(
         model.parameters(),
         0.1,
@@ -555,7 +609,10 @@ def test_a_resumed_pass_has_the_same_draws_and_no_second_charge(tmp_path: Path) 
     path = tmp_path / "ledger"
     model, optimizer = built(accountant=dp.Accountant(adjacency="add_remove", ledger_path=path))
     sampler = optimizer.loader(DATA, padding=False).batch_sampler
-    expected = [indices.tolist() for _, indices in AssignedSampler(sampler.design, resume=sampler.partition).draws()]
+    expected = [
+        indices.tolist()
+        for _, indices in AssignedSampler(sampler.design, resume=sampler.partition).draws()
+    ]
     state = stored(optimizer)
     train(model, optimizer, 2, resume=True)
     state = stored(optimizer)
@@ -569,7 +626,9 @@ def test_a_resumed_pass_has_the_same_draws_and_no_second_charge(tmp_path: Path) 
     assert (again.steps, charged(again)) == (3, [(PASS, 1)])
     loader = again.loader(DATA, padding=False, resume=True)
     assert next(loader.batch_sampler.draws())[1].tolist() == expected[3]
-    other = AssignedSampler(again.design, resume=replace(AssignedSampler(again.design).partition, made=3))
+    other = AssignedSampler(
+        again.design, resume=replace(AssignedSampler(again.design).partition, made=3)
+    )
     refused(lambda: again.bind(PrivateLoader(DATA, other)), "by fresh bits", UnknownSamplerError)
     train(model, again, T + 1, resume=True)
     assert (again.steps, charged(again)) == (2 * T, [(PASS, 2)])
@@ -578,12 +637,16 @@ def test_a_resumed_pass_has_the_same_draws_and_no_second_charge(tmp_path: Path) 
 def test_a_crash_between_passes_goes_on_with_the_pass_that_was_begun(tmp_path: Path) -> None:
     """The checkpoint is of the first pass, and the crash in the second one, of which two steps are lost."""
     path = tmp_path / "ledger"
-    model, optimizer = built(accountant=dp.Accountant(adjacency="add_remove", ledger_path=path), passes=3)
+    model, optimizer = built(
+        accountant=dp.Accountant(adjacency="add_remove", ledger_path=path), passes=3
+    )
     train(model, optimizer, 1)
     state = stored(optimizer)
     train(model, optimizer, T + 1, resume=True)
     optimizer.accountant.close()
-    model, again = built(accountant=dp.Accountant(adjacency="add_remove", ledger_path=path), passes=3)
+    model, again = built(
+        accountant=dp.Accountant(adjacency="add_remove", ledger_path=path), passes=3
+    )
     with pytest.warns(UserWarning, match="5 steps"):
         again.resume(state)
     assert again._paid == charges.Paid(2 * T, again._batch.partition_name, PASS)
@@ -599,7 +662,11 @@ def check_that_nothing_adaptive_is_charged_inside() -> None:
     model, optimizer = built(accountant=ledger)
     train(model, optimizer, 2)
     chosen = clipped_gaussian(100.0)
-    refused(lambda: ledger.authorize(chosen, adaptive=True), "call finalize() on its optimizer", PrivacyError)
+    refused(
+        lambda: ledger.authorize(chosen, adaptive=True),
+        "call finalize() on its optimizer",
+        PrivacyError,
+    )
     ledger.authorize(chosen)  # fixed before
     optimizer.finalize()
     ledger.authorize(chosen, adaptive=True)
@@ -629,14 +696,20 @@ def test_no_adaptive_event_is_charged_inside_a_pass() -> None:
 def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that() -> None:
     budget = dp.Budget(2.0, DELTA, mode="rdp", orders=(8.0,))
     given: dict[str, Any] = {"n": 200, "batch_size": 20, "epochs": 2, "sampling": "allocated"}
-    plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), budget=budget, **given)
-    with pytest.raises(InfeasibleError, match=r"mode must leave room for one step with this noise \(got 'rdp'"):
+    plan = dp.HolderSGD.plan(
+        problem=dp.losses.Logistic().problem(bound_x=2.0), budget=budget, **given
+    )
+    with pytest.raises(
+        InfeasibleError, match=r"mode must leave room for one step with this noise \(got 'rdp'"
+    ):
         dp.HolderSGD(nn.Linear(2, 1).parameters(), plan)
 
 
 @pytest.mark.parametrize("mode", ["rdp", "zcdp"])
 def test_an_adaptive_budget_takes_passes_one_after_another(mode: str) -> None:
-    budget = dp.Budget(8.0, DELTA, adjacency="add_remove", mode=mode, orders=(4.0,) if mode == "rdp" else None)
+    budget = dp.Budget(
+        8.0, DELTA, adjacency="add_remove", mode=mode, orders=(4.0,) if mode == "rdp" else None
+    )
     ledger = dp.Accountant(budget)
     model, optimizer = built(accountant=ledger)
     train(model, optimizer, T)
@@ -656,25 +729,41 @@ def words(text: object) -> str:
 
 
 def test_a_plan_of_passes_says_what_its_run_charges() -> None:
-    given: dict[str, Any] = {"n": N, "noise_multiplier": Z, "sampling": "allocated", "batch_size": 6, "epochs": 2}
+    given: dict[str, Any] = {
+        "n": N,
+        "noise_multiplier": Z,
+        "sampling": "allocated",
+        "batch_size": 6,
+        "epochs": 2,
+    }
     problem = dp.losses.Logistic().problem(bound_x=2.0)
     holder = dp.HolderSGD.plan(problem=problem, **given)
     for plan in (holder, dp.ClippedSGD.plan(problem=problem, clip=1.0, lr=0.1, **given)):
         assert (plan.design, plan.steps) == (Assigned(6, N, passes=2), 8)
         assert plan.event() == Repeat(PASS, 2)
         assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-        assert "random allocation: each example in one of 4 batches of each pass, of 6 examples" in words(
-            list(plan.lines())
+        assert (
+            "random allocation: each example in one of 4 batches of each pass, of 6 examples"
+            in words(list(plan.lines()))
         )
     optimizer = dp.HolderSGD(dp.attach(nn.Linear(2, 1)).parameters(), replace(holder, steps=8))
     said = words(optimizer.report(DELTA))
-    assert "picked one of 4 batches, secretly; amplified by random allocation; batch sizes not released" in said
+    assert (
+        "picked one of 4 batches, secretly; amplified by random allocation; batch sizes not released"
+        in said
+    )
 
 
 @pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_plans_of_passes_spend_their_budget(passes: int) -> None:
     budget = dp.Budget(2.0, 1e-3, adjacency="replace_one" if passes == 2 else "add_remove")
-    given: dict[str, Any] = {"n": N, "budget": budget, "sampling": "allocated", "batch_size": 6, "epochs": passes}
+    given: dict[str, Any] = {
+        "n": N,
+        "budget": budget,
+        "sampling": "allocated",
+        "batch_size": 6,
+        "epochs": passes,
+    }
     plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), **given)
     assert 0.99 * budget.epsilon < plan.epsilon() <= budget.epsilon
     model = dp.attach(nn.Linear(2, 1))
@@ -686,7 +775,11 @@ def test_plans_of_passes_spend_their_budget(passes: int) -> None:
 
 
 def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
-    given: dict[str, Any] = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "n": N, "batch_size": 6}
+    given: dict[str, Any] = {
+        "problem": dp.losses.Logistic().problem(bound_x=2.0),
+        "n": N,
+        "batch_size": 6,
+    }
     plan = dp.HolderSGD.plan(noise_multiplier=Z, steps=9, sampling="allocated", **given)
     assert (plan.design, plan.steps, plan.event()) == (Assigned(6, N, passes=3), 9, Repeat(PASS, 3))
     with pytest.raises(ValueError, match="epochs or steps must be given for sampling='allocated'"):
@@ -695,21 +788,29 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
 
 def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
     """16 batches of 62.5 records, with a divisor of 64, are a pass; 2.5 passes are charged, and said, as they are."""
-    given: dict[str, Any] = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "n": 1000, "noise_multiplier": Z}
+    given: dict[str, Any] = {
+        "problem": dp.losses.Logistic().problem(bound_x=2.0),
+        "n": 1000,
+        "noise_multiplier": Z,
+    }
     for epochs, said in ((3, "48 steps, 3 passes"), (2.5, "40 steps, 2.5 passes")):
         plan = dp.HolderSGD.plan(**given, sampling="allocated", batch_size=64, epochs=epochs)
         assert said in words(plan)
         assert plan.event() == Repeat(RandomAllocation(Z, 16), 3)
     plain = dp.HolderSGD.plan(**given, sampling=Assigned(64, 1000, amplification=False))
     assert "each example in one of 16 batches, of about 64; nothing is gained by it" in words(plain)
-    with pytest.raises(ValueError, match=r"\(got 48\): for more passes take sampling='allocated' or 'poisson'"):
+    with pytest.raises(
+        ValueError, match=r"\(got 48\): for more passes take sampling='allocated' or 'poisson'"
+    ):
         dp.HolderSGD.plan(**given, sampling="assigned", batch_size=64, epochs=3)
 
 
 def test_users_who_are_allocated_by_default_make_whole_passes() -> None:
     """A pass that is begun costs as much as a whole one."""
     budget = dp.Budget(2.0, 1e-4, adjacency="add_remove", unit="user")
-    plan = dp.UserClippedSGD.plan(n_users=200, budget=budget, dim=3, sampling="allocated", batch_size=20)
+    plan = dp.UserClippedSGD.plan(
+        n_users=200, budget=budget, dim=3, sampling="allocated", batch_size=20
+    )
     assert isinstance(plan.design, Assigned)
     assert plan.steps == plan.design.steps_per_epoch
 
@@ -728,7 +829,8 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "word"), [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)]
+    ("epochs", "word"),
+    [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)],
 )
 def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, word: str) -> None:
     numbered = TensorDataset(torch.ones(N, 2), torch.arange(1, N + 1)[:, None].double())
@@ -766,7 +868,9 @@ def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:
     )
     model = dp.attach(nn.Linear(2, 1))
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
-    loader = optimizer.loader(TensorDataset(torch.ones(60, 2), torch.ones(60, 1)), torch.arange(60) % N)
+    loader = optimizer.loader(
+        TensorDataset(torch.ones(60, 2), torch.ones(60, 1)), torch.arange(60) % N
+    )
     batches: list[dict[int, int]] = []
     for _ in range(2):
         last = optimizer.steps
@@ -780,13 +884,19 @@ def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:
     for first in (0, T):
         seen = batches[first : first + T]
         assert sum(map(len, seen)) == N
-        assert {user: rows for batch in seen for user, rows in batch.items()} == {k: 2 + (k < 12) for k in range(N)}
+        assert {user: rows for batch in seen for user, rows in batch.items()} == {
+            k: 2 + (k < 12) for k in range(N)
+        }
     assert charged(optimizer) == [(PASS, 2)]
 
 
 def test_a_plan_that_was_saved_before_keeps_its_charge() -> None:
     plan = dp.HolderSGD.plan(
-        problem=dp.losses.Logistic().problem(bound_x=2.0), n=N, noise_multiplier=Z, sampling="assigned", batch_size=6
+        problem=dp.losses.Logistic().problem(bound_x=2.0),
+        n=N,
+        noise_multiplier=Z,
+        sampling="assigned",
+        batch_size=6,
     )
     row = json.loads(json.dumps(plan.to_dict()))
     assert plan.event() == Repeat(PASS, 1)

@@ -24,7 +24,13 @@ from tests.optim.test_allocated import charged, one_step, refused, stored
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, Sequential, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Parallel,
+    RandomAllocation,
+    Repeat,
+    Sequential,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.stated import Pure
@@ -45,8 +51,12 @@ from torch_dpsco.secret import SecretState
 N, T, Z, DELTA = 24, 4, 2.0, 1e-4
 DATA = TensorDataset(torch.ones(N, 2), torch.ones(N, 1))
 PASS, FULL = RandomAllocation(Z, T), clipped_gaussian(Z)
-DESIGN = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16, passes=2), 2 * T)), N)  # draws 0, 1; then 2..5 and 6..9
-SHORT = AssignedParts(((Assigned(4, 8, passes=2), 3), (Assigned(4, 16), T)), N)  # draws 0, 1; 2, half a pass; 3..6
+DESIGN = AssignedParts(
+    ((dp.Full(8), 2), (Assigned(4, 16, passes=2), 2 * T)), N
+)  # draws 0, 1; then 2..5 and 6..9
+SHORT = AssignedParts(
+    ((Assigned(4, 8, passes=2), 3), (Assigned(4, 16), T)), N
+)  # draws 0, 1; 2, half a pass; 3..6
 ONE = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 1)), N)  # one batch of a pass
 
 
@@ -71,7 +81,9 @@ def built(
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int | None = None, **loader: Any) -> None:
+def train(
+    model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int | None = None, **loader: Any
+) -> None:
     for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
         one_step(model, optimizer, x, y)
 
@@ -95,7 +107,10 @@ def check_that_a_pass_is_charged_to_its_part_first() -> None:
     train(model, optimizer, 1, resume=True)
     assert parts(optimizer) == [("0", FULL, 2), ("1", PASS, 2)]
     train(model, optimizer, T - 1, resume=True)
-    assert (optimizer.steps, parts(optimizer)) == (DESIGN.steps_per_epoch, [("0", FULL, 2), ("1", PASS, 2)])
+    assert (optimizer.steps, parts(optimizer)) == (
+        DESIGN.steps_per_epoch,
+        [("0", FULL, 2), ("1", PASS, 2)],
+    )
     optimizer.finalize()
 
 
@@ -123,7 +138,9 @@ def test_plans_of_passes_in_parts_are_what_their_ledgers_hold(design: AssignedPa
     assert planned == design.event(FULL, design.steps_per_epoch)
     train(model, optimizer)
     for adjacency in ADJACENCIES:
-        assert Ledger([planned]).epsilon(DELTA, adjacency) == optimizer.accountant.ledger.epsilon(DELTA, adjacency)
+        assert Ledger([planned]).epsilon(DELTA, adjacency) == optimizer.accountant.ledger.epsilon(
+            DELTA, adjacency
+        )
     assert optimizer.ahead() == Sequential(())
 
 
@@ -132,7 +149,9 @@ def test_draws_of_parts_cost_the_passes_that_they_touch() -> None:
         return DESIGN.between(start, stop, [FULL, FULL], "p")
 
     def of(**used: Any) -> Parallel:
-        return Parallel({name[1:]: (one,) for name, one in used.items()}, "p", "keyed", key_public=True)
+        return Parallel(
+            {name[1:]: (one,) for name, one in used.items()}, "p", "keyed", key_public=True
+        )
 
     assert event(0, 3) == of(_0=Repeat(FULL, 2), _1=Repeat(PASS, 1))
     assert event(2, 6) == of(_1=Repeat(PASS, 1))
@@ -143,9 +162,13 @@ def test_draws_of_parts_cost_the_passes_that_they_touch() -> None:
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_parts_with_passes_cost_what_the_costliest_does(adjacency: Any) -> None:
-    alone = [Ledger([event]).epsilon(DELTA, adjacency) for event in (Repeat(FULL, 2), Repeat(PASS, 2))]
+    alone = [
+        Ledger([event]).epsilon(DELTA, adjacency) for event in (Repeat(FULL, 2), Repeat(PASS, 2))
+    ]
     assert alone[1] < 0.8 * alone[0]
-    assert Ledger([DESIGN.event(FULL, 10)]).epsilon(DELTA, adjacency) == pytest.approx(alone[0], rel=1e-9)
+    assert Ledger([DESIGN.event(FULL, 10)]).epsilon(DELTA, adjacency) == pytest.approx(
+        alone[0], rel=1e-9
+    )
     piloted = DESIGN.between(0, 10, [Pure(0.01, ADJACENCIES), FULL])
     assert Ledger([piloted]).epsilon(DELTA, adjacency) == pytest.approx(alone[1], rel=1e-9)
 
@@ -189,7 +212,15 @@ def test_a_part_is_assigned_to_batches_once() -> None:
 def test_a_pass_pays_for_no_step_of_the_next_part() -> None:
     def check() -> None:
         draws = [("0", 0), ("0", 1), ("0", 2), ("1", 3), ("1", 4), ("1", 5), ("1", 6)]
-        assert [SHORT.covers(FULL, Draw(4, "p", f"{part}/0", k)) for part, k in draws] == [2, 1, 1, 4, 3, 2, 1]
+        assert [SHORT.covers(FULL, Draw(4, "p", f"{part}/0", k)) for part, k in draws] == [
+            2,
+            1,
+            1,
+            4,
+            3,
+            2,
+            1,
+        ]
         model, optimizer = built(SHORT)
         train(model, optimizer)
         assert parts(optimizer) == [("0", RandomAllocation(Z, 2), 2), ("1", PASS, 1)]
@@ -205,7 +236,10 @@ def test_a_pass_pays_for_no_step_of_the_next_part() -> None:
 def test_a_budget_that_does_not_pay_the_pass_refuses_its_first_step() -> None:
     ledger = dp.Accountant(adjacency="add_remove")
     model, optimizer = built(ONE, (Clipped(1.0, 20.0, 8), Clipped(1.0, Z, 4)), ledger)
-    pass_alone, pilot = Ledger([PASS]).epsilon(DELTA, "add_remove"), Repeat(clipped_gaussian(20.0), 2)
+    pass_alone, pilot = (
+        Ledger([PASS]).epsilon(DELTA, "add_remove"),
+        Repeat(clipped_gaussian(20.0), 2),
+    )
     ledger.budget = dp.Budget(0.9 * pass_alone, DELTA, adjacency="add_remove")
     assert Ledger([pilot]).epsilon(DELTA, "add_remove") < 0.9 * pass_alone
     batches = iter(optimizer.loader(DATA, padding=False))
@@ -236,8 +270,12 @@ class Changing(Clipped):
 
 def test_a_step_in_a_part_with_less_noise_than_its_pass_is_refused() -> None:
     def check() -> None:
-        model, optimizer = built(oracles=(Clipped(1.0, Z, 8), Changing(1, FULL, clipped_gaussian(Z / 2))))
-        refused(lambda: train(model, optimizer), "steps must be those that their pass was charged for")
+        model, optimizer = built(
+            oracles=(Clipped(1.0, Z, 8), Changing(1, FULL, clipped_gaussian(Z / 2)))
+        )
+        refused(
+            lambda: train(model, optimizer), "steps must be those that their pass was charged for"
+        )
         assert optimizer.steps == 3
 
     assert_caught(check, lambda patch: patch.setattr(charges.Paid, "require", nothing))
@@ -248,10 +286,14 @@ def test_a_charge_of_another_pass_than_planned_is_refused() -> None:
 
     def check() -> None:
         once = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 4)), N)
-        model, optimizer = built(once, (Clipped(1.0, Z, 8), Changing(1, Pure(0.1, ADJACENCIES), FULL)))
+        model, optimizer = built(
+            once, (Clipped(1.0, Z, 8), Changing(1, Pure(0.1, ADJACENCIES), FULL))
+        )
         refused(lambda: train(model, optimizer), "as was known when the optimizer was made")
         assert optimizer.steps == 3
-        model, optimizer = built(oracles=(Clipped(1.0, Z, 8), Changing(T, FULL, clipped_gaussian(Z / 2))))
+        model, optimizer = built(
+            oracles=(Clipped(1.0, Z, 8), Changing(T, FULL, clipped_gaussian(Z / 2)))
+        )
         refused(lambda: train(model, optimizer), "as was known when the optimizer was made")
         assert (optimizer.steps, parts(optimizer)) == (2 + T, [("0", FULL, 2), ("1", PASS, 1)])
 
@@ -299,9 +341,14 @@ def test_draws_in_parts_serve_once() -> None:
         for optimizer, loader in zip((first, second), loaders, strict=True):
             optimizer.bind(loader)
         one_step(model, first, *next(iter(loaders[0])))
-        refused(lambda: one_step(other, second, *next(iter(loaders[1]))), "may have been released already")
+        refused(
+            lambda: one_step(other, second, *next(iter(loaders[1]))),
+            "may have been released already",
+        )
 
-    assert_caught(check, lambda patch: patch.setattr(step.PrivateOptimizer, "_require_fresh", nothing))
+    assert_caught(
+        check, lambda patch: patch.setattr(step.PrivateOptimizer, "_require_fresh", nothing)
+    )
 
 
 def test_parts_with_passes_are_not_begun_again() -> None:
@@ -309,7 +356,10 @@ def test_parts_with_passes_are_not_begun_again() -> None:
         model, optimizer = built()
         train(model, optimizer, 4)
         refused(lambda: train(model, optimizer, 2), "must not start again after 4 steps")
-        refused(lambda: optimizer.bind(PrivateLoader(DATA, AssignedPartsSampler(DESIGN))), "go on with draw 4")
+        refused(
+            lambda: optimizer.bind(PrivateLoader(DATA, AssignedPartsSampler(DESIGN))),
+            "go on with draw 4",
+        )
         train(model, optimizer, 2, resume=True)
         assert parts(optimizer) == [("0", FULL, 2), ("1", PASS, 1)]
 
@@ -380,7 +430,11 @@ class InOrder(AssignedPartsSampler):
 
     def _parts(self, cut: Any) -> Any:
         yield from [("0", np.arange(8))] * 2
-        yield from [(f"1/{k}", part) for _ in range(2) for k, part in enumerate(np.split(np.arange(8, N), T))]
+        yield from [
+            (f"1/{k}", part)
+            for _ in range(2)
+            for k, part in enumerate(np.split(np.arange(8, N), T))
+        ]
 
 
 def test_draws_in_parts_that_may_be_known_are_not_amplified() -> None:
@@ -390,7 +444,9 @@ def test_draws_in_parts_that_may_be_known_are_not_amplified() -> None:
         given = AssignedPartsSampler(DESIGN, resume=AssignedPartsSampler(DESIGN).partition)
         for sampler in (InOrder(DESIGN), given, foreign):
             for loader in (PrivateLoader(DATA, sampler), DataLoader(DATA, batch_sampler=sampler)):
-                refused(lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError)  # type: ignore[misc]
+                refused(
+                    lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError
+                )  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
 
@@ -436,7 +492,11 @@ def check_that_passes_in_a_part_are_independent() -> None:
 
 def test_each_pass_inside_of_a_part_has_draws_of_its_own() -> None:
     def one_for_all(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, label.partition(" pass")[0]))
+        patch.setattr(
+            one_pass,
+            "KeyedStream",
+            lambda key, label: KeyedStream(key, label.partition(" pass")[0]),
+        )
 
     assert_caught(check_that_passes_in_a_part_are_independent, one_for_all)
 
@@ -465,9 +525,13 @@ def test_a_checkpoint_with_draws_in_parts_says_that_it_is_secret() -> None:
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def crashed(path: Path, design: AssignedParts, kept: int, lost: int) -> tuple[nn.Module, Any, list[Any]]:
+def crashed(
+    path: Path, design: AssignedParts, kept: int, lost: int
+) -> tuple[nn.Module, Any, list[Any]]:
     """Returns a run that was resumed after `kept` steps, with so many lost, and the draws of the first one."""
-    model, optimizer = built(design, accountant=dp.Accountant(adjacency="add_remove", ledger_path=path))
+    model, optimizer = built(
+        design, accountant=dp.Accountant(adjacency="add_remove", ledger_path=path)
+    )
     train(model, optimizer, kept)
     sampler = AssignedPartsSampler(design, resume=replace(optimizer._batch.partition, made=0))
     draws = [indices.tolist() for _, indices in sampler.draws()]
@@ -485,15 +549,21 @@ def crashed(path: Path, design: AssignedParts, kept: int, lost: int) -> tuple[nn
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(4, 0), (4, 1), (1, 2), (1, 3), (4, 3), (5, 2), (2, 6)])
-def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(kept: int, lost: int, tmp_path: Path) -> None:
+def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(
+    kept: int, lost: int, tmp_path: Path
+) -> None:
     model, again, draws = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     made = kept + lost
     assert again.steps == made
     loader = again.loader(DATA, padding=False, resume=True)
     delivered = [indices.tolist() for _, indices in loader.batch_sampler.draws()]
-    assert delivered[:1] == draws[made : made + 1] or made < 2  # all records of a part have no order that was drawn
+    assert (
+        delivered[:1] == draws[made : made + 1] or made < 2
+    )  # all records of a part have no order that was drawn
     assert delivered == draws[made:]
-    other = AssignedPartsSampler(DESIGN, resume=replace(AssignedPartsSampler(DESIGN).partition, made=made))
+    other = AssignedPartsSampler(
+        DESIGN, resume=replace(AssignedPartsSampler(DESIGN).partition, made=made)
+    )
     refused(lambda: again.bind(PrivateLoader(DATA, other)), "by fresh bits", UnknownSamplerError)
     train(model, again, resume=True)
     assert (again.steps, parts(again)) == (10, [("0", FULL, 2), ("1", PASS, 2)])
@@ -501,7 +571,10 @@ def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(kept: 
 
 def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
     """Where no charge is known a lost step pays for what is left of its pass, at whatever step of it that is."""
-    expected = {0: [T] * 3 + [None] + [2 * T] * 3 + [None], 2: [None] * 2 + [6] * 3 + [None] + [10] * 3 + [None]}
+    expected = {
+        0: [T] * 3 + [None] + [2 * T] * 3 + [None],
+        2: [None] * 2 + [6] * 3 + [None] + [10] * 3 + [None],
+    }
     for optimizer, before in ((whole_run()[1], 0), (built()[1], 2)):
         stops = []
         for made in range(before + 2 * T):
@@ -519,23 +592,30 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
     """The mutation takes a lost step for the first one of its pass."""
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(saved, "Draw", lambda size, partition, part, index: Draw(size, partition, part))
+        patch.setattr(
+            saved, "Draw", lambda size, partition, part, index: Draw(size, partition, part)
+        )
 
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
 
 
 @pytest.mark.parametrize(
-    ("kept", "lost", "stop"), [(1, 2, 6), (2, 3, 6), (4, 1, 6), (5, 2, 10), (3, 4, 10), (2, 5, 10), (6, 1, 10)]
+    ("kept", "lost", "stop"),
+    [(1, 2, 6), (2, 3, 6), (4, 1, 6), (5, 2, 10), (3, 4, 10), (2, 5, 10), (6, 1, 10)],
 )
 def test_a_run_that_is_resumed_inside_of_a_pass_has_paid_for_that_pass(
     kept: int, lost: int, stop: int, tmp_path: Path
 ) -> None:
     _, again, _ = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     name = again._batch.partition_name
-    assert again._paid == charges.Paid(stop, name, DESIGN.draw_event(FULL, Draw(0, name, "1", stop - 1)))
+    assert again._paid == charges.Paid(
+        stop, name, DESIGN.draw_event(FULL, Draw(0, name, "1", stop - 1))
+    )
 
 
-def test_a_lost_pass_that_its_part_does_not_finish_is_paid_to_the_end_of_the_part(tmp_path: Path) -> None:
+def test_a_lost_pass_that_its_part_does_not_finish_is_paid_to_the_end_of_the_part(
+    tmp_path: Path,
+) -> None:
     model, again, _ = crashed(tmp_path / "ledger", SHORT, 1, 2)  # the whole first part is made
     assert again._paid is not None
     assert again._paid.stop == 2
@@ -551,7 +631,11 @@ def test_no_adaptive_event_is_charged_inside_a_pass_of_a_part() -> None:
     model, optimizer = built(accountant=ledger)
     train(model, optimizer, 4)
     chosen = clipped_gaussian(100.0)
-    refused(lambda: ledger.authorize(chosen, adaptive=True), "call finalize() on its optimizer", PrivacyError)
+    refused(
+        lambda: ledger.authorize(chosen, adaptive=True),
+        "call finalize() on its optimizer",
+        PrivacyError,
+    )
     ledger.record(chosen, adaptive=True)  # truth is recorded, and takes the amplification away
     assert ("", "", clipped_gaussian(Z), 1) in list(ledger.ledger.entries())
     optimizer.finalize()

@@ -34,8 +34,12 @@ BY_POSITION = Parts(DESIGN.parts, N)
 POSITIONAL = ("replace_one", "zero_out")
 
 
-def built(design: Parts = BY_POSITION, accountant: dp.Accountant | None = None) -> tuple[nn.Module, Any]:
-    return chosen(design, accountant=dp.Accountant(adjacency="zero_out") if accountant is None else accountant)
+def built(
+    design: Parts = BY_POSITION, accountant: dp.Accountant | None = None
+) -> tuple[nn.Module, Any]:
+    return chosen(
+        design, accountant=dp.Accountant(adjacency="zero_out") if accountant is None else accountant
+    )
 
 
 def train(model: nn.Module, optimizer: Any, steps: int | None = None, **loader: Any) -> None:
@@ -47,8 +51,16 @@ def train(model: nn.Module, optimizer: Any, steps: int | None = None, **loader: 
 
 
 def planned(**given: Any) -> Any:
-    common = {"n": 300, "dim": 3, "budget": dp.Budget(1.0, DELTA, adjacency="zero_out"), "clip": 1.0, "reg": 0.1}
-    return dp.LocalizedSGD.plan(**{**common, "min_phase": 60, "max_steps": 200, "sampling": "allocated", **given})
+    common = {
+        "n": 300,
+        "dim": 3,
+        "budget": dp.Budget(1.0, DELTA, adjacency="zero_out"),
+        "clip": 1.0,
+        "reg": 0.1,
+    }
+    return dp.LocalizedSGD.plan(
+        **{**common, "min_phase": 60, "max_steps": 200, "sampling": "allocated", **given}
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +109,15 @@ def test_the_theorem_says_nothing_of_phases_in_passes() -> None:
 
 
 def phases(**changes: Any) -> LocalizedSchedule:
-    numbers = {"n": 16, "batch_size": 4, "clip": 1.0, "steps": 8, "reg": 0.5, "noise_std": 0.5, "uncapped_steps": 9}
+    numbers = {
+        "n": 16,
+        "batch_size": 4,
+        "clip": 1.0,
+        "steps": 8,
+        "reg": 0.5,
+        "noise_std": 0.5,
+        "uncapped_steps": 9,
+    }
     one = LocalizedPhase(**{"index": 1, "radius": np.inf, "error": None, **numbers, **changes})
     return LocalizedSchedule(phases=(one,), rho=None)
 
@@ -107,7 +127,9 @@ def test_given_phases_must_be_of_whole_passes(steps: int) -> None:
     assert dp.LocalizedSGD.plan(n=N, phases=phases(), sampling="allocated").design == Parts(
         ((Assigned(4, 16, passes=2), 8),), N
     )
-    with pytest.raises(ValueError, match=f"steps of phase 1 must be whole passes, of 4 steps each.*got {steps}"):
+    with pytest.raises(
+        ValueError, match=f"steps of phase 1 must be whole passes, of 4 steps each.*got {steps}"
+    ):
         dp.LocalizedSGD.plan(n=N, phases=phases(steps=steps), sampling="allocated")
 
 
@@ -156,7 +178,9 @@ def test_parts_of_one_permutation_are_charged_by_their_passes(design: Parts) -> 
     train(model, optimizer)
     assert ahead == design.event(FULL, design.steps_per_epoch)
     for adjacency in POSITIONAL:
-        assert Ledger([ahead]).epsilon(DELTA, adjacency) == optimizer.accountant.ledger.epsilon(DELTA, adjacency)
+        assert Ledger([ahead]).epsilon(DELTA, adjacency) == optimizer.accountant.ledger.epsilon(
+            DELTA, adjacency
+        )
     with pytest.raises(AdjacencyError):
         Ledger([ahead]).epsilon(DELTA, "add_remove")
     with pytest.raises(AdjacencyError):
@@ -179,7 +203,11 @@ def test_a_pass_in_a_part_of_positions_is_one_event_of_it() -> None:
 def test_parts_of_positions_and_their_passes_hold_each_record_once() -> None:
     sampler = PartsSampler(BY_POSITION)
     drawn = list(sampler.draws())
-    assert [draw.part for draw, _ in drawn] == ["0", "0", *(f"1/{k}" for _ in range(2) for k in range(T))]
+    assert [draw.part for draw, _ in drawn] == [
+        "0",
+        "0",
+        *(f"1/{k}" for _ in range(2) for k in range(T)),
+    ]
     assert [draw.index for draw, _ in drawn] == list(range(2 + 2 * T))
     first = set(drawn[0][1].tolist())
     assert len(first) == 8
@@ -187,7 +215,9 @@ def test_parts_of_positions_and_their_passes_hold_each_record_once() -> None:
         found = np.concatenate([indices for _, indices in drawn[start : start + T]]).tolist()
         assert sorted(found) == sorted(set(range(N)) - first)
     again = list(PartsSampler(BY_POSITION, resume=replace(sampler.partition, made=3)).draws())
-    assert [indices.tolist() for _, indices in again] == [indices.tolist() for _, indices in drawn[3:]]
+    assert [indices.tolist() for _, indices in again] == [
+        indices.tolist() for _, indices in drawn[3:]
+    ]
 
 
 def test_picks_inside_of_positions_are_uniform_and_independent() -> None:
@@ -208,7 +238,9 @@ def names_of_permutations(cut_of: Any) -> bool:
     sampler.partition = Partition(cut_of(sampler), size=5)
     name = one_pass.partition_name(design, sampler.partition)
     orders = (np.array(order) for order in permutations(range(5)))
-    return any(one_pass.partition_name(design, Partition(order, size=5)) == name for order in orders)
+    return any(
+        one_pass.partition_name(design, Partition(order, size=5)) == name for order in orders
+    )
 
 
 def test_the_name_of_parts_with_secret_draws_does_not_tell_them() -> None:

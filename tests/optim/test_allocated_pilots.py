@@ -29,24 +29,35 @@ MANY = 150
 
 def piloted(cls: Any, **given: Any) -> Any:
     budget = dp.Budget(1.0, DELTA, adjacency="add_remove")
-    return cls.plan(**{"problem": PROBLEM, "n": MANY, "budget": budget, "clip": PILOT, "dim": 3, **given})
+    return cls.plan(
+        **{"problem": PROBLEM, "n": MANY, "budget": budget, "clip": PILOT, "dim": 3, **given}
+    )
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("cls", ONE_PASS)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_pass_after_a_pilot_is_amplified(cls: Any, adjacency: Any) -> None:
-    plan = piloted(cls, steps=12, sampling="assigned", budget=dp.Budget(1.0, DELTA, adjacency=adjacency))
+    plan = piloted(
+        cls, steps=12, sampling="assigned", budget=dp.Budget(1.0, DELTA, adjacency=adjacency)
+    )
     kind, records = (AssignedParts, MANY + 3) if adjacency == "add_remove" else (Parts, MANY)
     assert plan.design == kind(((dp.Full(30), 1), (Assigned(10, 120, 12), 12)), MANY)
-    alone = cls.plan(problem=PROBLEM, n=120, budget=plan.budget, clip=1.0, dim=3, steps=12, sampling="assigned")
-    assert (alone.design, alone.noise_multiplier) == (plan.design.parts[1][0], plan.noise_multiplier)
+    alone = cls.plan(
+        problem=PROBLEM, n=120, budget=plan.budget, clip=1.0, dim=3, steps=12, sampling="assigned"
+    )
+    assert (alone.design, alone.noise_multiplier) == (
+        plan.design.parts[1][0],
+        plan.noise_multiplier,
+    )
     assert plan.noise_multiplier < 0.6 * release_noise(plan.budget)
     assert 0.98 < plan.epsilon() <= 1.0
     assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
     optimizer = cls(model.parameters(), plan)
-    for x, y in optimizer.loader(TensorDataset(torch.ones(records, 2), torch.ones(records, 1)), padding=False):
+    for x, y in optimizer.loader(
+        TensorDataset(torch.ones(records, 2), torch.ones(records, 1)), padding=False
+    ):
         one_step(model, optimizer, x, y)
     optimizer.finalize()
     (pilot, first, _), (training, passes, count) = parts(optimizer)
@@ -77,11 +88,15 @@ def test_passes_after_a_pilot_are_those_of_a_part() -> None:
     expected = AssignedParts(((dp.Full(30), 1), (PASSES, 8)), MANY)
     assert after_pilot(30, PASSES, 8, MANY, "add_remove") == expected
     for cut in (dp.Shuffled(30, 120), dp.Disjoint(30, 120), dp.Fixed(30, 120)):
-        with pytest.raises(AdjacencyError, match="sampling must be 'assigned', 'poisson' or 'full' after a pilot"):
+        with pytest.raises(
+            AdjacencyError, match="sampling must be 'assigned', 'poisson' or 'full' after a pilot"
+        ):
             after_pilot(30, cut, 4, MANY, "add_remove")
     for adjacency in ("replace_one", "zero_out"):
         assert after_pilot(30, PASSES, 8, MANY, adjacency) == Parts(expected.parts, MANY)
-        with pytest.raises(ValueError, match="sampling must be 'shuffled' for one pass only after a pilot"):
+        with pytest.raises(
+            ValueError, match="sampling must be 'shuffled' for one pass only after a pilot"
+        ):
             after_pilot(30, dp.Shuffled(30, 120), 8, MANY, adjacency)
 
 
@@ -94,13 +109,20 @@ def test_passes_after_a_pilot_are_amplified() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
-def test_a_run_with_a_pilot_that_is_killed_inside_of_its_pass_goes_on_with_it(tmp_path: Path) -> None:
-    plan, data = piloted(dp.ClippedSGD, steps=6), TensorDataset(torch.ones(MANY, 2), torch.ones(MANY, 1))
+def test_a_run_with_a_pilot_that_is_killed_inside_of_its_pass_goes_on_with_it(
+    tmp_path: Path,
+) -> None:
+    plan, data = (
+        piloted(dp.ClippedSGD, steps=6),
+        TensorDataset(torch.ones(MANY, 2), torch.ones(MANY, 1)),
+    )
 
     def run() -> tuple[nn.Module, Any]:
         model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
         return model, dp.ClippedSGD(
-            model.parameters(), plan, accountant=dp.Accountant(plan.budget, ledger_path=tmp_path / "ledger")
+            model.parameters(),
+            plan,
+            accountant=dp.Accountant(plan.budget, ledger_path=tmp_path / "ledger"),
         )
 
     model, optimizer = run()

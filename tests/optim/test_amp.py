@@ -17,7 +17,10 @@ from torch_dpsco.errors import SequenceError, UtilityWarning
 SCALE = 2.0**10
 X = torch.tensor([[0.5, 0.25], [-30.0, 40.0], [0.0, 0.125]])
 MEAN = (X[0] + X[1] / 50 + X[2]) / 3  # clipped at 1
-CLOSE = {"rtol": 2e-3, "atol": 0.0}  # norms are certified upper bounds, so that clipped rows are a little shorter
+CLOSE = {
+    "rtol": 2e-3,
+    "atol": 0.0,
+}  # norms are certified upper bounds, so that clipped rows are a little shorter
 
 
 def scaler(scale: float = SCALE, growth_interval: int = 10**9) -> torch.amp.GradScaler:
@@ -30,7 +33,9 @@ def scores(rows: str) -> nn.Linear:
     return dp.attach(model, rows=rows, loss_reduction="sum")
 
 
-def scaled_step(model: nn.Linear, optimizer: dp.PrivateOptimizer, scaling: torch.amp.GradScaler, x=X) -> torch.Tensor:
+def scaled_step(
+    model: nn.Linear, optimizer: dp.PrivateOptimizer, scaling: torch.amp.GradScaler, x=X
+) -> torch.Tensor:
     optimizer.zero_grad()
     scaling.scale(model(x).sum()).backward()
     scaling.step(optimizer)
@@ -61,8 +66,12 @@ def test_scaled_rows_never_pass_the_clip(rows):
             less = x.clone()
             less[1] = 0.0
             model = scores(rows)
-            without = scaled_step(model, make_optimizer(model, Undeclared(3), clip=0.1), scaler(scale), less)
-            assert torch.linalg.vector_norm(with_all.double() - without.double()) <= 0.1 / 3 * (1 + 1e-6)
+            without = scaled_step(
+                model, make_optimizer(model, Undeclared(3), clip=0.1), scaler(scale), less
+            )
+            assert torch.linalg.vector_norm(with_all.double() - without.double()) <= 0.1 / 3 * (
+                1 + 1e-6
+            )
 
 
 @pytest.mark.parametrize("rows", ["factored", "dense"])
@@ -90,7 +99,9 @@ def test_a_scale_that_grows_warns():
     model, scaling = scores("auto"), scaler(growth_interval=1)
     optimizer = make_optimizer(model, Undeclared(3))
     first = scaled_step(model, optimizer, scaling)
-    with pytest.warns(UtilityWarning, match=r"scale has changed from 1024 to 2048.*GradScaler\(init_scale"):
+    with pytest.warns(
+        UtilityWarning, match=r"scale has changed from 1024 to 2048.*GradScaler\(init_scale"
+    ):
         second = scaled_step(model, optimizer, scaling)
     torch.testing.assert_close(first, second)
 
@@ -151,7 +162,9 @@ def test_a_mean_loss_under_autocast_is_refused(rows):
     model = dp.attach(nn.Linear(2, 1), rows=rows)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(X)
-    with pytest.raises(SequenceError, match=r"half precision needs a loss that sums.*loss_reduction='sum'"):
+    with pytest.raises(
+        SequenceError, match=r"half precision needs a loss that sums.*loss_reduction='sum'"
+    ):
         out.float().mean().backward()
 
 

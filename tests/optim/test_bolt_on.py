@@ -58,7 +58,11 @@ class Order:
 
 
 def trained(
-    opt: dp.BoltOnPSGD, model: nn.Module, loss: dp.losses.Loss, data: tuple[Vector, Vector], source: Any
+    opt: dp.BoltOnPSGD,
+    model: nn.Module,
+    loss: dp.losses.Loss,
+    data: tuple[Vector, Vector],
+    source: Any,
 ) -> None:
     loader = opt.loader(TensorDataset(*map(torch.from_numpy, data)))
     loader._loader.batch_sampler.rng = source
@@ -81,7 +85,14 @@ def answer(loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source:
 
 
 def planned(**changes: Any) -> Any:
-    arguments = {"problem": PROBLEM, "n": 20, "budget": dp.Budget(1.0, DELTA), "dim": 3, "lr": 0.1, **changes}
+    arguments = {
+        "problem": PROBLEM,
+        "n": 20,
+        "budget": dp.Budget(1.0, DELTA),
+        "dim": 3,
+        "lr": 0.1,
+        **changes,
+    }
     return dp.BoltOnPSGD.plan(**arguments)
 
 
@@ -106,13 +117,17 @@ def neighbors(rng: np.random.Generator, n: int, dim: int, adjacency: str, place:
     return (x, y), other
 
 
-def attack(rng: np.random.Generator, name: str, adjacency: str, average: str, ridge: bool, harsh: bool) -> float:
+def attack(
+    rng: np.random.Generator, name: str, adjacency: str, average: str, ridge: bool, harsh: bool
+) -> float:
     """Returns the distance of two answers over the sensitivity of the plan, for one pair and shuffled batches."""
     n, dim, epochs = int(rng.integers(3, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
     batch = int(rng.integers(1, min(n - 1, 4) + 1))  # the last batch is often short
     loss = LOSSES[name]
     bounded = name.startswith("squared") or rng.random() < 0.5
-    problem = loss.problem(bound_x=1.0, bound_y=0.7, radius=float(rng.choice([0.1, 1.0])) if bounded else math.inf)
+    problem = loss.problem(
+        bound_x=1.0, bound_y=0.7, radius=float(rng.choice([0.1, 1.0])) if bounded else math.inf
+    )
     reg = float(rng.choice([0.1, 1.0, 4.0])) if ridge else 0.0
     largest = 2 / problem.holder_constant
     lr = None if ridge and rng.random() < 0.7 else float(largest * rng.choice([1e-3, 0.1, 1.0]))
@@ -137,7 +152,9 @@ def attack(rng: np.random.Generator, name: str, adjacency: str, average: str, ri
 
 def check_that_no_pair_exceeds_the_sensitivity(pairs: int = 4) -> dict[tuple[str, bool], float]:
     """Returns the largest share of the sensitivity that some pair reaches, per answer, without and with regularizer."""
-    worst = dict.fromkeys([(average, ridge) for average in ("last", "uniform", "weighted") for ridge in (0, 1)], 0.0)
+    worst = dict.fromkeys(
+        [(average, ridge) for average in ("last", "uniform", "weighted") for ridge in (0, 1)], 0.0
+    )
     rng = np.random.default_rng(3)
     for name in LOSSES:
         for average, ridge in worst:
@@ -155,7 +172,9 @@ def test_no_pair_of_neighbors_moves_the_answer_further() -> None:
     assert min(worst.values()) > 0.999
 
 
-def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
     with pytest.raises(AssertionError, match="replace_one"):
         check_that_no_pair_exceeds_the_sensitivity(pairs=2)
@@ -168,7 +187,9 @@ def test_a_shrinkage_that_is_counted_twice_is_caught(monkeypatch: pytest.MonkeyP
         check_that_no_pair_exceeds_the_sensitivity(pairs=2)
 
 
-def sensitivity(average: str, reg: float, *, steps: int, epochs: int, lr: Any = None, batch: int = 1) -> float:
+def sensitivity(
+    average: str, reg: float, *, steps: int, epochs: int, lr: Any = None, batch: int = 1
+) -> float:
     """Returns the sensitivity in real numbers of a loss with gradients up to 1 and smoothness 1/4."""
     return bolt_on.bolt_on_sensitivity(
         bolt_on_plan.LossPromises(1.0, 0.25, lambda radius: 1.0, glm=True),
@@ -183,7 +204,9 @@ def sensitivity(average: str, reg: float, *, steps: int, epochs: int, lr: Any = 
     )
 
 
-@pytest.mark.parametrize(("steps", "epochs", "batch"), [(1, 1, 1), (7, 1, 3), (100, 1, 1), (100, 5, 20), (999, 3, 10)])
+@pytest.mark.parametrize(
+    ("steps", "epochs", "batch"), [(1, 1, 1), (7, 1, 3), (100, 1, 1), (100, 5, 20), (999, 3, 10)]
+)
 def test_sensitivities_are_those_of_the_closed_forms(steps: int, epochs: int, batch: int) -> None:
     shape = {"steps": steps, "epochs": epochs, "batch": batch}
     last = sensitivity("last", 0.0, lr=0.3, **shape)
@@ -200,9 +223,18 @@ def test_sensitivities_are_those_of_the_closed_forms(steps: int, epochs: int, ba
 
 
 def test_with_a_regularizer_more_epochs_need_no_more_noise() -> None:
-    runs = {"problem": Logistic().problem(bound_x=1.0), "n": 400, "batch_size": 10, "reg": 0.1, "lr": None}
+    runs = {
+        "problem": Logistic().problem(bound_x=1.0),
+        "n": 400,
+        "batch_size": 10,
+        "reg": 0.1,
+        "lr": None,
+    }
     for delta in (0.0, DELTA):
-        noise = [planned(**runs, budget=dp.Budget(1.0, delta), epochs=epochs).noise_scale for epochs in (1, 2, 10, 50)]
+        noise = [
+            planned(**runs, budget=dp.Budget(1.0, delta), epochs=epochs).noise_scale
+            for epochs in (1, 2, 10, 50)
+        ]
         assert max(noise) < min(noise) * (1 + 1e-6)
     plain = [planned(lr=0.1, epochs=epochs, average="last").noise_scale for epochs in (1, 2, 10)]
     assert plain == pytest.approx([plain[0], 2 * plain[0], 10 * plain[0]], rel=1e-6)
@@ -215,7 +247,9 @@ def test_the_bound_of_the_last_iterate_does_not_hold_for_an_average_with_a_regul
     plan = planned(n=n, dim=1, reg=reg, lr=None, average="uniform")
     one, other = (answer(HINGE, plan, (x, labels), Order()) for labels in (y, np.ones(n)))
     moved = float(np.linalg.norm(one - other))
-    assert moved > 4 * psgd_sensitivity_strongly_convex(1.0, reg, n)  # the spec has it as a convex combination
+    assert moved > 4 * psgd_sensitivity_strongly_convex(
+        1.0, reg, n
+    )  # the spec has it as a convex combination
     assert 0.8 * plan.sensitivity < moved <= plan.sensitivity
     last = planned(n=n, dim=1, reg=reg, lr=None).sensitivity
     assert plan.sensitivity < (1 + math.log(n)) * last
@@ -227,7 +261,10 @@ def test_the_bound_of_the_last_iterate_does_not_hold_for_an_average_with_a_regul
 
 def test_the_share_of_rounding_is_reported_and_small() -> None:
     for reg in (0.0, 0.01):
-        small, large = (planned(n=n, reg=reg, dim=dim, lr=None if reg else 0.1) for n, dim in ((50, 3), (5000, 3000)))
+        small, large = (
+            planned(n=n, reg=reg, dim=dim, lr=None if reg else 0.1)
+            for n, dim in ((50, 3), (5000, 3000))
+        )
         assert 0 < small.rounding_share < large.rounding_share < 1e-4
 
 
@@ -240,7 +277,14 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
     loss, worst = Squared(), 0.0
     problem = loss.problem(bound_x=1.0, radius=5.0)
     for reg, average in ((0.0, "last"), (0.0, "uniform"), (0.2, "last")):
-        run = {"problem": problem, "n": n, "dim": dim, "batch_size": 8, "epochs": epochs, "budget": GENEROUS}
+        run = {
+            "problem": problem,
+            "n": n,
+            "dim": dim,
+            "batch_size": 8,
+            "epochs": epochs,
+            "budget": GENEROUS,
+        }
         plan = planned(**run, reg=reg, average=average, lr=0.5)
         w = total = np.zeros(dim, dtype=np.longdouble)
         for t in range(plan.steps):
@@ -259,9 +303,17 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
 
 def test_arithmetic_that_moves_the_iterates_of_so_many_steps_is_refused() -> None:
     promises = bolt_on_plan.LossPromises(1.0, 0.25, lambda radius: 1.0, glm=True, score_offset=1.0)
-    run = {"reg": 0.0, "average": "last", "batch_size": 1, "steps_per_epoch": 5000, "hit_constant": 2.0, "dim": 5}
+    run = {
+        "reg": 0.0,
+        "average": "last",
+        "batch_size": 1,
+        "steps_per_epoch": 5000,
+        "hit_constant": 2.0,
+        "dim": 5,
+    }
     double, single = (
-        bolt_on.bolt_on_sensitivity(promises, [1.0] * 200, unit_roundoff=u, **run) for u in (2**-53, 2**-24)
+        bolt_on.bolt_on_sensitivity(promises, [1.0] * 200, unit_roundoff=u, **run)
+        for u in (2**-53, 2**-24)
     )
     assert 2.0 < double < 2.0 + 1e-9 < single
     with pytest.raises(ConditionError, match=r"steps must be fewer: .* 5000 steps"):
@@ -274,12 +326,16 @@ def test_arithmetic_that_moves_the_iterates_of_so_many_steps_is_refused() -> Non
 @pytest.mark.parametrize("average", ["last", "uniform", "weighted"])
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("reg", [0.0, 0.1])
-def test_every_step_and_the_answer_are_those_of_the_paper(reg: float, bounded: bool, average: str) -> None:
+def test_every_step_and_the_answer_are_those_of_the_paper(
+    reg: float, bounded: bool, average: str
+) -> None:
     n, dim, batch, epochs = 11, 3, 4, 3
     problem = Logistic().problem(bound_x=2.0, radius=0.4 if bounded else math.inf)
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(n, dim)), rng.choice([-1.0, 1.0], n)
-    x *= 1.5 / np.linalg.norm(x, axis=1, keepdims=True)  # inside of the bounds, with the ones of the bias
+    x *= 1.5 / np.linalg.norm(
+        x, axis=1, keepdims=True
+    )  # inside of the bounds, with the ones of the bias
     plan = planned(
         problem=problem,
         n=n,
@@ -302,7 +358,9 @@ def test_every_step_and_the_answer_are_those_of_the_paper(reg: float, bounded: b
         for start in range(0, n, batch):
             part, t = permutation[start : start + batch], t + 1
             iterates.append(w)
-            gradient = sum(-y[i] / (1 + math.exp(y[i] * (w @ rows[i]))) * rows[i] for i in part) / batch
+            gradient = (
+                sum(-y[i] / (1 + math.exp(y[i] * (w @ rows[i]))) * rows[i] for i in part) / batch
+            )
             eta = min(1 / (1.0 + reg), 1 / (reg * t)) if reg else 0.7  # smoothness 2^2/4
             w = w - eta * (gradient + reg * w)
             if bounded and np.linalg.norm(w) > 0.4:
@@ -323,7 +381,9 @@ def test_a_step_above_two_over_beta_is_refused(reg: float) -> None:
     assert planned(lr=0.5, reg=0.0).lr == 0.5  # smoothness 1/(1/2) = 2, the largest step is 1
     planned(lr=1.0, reg=reg)
     for lr in (1.001, [0.1] * 19 + [1.001]):
-        with pytest.raises(ConditionError, match=r"lr must be at most 2/L = 1 for a smooth loss \(got 1.001\)"):
+        with pytest.raises(
+            ConditionError, match=r"lr must be at most 2/L = 1 for a smooth loss \(got 1.001\)"
+        ):
             planned(lr=lr, reg=reg)
 
 
@@ -331,7 +391,9 @@ def test_a_larger_step_would_move_runs_apart(monkeypatch: pytest.MonkeyPatch) ->
     loss, epochs, n = Squared(), 5, 20
     problem = loss.problem(bound_x=1.0, radius=100.0)
     monkeypatch.setattr(bolt_on, "expansions", lambda *_: None)
-    plan = planned(problem=problem, n=n, budget=GENEROUS, dim=1, epochs=epochs, lr=2.2, average="last")
+    plan = planned(
+        problem=problem, n=n, budget=GENEROUS, dim=1, epochs=epochs, lr=2.2, average="last"
+    )
     x, y = np.ones((n, 1)), np.zeros(n)
     y[0] = 1.0
     one, other = (answer(loss, plan, (x, labels), Order()) for labels in (y, -y))
@@ -343,34 +405,63 @@ def test_the_default_step_size_minimizes_the_risk_bound() -> None:
     problem = Logistic().problem(bound_x=1.0, radius=2.0)
     for budget in (dp.Budget(1.0, DELTA), dp.Budget(1.0, 0.0)):
         for epochs in (1, 4):
-            run = {"problem": problem, "n": 1000, "batch_size": 10, "epochs": epochs, "budget": budget, "dim": 5}
+            run = {
+                "problem": problem,
+                "n": 1000,
+                "batch_size": 10,
+                "epochs": epochs,
+                "budget": budget,
+                "dim": 5,
+            }
             best = planned(**run, lr=None)
             for factor in (0.5, 0.9, 1.1, 2.0):
                 assert planned(**run, lr=factor * best.lr).risk_bound > best.risk_bound
-    for other in ({"n": 1003}, {"reg": 0.1}, {"average": "last"}, {"lr": np.linspace(0.1, 0.2, 100 * epochs)}):
+    for other in (
+        {"n": 1003},
+        {"reg": 0.1},
+        {"average": "last"},
+        {"lr": np.linspace(0.1, 0.2, 100 * epochs)},
+    ):
         assert planned(**run | {"lr": 0.1} | other).risk_bound is None
 
 
 @pytest.mark.parametrize("radius", [0.3, 1.0, 1e3])
-@pytest.mark.parametrize("given", [{"budget": dp.Budget(1.0, DELTA)}, {"budget": None, "noise_multiplier": 3.0}])
-def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(radius: float, given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [{"budget": dp.Budget(1.0, DELTA)}, {"budget": None, "noise_multiplier": 3.0}]
+)
+def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(
+    radius: float, given: Any
+) -> None:
     epochs, dim, batch = 10, 5, 2
     problem = Logistic().problem(bound_x=1.0, radius=radius)
-    run = {"problem": problem, "n": 1000, "dim": dim, "epochs": epochs, "batch_size": batch, **given}
+    run = {
+        "problem": problem,
+        "n": 1000,
+        "dim": dim,
+        "epochs": epochs,
+        "batch_size": batch,
+        **given,
+    }
     best, bound = planned(**run, lr=None), problem.grad_bound(radius)
     for factor in (1.0, 0.1, 3.0):
         plan = planned(**run, lr=factor * best.lr)
-        terms = radius**2 / (2 * plan.lr * plan.steps) + plan.lr * bound**2 * (0.5 + (epochs - 1) / batch)
+        terms = radius**2 / (2 * plan.lr * plan.steps) + plan.lr * bound**2 * (
+            0.5 + (epochs - 1) / batch
+        )
         assert plan.risk_bound >= (terms + bound * math.sqrt(dim) * plan.noise_scale) * (1 - 1e-6)
         assert plan.risk_bound >= best.risk_bound * (1 - 1e-12)
     if radius < 1e3:
-        assert best.sensitivity < 2 * radius  # which caps it at larger steps, where it is no measure of its slope
+        assert (
+            best.sensitivity < 2 * radius
+        )  # which caps it at larger steps, where it is no measure of its slope
 
 
 def test_the_risk_bound_holds() -> None:
     n, dim, runs, rng = 200, 2, 20, np.random.default_rng(1)
     problem = Logistic().problem(bound_x=1.0, radius=3.0)
-    plan = planned(problem=problem, n=n, dim=dim, batch_size=5, epochs=2, lr=None, budget=dp.Budget(5.0, DELTA))
+    plan = planned(
+        problem=problem, n=n, dim=dim, batch_size=5, epochs=2, lr=None, budget=dp.Budget(5.0, DELTA)
+    )
 
     def drawn(count: int) -> tuple[Vector, Vector]:
         x = rng.normal(size=(count, dim))
@@ -387,7 +478,9 @@ def test_the_risk_bound_holds() -> None:
         with opt:
             trained(opt, model, Logistic(), drawn(n), rng)
         excess.append(risk(model.weight.detach().numpy()[0]) - risk(np.array([2.0, -1.5])))
-    assert 0 < np.mean(excess) < plan.risk_bound < 1.5  # a bound of expectations; 0.693 - 0.5 is lost by doing nothing
+    assert (
+        0 < np.mean(excess) < plan.risk_bound < 1.5
+    )  # a bound of expectations; 0.693 - 0.5 is lost by doing nothing
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -412,7 +505,9 @@ def released(plan: Any, label: float, trials: int, seed: int) -> Vector:
 
 def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     """Returns p-values: of the length of the noise, and of its direction (first coordinate of a unit vector)."""
-    with pytest.warns(UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "):
+    with pytest.warns(
+        UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "
+    ):
         plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta), average="last")
     noise = released(plan, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
     radius = np.linalg.norm(noise, axis=1)
@@ -428,7 +523,9 @@ def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("delta", [0.0, DELTA])
 def test_the_noise_of_the_answer_has_its_law(delta: float) -> None:
-    assert min(law(delta, 4, 600, seed=1)) > 1e-6  # false alarms of 2e-6 each, were the seed not fixed
+    assert (
+        min(law(delta, 4, 600, seed=1)) > 1e-6
+    )  # false alarms of 2e-6 each, were the seed not fixed
 
 
 def test_weight_and_bias_share_one_vector_of_noise() -> None:
@@ -444,7 +541,9 @@ def test_weight_and_bias_share_one_vector_of_noise() -> None:
             opt.finalize = lambda: None  # the average is looked at
         trained(opt, model, HINGE, data, Order())
         if noise is None:
-            answers.append(torch.cat([opt.state[p]["average"].flatten() for p in model.parameters()]))
+            answers.append(
+                torch.cat([opt.state[p]["average"].flatten() for p in model.parameters()])
+            )
         else:
             answers.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     expected = plan.noise_scale * row_free.knorm_vector(4, 1.0, torch.Generator().manual_seed(4))
@@ -453,11 +552,15 @@ def test_weight_and_bias_share_one_vector_of_noise() -> None:
 
 def test_k_norm_noise_of_another_size_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = row_free.knorm_vector
-    monkeypatch.setattr(row_free, "knorm_vector", lambda dim, scale, noise: draw(dim, 0.7 * scale, noise))
+    monkeypatch.setattr(
+        row_free, "knorm_vector", lambda dim, scale, noise: draw(dim, 0.7 * scale, noise)
+    )
     assert min(law(0.0, 4, 600, seed=1)) < 1e-6
 
 
-@pytest.mark.parametrize("budget", [dp.Budget(1.0, 0.0), dp.Budget(1.0, DELTA)], ids=["pure", "gaussian"])
+@pytest.mark.parametrize(
+    "budget", [dp.Budget(1.0, 0.0), dp.Budget(1.0, DELTA)], ids=["pure", "gaussian"]
+)
 def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
     plan = planned(budget=budget)
     for share in (0.5, 0.999):
@@ -468,11 +571,16 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
             dp.BoltOnPSGD(model.parameters(), less, accountant=accountant)
         assert not len(accountant)
         opt = dp.BoltOnPSGD(model.parameters(), less, accountant=dp.Accountant())
-        assert opt.accountant.ledger.evaluate(budget.delta, "replace_one", extra=opt.event).epsilon > 1.0
+        assert (
+            opt.accountant.ledger.evaluate(budget.delta, "replace_one", extra=opt.event).epsilon
+            > 1.0
+        )
 
 
 @pytest.mark.slow
-def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_finds_half_the_noise_and_nothing_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.warns(UtilityWarning, match="noise buries the signal"):
         plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0), average="last")
 
@@ -482,7 +590,9 @@ def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest
 
     assert not found(300).contradicts(1.0)
     draw = row_free.knorm_vector
-    monkeypatch.setattr(row_free, "knorm_vector", lambda dim, scale, noise: draw(dim, scale / 2, noise))
+    monkeypatch.setattr(
+        row_free, "knorm_vector", lambda dim, scale, noise: draw(dim, scale / 2, noise)
+    )
     assert found(1100).contradicts(1.0)
 
 
@@ -490,14 +600,25 @@ def test_an_audit_finds_half_the_noise_and_nothing_otherwise(monkeypatch: pytest
 
 
 def records(n: int = 60) -> TensorDataset:
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))  # single precision, norms above the bound
+    x = torch.randn(
+        n, 3, generator=torch.Generator().manual_seed(0)
+    )  # single precision, norms above the bound
     return TensorDataset(x, torch.sign(x[:, :1]))
 
 
 def made(**changes: Any) -> tuple[nn.Linear, dp.BoltOnPSGD]:
     model = nn.Linear(3, 1, bias=False).double()
-    arguments = {"problem": PROBLEM, "n": 60, "budget": dp.Budget(1.0, 0.0), "batch_size": 10, "epochs": 2, "lr": 0.1}
-    return model, dp.BoltOnPSGD(model.parameters(), dp.BoltOnPSGD.plan(dim=model, **arguments | changes))
+    arguments = {
+        "problem": PROBLEM,
+        "n": 60,
+        "budget": dp.Budget(1.0, 0.0),
+        "batch_size": 10,
+        "epochs": 2,
+        "lr": 0.1,
+    }
+    return model, dp.BoltOnPSGD(
+        model.parameters(), dp.BoltOnPSGD.plan(dim=model, **arguments | changes)
+    )
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
@@ -535,14 +656,19 @@ def test_runs_that_share_a_pure_budget_add_up() -> None:
         dp.fit(model, opt, records(), HINGE, progress=False)
     assert accountant.get_epsilon(0.0) == pytest.approx(1.0)
     with pytest.raises(
-        InfeasibleError, match=r"this ledger holds 2 events, epsilon 1 of 1 .*; epsilon >= 1\.25 would do"
+        InfeasibleError,
+        match=r"this ledger holds 2 events, epsilon 1 of 1 .*; epsilon >= 1\.25 would do",
     ):
-        dp.BoltOnPSGD(model.parameters(), planned(**pure, noise_multiplier=4.0), accountant=accountant)
+        dp.BoltOnPSGD(
+            model.parameters(), planned(**pure, noise_multiplier=4.0), accountant=accountant
+        )
 
 
 def test_metrics_give_the_standard_deviation_of_either_noise() -> None:
     _, pure = made()
-    assert pure.metrics["noise_std"] == pytest.approx(2 * pure.noise_std)  # sqrt(d + 1) times the scale
+    assert pure.metrics["noise_std"] == pytest.approx(
+        2 * pure.noise_std
+    )  # sqrt(d + 1) times the scale
     _, gaussian = made(budget=dp.Budget(1.0, DELTA))
     assert gaussian.metrics["noise_std"] == gaussian.noise_std
 
@@ -573,7 +699,9 @@ def test_a_step_size_that_is_not_the_plans_is_refused() -> None:
 def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
     model, opt = made()
     with pytest.raises(PrivacyError, match="broken-promise"):
-        dp.fit(model, opt, records(), lambda output, target: HINGE(3 * output, target), progress=False)
+        dp.fit(
+            model, opt, records(), lambda output, target: HINGE(3 * output, target), progress=False
+        )
     assert opt.steps == 0
 
 
@@ -588,23 +716,51 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ({"epochs": 1.5}, ValueError, r"epochs must be an integer \(got 1.5\)"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 20 numbers, one per step"),
-        ({"steps": 30}, ValueError, r"steps must be a multiple of 20, the steps of a pass \(got 30\)"),
+        (
+            {"steps": 30},
+            ValueError,
+            r"steps must be a multiple of 20, the steps of a pass \(got 30\)",
+        ),
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
-        ({"budget": dp.Budget(1.0, 0.0), "noise": "gaussian"}, ValueError, "noise must be 'knorm' for a budget with"),
+        (
+            {"budget": dp.Budget(1.0, 0.0), "noise": "gaussian"},
+            ValueError,
+            "noise must be 'knorm' for a budget with",
+        ),
         ({"noise": "laplace"}, ValueError, "noise must be one of gaussian, knorm"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"reg": -1.0}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"reg": math.inf}, ValueError, "reg must be finite"),
         ({"average": "best"}, ValueError, "average must be one of last, uniform, weighted"),
-        ({"average": "uniform", "batch_size": 20}, ConditionError, "average must be 'last' for one step"),
+        (
+            {"average": "uniform", "batch_size": 20},
+            ConditionError,
+            "average must be 'last' for one step",
+        ),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
         ({"lr": None}, MissingConstantError, r"distance, a guess of \|w\*\|"),
-        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, AdjacencyError, r"replace_one, zero_out \(got add_remove"),
-        ({"problem": Hinge(1.5).problem(bound_x=1.0)}, ConditionError, r"holder_exponent must be 1.*\(got 0.5\)"),
-        ({"problem": Squared().problem(bound_x=1.0)}, MissingConstantError, "bounds the gradient"),
-        ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "BoltOnPSGD needs holder_exponent"),
         (
-            {"problem": dp.Problem(holder_exponent=1, holder_constant=1, lipschitz=1.0, is_glm=True)},
+            {"budget": dp.Budget(1.0, DELTA, "add_remove")},
+            AdjacencyError,
+            r"replace_one, zero_out \(got add_remove",
+        ),
+        (
+            {"problem": Hinge(1.5).problem(bound_x=1.0)},
+            ConditionError,
+            r"holder_exponent must be 1.*\(got 0.5\)",
+        ),
+        ({"problem": Squared().problem(bound_x=1.0)}, MissingConstantError, "bounds the gradient"),
+        (
+            {"problem": dp.Problem(lipschitz=1.0)},
+            MissingConstantError,
+            "BoltOnPSGD needs holder_exponent",
+        ),
+        (
+            {
+                "problem": dp.Problem(
+                    holder_exponent=1, holder_constant=1, lipschitz=1.0, is_glm=True
+                )
+            },
             MissingConstantError,
             "BoltOnPSGD needs score_offset",
         ),
@@ -615,7 +771,9 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ),
     ],
 )
-def test_plans_that_nothing_is_proved_for_are_refused_by_name(changes: Any, error: Any, match: str) -> None:
+def test_plans_that_nothing_is_proved_for_are_refused_by_name(
+    changes: Any, error: Any, match: str
+) -> None:
     with pytest.raises(error, match=match):
         planned(**changes)
 
@@ -633,7 +791,9 @@ def test_parameters_and_ledgers_that_the_plan_is_not_about_are_refused() -> None
         dp.BoltOnPSGD(nn.Linear(3, 1, bias=False).parameters(), plan)
     with pytest.raises(AdjacencyError, match="accountant must have the budget"):
         dp.BoltOnPSGD(
-            nn.Linear(3, 1, bias=False).double().parameters(), plan, accountant=dp.Accountant(dp.Budget(2.0, 0.0))
+            nn.Linear(3, 1, bias=False).double().parameters(),
+            plan,
+            accountant=dp.Accountant(dp.Budget(2.0, 0.0)),
         )
 
 
@@ -641,7 +801,12 @@ def test_softmax_with_a_certified_gradient_error_is_trained() -> None:
     loss = dp.losses.SoftmaxCrossEntropy(3)
     model = nn.Linear(2, 3, bias=False).double()
     plan = dp.BoltOnPSGD.plan(
-        problem=loss.problem(bound_x=1.0), n=30, dim=model, budget=dp.Budget(1.0, 0.0), reg=0.1, gradient_error=1e-12
+        problem=loss.problem(bound_x=1.0),
+        n=30,
+        dim=model,
+        budget=dp.Budget(1.0, 0.0),
+        reg=0.1,
+        gradient_error=1e-12,
     )
     opt = dp.BoltOnPSGD(model.parameters(), plan)
     data = TensorDataset(torch.randn(30, 2), torch.arange(30) % 3)

@@ -59,7 +59,10 @@ class Repeating(Clipped):
 
 
 def built(
-    oracle: Clipped | None = None, design: Design | None = None, ledger: Path | None = None, steps: int = STEPS
+    oracle: Clipped | None = None,
+    design: Design | None = None,
+    ledger: Path | None = None,
+    steps: int = STEPS,
 ) -> tuple[nn.Module, dp.PrivateOptimizer]:
     model = dp.attach(nn.Linear(2, 1, bias=False))
     optimizer = dp.PrivateOptimizer(
@@ -110,9 +113,9 @@ def test_a_run_is_charged_once_and_again_when_its_releases_are_used_up() -> None
     train(model, optimizer, 3)
     assert len(optimizer.accountant) == 2
     assert optimizer.report(1e-5).figures.epsilon > once
-    assert dp.Accountant(adjacency=REPLACE_ONE).ledger.evaluate(1e-5, REPLACE_ONE, extra=whole).epsilon == (
-        optimizer.report(1e-5).figures.epsilon
-    )
+    assert dp.Accountant(adjacency=REPLACE_ONE).ledger.evaluate(
+        1e-5, REPLACE_ONE, extra=whole
+    ).epsilon == (optimizer.report(1e-5).figures.epsilon)
 
 
 def check_that_a_copy_is_refused() -> None:
@@ -125,7 +128,9 @@ def check_that_a_copy_is_refused() -> None:
 
 
 def test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught() -> None:
-    assert_caught(check_that_a_copy_is_refused, lambda patch: patch.setattr(saved, "refuse_copy", nothing))
+    assert_caught(
+        check_that_a_copy_is_refused, lambda patch: patch.setattr(saved, "refuse_copy", nothing)
+    )
 
 
 @pytest.mark.parametrize("design", [dp.Shuffled(8, N), dp.Disjoint(8, N)])
@@ -156,7 +161,10 @@ def check_that_a_checkpoint_is_not_loaded() -> None:
 
 
 def test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught() -> None:
-    assert_caught(check_that_a_checkpoint_is_not_loaded, lambda patch: patch.setattr(saved, "refuse_load", nothing))
+    assert_caught(
+        check_that_a_checkpoint_is_not_loaded,
+        lambda patch: patch.setattr(saved, "refuse_load", nothing),
+    )
 
 
 def test_a_run_goes_on_once_with_its_ledger_file(tmp_path: Path) -> None:

@@ -25,8 +25,12 @@ def test_a_stream_cannot_be_sampled_from():
             return iter(())
 
     params = torch.nn.Linear(2, 1).parameters()
-    opt = dp.HolderSGD(params, dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10))
-    with pytest.raises(ValueError, match=r"dataset must be map-style, to be sampled from \(got Stream"):
+    opt = dp.HolderSGD(
+        params, dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10)
+    )
+    with pytest.raises(
+        ValueError, match=r"dataset must be map-style, to be sampled from \(got Stream"
+    ):
         opt.loader(Stream())
 
 
@@ -35,7 +39,12 @@ def test_a_parameter_given_twice_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns, we refuse
         with pytest.raises(ValueError, match="params must hold each parameter once"):
-            dp.HolderSGD([p, p], dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10))
+            dp.HolderSGD(
+                [p, p],
+                dp.HolderSGD.plan(
+                    lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10
+                ),
+            )
 
 
 def test_an_undefined_adjacency_names_the_way_out():
@@ -59,7 +68,9 @@ def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
     """In a sampled or assigned batch one record more moves all rows after it to other groups."""
     for design in (dp.Poisson(6, 24), dp.Fixed(6, 24), dp.Assigned(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
-        with pytest.raises(AdjacencyError, match="design must keep the places of rows for Coordinatewise"):
+        with pytest.raises(
+            AdjacencyError, match="design must keep the places of rows for Coordinatewise"
+        ):
             own(oracle, design)
     for design in (dp.Disjoint(6, 24), dp.Shuffled(6, 24)):
         oracle = dp.oracles.Coordinatewise(1.0, 1.0, 6, groups=2)
@@ -68,7 +79,9 @@ def test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them():
 
 def own(oracle: dp.oracles.MeanOracle, design: dp.Design) -> dp.PrivateOptimizer:
     params = torch.nn.Linear(2, 1).parameters()
-    return dp.PrivateOptimizer(params, 0.1, oracle=oracle, rule=dp.rules.Accelerated(), design=design)
+    return dp.PrivateOptimizer(
+        params, 0.1, oracle=oracle, rule=dp.rules.Accelerated(), design=design
+    )
 
 
 # -- budgets that bury the signal -------------------------------------------------------------------------------------
@@ -81,7 +94,12 @@ FILTER = {"budget": USERS, "dim": 10**6, "pair_radius": 0.5}
 
 
 def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
-    logistic = {"model": torch.nn.Linear(DIM - 1, 1), "loss": dp.losses.Logistic(), "budget": budget, "bound_x": 1.0}
+    logistic = {
+        "model": torch.nn.Linear(DIM - 1, 1),
+        "loss": dp.losses.Logistic(),
+        "budget": budget,
+        "bound_x": 1.0,
+    }
     return lambda n: cls.plan(n=n, **logistic)
 
 
@@ -97,19 +115,30 @@ def planner(cls: Any, budget: dp.Budget = SMALL, **settings: Any) -> Callable[[i
 # and the number of records at which noise is as long as the largest signal
 PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     "HolderSGD": (planner(dp.HolderSGD, problem=UNIT), 517),
-    "HolderSGD fixed": (planner(dp.HolderSGD, problem=UNIT, sampling="fixed", batch_size=50, epochs=1), 575),
+    "HolderSGD fixed": (
+        planner(dp.HolderSGD, problem=UNIT, sampling="fixed", batch_size=50, epochs=1),
+        575,
+    ),
     "ClippedSGD": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, steps=1), 517),
-    "ClippedSGD add_remove": (planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4), 259),
+    "ClippedSGD add_remove": (
+        planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4),
+        259,
+    ),
     "ClippedSGD passes": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"), 517),
     "AcceleratedSGD": (planner(dp.AcceleratedSGD, problem=SMOOTH, clip=0.1, steps=1), 517),
-    "ProximalSGD": (planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4, sampling="shuffled"), 1033),
+    "ProximalSGD": (
+        planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4, sampling="shuffled"),
+        1033,
+    ),
     "LocalizedSGD": (planner(dp.LocalizedSGD, problem=dp.Problem(), clip=3.0, reg=0.1), 1033),
     "HolderOutputSGD": (planner(dp.HolderOutputSGD, problem=BALL, batch_size=5), 511),
     "BoltOnPSGD": (planner(dp.BoltOnPSGD, problem=UNIT, batch_size=5, reg=0.1), 144),
     "BoltOnPSGD pure": (planner(dp.BoltOnPSGD, PURE, problem=UNIT, batch_size=5, reg=0.1), 206),
     "UserClippedSGD": (users_clipped, 517),
     "UserFilteredSGD": (
-        lambda n: dp.UserFilteredSGD.plan(n_users=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER),
+        lambda n: dp.UserFilteredSGD.plan(
+            n_users=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER
+        ),
         1280,
     ),
     "LocalizedUserSGD": (
@@ -126,7 +155,9 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(name: str) -> None:
+def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(
+    name: str,
+) -> None:
     plan, edge = PLANNERS[name]
     with pytest.warns(UtilityWarning, match=r"noise buries") as told:
         plan(int(edge / 1.25))
@@ -134,19 +165,27 @@ def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_mor
     plan(int(edge * 1.25))  # a warning would be an error
 
 
-@pytest.mark.parametrize("budget", [SMALL, ADDED, dp.Budget(3.0, 1e-6), dp.Budget(0.01, 1e-7, "zero_out")])
+@pytest.mark.parametrize(
+    "budget", [SMALL, ADDED, dp.Budget(3.0, 1e-6), dp.Budget(0.01, 1e-7, "zero_out")]
+)
 @pytest.mark.parametrize("dim", [1, 50])
-def test_the_edge_is_where_the_noise_of_one_mean_is_as_long_as_its_clip(budget: dp.Budget, dim: int) -> None:
+def test_the_edge_is_where_the_noise_of_one_mean_is_as_long_as_its_clip(
+    budget: dp.Budget, dim: int
+) -> None:
     kind = {"problem": SMOOTH, "budget": budget, "dim": dim, "clip": 7.0, "steps": 1}
     noise = release_noise(budget)
-    edge = noise * math.sqrt(dim) if noise > math.sqrt(dim) else noise**2  # fewer records than parameters
+    edge = (
+        noise * math.sqrt(dim) if noise > math.sqrt(dim) else noise**2
+    )  # fewer records than parameters
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(n=math.floor(edge), **kind)
     dp.ClippedSGD.plan(n=math.ceil(edge * 1.001), **kind)
 
 
 def test_the_warning_names_noise_signal_and_what_they_come_from() -> None:
-    with pytest.warns(UtilityWarning, match=r"\(n=200, epsilon=0\.05, dim=20\): use more data") as told:
+    with pytest.warns(
+        UtilityWarning, match=r"\(n=200, epsilon=0\.05, dim=20\): use more data"
+    ) as told:
         plan = dp.HolderSGD.plan(problem=UNIT, n=200, budget=SMALL, dim=DIM)
     noise, signal = map(float, re.findall(r"(?:norm|at most) ([\d.]+)", str(told[0].message)))
     of_all = plan.noise_std / plan.grad_bound / math.sqrt(plan.steps)
@@ -164,7 +203,13 @@ def test_parameters_beyond_the_records_do_not_count() -> None:
 def test_nothing_is_said_of_published_numbers_nor_where_no_scale_is_public() -> None:
     fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3)}
     hinge = dp.losses.Hinge(power=1.5)
-    paper = {"problem": BALL, "budget": dp.Budget(3.0, 1e-3), "batch_size": 1, "epochs": 1, "mode": "paper"}
+    paper = {
+        "problem": BALL,
+        "budget": dp.Budget(3.0, 1e-3),
+        "batch_size": 1,
+        "epochs": 1,
+        "mode": "paper",
+    }
     plan = dp.HolderSGD.plan(n=60, dim=100, **paper)
     assert plan.noise_multiplier * math.sqrt(60) > 2 * plan.batch_size * math.sqrt(plan.steps)
     law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)

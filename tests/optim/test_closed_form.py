@@ -25,7 +25,8 @@ from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
 
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning") for words in ("generator=", "seed=")
+    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
+    for words in ("generator=", "seed=")
 ]
 N, D = 60, 4
 LOSSES: dict[str, tuple[Any, int]] = {
@@ -39,7 +40,11 @@ LOSSES: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[("torch", 0), ("torch", 2**16), ("C", 0)], ids=["as it is", "extended", "in C"])
+@pytest.fixture(
+    autouse=True,
+    params=[("torch", 0), ("torch", 2**16), ("C", 0)],
+    ids=["as it is", "extended", "in C"],
+)
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Up to how many numbers a data set is taken in float64, with a column of ones, without the accelerator."""
     where, few = request.param
@@ -72,7 +77,9 @@ def linear(outputs: int = 1, *, bias: bool = True, dtype: torch.dtype = torch.fl
         return nn.Linear(D, outputs, bias=bias, dtype=dtype)
 
 
-def optimizer_of(model: nn.Module, design: Design, *, noise: float = 0.5, clip: float = 0.7, **more: Any) -> Any:
+def optimizer_of(
+    model: nn.Module, design: Design, *, noise: float = 0.5, clip: float = 0.7, **more: Any
+) -> Any:
     parts: dict[str, Any] = {
         "oracle": dp.oracles.Clipped(clip, noise, design.batch_size),
         "rule": dp.rules.SGD(more.pop("average", "last")),
@@ -101,7 +108,13 @@ class Passed(Dataset[Any]):
 
 
 def both(
-    loss: Any, design: Design, *, outputs: int = 1, bias: bool = True, dtype: torch.dtype = torch.float32, **more: Any
+    loss: Any,
+    design: Design,
+    *,
+    outputs: int = 1,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Returns (weights, optimizer) of a run in closed form, and of one by backwards."""
     runs = []
@@ -110,8 +123,12 @@ def both(
         model = linear(outputs, bias=bias, dtype=dtype)
         optimizer = optimizer_of(model, design, **more)
         dataset = wrap(records(loss, design.n, dtype))
-        dp.fit(model, optimizer, dataset, loss, steps=6, progress=False, physical_batch_size=physical)
-        runs.append([torch.cat([p.detach().flatten() for p in model.parameters()]).double(), optimizer])
+        dp.fit(
+            model, optimizer, dataset, loss, steps=6, progress=False, physical_batch_size=physical
+        )
+        runs.append(
+            [torch.cat([p.detach().flatten() for p in model.parameters()]).double(), optimizer]
+        )
     return runs[0], runs[1]
 
 
@@ -151,7 +168,9 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
         runs = []
         for wrap in (lambda dataset: dataset, Passed):
             model, loss = linear(), nn.BCEWithLogitsLoss()
-            optimizer = optimizer_of(model, Poisson(20, N), oracle=dp.oracles.AutoClip(0.5, 0.5, 20, offset=0.1))
+            optimizer = optimizer_of(
+                model, Poisson(20, N), oracle=dp.oracles.AutoClip(0.5, 0.5, 20, offset=0.1)
+            )
             dp.fit(model, optimizer, wrap(records(loss)), loss, steps=6, progress=False)
             runs.append(model.weight.detach())
         torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-6)
@@ -162,7 +181,9 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
 
 @pytest.mark.parametrize("name", ["observe", "weights"])
 @pytest.mark.parametrize("of_instance", [False, True])
-def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(name: str, of_instance: bool) -> None:
+def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(
+    name: str, of_instance: bool
+) -> None:
     seen = []
 
     def look(self: Any, *args: Any) -> Any:
@@ -174,13 +195,22 @@ def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(name: str,
     if of_instance:
         setattr(oracle, name, functools.partial(look, oracle))
     model = linear()
-    dp.fit(model, optimizer_of(model, Full(N), oracle=oracle), records(BCE), BCE, steps=3, progress=False)
+    dp.fit(
+        model,
+        optimizer_of(model, Full(N), oracle=oracle),
+        records(BCE),
+        BCE,
+        steps=3,
+        progress=False,
+    )
     assert len(seen) == 3 + (name == "weights")  # which are tried once before
 
 
 @pytest.mark.parametrize("dressed", [False, True], ids=["bare", "as the library's"])
 @pytest.mark.parametrize("late", [False, True], ids=["in the class", "put there later"])
-def test_a_step_of_a_subclass_is_called_after_a_backward(dressed: bool, late: bool, monkeypatch: Any) -> None:
+def test_a_step_of_a_subclass_is_called_after_a_backward(
+    dressed: bool, late: bool, monkeypatch: Any
+) -> None:
     def own(self: Any, *args: Any, **options: Any) -> Any:
         seen.append(self.outstanding_rows)
         return dp.PrivateOptimizer.step(self, *args, **options)
@@ -210,7 +240,9 @@ def test_hooks_of_the_optimizer_and_schedulers_see_each_step_of_a_fit_in_closed_
     model = linear()
     optimizer, calls = optimizer_of(model, Full(N), average="uniform"), []
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, total_iters=1)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append((opt.steps, args[1:], kwargs)))
+    optimizer.register_step_pre_hook(
+        lambda opt, args, kwargs: calls.append((opt.steps, args[1:], kwargs))
+    )
     optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(opt.steps))
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     optimizer.register_step_post_hook(lambda *_: calls.append(model.weight.grad is not None))
@@ -231,8 +263,12 @@ def test_a_profiler_sees_the_steps_of_a_fit_in_closed_form() -> None:
 def test_hooks_of_all_optimizers_are_called_by_fit_in_closed_form() -> None:
     calls: list[int] = []
     handles = [
-        torch_optimizer.register_optimizer_step_pre_hook(lambda opt, args, kwargs: calls.append(opt.steps)),
-        torch_optimizer.register_optimizer_step_post_hook(lambda opt, args, kwargs: calls.append(opt.steps)),
+        torch_optimizer.register_optimizer_step_pre_hook(
+            lambda opt, args, kwargs: calls.append(opt.steps)
+        ),
+        torch_optimizer.register_optimizer_step_post_hook(
+            lambda opt, args, kwargs: calls.append(opt.steps)
+        ),
     ]
     model = linear()
     optimizer = optimizer_of(model, Full(N))
@@ -264,7 +300,12 @@ def test_a_hook_that_steps_itself_uses_given_rows_once() -> None:
 
 def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> bool:
     optimizer = optimizer_of(model, Full(len(dataset)))  # type: ignore[arg-type]
-    return closed_form(model, list(model.parameters()), loss, dataset, optimizer.loader(dataset, **loader)) is not None
+    return (
+        closed_form(
+            model, list(model.parameters()), loss, dataset, optimizer.loader(dataset, **loader)
+        )
+        is not None
+    )
 
 
 def test_parameters_in_another_order_are_left_to_the_ordinary_path() -> None:
@@ -297,7 +338,9 @@ def test_a_model_or_a_loss_that_is_called_in_another_way_is_left_to_the_ordinary
 
     for other in (hooked_loss, own_loss, Twice()):
         assert not taken(dp.attach(linear()), other, records(BCE))
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output
+    )
     try:
         assert not taken(dp.attach(linear()), loss, records(BCE))
     finally:
@@ -330,8 +373,16 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, Any, Dataset[Any]]]] = {
     "a subclass": lambda: (Own(D, 1), BCE, records(BCE)),
     "more layers": lambda: (nn.Sequential(linear()), BCE, records(BCE)),
     "a function": lambda: (linear(), lambda a, b: BCE(a, b), records(BCE)),
-    "a weighted loss": lambda: (linear(), nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), records(BCE)),
-    "a smoothed loss": lambda: (linear(3), nn.CrossEntropyLoss(label_smoothing=0.1), records(nn.CrossEntropyLoss())),
+    "a weighted loss": lambda: (
+        linear(),
+        nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)),
+        records(BCE),
+    ),
+    "a smoothed loss": lambda: (
+        linear(3),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        records(nn.CrossEntropyLoss()),
+    ),
     "another reduction": lambda: (linear(), nn.BCEWithLogitsLoss(reduction="sum"), records(BCE)),
     "targets (n,)": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, D), torch.zeros(N))),
     "data of another dtype": lambda: (linear(), BCE, records(BCE, dtype=torch.float64)),
@@ -375,7 +426,11 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
     def moved(features: Tensor) -> tuple[Tensor, Any]:
         model = linear(dtype=torch.float64)
         optimizer = optimizer_of(
-            model, Full(N), noise=0.0, adjacency="add_remove", oracle=dp.oracles.Clipped(0.7, 0.0, N)
+            model,
+            Full(N),
+            noise=0.0,
+            adjacency="add_remove",
+            oracle=dp.oracles.Clipped(0.7, 0.0, N),
         )
         data = TensorDataset(features.double(), torch.ones(len(features), 1, dtype=torch.float64))
         dp.fit(model, optimizer, data, BCE, steps=1, progress=False)
@@ -393,13 +448,23 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("physical", [None, 7])
 @pytest.mark.parametrize("where", ["features", "label"])
-def test_a_record_that_is_not_finite_is_left_out_of_a_fused_fit(bad: float, physical: int | None, where: str) -> None:
+def test_a_record_that_is_not_finite_is_left_out_of_a_fused_fit(
+    bad: float, physical: int | None, where: str
+) -> None:
     loss, (features, labels) = dp.losses.Logistic(), records(dp.losses.Logistic()).tensors
 
     def trained(x: Tensor, y: Tensor) -> Tensor:
         model = linear()
         optimizer = optimizer_of(model, Full(N), noise=0.0)
-        dp.fit(model, optimizer, TensorDataset(x, y), loss, steps=4, progress=False, physical_batch_size=physical)
+        dp.fit(
+            model,
+            optimizer,
+            TensorDataset(x, y),
+            loss,
+            steps=4,
+            progress=False,
+            physical_batch_size=physical,
+        )
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     x, y, none = features.clone(), labels.clone(), labels.clone()
@@ -452,7 +517,9 @@ def test_empty_draws_are_steps_of_noise() -> None:
 
 def test_no_oracle_is_shown_the_rows_of_an_empty_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
-    monkeypatch.setattr(dp.oracles.Clipped, "observe", lambda self, rows, users=None: shown.append(len(rows)))
+    monkeypatch.setattr(
+        dp.oracles.Clipped, "observe", lambda self, rows, users=None: shown.append(len(rows))
+    )
     model = linear()
     optimizer = optimizer_of(model, Poisson(1, 10**6), adjacency="add_remove")
     dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)

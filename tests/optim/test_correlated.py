@@ -27,7 +27,9 @@ def built(plan: dp.Plan, ledger: Path | None = None) -> tuple[nn.Module, dp.Corr
     return model, dp.CorrelatedSGD(model.parameters(), plan, accountant=accountant)
 
 
-def train(model: nn.Module, optimizer: dp.CorrelatedSGD, steps: int, *, resume: bool = False) -> None:
+def train(
+    model: nn.Module, optimizer: dp.CorrelatedSGD, steps: int, *, resume: bool = False
+) -> None:
     for x, y in optimizer.loader(NOTHING, steps=steps, resume=resume):
         optimizer.zero_grad()
         (model(x) * y).mean().backward()
@@ -54,7 +56,10 @@ def test_the_sum_of_all_noise_is_what_the_plan_expects() -> None:
 def test_the_strategy_is_that_of_least_error_for_the_planned_steps() -> None:
     plan = dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, epochs=2)
     assert plan.coefficients == least_error(20, 10).coefficients  # ten batches of a pass
-    assert dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, steps=3).coefficients == least_error(3, 3).coefficients
+    assert (
+        dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, steps=3).coefficients
+        == least_error(3, 3).coefficients
+    )
     assert len(dp.CorrelatedSGD.plan(**ROOM | {"n": 4000}, noise_multiplier=1.0).coefficients) == 32
     assert dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, bands=1).coefficients == (1.0,)
 
@@ -93,7 +98,9 @@ def test_a_copy_takes_no_noise_of_the_original_back() -> None:
     other, twin = copy.deepcopy((model, optimizer))
     start = other.weight.detach().clone()
     train(other, twin, 1, resume=True)
-    assert spread(other.weight - start) == pytest.approx(Banded(plan.coefficients).norm / B, rel=0.11)
+    assert spread(other.weight - start) == pytest.approx(
+        Banded(plan.coefficients).norm / B, rel=0.11
+    )
     train(model, optimizer, 1, resume=True)  # the same batch, a second time
     assert optimizer.accountant.get_epsilon(1e-5) > once
 
@@ -104,7 +111,10 @@ def test_wrong_numbers_are_refused() -> None:
         ({"batch_size": 41}, "batch_size must be <= n=40"),
         ({"steps": 3, "epochs": 1}, "steps and epochs must not be given both"),
         ({"adjacency": "add_remove"}, "adjacency must be zero_out or replace_one"),
-        ({"budget": dp.Budget(1.0, 1e-5, "add_remove")}, "adjacency must be zero_out or replace_one"),
+        (
+            {"budget": dp.Budget(1.0, 1e-5, "add_remove")},
+            "adjacency must be zero_out or replace_one",
+        ),
         ({"noise_multiplier": None}, "budget or noise_multiplier must be given"),
         ({"clip": 0.0}, "clip must be"),
     ):

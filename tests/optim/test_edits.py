@@ -43,7 +43,9 @@ class BoltOn(Run):
 def bolt_on(average: str = "uniform") -> Run:
     model = nn.Linear(DIM, 1, bias=False).double()
     problem = LOGISTIC.problem(bound_x=1.0, radius=1.0)
-    plan = dp.BoltOnPSGD.plan(problem=problem, n=N, dim=DIM, budget=BUDGET, batch_size=BATCH, average=average)
+    plan = dp.BoltOnPSGD.plan(
+        problem=problem, n=N, dim=DIM, budget=BUDGET, batch_size=BATCH, average=average
+    )
     return BoltOn(model, dp.BoltOnPSGD(model.parameters(), plan))
 
 
@@ -67,9 +69,13 @@ def first_batch(run: Run) -> Any:
 
 HOOKS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
     "on the parameter": lambda model, loss: model.weight.register_hook(by_100),
-    "after accumulation": lambda model, loss: model.weight.register_post_accumulate_grad_hook(in_place),
+    "after accumulation": lambda model, loss: model.weight.register_post_accumulate_grad_hook(
+        in_place
+    ),
     "on the layer": lambda model, loss: model.register_full_backward_hook(outputs_by_100),
-    "before the layer": lambda model, loss: model.register_full_backward_pre_hook(lambda m, g: (100 * g[0],)),
+    "before the layer": lambda model, loss: model.register_full_backward_pre_hook(
+        lambda m, g: (100 * g[0],)
+    ),
     "on the loss": lambda model, loss: loss.register_full_backward_hook(outputs_by_100),
 }
 
@@ -138,7 +144,9 @@ EDITS: dict[str, Callable[[Run], Any]] = {
     "average": lambda run: run.opt.state[run.model.weight]["average"].mul_(100),
     "average.data": lambda run: run.opt.state[run.model.weight]["average"].data.add_(1e-9),
     "no average": lambda run: run.opt.state.clear(),
-    "another average": lambda run: run.opt.state[run.model.weight].update(average=torch.ones(1, DIM).double()),
+    "another average": lambda run: run.opt.state[run.model.weight].update(
+        average=torch.ones(1, DIM).double()
+    ),
 }
 
 
@@ -239,7 +247,9 @@ def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> No
     data = torch.utils.data.TensorDataset(features, torch.ones(N, 1).double())
     model = nn.Linear(DIM, 1, bias=False).double()
     run = {"batch_size": BATCH, "epochs": 40, "lr": 0.1}
-    plan = dp.HolderOutputSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(30.0, 1e-3), dim=DIM, **run)
+    plan = dp.HolderOutputSGD.plan(
+        problem=PROBLEM, n=N, budget=dp.Budget(30.0, 1e-3), dim=DIM, **run
+    )
     opt = dp.HolderOutputSGD(model.parameters(), plan, loss_reduction=reduction)
     for x, y in opt.loader(data):
         LOSS(model(x), y, reduction=reduction).backward()

@@ -39,18 +39,35 @@ def parameter(dtype: torch.dtype = torch.float32, device: str = "cpu", **kind: A
     return nn.Parameter(torch.zeros(DIM, dtype=dtype, device=device), **kind)
 
 
-def holder(accountant: dp.Accountant | None = None, params: Any = None, **changes: Any) -> dp.HolderSGD:
+def holder(
+    accountant: dp.Accountant | None = None, params: Any = None, **changes: Any
+) -> dp.HolderSGD:
     """Returns a good optimizer, but for the changes."""
-    kind = {"lr": 0.1, "problem": PROBLEM, "noise_multiplier": 2.0, "batch_size": BATCH, "n": N, **changes}
+    kind = {
+        "lr": 0.1,
+        "problem": PROBLEM,
+        "noise_multiplier": 2.0,
+        "batch_size": BATCH,
+        "n": N,
+        **changes,
+    }
     own = {name: kind.pop(name) for name in ("prox", "rule", "reg") if name in kind}
     if accountant is not None:
         kind.setdefault("adjacency", accountant.adjacency)
     plan = dp.HolderSGD.plan(**kind)
-    return dp.HolderSGD([parameter()] if params is None else params, plan, accountant=accountant, **own)
+    return dp.HolderSGD(
+        [parameter()] if params is None else params, plan, accountant=accountant, **own
+    )
 
 
 def calibrated(accountant: dp.Accountant, **changes: Any) -> dp.HolderSGD:
-    kind = {"problem": PROBLEM, "n": N, "budget": dp.Budget(1.0, DELTA), "batch_size": BATCH, **changes}
+    kind = {
+        "problem": PROBLEM,
+        "n": N,
+        "budget": dp.Budget(1.0, DELTA),
+        "batch_size": BATCH,
+        **changes,
+    }
     return dp.HolderSGD([parameter()], dp.HolderSGD.plan(**kind), accountant=accountant)
 
 
@@ -99,7 +116,9 @@ def train_in_eval_mode(accountant: dp.Accountant) -> None:
     train(model.eval(), optimizer)
 
 
-def fit(accountant: dp.Accountant, attach_as: str | None = None, loss: Any = LOSS, **kind: Any) -> None:
+def fit(
+    accountant: dp.Accountant, attach_as: str | None = None, loss: Any = LOSS, **kind: Any
+) -> None:
     model, optimizer = built(accountant, attached=False)
     if attach_as:
         dp.attach(model, loss_reduction=attach_as)
@@ -119,7 +138,11 @@ RECORDS: dict[str, Misuse] = {
         ValueError,
         r"features must be bounded; bound_x must be finite \(got inf\)",
     ),
-    "features of no norm": (lambda a: LOSS.problem(bound_x=NAN), ValueError, r"bound_x must be > 0 \(got nan\)"),
+    "features of no norm": (
+        lambda a: LOSS.problem(bound_x=NAN),
+        ValueError,
+        r"bound_x must be > 0 \(got nan\)",
+    ),
     "unbounded labels": (
         lambda a: holder(a, problem=dp.losses.Squared().problem(bound_x=1.0, bound_y=INF)),
         ValueError,
@@ -164,10 +187,26 @@ RECORDS: dict[str, Misuse] = {
 
 TARGETS: dict[str, Misuse] = {
     "epsilon 0": (lambda a: dp.Budget(0.0, DELTA), ValueError, r"epsilon must be > 0 \(got 0.0\)"),
-    "negative epsilon": (lambda a: dp.Budget(-1.0, DELTA), ValueError, r"epsilon must be > 0 \(got -1.0\)"),
-    "epsilon inf": (lambda a: dp.Budget(INF, DELTA), ValueError, r"epsilon must be finite \(got inf\)"),
-    "negative delta": (lambda a: dp.Budget(1.0, -1e-9), ValueError, r"delta must be >= 0 \(got -1e-09\)"),
-    "delta 1": (lambda a: dp.Budget(1.0, 1.0), ValueError, r"delta must be in \[0, 1\) \(got 1.0\)"),
+    "negative epsilon": (
+        lambda a: dp.Budget(-1.0, DELTA),
+        ValueError,
+        r"epsilon must be > 0 \(got -1.0\)",
+    ),
+    "epsilon inf": (
+        lambda a: dp.Budget(INF, DELTA),
+        ValueError,
+        r"epsilon must be finite \(got inf\)",
+    ),
+    "negative delta": (
+        lambda a: dp.Budget(1.0, -1e-9),
+        ValueError,
+        r"delta must be >= 0 \(got -1e-09\)",
+    ),
+    "delta 1": (
+        lambda a: dp.Budget(1.0, 1.0),
+        ValueError,
+        r"delta must be in \[0, 1\) \(got 1.0\)",
+    ),
     "Gaussian noise at delta 0": (
         lambda a: holder(dp.Accountant(dp.Budget(1.0, 0.0))),
         InfeasibleError,
@@ -178,10 +217,22 @@ TARGETS: dict[str, Misuse] = {
         ValueError,
         r"delta must be in \(0, 1\) \(got 0.0\)",
     ),
-    "n below the batch": (lambda a: holder(a, n=7), ValueError, r"batch_size must be <= n=7 \(got 8\)"),
-    "n below the batch of a plan": (lambda a: calibrated(a, n=7), ValueError, r"batch_size must be <= n=7 \(got 8\)"),
+    "n below the batch": (
+        lambda a: holder(a, n=7),
+        ValueError,
+        r"batch_size must be <= n=7 \(got 8\)",
+    ),
+    "n below the batch of a plan": (
+        lambda a: calibrated(a, n=7),
+        ValueError,
+        r"batch_size must be <= n=7 \(got 8\)",
+    ),
     "n 0": (lambda a: calibrated(a, n=0), ValueError, r"n must be an integer >= 1 \(got 0\)"),
-    "a share of a record": (lambda a: calibrated(a, n=40.5), ValueError, r"n must be an integer \(got 40.5\)"),
+    "a share of a record": (
+        lambda a: calibrated(a, n=40.5),
+        ValueError,
+        r"n must be an integer \(got 40.5\)",
+    ),
     "no epoch": (lambda a: calibrated(a, epochs=0), ValueError, r"epochs must be > 0 \(got 0.0\)"),
     "negative noise": (
         lambda a: holder(a, noise_multiplier=-1),
@@ -204,13 +255,21 @@ TARGETS: dict[str, Misuse] = {
 PARAMETERS: dict[str, Misuse] = {
     "lr 0": (lambda a: holder(a, lr=0), ValueError, r"lr must be > 0 \(got 0.0\)"),
     "lr nan": (lambda a: holder(a, lr=NAN), ValueError, r"lr must be > 0 \(got nan\)"),
-    "negative lr of a plan": (lambda a: calibrated(a, lr=-1), ValueError, r"lr must be > 0 \(got -1.0\)"),
+    "negative lr of a plan": (
+        lambda a: calibrated(a, lr=-1),
+        ValueError,
+        r"lr must be > 0 \(got -1.0\)",
+    ),
     "negative lr of a group": (
         lambda a: holder(a, [{"params": [parameter()]}, {"params": [parameter()], "lr": -0.1}]),
         ValueError,
         r"lr must be > 0 \(got -0.1\)",
     ),
-    "meta": (lambda a: holder(a, [parameter(device="meta")]), ValueError, r"params must hold values .*meta device"),
+    "meta": (
+        lambda a: holder(a, [parameter(device="meta")]),
+        ValueError,
+        r"params must hold values .*meta device",
+    ),
     "complex": (
         lambda a: holder(a, [parameter(torch.complex64)]),
         ValueError,
@@ -240,7 +299,11 @@ PARAMETERS: dict[str, Misuse] = {
 }
 
 TRAINING: dict[str, Misuse] = {
-    "not attached": (train_without_attach, SequenceError, r"gradients are missing for parameter 0 .*dp.attach"),
+    "not attached": (
+        train_without_attach,
+        SequenceError,
+        r"gradients are missing for parameter 0 .*dp.attach",
+    ),
     "eval mode": (train_in_eval_mode, SequenceError, r"eval mode \(call model.train\(\)\)"),
     "an idle layer": (
         lambda a: train_with_an_idle_layer(a, "auto"),
@@ -283,7 +346,9 @@ TRAINING: dict[str, Misuse] = {
         r"loss_reduction must be 'sum', as the model was attached \(got 'mean'\); dp.detach\(model\)",
     ),
     "no sampling declared": (
-        lambda a: holder(a, n=None, sampling=dp.accounting.designs.Undeclared(BATCH)).loader(records()),
+        lambda a: holder(a, n=None, sampling=dp.accounting.designs.Undeclared(BATCH)).loader(
+            records()
+        ),
         UnknownSamplerError,
         r"give n= \(Poisson sampling\) or sampling= to the plan \(design=",
     ),
@@ -291,7 +356,12 @@ TRAINING: dict[str, Misuse] = {
 
 
 @pytest.mark.parametrize(
-    "misuse", [pytest.param(m, id=name) for d in (RECORDS, TARGETS, PARAMETERS, TRAINING) for name, m in d.items()]
+    "misuse",
+    [
+        pytest.param(m, id=name)
+        for d in (RECORDS, TARGETS, PARAMETERS, TRAINING)
+        for name, m in d.items()
+    ],
 )
 def test_bad_input_is_a_clear_error_before_anything_is_spent(misuse: Misuse) -> None:
     call, kind, message = misuse
@@ -318,14 +388,18 @@ def test_the_good_input_that_each_case_changes_trains() -> None:
 def test_the_epsilon_named_for_one_step_works_and_less_does_not(adjacency: str) -> None:
     def one_step(epsilon: float) -> dp.HolderSGD:
         model = dp.attach(nn.Linear(DIM, 1))
-        optimizer = holder(dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=adjacency)), model.parameters())
+        optimizer = holder(
+            dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=adjacency)), model.parameters()
+        )
         for batch in optimizer.loader(records(), steps=1):
             if len(batch[0]):
                 backward(model, batch)
             optimizer.step()
         return optimizer
 
-    with pytest.raises(InfeasibleError, match=rf"delta=0.001 \({adjacency}; got 0.05\); raise epsilon") as caught:
+    with pytest.raises(
+        InfeasibleError, match=rf"delta=0.001 \({adjacency}; got 0.05\); raise epsilon"
+    ) as caught:
         one_step(0.05)
     named = re.search(r"epsilon must be >= (\S+) for one step", str(caught.value))
     assert named
@@ -337,9 +411,13 @@ def test_the_epsilon_named_for_one_step_works_and_less_does_not(adjacency: str) 
 
 def test_the_epsilon_named_by_a_plan_works() -> None:
     def plan(epsilon: float) -> Any:
-        return dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(epsilon, 1e-12), batch_size=BATCH, lr=0.1)
+        return dp.HolderSGD.plan(
+            problem=PROBLEM, n=N, budget=dp.Budget(epsilon, 1e-12), batch_size=BATCH, lr=0.1
+        )
 
-    with pytest.raises(InfeasibleError, match=r"with any noise up to 1e\+08 \(got 1e-09\); take fewer") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"with any noise up to 1e\+08 \(got 1e-09\); take fewer"
+    ) as caught:
         plan(1e-9)
     named = re.search(r"epsilon must be >= (\S+),", str(caught.value))
     assert named
@@ -348,12 +426,16 @@ def test_the_epsilon_named_by_a_plan_works() -> None:
 
 @pytest.mark.parametrize("delta", [1 / N, 0.1])
 def test_a_delta_that_allows_to_publish_a_record_warns(delta: float) -> None:
-    with pytest.warns(UtilityWarning, match=rf"delta must be far below 1/n=0.025 \(got {delta:g}\)"):
+    with pytest.warns(
+        UtilityWarning, match=rf"delta must be far below 1/n=0.025 \(got {delta:g}\)"
+    ):
         dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, delta))
 
 
 def test_noise_without_a_declared_sampling_says_how_to_spend_less() -> None:
-    with pytest.warns(UtilityWarning, match=r"give n= \(Poisson batches from optimizer.loader\(dataset\)\)"):
+    with pytest.warns(
+        UtilityWarning, match=r"give n= \(Poisson batches from optimizer.loader\(dataset\)\)"
+    ):
         assert holder(n=None).adjacency == "replace_one"
 
 
@@ -374,9 +456,13 @@ def test_batches_of_a_foreign_loader_are_refused() -> None:
     model, optimizer = built(accountant := dp.Accountant())
     for batch in DataLoader(records(), batch_size=BATCH):
         backward(model, batch)
-        with pytest.raises(SequenceError, match=r"own loader \(made by optimizer.loader\(dataset\)"):
+        with pytest.raises(
+            SequenceError, match=r"own loader \(made by optimizer.loader\(dataset\)"
+        ):
             optimizer.step()
-    with pytest.raises(UnknownSamplerError, match=r"got DataLoader > BatchSampler .*Ways out: optimizer.loader"):
+    with pytest.raises(
+        UnknownSamplerError, match=r"got DataLoader > BatchSampler .*Ways out: optimizer.loader"
+    ):
         optimizer.bind(DataLoader(records(), batch_size=BATCH, shuffle=True))
     assert len(accountant) == 0
 
@@ -404,7 +490,9 @@ def test_an_exhausted_loader_spends_nothing_more() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_an_opacus_optimizer_around_ours_cannot_step(rows: str, late: bool) -> None:
     model = dp.attach(nn.Linear(DIM, 1), rows=rows)
-    optimizer = holder(accountant := dp.Accountant(), model.parameters(), batch_size=N)  # rate 1: no empty draw
+    optimizer = holder(
+        accountant := dp.Accountant(), model.parameters(), batch_size=N
+    )  # rate 1: no empty draw
     before = [p.detach().clone() for p in model.parameters()]
     batch = next(iter(optimizer.loader(records())))
     if late:

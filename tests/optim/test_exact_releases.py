@@ -39,21 +39,41 @@ def data(seed: int = 0) -> TensorDataset:
 
 
 def output(secure: str | None, **changes: object) -> dp.OutputPerturbation:
-    given = {"loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 5.0, "secure": secure} | changes
+    given = {
+        "loss": LOGISTIC,
+        "n": N,
+        "budget": BUDGET,
+        "bound_x": 1.0,
+        "reg": 5.0,
+        "secure": secure,
+    } | changes
     layer, ledger = nn.Linear(DIM, 1).double(), given.pop("accountant", None)
     plan = dp.OutputPerturbation.plan(model=layer, **given)
     return dp.OutputPerturbation(layer.parameters(), plan, accountant=ledger)
 
 
 def bolt_on(secure: str | None, **changes: object) -> dp.BoltOnPSGD:
-    given = {"problem": LOGISTIC.problem(bound_x=2.0), "n": N, "budget": BUDGET, "batch_size": 10, "reg": 0.1}
+    given = {
+        "problem": LOGISTIC.problem(bound_x=2.0),
+        "n": N,
+        "budget": BUDGET,
+        "batch_size": 10,
+        "reg": 0.1,
+    }
     plan = dp.BoltOnPSGD.plan(dim=DIM + 1, **(given | {"secure": secure} | changes))
     return dp.BoltOnPSGD(nn.Linear(DIM, 1).double().parameters(), plan)
 
 
 def holder(secure: str | None, **changes: object) -> dp.HolderOutputSGD:
     problem = dp.losses.Hinge(power=1.5).problem(bound_x=2.0, radius=1e6)
-    given = {"problem": problem, "n": N, "budget": BUDGET, "batch_size": 10, "lr": 0.01, "secure": secure}
+    given = {
+        "problem": problem,
+        "n": N,
+        "budget": BUDGET,
+        "batch_size": 10,
+        "lr": 0.01,
+        "secure": secure,
+    }
     plan = dp.HolderOutputSGD.plan(dim=DIM + 1, **(given | changes))
     return dp.HolderOutputSGD(nn.Linear(DIM, 1).double().parameters(), plan)
 
@@ -68,7 +88,9 @@ def finished(optimizer: object, loss: object = LOGISTIC) -> torch.Tensor:
             for x, y in optimizer.loader(data()):
                 loss(nn.functional.linear(x, *layer), y).backward()
                 optimizer.step()
-    return torch.cat([p.detach().flatten() for group in optimizer.param_groups for p in group["params"]])
+    return torch.cat(
+        [p.detach().flatten() for group in optimizer.param_groups for p in group["params"]]
+    )
 
 
 MAKERS = [output, bolt_on, holder]
@@ -79,7 +101,9 @@ def said(report: object) -> str:
 
 
 def noise_of(optimizer: object) -> tuple[float, float]:
-    event = optimizer._plan.event() if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
+    event = (
+        optimizer._plan.event() if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
+    )
     (_, sensitivity), *_ = event.sens
     return event.sigma, sensitivity
 
@@ -106,7 +130,10 @@ def test_every_number_of_an_exact_answer_is_on_the_public_grid(make):
     std, sensitivity = noise_of(optimizer)
     spacing = Fraction(exact_grid(std, sensitivity, DIM + 1).spacing)
     answers = [finished(optimizer), finished(make(None))]
-    on = [[round(Fraction(x) / spacing) * float(spacing) == x for x in answer.tolist()] for answer in answers]
+    on = [
+        [round(Fraction(x) / spacing) * float(spacing) == x for x in answer.tolist()]
+        for answer in answers
+    ]
     assert all(on[0])
     assert not any(on[1])  # of probability 2^-30 otherwise
 
@@ -132,9 +159,12 @@ def test_a_shared_ledger_keeps_the_sentence_of_its_other_release():
 
 def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.mechanisms.vector_noise.discrete_gaussian", lambda size, bits, read: np.zeros(size, np.int64)
+        "torch_dpsco.mechanisms.vector_noise.discrete_gaussian",
+        lambda size, bits, read: np.zeros(size, np.int64),
     )
-    monkeypatch.setattr(output_module, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64))
+    monkeypatch.setattr(
+        output_module, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64)
+    )
     optimizer = output("exact")
     exact, plain = finished(optimizer), finished(output(None))
     std, sensitivity = noise_of(optimizer)
@@ -158,7 +188,9 @@ def test_row_free_answers_pass_through_the_grid_as_one_vector(monkeypatch):
 
 
 def test_a_promised_accuracy_has_an_exact_form_too():
-    plain, exact = (markov_plan(task(reg=2.0), 1e-3, 1e-6, secure=secure) for secure in (None, "exact"))
+    plain, exact = (
+        markov_plan(task(reg=2.0), 1e-3, 1e-6, secure=secure) for secure in (None, "exact")
+    )
     assert exact.noise_scale == pytest.approx(plain.noise_scale * GRID, rel=1e-12)
     ledger = dp.Accountant(adjacency="replace_one")
     exact.release(torch.zeros(DIM, dtype=torch.float64), ledger, torch.Generator())
@@ -169,7 +201,13 @@ def test_a_promised_accuracy_has_an_exact_form_too():
 
 
 def task(**changes: object) -> LinearTask:
-    given = {"loss": LOGISTIC, "preparation": Preparation(1.0), "dim": DIM, "n": 40, "budget": dp.Budget(1.0, 1e-4)}
+    given = {
+        "loss": LOGISTIC,
+        "preparation": Preparation(1.0),
+        "dim": DIM,
+        "n": 40,
+        "budget": dp.Budget(1.0, 1e-4),
+    }
     return LinearTask(**(given | changes))
 
 
@@ -178,12 +216,16 @@ def squares(adjacency: str = "add_remove", **changes: object) -> LinearTask:
     return task(**({"loss": dp.losses.Squared(), "bound_y": 2.0, "budget": budget} | changes))
 
 
-def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monkeypatch) -> torch.Tensor:
+def whitened(
+    given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monkeypatch
+) -> torch.Tensor:
     """Returns what the release of a ridge puts on the grid, in steps of the grid."""
     plan, seen = plan_adassp(given, secure="exact"), []
 
     def released(value, event, source):
-        seen.append(on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), len(value))))
+        seen.append(
+            on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), len(value)))
+        )
         return value
 
     monkeypatch.setattr(adassp_module, "exact_release", released)
@@ -193,7 +235,9 @@ def whitened(given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monke
 
 @pytest.mark.parametrize("classes", [1, 4])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(adjacency, classes, monkeypatch):
+def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(
+    adjacency, classes, monkeypatch
+):
     kind = {"loss": dp.losses.SoftmaxCrossEntropy(classes), "bound_y": None} if classes > 1 else {}
     given = squares(adjacency, n=4 if adjacency != "add_remove" else 5, **kind)
     ((_, mu),) = plan_adassp(given, secure="exact").event().sens
@@ -213,7 +257,9 @@ def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(ad
         pairs = [(one, other) for one in odd for other in odd] if adjacency == "replace_one" else []
 
     def released(*records):
-        rows = torch.cat([common, torch.tensor([r for r, _ in records], dtype=torch.float64).view(-1, DIM)])
+        rows = torch.cat(
+            [common, torch.tensor([r for r, _ in records], dtype=torch.float64).view(-1, DIM)]
+        )
         targets = torch.tensor([0.5, -1.0, 2.0, *(t for _, t in records)], dtype=torch.float64)
         if classes > 1:  # those of no class are null records, as are rows with a NaN
             targets = targets.clamp(-9, 9).long()
@@ -229,7 +275,9 @@ def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(ad
 
 def test_a_ridge_in_exact_noise_finds_the_slope_and_says_so():
     X = np.linspace(-1, 1, 4000).reshape(-1, 1)
-    model = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0, secure="exact").fit(X, 2 * X[:, 0])
+    model = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0, secure="exact").fit(
+        X, 2 * X[:, 0]
+    )
     assert model.mechanism_ == "adassp"
     assert abs(model.coef_[0] - 2) < 0.6
     assert IDEAL not in said(model.report())
@@ -275,9 +323,23 @@ def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
 
 
 def test_what_has_no_exact_form_refuses_by_name():
-    given = {"model": nn.Linear(DIM, 1), "loss": LOGISTIC, "n": N, "bound_x": 1.0, "budget": BUDGET, "secure": "exact"}
+    given = {
+        "model": nn.Linear(DIM, 1),
+        "loss": LOGISTIC,
+        "n": N,
+        "bound_x": 1.0,
+        "budget": BUDGET,
+        "secure": "exact",
+    }
     problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
-    paper = {"problem": problem, "n": N, "budget": BUDGET, "secure": "exact", "mode": "paper", "dim": DIM}
+    paper = {
+        "problem": problem,
+        "n": N,
+        "budget": BUDGET,
+        "secure": "exact",
+        "mode": "paper",
+        "dim": DIM,
+    }
     refusals = [
         (lambda: dp.ObjectivePerturbation.plan(**given), "use OutputPerturbation"),
         (lambda: dp.NoisyGD.plan(**given), "use OutputPerturbation"),
@@ -315,7 +377,11 @@ def test_a_refused_exact_release_draws_nothing(monkeypatch):
     monkeypatch.setattr("torch_dpsco.mechanisms.vector_noise.discrete_gaussian", drawn)
     plan = plan_output(task(reg=2.0), secure="exact")
     with pytest.raises(BudgetExceeded):
-        plan.release(torch.zeros(DIM, dtype=torch.float64), dp.Accountant(dp.Budget(0.1, 1e-6)), torch.Generator())
+        plan.release(
+            torch.zeros(DIM, dtype=torch.float64),
+            dp.Accountant(dp.Budget(0.1, 1e-6)),
+            torch.Generator(),
+        )
     ledger = dp.Accountant(plan.task.budget)
     with pytest.raises(AssertionError, match="drawn"):
         plan.release(torch.zeros(DIM, dtype=torch.float64), ledger, torch.Generator())

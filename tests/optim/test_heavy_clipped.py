@@ -57,7 +57,14 @@ def build(
     params = [{"params": [p]} for p in layer.parameters()] if groups else layer.parameters()
     if weights is not None:
         changes["rule"] = dp.rules.ScheduledSGD(factors, weights)
-    kind = {"lr": lr, "clip": clip, "noise_multiplier": noise, "batch_size": batch, "n": n, **changes}
+    kind = {
+        "lr": lr,
+        "clip": clip,
+        "noise_multiplier": noise,
+        "batch_size": batch,
+        "n": n,
+        **changes,
+    }
     return Run(layer, made(dp.ClippedSGD, params, **kind))
 
 
@@ -91,7 +98,9 @@ def test_steps_and_average_are_those_of_algorithm_6(
             run.batches,
             1.5,
             lrs,
-            kept if any(kept) else [0.0] * (k - 1) + [1.0],  # before the first weight the answer is the last iterate
+            kept
+            if any(kept)
+            else [0.0] * (k - 1) + [1.0],  # before the first weight the answer is the last iterate
             literal.ball(radius),
         )
         held = average if run.opt.finalized else last
@@ -120,7 +129,9 @@ def test_other_averages_are_of_the_iterates_before_their_steps(average: str) -> 
         iterates.append(joint(run.model))
         run.train([batch])
     weights = {"last": None, "uniform": [1, 1, 1, 1], "weighted": [1, 2, 3, 4]}[average]
-    expected = joint(run.model) if weights is None else np.average(iterates, axis=0, weights=weights)
+    expected = (
+        joint(run.model) if weights is None else np.average(iterates, axis=0, weights=weights)
+    )
     np.testing.assert_allclose(run.answer(), expected, atol=1e-14)
 
 
@@ -129,7 +140,9 @@ def test_adam_moves_by_private_means() -> None:
     layer, twin = model(torch.float64), torch.nn.Linear(3, 1, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     inner, plain = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (layer, twin))
-    plan = dp.ClippedSGD.plan(n=N, lr=0.1, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled")
+    plan = dp.ClippedSGD.plan(
+        n=N, lr=0.1, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled"
+    )
     run = Run(layer, dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner)))
     for batch in run.seeded():
         w = joint(layer)
@@ -155,7 +168,9 @@ def test_adam_moves_by_private_means() -> None:
         {"sampling": "assigned", "steps": 4},
     ],
 )
-def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(changes: dict[str, Any], adjacency: str) -> None:
+def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
+    changes: dict[str, Any], adjacency: str
+) -> None:
     if (changes.get("sampling"), adjacency) == ("fixed", "add_remove"):
         with pytest.raises(AdjacencyError, match="add_remove"):
             calibrated(adjacency, **changes)
@@ -222,7 +237,9 @@ def test_a_torch_scheduler_multiplies_the_factors() -> None:
     for batch in run.seeded():
         run.train([batch])
         scheduler.step()
-    np.testing.assert_allclose(run.answer(), build(dtype=torch.float64).train().answer(), atol=1e-14)
+    np.testing.assert_allclose(
+        run.answer(), build(dtype=torch.float64).train().answer(), atol=1e-14
+    )
     assert len(run.opt.accountant) == 4
 
 
@@ -259,9 +276,15 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"batch_size": 121}, "batch_size must be <= n=120"),
         ({"sampling": dp.Disjoint(20, 120), "clip": dp.Pilot(size=20)}, "sampling must be a word"),
         ({"clip": dp.Pilot(size=20), "dim": None}, "dim must be given for a pilot"),
-        ({"problem": dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0), "dim": None}, "dim must be given where"),
+        (
+            {"problem": dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0), "dim": None},
+            "dim must be given where",
+        ),
         ({"sampling": "poisson", "clip": None}, r"clip=dp.Pilot\(\), or a number"),
-        ({"sampling": "poisson", "steps": 3, "epochs": 1}, "steps and epochs must not be given both"),
+        (
+            {"sampling": "poisson", "steps": 3, "epochs": 1},
+            "steps and epochs must not be given both",
+        ),
         ({"sampling": "poisson", "batch_size": 121}, "batch_size must be <= n=120"),
         ({"sampling": "poisson", "epochs": 0}, "epochs must be > 0"),
         ({"sampling": "full", "steps": 0}, "steps must be"),

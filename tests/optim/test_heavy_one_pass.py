@@ -66,15 +66,31 @@ def build(
 ) -> Run:
     layer = model(dtype)
     params = [{"params": [p]} for p in layer.parameters()] if groups else layer.parameters()
-    kind = {"lr": lr, "clip": clip, "noise_multiplier": noise, "batch_size": batch, "n": n, **changes}
+    kind = {
+        "lr": lr,
+        "clip": clip,
+        "noise_multiplier": noise,
+        "batch_size": batch,
+        "n": n,
+        **changes,
+    }
     return Run(layer, made(cls, params, **kind))
 
 
 def calibrated(
-    cls: type[dp.PrivateOptimizer] = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = 120, **changes: Any
+    cls: type[dp.PrivateOptimizer] = dp.AcceleratedSGD,
+    adjacency: str = "replace_one",
+    n: int = 120,
+    **changes: Any,
 ) -> Run:
     layer = model()
-    arguments: dict[str, Any] = {"problem": PROBLEM, "clip": 2.0, "steps": 4, "dim": layer, **changes}
+    arguments: dict[str, Any] = {
+        "problem": PROBLEM,
+        "clip": 2.0,
+        "steps": 4,
+        "dim": layer,
+        **changes,
+    }
     budget = dp.Budget(1.0, DELTA, adjacency)
     return Run(layer, made(cls, layer.parameters(), n=n, budget=budget, **arguments))
 
@@ -85,7 +101,9 @@ def calibrated(
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("radius", [math.inf, 0.6])
-def test_accelerated_steps_are_those_of_algorithm_2(radius: float, dtype: torch.dtype, groups: bool) -> None:
+def test_accelerated_steps_are_those_of_algorithm_2(
+    radius: float, dtype: torch.dtype, groups: bool
+) -> None:
     prox = dp.prox.Ball(radius) if radius < math.inf else None
     lr, n = 0.05, 24
     run = build(n=n, lr=lr, dtype=dtype, groups=groups, prox=prox)
@@ -106,7 +124,9 @@ def test_accelerated_steps_are_those_of_algorithm_2(radius: float, dtype: torch.
         assert math.hypot(*answers[-1]) <= radius * (1 + 1e-6)
         assert not np.allclose(
             answers,
-            literal.algorithm_2(gradient_of(records(n, dtype)), start, run.batches, 1.5, 1 / (2 * lr))[0],
+            literal.algorithm_2(
+                gradient_of(records(n, dtype)), start, run.batches, 1.5, 1 / (2 * lr)
+            )[0],
             atol=1e-3,
         )
     run.opt.finalize()
@@ -125,7 +145,9 @@ def test_accelerated_steps_are_those_of_algorithm_2(radius: float, dtype: torch.
     ],
     ids=["L1", "Ball", "L2", "none"],
 )
-def test_proximal_steps_are_those_of_algorithm_8(prox: Any, plain: Any, dtype: torch.dtype, groups: bool) -> None:
+def test_proximal_steps_are_those_of_algorithm_8(
+    prox: Any, plain: Any, dtype: torch.dtype, groups: bool
+) -> None:
     run = build(dp.ProximalSGD, n=24, lr=0.2, dtype=dtype, groups=groups, prox=prox)
     start, answers = joint(run.model), []
     for batch in run.seeded():
@@ -133,24 +155,37 @@ def test_proximal_steps_are_those_of_algorithm_8(prox: Any, plain: Any, dtype: t
         answers.append(run.answer())
         assert np.array_equal(joint(run.model), answers[-1])
     for k in range(1, len(answers) + 1):
-        expected = literal.algorithm_8(gradient_of(records(24, dtype)), start, run.batches[:k], 1.5, 0.2, plain)
+        expected = literal.algorithm_8(
+            gradient_of(records(24, dtype)), start, run.batches[:k], 1.5, 0.2, plain
+        )
         np.testing.assert_allclose(answers[k - 1], expected, rtol=0, atol=DTYPES[dtype])
 
 
 def test_the_planned_step_size_and_steps_are_those_of_the_theorem() -> None:
     problem = dp.Problem(smoothness=2.0, moment=3.0, moment_order=4.0, pl_constant=0.5)
     run = calibrated(problem=problem, clip=None, steps=None, distance=1.0, n=2000)
-    plan = dp.AcceleratedSGD.plan(problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0)
+    plan = dp.AcceleratedSGD.plan(
+        problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0
+    )
     assert (run.opt.schedule.steps, run.opt.oracle.fixed_clip) == (plan.steps, plan.clip)
     assert run.opt.param_groups[0]["lr"] == plan.lr <= 1 / (4 * 2.0)
     assert run.opt.design == dp.Disjoint(2000 // plan.steps, 2000)
     assert plan.risk_bound > 0
-    proximal = dp.ProximalSGD.plan(problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0)
+    proximal = dp.ProximalSGD.plan(
+        problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0
+    )
     assert proximal.lr == 1 / (2 * 2.0)
 
 
 def test_a_risk_bound_is_given_only_where_the_theorem_covers_the_run() -> None:
-    law = dp.Problem(smoothness=2.0, moment=3.0, moment_order=4.0, strong_convexity=0.5, pl_constant=0.5, radius=1.0)
+    law = dp.Problem(
+        smoothness=2.0,
+        moment=3.0,
+        moment_order=4.0,
+        strong_convexity=0.5,
+        pl_constant=0.5,
+        radius=1.0,
+    )
     kind = {"problem": law, "n": 2000, "dim": 4}
     for cls in (*CLASSES, dp.ClippedSGD):
         plan = cls.plan(**kind, budget=dp.Budget(1.0, DELTA))
@@ -159,7 +194,9 @@ def test_a_risk_bound_is_given_only_where_the_theorem_covers_the_run() -> None:
         own = cls.plan(**kind, noise_multiplier=plan.noise_multiplier)
         assert (own.steps, own.clip, own.risk_bound) == (plan.steps, plan.clip, plan.risk_bound)
         for change in ({"lr": plan.lr}, {"batch_size": 7}, {"sampling": "assigned"}):
-            assert cls.plan(**kind, noise_multiplier=own.noise_multiplier, **change).risk_bound is None
+            assert (
+                cls.plan(**kind, noise_multiplier=own.noise_multiplier, **change).risk_bound is None
+            )
     assert dp.ClippedSGD.plan(**kind, noise_multiplier=5.0, average="last").risk_bound is None
 
 
@@ -223,9 +260,18 @@ def test_add_remove_is_refused_with_batches_that_are_cut_by_position() -> None:
 def test_batches_that_may_repeat_a_record_are_refused() -> None:
     run = build()
     data = records(N)
-    for design in (dp.Poisson(6, N), dp.Fixed(6, N), dp.Shuffled(6, N), dp.Assigned(6, N), dp.Disjoint(5, N)):
+    for design in (
+        dp.Poisson(6, N),
+        dp.Fixed(6, N),
+        dp.Shuffled(6, N),
+        dp.Assigned(6, N),
+        dp.Disjoint(5, N),
+    ):
         sampler = make_sampler(design, size=N)
-        for loader in (PrivateLoader(data, sampler), DataLoader(data, batch_sampler=make_sampler(design, size=N))):
+        for loader in (
+            PrivateLoader(data, sampler),
+            DataLoader(data, batch_sampler=make_sampler(design, size=N)),
+        ):
             with pytest.raises(AdjacencyError, match="this optimizer's design"):
                 run.opt.bind(loader)
     for foreign in (DataLoader(data, batch_size=6), DataLoader(data, batch_size=6, shuffle=True)):
@@ -258,7 +304,10 @@ def test_the_last_ragged_batch_is_divided_by_the_public_size() -> None:
 def test_the_order_of_records_cannot_depend_on_the_data(adjacency: str) -> None:
     run = build(adjacency=adjacency)
     orders = []
-    for data in (records(N), TensorDataset(*(torch.flip(t, [0]) for t in records(N).tensors[:2]), torch.arange(N))):
+    for data in (
+        records(N),
+        TensorDataset(*(torch.flip(t, [0]) for t in records(N).tensors[:2]), torch.arange(N)),
+    ):
         sampler = make_sampler(run.opt.design, size=N, seed=7)
         orders.append([batch[2].tolist() for batch in _unlogged(PrivateLoader(data, sampler))])
     assert orders[0] == orders[1]
@@ -286,19 +335,27 @@ def test_an_empty_batch_of_assigned_records_is_a_step_of_noise() -> None:
 
 def test_all_of_the_records_train_under_add_remove_too() -> None:
     run = calibrated(adjacency="add_remove", n=100, steps=60)
-    assert run.opt.design.steps_per_epoch <= 60, "some records are assigned to batches that no step uses"
+    assert run.opt.design.steps_per_epoch <= 60, (
+        "some records are assigned to batches that no step uses"
+    )
 
 
 def test_a_true_size_that_is_private_is_in_no_public_checkpoint() -> None:
     layer = model()
-    plan = dp.AcceleratedSGD.plan(n=N, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, adjacency="add_remove")
+    plan = dp.AcceleratedSGD.plan(
+        n=N, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6, adjacency="add_remove"
+    )
     opt = dp.AcceleratedSGD(layer.parameters(), plan)
     for x, y, _ in opt.loader(records(N + 3)):
         LOSS(layer(x), y).backward()
         opt.step()
         break
     state = opt.state_dict()["dpsco"]
-    sizes = {tensor.numel() for tensor in state.get("partition", {}).values() if isinstance(tensor, torch.Tensor)}
+    sizes = {
+        tensor.numel()
+        for tensor in state.get("partition", {}).values()
+        if isinstance(tensor, torch.Tensor)
+    }
     assert state["confidential"] or N + 3 not in sizes
 
 
@@ -493,7 +550,9 @@ def test_the_regularizer_is_added_after_the_clip(cls: Any) -> None:
     for (x,) in opt.loader(TensorDataset(torch.zeros(4, 3, dtype=torch.float64))):
         (0 * layer(x)).mean().backward()
         opt.step()
-        torch.testing.assert_close(layer.weight.detach(), torch.full((1, 3), 50.0, dtype=torch.float64))
+        torch.testing.assert_close(
+            layer.weight.detach(), torch.full((1, 3), 50.0, dtype=torch.float64)
+        )
         break
 
 
@@ -584,7 +643,14 @@ def test_a_promised_moment_does_not_take_a_chosen_clip_away() -> None:
 def test_paper_mode_is_refused_under_add_remove() -> None:
     problem = dp.Problem(smoothness=1.0, moment=1.0, moment_order=4.0)
     with pytest.raises(AdjacencyError, match="paper"):
-        calibrated(adjacency="add_remove", problem=problem, clip=None, steps=None, distance=1.0, mode="paper")
+        calibrated(
+            adjacency="add_remove",
+            problem=problem,
+            clip=None,
+            steps=None,
+            distance=1.0,
+            mode="paper",
+        )
 
 
 def test_an_accountant_with_another_budget_or_adjacency_is_refused() -> None:
@@ -600,11 +666,15 @@ def test_a_budget_that_is_not_planned_is_refused() -> None:
         dp.AcceleratedSGD.plan(problem=PROBLEM, n=100, budget=budget, dim=4, clip=1.0)
 
 
-def test_a_penalty_over_all_parameters_with_several_rates_is_refused_before_anything_is_spent() -> None:
+def test_a_penalty_over_all_parameters_with_several_rates_is_refused_before_anything_is_spent() -> (
+    None
+):
     layer = model()
     groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
     accountant = dp.Accountant()
     plan = dp.ProximalSGD.plan(n=N, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=6)
     with pytest.raises(ValueError, match="lr must be the same"):
-        Run(layer, dp.ProximalSGD(groups, plan, prox=dp.prox.L2(0.1), accountant=accountant)).train()
+        Run(
+            layer, dp.ProximalSGD(groups, plan, prox=dp.prox.L2(0.1), accountant=accountant)
+        ).train()
     assert len(accountant) == 0

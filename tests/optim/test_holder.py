@@ -16,7 +16,13 @@ import torch_dpsco as dp
 from tests.reference.papers.holder import gradient_noise_paper, search_gradient_noise_paper
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, MissingConstantError, SequenceError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    InfeasibleError,
+    MissingConstantError,
+    SequenceError,
+)
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
 DIM = 3
@@ -51,14 +57,31 @@ def train(model: nn.Module, opt: dp.PrivateOptimizer, loader: Any, loss: dp.loss
 # -- defaults ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "batch", "steps"), [(5000, 512, 100), (512, 512, 10), (100, 100, 10)])
-def test_without_the_step_rule_smooth_losses_take_ten_epochs_of_512(n: int, batch: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "batch", "steps"), [(5000, 512, 100), (512, 512, 10), (100, 100, 10)]
+)
+def test_without_the_step_rule_smooth_losses_take_ten_epochs_of_512(
+    n: int, batch: int, steps: int
+) -> None:
     plan = dp.HolderSGD.plan(problem=SMOOTH, n=n, budget=BUDGET, lr=0.3)
-    assert (plan.batch_size, plan.steps, plan.average, plan.noise) == (batch, steps, "last", "adaptive")
+    assert (plan.batch_size, plan.steps, plan.average, plan.noise) == (
+        batch,
+        steps,
+        "last",
+        "adaptive",
+    )
     assert (plan.lr, plan.momentum, plan.clip) == (0.3, 0, 1)
-    hand_made = dp.Problem(lipschitz=1.0, smoothness=2.0)  # of which nobody knows how far the answer is
+    hand_made = dp.Problem(
+        lipschitz=1.0, smoothness=2.0
+    )  # of which nobody knows how far the answer is
     plan = dp.HolderSGD.plan(problem=hand_made, n=n, budget=BUDGET)
-    assert (plan.batch_size, plan.steps, plan.average, plan.lr, plan.momentum) == (batch, steps, "last", 0.5, 0)
+    assert (plan.batch_size, plan.steps, plan.average, plan.lr, plan.momentum) == (
+        batch,
+        steps,
+        "last",
+        0.5,
+        0,
+    )
     assert (plan.mode, plan.risk_bound) == ("tight", None)
     assert type(plan.design) is (dp.Poisson if batch < n else dp.Full)
 
@@ -73,7 +96,9 @@ def test_for_a_bound_on_the_risk_batches_are_the_power_of_two_whose_noise_per_pa
 
     def gap(size: int) -> float:
         steps = 10 * math.ceil(n / size)
-        z = noise_multiplier(1.0, 1e-4, design=dp.Poisson(size, n), steps=steps, adjacency=adjacency)
+        z = noise_multiplier(
+            1.0, 1e-4, design=dp.Poisson(size, n), steps=steps, adjacency=adjacency
+        )
         return abs(math.log(z / 2 / 2))
 
     sizes = [2**k for k in range(n.bit_length()) if 2**k <= n]
@@ -86,14 +111,27 @@ def test_for_a_bound_on_the_risk_batches_are_the_power_of_two_whose_noise_per_pa
 
 
 def test_a_guess_of_the_distance_scales_the_rate_and_is_capped_by_the_radius() -> None:
-    kind = {"problem": KINK, "n": 300, "budget": BUDGET, "dim": 4, "batch_size": 64, "average": "uniform"}
+    kind = {
+        "problem": KINK,
+        "n": 300,
+        "budget": BUDGET,
+        "dim": 4,
+        "batch_size": 64,
+        "average": "uniform",
+    }
     rates = [dp.HolderSGD.plan(**kind, distance=distance).lr for distance in (0.5, 1.5, 99.0)]
     assert rates[1:] == pytest.approx([3 * rates[0]] * 2)
     assert rates[1] == dp.HolderSGD.plan(**kind).lr
 
 
 def test_what_is_given_overrides_the_defaults() -> None:
-    chosen = {"batch_size": 50, "lr": 0.05, "sampling": "fixed", "noise": "constant", "average": "weighted"}
+    chosen = {
+        "batch_size": 50,
+        "lr": 0.05,
+        "sampling": "fixed",
+        "noise": "constant",
+        "average": "weighted",
+    }
     plan = dp.HolderSGD.plan(problem=KINK, n=300, budget=BUDGET, epochs=0.5, **chosen)
     assert plan.steps == 3
     assert (plan.lr, plan.noise, plan.average) == (0.05, "constant", "weighted")
@@ -106,16 +144,21 @@ def test_what_is_given_overrides_the_defaults() -> None:
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("adjacency", "sampling"), [*((a, "poisson") for a in BOTH), ("replace_one", "fixed")])
+@pytest.mark.parametrize(
+    ("adjacency", "sampling"), [*((a, "poisson") for a in BOTH), ("replace_one", "fixed")]
+)
 def test_twenty_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_planned_steps(
     adjacency: str, sampling: str
 ) -> None:
     data, budget = records(300), dp.Budget(1.0, 1e-4, adjacency=adjacency)
     model = linear()
     opt = dp.HolderSGD(
-        model.parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling)
+        model.parameters(),
+        dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling),
     )
-    planned = dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling)
+    planned = dp.HolderSGD.plan(
+        problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling
+    )
     loader = opt.loader(data)
     for _ in range(20):
         train(model, opt, loader, dp.losses.Logistic())
@@ -130,20 +173,30 @@ def test_twenty_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_plann
 
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("epsilon", [0.1, 8.0])
-def test_calibration_uses_nearly_all_of_small_and_large_budgets(adjacency: str, epsilon: float) -> None:
-    plan = dp.HolderSGD.plan(problem=SMOOTH, n=2000, budget=dp.Budget(epsilon, 1e-6, adjacency=adjacency))
+def test_calibration_uses_nearly_all_of_small_and_large_budgets(
+    adjacency: str, epsilon: float
+) -> None:
+    plan = dp.HolderSGD.plan(
+        problem=SMOOTH, n=2000, budget=dp.Budget(epsilon, 1e-6, adjacency=adjacency)
+    )
     assert 0.999 * epsilon < plan.epsilon() <= epsilon
     assert plan.adjacency == adjacency
 
 
 def test_one_more_step_than_planned_is_past_the_budget() -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4)
-    plan = dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1, sampling="poisson")
+    plan = dp.HolderSGD.plan(
+        problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1, sampling="poisson"
+    )
     accountant = dp.Accountant(budget)
     opt = dp.HolderSGD(
         model.parameters(),
         dp.HolderSGD.plan(
-            problem=SMOOTH, noise_multiplier=plan.noise_multiplier, batch_size=64, n=300, adjacency="replace_one"
+            problem=SMOOTH,
+            noise_multiplier=plan.noise_multiplier,
+            batch_size=64,
+            n=300,
+            adjacency="replace_one",
         ),
         accountant=accountant,
     )
@@ -157,17 +210,26 @@ def test_one_more_step_than_planned_is_past_the_budget() -> None:
 
 def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
     budget = dp.Budget(2.0, 1e-6)
-    plan = dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, epochs=1)
+    plan = dp.HolderSGD.plan(
+        problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, epochs=1
+    )
     s = search_gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6)
     assert plan.noise_multiplier == pytest.approx(2 * math.sqrt(s), rel=1e-12)
-    assert (plan.design, plan.noise, plan.average, plan.steps) == (dp.Fixed(1, 1000), "paper", "uniform", 1000)
+    assert (plan.design, plan.noise, plan.average, plan.steps) == (
+        dp.Fixed(1, 1000),
+        "paper",
+        "uniform",
+        1000,
+    )
     assert plan.grad_bound == pytest.approx(2 + 2)  # M + L R^0 of the hinge
     assert plan.split is not None
     noise = gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6, plan.split, plan.grad_bound)
     assert noise.condition_a
     assert noise.condition_b
     assert plan.noise_std == pytest.approx(math.sqrt(noise.variance), rel=1e-6)
-    tight = dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, batch_size=1, epochs=1, sampling="fixed")
+    tight = dp.HolderSGD.plan(
+        problem=KINK, n=1000, budget=budget, dim=4, batch_size=1, epochs=1, sampling="fixed"
+    )
     assert plan.epsilon() < 2.0  # the theorem wastes some
     assert tight.noise_multiplier < plan.noise_multiplier
     assert tight.split is None
@@ -182,10 +244,14 @@ def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
         ("replace_one", {"noise": "adaptive"}),
     ],
 )
-def test_paper_mode_refuses_what_its_theorem_does_not_cover(adjacency: str, choice: dict[str, str]) -> None:
+def test_paper_mode_refuses_what_its_theorem_does_not_cover(
+    adjacency: str, choice: dict[str, str]
+) -> None:
     budget = dp.Budget(2.0, 1e-6, adjacency=adjacency)
     with pytest.raises(AdjacencyError, match="mode='tight' covers the others"):
-        dp.HolderSGD.plan(problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, **choice)
+        dp.HolderSGD.plan(
+            problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, **choice
+        )
 
 
 def test_an_infeasible_paper_calibration_names_the_way_out() -> None:
@@ -220,7 +286,8 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
 
     ball = {"type": "ineq", "fun": lambda w: radius**2 - w @ w}
     best = min(
-        risk(minimize(risk, start, method="SLSQP", constraints=ball).x * 0.9999) for start in np.eye(DIM + 1) * 0.7
+        risk(minimize(risk, start, method="SLSQP", constraints=ball).x * 0.9999)
+        for start in np.eye(DIM + 1) * 0.7
     )
     plan = dp.HolderSGD.plan(problem=KINK, n=n, budget=budget, dim=DIM + 1, average="uniform")
     excess = []
@@ -235,7 +302,9 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
         sampler = make_sampler(opt.design, steps=plan.steps, seed=seed)
         train(model, opt, opt.bind(PrivateLoader(data, sampler)), loss)
         opt.finalize()
-        excess.append(risk(nn.utils.parameters_to_vector(model.parameters()).detach().double().numpy()) - best)
+        excess.append(
+            risk(nn.utils.parameters_to_vector(model.parameters()).detach().double().numpy()) - best
+        )
     assert risk(np.zeros(DIM + 1)) - best > np.mean(excess) > 0  # it learned something
     assert np.mean(excess) < plan.risk_bound < 1.5 * 2 * radius * KINK.grad_bound()
 
@@ -249,12 +318,18 @@ def test_adaptive_noise_follows_the_iterate_and_constant_noise_the_ball(noise: s
     model = linear(dtype=torch.float64)
     opt = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(lr=0.2, problem=problem, noise_multiplier=2.0, batch_size=16, n=64, noise=noise),
+        dp.HolderSGD.plan(
+            lr=0.2, problem=problem, noise_multiplier=2.0, batch_size=16, n=64, noise=noise
+        ),
     )
     expected, seen = [], []
     data = TensorDataset(*(t.double() for t in records(64).tensors))
     for features, targets in opt.loader(data, steps=8):
-        reach = 0.7 if noise == "constant" else float(nn.utils.parameters_to_vector(model.parameters()).detach().norm())
+        reach = (
+            0.7
+            if noise == "constant"
+            else float(nn.utils.parameters_to_vector(model.parameters()).detach().norm())
+        )
         expected.append(math.sqrt(2) * (1 + math.sqrt(2) * reach))
         dp.losses.Squared()(model(features), targets).backward()
         opt.step()
@@ -262,7 +337,9 @@ def test_adaptive_noise_follows_the_iterate_and_constant_noise_the_ball(noise: s
         assert opt.metrics["noise_std"] == pytest.approx(2.0 * seen[-1] / 16, rel=1e-3)
     assert seen == pytest.approx(expected, rel=1e-6)
     assert (len(set(seen)) == 1) == (noise == "constant")
-    assert len({event for _, _, event, _ in opt.accountant.ledger.entries()}) == 1  # one event whatever the clip
+    assert (
+        len({event for _, _, event, _ in opt.accountant.ledger.entries()}) == 1
+    )  # one event whatever the clip
 
 
 def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
@@ -271,7 +348,9 @@ def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
         with pytest.raises(MissingConstantError, match="radius"):
             dp.HolderSGD(
                 linear().parameters(),
-                dp.HolderSGD.plan(lr=0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise),
+                dp.HolderSGD.plan(
+                    lr=0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise
+                ),
             )
 
 
@@ -319,7 +398,9 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
     plan = dp.HolderSGD.plan(**kind)
     opt = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
     train(model, opt, opt.loader(records(64), steps=8), dp.losses.Logistic())
-    with pytest.raises(InfeasibleError, match=r"for one step.*this ledger holds 8 events.*epsilon >= 1"):
+    with pytest.raises(
+        InfeasibleError, match=r"for one step.*this ledger holds 8 events.*epsilon >= 1"
+    ):
         dp.HolderSGD(linear().parameters(), plan, accountant=accountant)
     assert len(accountant) == 8
 
@@ -336,7 +417,9 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
 def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.Accountant) -> None:
     with pytest.raises(AdjacencyError, match=r"accountant must have the budget.*\(got"):
         dp.HolderSGD(
-            linear().parameters(), dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET), accountant=accountant
+            linear().parameters(),
+            dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET),
+            accountant=accountant,
         )
     assert len(accountant) == 0
 
@@ -344,10 +427,19 @@ def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.
 def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
     kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "lr": 0.1}
     accountant = dp.Accountant(BUDGET)
-    with pytest.raises(AdjacencyError, match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'"):
-        dp.HolderSGD(linear().parameters(), dp.HolderSGD.plan(adjacency="add_remove", **kind), accountant=accountant)
+    with pytest.raises(
+        AdjacencyError,
+        match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'",
+    ):
+        dp.HolderSGD(
+            linear().parameters(),
+            dp.HolderSGD.plan(adjacency="add_remove", **kind),
+            accountant=accountant,
+        )
     plan = dp.HolderSGD.plan(**kind)
-    assert dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
+    assert (
+        dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
+    )
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -357,7 +449,9 @@ def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
 def test_a_torch_rule_on_other_parameters_is_refused(groups: str) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1))
     part = model if groups == "own groups of the same parameters" else dp.attach(model[1])
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)  # would step on raw gradients of the first layer
+    inner = torch.optim.SGD(
+        model.parameters(), lr=0.1
+    )  # would step on raw gradients of the first layer
     with pytest.raises(ValueError, match=r"optimizer.param_groups"):
         dp.HolderSGD(
             part.parameters(),
@@ -369,7 +463,10 @@ def test_a_torch_rule_on_other_parameters_is_refused(groups: str) -> None:
 def test_a_rule_brings_its_own_average() -> None:
     plan = dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET, average="uniform")
     assert dp.HolderSGD(linear().parameters(), plan).rule.average == "uniform"
-    assert dp.HolderSGD(linear().parameters(), plan, rule=dp.rules.SGD("weighted")).rule.average == "weighted"
+    assert (
+        dp.HolderSGD(linear().parameters(), plan, rule=dp.rules.SGD("weighted")).rule.average
+        == "weighted"
+    )
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -380,18 +477,36 @@ def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) 
     model, budget = linear(), dp.Budget(1.0, 1e-4, adjacency=adjacency)
     opt = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1, sampling="poisson"),
+        dp.HolderSGD.plan(
+            problem=SMOOTH, n=64, budget=budget, batch_size=16, epochs=1, sampling="poisson"
+        ),
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
     report = opt.report().figures
     text = str(report)
-    meaning = {"add_remove": "one example more or less", "replace_one": "one example is replaced by any other"}
+    meaning = {
+        "add_remove": "one example more or less",
+        "replace_one": "one example is replaced by any other",
+    }
     assert f"{adjacency}: " in text.splitlines()[0]
     assert meaning[adjacency] in text.splitlines()[0]
-    assert (report.adjacency, report.unit, report.delta, report.budget) == (adjacency, "example", 1e-4, budget)
+    assert (report.adjacency, report.unit, report.delta, report.budget) == (
+        adjacency,
+        "example",
+        1e-4,
+        budget,
+    )
     assert set(report.epsilons) == {"add_remove", "zero_out", "replace_one"}
-    assert report.epsilons["add_remove"] == report.epsilons["zero_out"] < report.epsilons["replace_one"]
-    for line in ("budget: epsilon 1 at delta 0.0001", "4 x PoissonGaussian", "assumes: one record per example"):
+    assert (
+        report.epsilons["add_remove"]
+        == report.epsilons["zero_out"]
+        < report.epsilons["replace_one"]
+    )
+    for line in (
+        "budget: epsilon 1 at delta 0.0001",
+        "4 x PoissonGaussian",
+        "assumes: one record per example",
+    ):
         assert line in text
     assert "assumes: batches drawn by the optimizer's own Poisson loader, kept secret" in text
 
@@ -400,7 +515,9 @@ def test_fixed_batches_are_never_quoted_under_add_remove() -> None:
     model = linear()
     opt = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(problem=SMOOTH, n=64, budget=BUDGET, batch_size=16, epochs=1, sampling="fixed"),
+        dp.HolderSGD.plan(
+            problem=SMOOTH, n=64, budget=BUDGET, batch_size=16, epochs=1, sampling="fixed"
+        ),
     )
     train(model, opt, opt.loader(records(64)), dp.losses.Logistic())
     assert set(opt.report().figures.epsilons) == {"zero_out", "replace_one"}

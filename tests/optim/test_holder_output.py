@@ -33,7 +33,9 @@ from torch_dpsco.prox import Ball
 # -- records and models -----------------------------------------------------------------------------------------------
 
 
-def delivered(problem: dp.Problem, data: TensorDataset, bias: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def delivered(
+    problem: dp.Problem, data: TensorDataset, bias: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns all records as the loader delivers them, in the order of the data set."""
     model = nn.Linear(data.tensors[0].shape[1], 1, bias=bias).double()
     plan = dp.HolderOutputSGD.plan(
@@ -73,7 +75,9 @@ def test_records_are_mapped_into_their_bounds(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x[59], 1.3 * raw[59] / raw[59].norm(), rtol=1e-12, atol=0)
     swapped = [t.clone() for t in data.tensors]
     swapped[0][0], swapped[1][0] = 9.0, 9.0
-    again = delivered(PowerLoss(power=1.5).problem(bound_x=1.3, bound_y=0.7, radius=1.0), TensorDataset(*swapped))
+    again = delivered(
+        PowerLoss(power=1.5).problem(bound_x=1.3, bound_y=0.7, radius=1.0), TensorDataset(*swapped)
+    )
     assert torch.equal(again[0][1:], x[1:])  # a map of each record by itself
     assert torch.equal(again[1][1:], y[1:])
 
@@ -85,7 +89,9 @@ def test_labels_of_margin_losses_are_bounded_too() -> None:
 
 @pytest.mark.parametrize("bound", [1.0 + 1e-9, 1.0001, math.sqrt(2), 2.0, 1e6])
 def test_the_ones_of_a_bias_are_part_of_the_bound(bound: float) -> None:
-    data = TensorDataset(1e7 * torch.randn(50, 4, generator=torch.Generator().manual_seed(1)), torch.ones(50, 1))
+    data = TensorDataset(
+        1e7 * torch.randn(50, 4, generator=torch.Generator().manual_seed(1)), torch.ones(50, 1)
+    )
     x, _ = delivered(HINGE.problem(bound_x=bound, radius=1.0), data, bias=True)
     norms = [sum(Fraction(value) ** 2 for value in [*row, 1.0]) for row in x.tolist()]
     assert max(norms) <= Fraction(bound) ** 2
@@ -103,7 +109,9 @@ def test_features_and_the_one_of_a_bias_are_within_the_bound(bound: float) -> No
 def test_a_bound_that_leaves_no_room_for_the_ones_of_a_bias_is_refused() -> None:
     for bound in (0.5, 1.0):
         problem = HINGE.problem(bound_x=bound, radius=1.0)
-        with pytest.raises(ValueError, match=rf"bound_x must be > 1 with a bias.*\(got {bound:g}\).*bias=False"):
+        with pytest.raises(
+            ValueError, match=rf"bound_x must be > 1 with a bias.*\(got {bound:g}\).*bias=False"
+        ):
             made(nn.Linear(3, 1).double().parameters(), problem=problem)
         made(nn.Linear(3, 1, bias=False).double().parameters(), problem=problem)
 
@@ -125,11 +133,16 @@ def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certifi
     kept = [p.detach().clone() for p in model.parameters()]
     plan = planned(n=20, dim=model)
     accountant = dp.Accountant(plan.budget)
-    kinds = (NotCertifiedError, r"weight and bias of one Linear layer \(got shapes .*certify_convex")
+    kinds = (
+        NotCertifiedError,
+        r"weight and bias of one Linear layer \(got shapes .*certify_convex",
+    )
     if certificate is not False:
         kinds = (ValueError, "certify_convex must be True or False")
     with pytest.raises(kinds[0], match=kinds[1]):
-        dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant, certify_convex=certificate)
+        dp.HolderOutputSGD(
+            model.parameters(), plan, accountant=accountant, certify_convex=certificate
+        )
     assert all(map(torch.equal, model.parameters(), kept))
     assert not len(accountant)
     dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True)
@@ -183,18 +196,38 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 100 numbers, one per step"),
-        ({"sampling": "poisson"}, ValueError, r"sampling must be one of shuffled, fixed \(got 'poisson'\)"),
-        ({"sampling": dp.Poisson(5, 100)}, ValueError, r"sampling must be one of shuffled, fixed \(got 'poisson'\)"),
+        (
+            {"sampling": "poisson"},
+            ValueError,
+            r"sampling must be one of shuffled, fixed \(got 'poisson'\)",
+        ),
+        (
+            {"sampling": dp.Poisson(5, 100)},
+            ValueError,
+            r"sampling must be one of shuffled, fixed \(got 'poisson'\)",
+        ),
         ({"sampling": dp.Shuffled(5, 90)}, ValueError, "n must be 90, that of the design"),
         ({"n": None}, ValueError, "n must be given: the public number of records"),
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
-        ({"steps": 150}, ValueError, r"steps must be a multiple of 100, the steps of a pass \(got 150\)"),
+        (
+            {"steps": 150},
+            ValueError,
+            r"steps must be a multiple of 100, the steps of a pass \(got 150\)",
+        ),
         ({"steps": 100, "epochs": 1}, ValueError, "steps and epochs must not be given both"),
-        ({"noise_multiplier": 2.0, "sampling": "fixed"}, ConditionError, "noise_multiplier must not be given for"),
+        (
+            {"noise_multiplier": 2.0, "sampling": "fixed"},
+            ConditionError,
+            "noise_multiplier must not be given for",
+        ),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"mode": "loose"}, ValueError, "mode must be one of tight, paper"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
-        ({"budget": dp.Budget(1.0, DELTA, "add_remove")}, AdjacencyError, r"replace_one, zero_out \(got add_remove"),
+        (
+            {"budget": dp.Budget(1.0, DELTA, "add_remove")},
+            AdjacencyError,
+            r"replace_one, zero_out \(got add_remove",
+        ),
         (
             {"problem": Logistic().problem(bound_x=2.0, radius=1.0), "lr": 2.01},
             ConditionError,
@@ -207,21 +240,37 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
             "step size too larg",
         ),
         ({"problem": HINGE.problem(bound_x=1.0)}, MissingConstantError, "distance, a guess of"),
-        ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "holder_exponent, holder_constant"),
         (
-            {"problem": dp.Problem(holder_exponent=0.5, holder_constant=1.0, lipschitz=1.0, radius=1.0, is_glm=True)},
+            {"problem": dp.Problem(lipschitz=1.0)},
+            MissingConstantError,
+            "holder_exponent, holder_constant",
+        ),
+        (
+            {
+                "problem": dp.Problem(
+                    holder_exponent=0.5, holder_constant=1.0, lipschitz=1.0, radius=1.0, is_glm=True
+                )
+            },
             MissingConstantError,
             r"score_offset.*0 if it adds none",
         ),
         (
-            {"problem": dp.Problem(holder_exponent=0.5, holder_constant=1.0, grad_at_zero=1.0, radius=1.0)},
+            {
+                "problem": dp.Problem(
+                    holder_exponent=0.5, holder_constant=1.0, grad_at_zero=1.0, radius=1.0
+                )
+            },
             MissingConstantError,
             "gradient_error must be certified",
         ),
         (
             {
                 "problem": dp.Problem(
-                    holder_exponent=0.5, holder_constant=1.0, lipschitz=1.0, is_glm=True, score_offset=0.0
+                    holder_exponent=0.5,
+                    holder_constant=1.0,
+                    lipschitz=1.0,
+                    is_glm=True,
+                    score_offset=0.0,
                 ),
                 "lr": 0.1,
             },
@@ -230,7 +279,9 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
         ),
     ],
 )
-def test_a_plan_that_is_not_covered_is_refused_by_name(changes: dict[str, Any], error: Any, match: str) -> None:
+def test_a_plan_that_is_not_covered_is_refused_by_name(
+    changes: dict[str, Any], error: Any, match: str
+) -> None:
     with pytest.raises(error, match=match):
         planned(**{"lr": 0.1, **changes} if "problem" not in changes else changes)
 
@@ -238,7 +289,10 @@ def test_a_plan_that_is_not_covered_is_refused_by_name(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("promise", "match"),
     [
-        ({"holder_exponent": 1.5, "holder_constant": 1.0}, r"holder_exponent must be in \[0, 1\] \(got 1.5\)"),
+        (
+            {"holder_exponent": 1.5, "holder_constant": 1.0},
+            r"holder_exponent must be in \[0, 1\] \(got 1.5\)",
+        ),
         ({"holder_exponent": -0.1, "holder_constant": 1.0}, "holder_exponent must be in"),
         ({"holder_exponent": 0.5, "holder_constant": 0.0}, "holder_constant must be > 0"),
         ({"holder_exponent": 0.5}, "must be given together"),
@@ -261,7 +315,9 @@ def test_unbounded_records_are_refused() -> None:
         PowerLoss(power=1.5).problem(bound_x=1.0, bound_y=math.inf)
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-3), (-1.0, 1e-3), (1.0, 0.0), (1.0, 1.0), (math.nan, 1e-3)])
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(0.0, 1e-3), (-1.0, 1e-3), (1.0, 0.0), (1.0, 1.0), (math.nan, 1e-3)]
+)
 def test_a_budget_without_meaning_is_refused(epsilon: float, delta: float) -> None:
     with pytest.raises(ValueError, match=r"epsilon|delta"):
         planned(budget=dp.Budget(epsilon, delta))
@@ -275,7 +331,9 @@ def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
 def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
     kind = {"mode": "paper", "lr": 0.02}
     assert planned(**kind).design == dp.Fixed(1, 100)
-    assert planned(**kind).noise_scale > 10 * planned(lr=0.02, sampling="fixed", epochs=1).noise_scale
+    assert (
+        planned(**kind).noise_scale > 10 * planned(lr=0.02, sampling="fixed", epochs=1).noise_scale
+    )
     for changes, error, match in (
         ({"sampling": "shuffled"}, ConditionError, "sampling='fixed' and batch_size=1"),
         ({"batch_size": 2}, ConditionError, "batch_size=1"),
@@ -308,7 +366,9 @@ def test_zero_out_needs_half_of_the_hits_and_noise_between_half_and_all() -> Non
     replaced = planned(lr=0.02)
     zeroed = planned(lr=0.02, budget=dp.Budget(1.0, DELTA, "zero_out"))
     assert 0.5 < zeroed.sensitivity / replaced.sensitivity < 1.0
-    assert zeroed.noise_scale / zeroed.sensitivity == pytest.approx(replaced.noise_scale / replaced.sensitivity)
+    assert zeroed.noise_scale / zeroed.sensitivity == pytest.approx(
+        replaced.noise_scale / replaced.sensitivity
+    )
 
 
 def test_the_optimizer_does_what_the_plan_says() -> None:
@@ -318,11 +378,16 @@ def test_the_optimizer_does_what_the_plan_says() -> None:
     assert (opt.lrs, opt.noise_std, opt.planned_steps) == ((plan.lr,), plan.noise_scale, 30)
     assert (opt.event, opt.accountant.budget) == (plan.event(), plan.budget)
     assert (opt.prox, opt.design) == (Ball(1.0), dp.Shuffled(7, 100))
-    for same in ({"steps": 30}, {"sampling": dp.Shuffled(7, 100), "n": None, "batch_size": None, "epochs": 2}):
+    for same in (
+        {"steps": 30},
+        {"sampling": dp.Shuffled(7, 100), "n": None, "batch_size": None, "epochs": 2},
+    ):
         assert planned(**{"batch_size": 7, **same}) == plan
     fixed = planned(sampling=dp.Fixed(7, 100), n=None, epochs=2)
     assert fixed == planned(sampling="fixed", batch_size=7, epochs=2)
-    assert made(model.parameters(), n=100, batch_size=7, sampling="fixed").design == dp.Fixed(7, 100)
+    assert made(model.parameters(), n=100, batch_size=7, sampling="fixed").design == dp.Fixed(
+        7, 100
+    )
 
 
 def test_noise_that_is_given_is_drawn_and_charged() -> None:
@@ -331,7 +396,10 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
     given = planned(**kind, budget=None, noise_multiplier=3.0)
     assert (given.sensitivity, given.noise_scale) == (chosen.sensitivity, 3.0 * chosen.sensitivity)
     assert given.event() == Gaussian(given.noise_scale, {"replace_one": given.sensitivity})
-    assert planned(budget=None, noise_multiplier=3.0, adjacency="zero_out").event().sens[0][0] == "zero_out"
+    assert (
+        planned(budget=None, noise_multiplier=3.0, adjacency="zero_out").event().sens[0][0]
+        == "zero_out"
+    )
     ratio = chosen.noise_scale / chosen.sensitivity
     same = planned(batch_size=10, epochs=2, budget=None, noise_multiplier=ratio)
     assert same.lr == planned(batch_size=10, epochs=2).lr  # the balanced step knows the noise
@@ -344,15 +412,25 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
 def test_what_plain_sgd_does_not_admit_is_refused() -> None:
     params = nn.Linear(3, 1, bias=False).double().parameters()
     for word, value in (("rule", dp.rules.SGD()), ("prox", Ball(1.0)), ("reg", 0.1)):
-        with pytest.raises(ValueError, match=f"{word} must not be given to HolderOutputSGD, whose noise is calibrated"):
+        with pytest.raises(
+            ValueError,
+            match=f"{word} must not be given to HolderOutputSGD, whose noise is calibrated",
+        ):
             dp.HolderOutputSGD(params, planned(), **{word: value})
 
 
 def test_an_optimizer_takes_an_accountant_of_its_budget_or_of_none() -> None:
     model, plan = nn.Linear(3, 1, bias=False).double(), planned(lr=0.02)
     for accountant in (dp.Accountant(), dp.Accountant(plan.budget)):
-        assert dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant).accountant is accountant
-    for other in (dp.Budget(2.0, DELTA), dp.Budget(1.0, DELTA, "add_remove"), dp.Budget(1.0, DELTA, unit="user")):
+        assert (
+            dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant).accountant
+            is accountant
+        )
+    for other in (
+        dp.Budget(2.0, DELTA),
+        dp.Budget(1.0, DELTA, "add_remove"),
+        dp.Budget(1.0, DELTA, unit="user"),
+    ):
         accountant = dp.Accountant(other)
         with pytest.raises(AdjacencyError, match="accountant must have the budget"):
             dp.HolderOutputSGD(model.parameters(), plan, accountant=accountant)
@@ -382,7 +460,10 @@ def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampli
     texts.append(" ".join(str(opt.report()).split()))
     for text in texts:
         assert "The final model, and nothing else of the run." in text
-        assert "Everything before finalize(): parameters, averages, gradients, losses, checkpoints" in text
+        assert (
+            "Everything before finalize(): parameters, averages, gradients, losses, checkpoints"
+            in text
+        )
         assert "every iterate" not in text
         assert "none is clipped" in text
         assert "All 12 examples, batches of 5" in text

@@ -43,13 +43,17 @@ def neighbors(rng: np.random.Generator, n: int, dim: int, adjacency: str, harsh:
     return (x, y), other
 
 
-def attack(rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, bounded: bool, harsh: bool) -> float:
+def attack(
+    rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, bounded: bool, harsh: bool
+) -> float:
     """Returns the distance of two answers over the sensitivity of the plan, for one pair and shuffled batches."""
     n, dim, epochs = int(rng.integers(3, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
     batch = int(rng.integers(1, min(n - 1, 4) + 1))  # the last batch is often short
     bias = bool(adjacency == "replace_one" and not harsh and rng.random() < 0.3)
     radius = float(rng.choice([0.02, 0.1, 1.0])) if bounded else math.inf
-    problem = loss.problem(bound_x=math.sqrt(2) if bias else BOUND_X, bound_y=BOUND_Y, radius=radius)
+    problem = loss.problem(
+        bound_x=math.sqrt(2) if bias else BOUND_X, bound_y=BOUND_Y, radius=radius
+    )
     steps = epochs * -(-n // batch)
     lr = (1e-3 if harsh else rng.choice([0.01, 0.2, 0.999])) / problem.holder_constant
     lrs = lr * (1 + np.arange(steps)) ** -float(rng.choice([0.0, 0.5]))
@@ -69,7 +73,9 @@ def attack(rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, 
     return float(np.linalg.norm(one - other)) / plan.sensitivity
 
 
-def check_that_no_pair_exceeds_the_sensitivity(names: Any = LOSSES, pairs: int = 3) -> dict[str, float]:
+def check_that_no_pair_exceeds_the_sensitivity(
+    names: Any = LOSSES, pairs: int = 3
+) -> dict[str, float]:
     """Returns the largest share of the sensitivity that some pair of a loss reaches."""
     worst: dict[str, float] = dict.fromkeys(names, 0.0)
     for name in names:
@@ -84,15 +90,22 @@ def check_that_no_pair_exceeds_the_sensitivity(names: Any = LOSSES, pairs: int =
 
 
 @pytest.mark.slow
-def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_some_by_nearly_as_much() -> None:
+def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_some_by_nearly_as_much() -> (
+    None
+):
     worst = check_that_no_pair_exceeds_the_sensitivity()
     for name, share in worst.items():
         # At exponent 0 the sensitivity pays for kinks that these few steps do not meet; see the 400 kinks below.
-        assert share > (0.5 if LOSSES[name].problem(bound_x=1.0).holder_exponent < 0.3 else 0.9), (name, worst)
+        assert share > (0.5 if LOSSES[name].problem(bound_x=1.0).holder_exponent < 0.3 else 0.9), (
+            name,
+            worst,
+        )
     assert max(worst.values()) > 0.99
 
 
-def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
     for name in LOSSES:
         with pytest.raises(AssertionError, match="replace_one"):
@@ -100,9 +113,13 @@ def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(monkeypatch: 
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_a_gradient_bound_that_is_too_small_is_caught(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_bound_that_is_too_small_is_caught(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bound = dp.Problem.grad_bound
-    monkeypatch.setattr(dp.Problem, "grad_bound", lambda self, radius=None: share * bound(self, radius))
+    monkeypatch.setattr(
+        dp.Problem, "grad_bound", lambda self, radius=None: share * bound(self, radius)
+    )
     with pytest.raises(AssertionError, match="hinge"):
         check_that_no_pair_exceeds_the_sensitivity(["hinge 1.5", "hinge 2.0"])
 
@@ -115,7 +132,13 @@ def check_that_400_kinks_stay_within_the_sensitivity() -> float:
     y = np.zeros(dim + 1)
     y[0] = 0.5
     plan = dp.HolderOutputSGD.plan(
-        problem=problem, n=dim + 1, budget=dp.Budget(LARGE, DELTA), dim=dim, lr=lr, epochs=1, batch_size=1
+        problem=problem,
+        n=dim + 1,
+        budget=dp.Budget(LARGE, DELTA),
+        dim=dim,
+        lr=lr,
+        epochs=1,
+        batch_size=1,
     )
     one, other = (answer(loss, plan, (x, labels), Order()) for labels in (y, y * -1.0))
     share = float(np.linalg.norm(one - other)) / plan.sensitivity
@@ -123,9 +146,13 @@ def check_that_400_kinks_stay_within_the_sensitivity() -> float:
     return share
 
 
-def test_the_drift_at_exponent_zero_is_real_and_forgetting_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drift_at_exponent_zero_is_real_and_forgetting_it_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert check_that_400_kinks_stay_within_the_sensitivity() > 0.7
-    monkeypatch.setattr(holder_stability, "expansions", lambda alpha, constant, lr, glm=False: np.zeros_like(lr))
+    monkeypatch.setattr(
+        holder_stability, "expansions", lambda alpha, constant, lr, glm=False: np.zeros_like(lr)
+    )
     with pytest.raises(AssertionError):
         check_that_400_kinks_stay_within_the_sensitivity()
 
@@ -140,7 +167,12 @@ def check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name: str) -> 
     zeroed[1] = 0.0
     push = problem.grad_at_zero
     plan = dp.HolderOutputSGD.plan(
-        problem=problem, n=n, budget=dp.Budget(LARGE, DELTA, "zero_out"), dim=1, lr=1.001 * radius / push, epochs=1
+        problem=problem,
+        n=n,
+        budget=dp.Budget(LARGE, DELTA, "zero_out"),
+        dim=1,
+        lr=1.001 * radius / push,
+        epochs=1,
     )
     one, other = (answer(loss, plan, (features, y), Order()) for features in (x, zeroed))
     share = float(np.linalg.norm(one - other)) / plan.sensitivity
@@ -148,11 +180,17 @@ def check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name: str) -> 
     return share
 
 
-def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ["hinge 2.0", "power 2.0"]
-    assert all(check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name) > 0.98 for name in names)
+    assert all(
+        check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name) > 0.98 for name in names
+    )
     bound = dp.Problem.grad_bound
-    monkeypatch.setattr(dp.Problem, "grad_bound", lambda self, radius=None: bound(self, radius and radius / 2))
+    monkeypatch.setattr(
+        dp.Problem, "grad_bound", lambda self, radius=None: bound(self, radius and radius / 2)
+    )
     for name in names:
         with pytest.raises((AssertionError, PrivacyError)):  # by the records, or by the step itself
             check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name)
@@ -169,10 +207,14 @@ class Spy(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked.append(index)
-        return torch.from_numpy(self.features[index]), torch.tensor([self.labels[index]], dtype=torch.float64)
+        return torch.from_numpy(self.features[index]), torch.tensor(
+            [self.labels[index]], dtype=torch.float64
+        )
 
 
-@pytest.mark.parametrize("name", ["hinge 1.0", "hinge 1.5", "power 1.8", "logistic", "pinball 0.9", "huber"])
+@pytest.mark.parametrize(
+    "name", ["hinge 1.0", "hinge 1.5", "power 1.8", "logistic", "pinball 0.9", "huber"]
+)
 def test_independent_batches_move_the_answer_by_no_more_than_their_hits_allow(name: str) -> None:
     loss, rng, worst = LOSSES[name], np.random.default_rng(5), 0.0
     for k in range(12):
@@ -241,7 +283,9 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
     problem = loss.problem(bound_x=2.0, bound_y=BOUND_Y, radius=0.2 if bounded else math.inf)
     rng = np.random.default_rng(2)
     x = rng.normal(size=(n, dim))
-    x *= 1.5 / np.linalg.norm(x, axis=1, keepdims=True)  # inside of the bounds, with the ones of the bias
+    x *= 1.5 / np.linalg.norm(
+        x, axis=1, keepdims=True
+    )  # inside of the bounds, with the ones of the bias
     y = rng.choice([-1.0, 1.0], n) * (1.0 if name[0] in "hl" and name != "huber" else BOUND_Y)
     model = nn.Linear(dim, 1).double()
     plan = dp.HolderOutputSGD.plan(
@@ -255,14 +299,21 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
         sampling=sampling,
     )
     opt = dp.HolderOutputSGD(
-        model.parameters(), replace(plan, noise_scale=0.0), loss_reduction=reduction, accountant=dp.Accountant()
+        model.parameters(),
+        replace(plan, noise_scale=0.0),
+        loss_reduction=reduction,
+        accountant=dp.Accountant(),
     )
     data, w, total, outside = Spy(x, y), np.zeros(dim + 1), np.zeros(dim + 1), 0
     for features, labels in opt.loader(data):
-        np.testing.assert_allclose(np.append(model.weight.detach(), model.bias.detach()), w, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(
+            np.append(model.weight.detach(), model.bias.detach()), w, rtol=0, atol=1e-13
+        )
         total += w  # w_t, before its update
         batch, data.asked = data.asked, []
-        gradient = sum(slope(float(w[:dim] @ x[i] + w[dim]), y[i]) * np.append(x[i], 1.0) for i in batch)
+        gradient = sum(
+            slope(float(w[:dim] @ x[i] + w[dim]), y[i]) * np.append(x[i], 1.0) for i in batch
+        )
         w = w - plan.lr / nominal * gradient
         if bounded and np.linalg.norm(w) > 0.2:
             w, outside = w * (0.2 / np.linalg.norm(w)), outside + 1
@@ -280,11 +331,15 @@ def test_the_answer_is_projected_after_its_noise() -> None:
     radius, inside = 0.05, 0
     problem = HINGE.problem(bound_x=1.0, radius=radius)
     with pytest.warns(UtilityWarning, match="noise buries the signal: the answer"):
-        plan = dp.HolderOutputSGD.plan(problem=problem, n=4, dim=3, budget=dp.Budget(0.5, DELTA), batch_size=2)
+        plan = dp.HolderOutputSGD.plan(
+            problem=problem, n=4, dim=3, budget=dp.Budget(0.5, DELTA), batch_size=2
+        )
     for seed in range(20):
         model = nn.Linear(3, 1, bias=False).double()
         with pytest.warns(UtilityWarning, match="repeatable"):
-            opt = dp.HolderOutputSGD(model.parameters(), plan, generator=torch.Generator().manual_seed(seed))
+            opt = dp.HolderOutputSGD(
+                model.parameters(), plan, generator=torch.Generator().manual_seed(seed)
+            )
         with opt:
             for x, y in opt.loader(TensorDataset(torch.ones(4, 3), torch.ones(4, 1))):
                 HINGE(model(x), y).backward()

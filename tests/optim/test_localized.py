@@ -53,9 +53,15 @@ def phase(**changes: Any) -> LocalizedPhase:
     return LocalizedPhase(**settings)
 
 
-PHASES = (phase(), phase(index=2, n=6, steps=3, reg=4.0, clip=1.0), phase(index=3, n=3, steps=2, reg=16.0, clip=0.5))
+PHASES = (
+    phase(),
+    phase(index=2, n=6, steps=3, reg=4.0, clip=1.0),
+    phase(index=3, n=3, steps=2, reg=16.0, clip=0.5),
+)
 COPIES = (phase(n=5, copies=3, steps=2), phase(index=2, n=3, copies=3, steps=3, reg=8.0))
-BALLS = tuple(replace(p, radius=radius) for p, radius in zip(PHASES, (0.2, 0.05, 0.01), strict=True))
+BALLS = tuple(
+    replace(p, radius=radius) for p, radius in zip(PHASES, (0.2, 0.05, 0.01), strict=True)
+)
 
 
 def build(
@@ -77,7 +83,9 @@ def build(
 def calibrated(adjacency: str = "replace_one", n: int = 120, **changes: Any) -> Run:
     layer = model()
     kind: dict[str, Any] = {"dim": layer, "clip": 2.0, "reg": 0.1, "max_steps": 4, **changes}
-    own = {name: kind.pop(name) for name in ("prox", "accountant") if name in kind}  # reg is the plan's
+    own = {
+        name: kind.pop(name) for name in ("prox", "accountant") if name in kind
+    }  # reg is the plan's
     plan = dp.LocalizedSGD.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **kind)
     return Run(layer, dp.LocalizedSGD(layer.parameters(), plan, **own))
 
@@ -106,7 +114,9 @@ def batches_of(run: Run) -> list[list[int]]:
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["ballfree", "projected", "balls"])
-def test_phases_are_those_of_algorithms_3_and_4(kind: str, dtype: torch.dtype, groups: bool) -> None:
+def test_phases_are_those_of_algorithms_3_and_4(
+    kind: str, dtype: torch.dtype, groups: bool
+) -> None:
     phases, prox, project = PHASES, None, literal.identity
     if kind == "balls":
         phases = BALLS
@@ -120,7 +130,9 @@ def test_phases_are_those_of_algorithms_3_and_4(kind: str, dtype: torch.dtype, g
         gradient_of(records(N, dtype)), start, batches_of(run), literal_phases(phases), project
     )
     np.testing.assert_allclose(run.answer(), expected[-1], rtol=0, atol=DTYPES[dtype])
-    free = literal.algorithm_4(gradient_of(records(N)), start, batches_of(run), literal_phases(PHASES))
+    free = literal.algorithm_4(
+        gradient_of(records(N)), start, batches_of(run), literal_phases(PHASES)
+    )
     assert (kind == "ballfree") == np.allclose(run.answer(), free[-1], atol=1e-3)
 
 
@@ -185,17 +197,23 @@ def test_the_constant_steps_of_the_paper_are_taken() -> None:
     run = build((own,), dtype=torch.float64)
     start = joint(run.model)
     run.train(run.seeded())
-    expected = literal.algorithm_3(gradient_of(records(N)), start, run.batches[0], literal_phases((own,))[0])
+    expected = literal.algorithm_3(
+        gradient_of(records(N)), start, run.batches[0], literal_phases((own,))[0]
+    )
     assert literal_phases((own,))[0].lr(2) == lr
     np.testing.assert_allclose(run.answer(), expected, rtol=0, atol=1e-6)
 
 
 def test_the_schedule_of_the_paper_can_be_run() -> None:
-    phases = localized_schedule_paper(n=16, dim=4, paper_epsilon=1.0, moment_order=2.0, moment_2k=2.0, lr=0.1)
+    phases = localized_schedule_paper(
+        n=16, dim=4, paper_epsilon=1.0, moment_order=2.0, moment_2k=2.0, lr=0.1
+    )
     run = build(phases, dtype=torch.float64, n=16)
     start = joint(run.model)
     run.train(run.seeded())
-    expected = literal.algorithm_4(gradient_of(records(16)), start, batches_of(run), literal_phases(phases))
+    expected = literal.algorithm_4(
+        gradient_of(records(16)), start, batches_of(run), literal_phases(phases)
+    )
     np.testing.assert_allclose(run.answer(), expected[-1], rtol=0, atol=1e-6)
 
 
@@ -226,8 +244,12 @@ def test_the_regularizer_is_not_clipped() -> None:
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
-def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(adjacency: str, sampling: str) -> None:
-    check_ledger(partial(calibrated, adjacency, sampling=sampling), dp.Budget(1.0, DELTA, adjacency))
+def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
+    adjacency: str, sampling: str
+) -> None:
+    check_ledger(
+        partial(calibrated, adjacency, sampling=sampling), dp.Budget(1.0, DELTA, adjacency)
+    )
 
 
 PROMISED = dp.Problem(moment=3.0, moment_order=2.0, second_moment=3.0)
@@ -265,7 +287,9 @@ def test_a_plan_of_one_event_never_costs_less_than_the_ledger_holds() -> None:
         run = build(phases, noise=5.0)
         for k, batch in enumerate(run.seeded(), start=1):
             run.train([batch])
-            planned = Ledger([run.opt.design.event(run.opt.oracle.event(), k)]).epsilon(DELTA, "replace_one")
+            planned = Ledger([run.opt.design.event(run.opt.oracle.event(), k)]).epsilon(
+                DELTA, "replace_one"
+            )
             assert run.opt.accountant.get_epsilon(DELTA) <= planned * (1 + 1e-12)
 
 
@@ -299,11 +323,18 @@ def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str
 def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     phases = tuple(
-        phase(index=i, n=size, batch_size=data.draw(st.integers(1, size)), steps=data.draw(st.integers(1, 3)))
+        phase(
+            index=i,
+            n=size,
+            batch_size=data.draw(st.integers(1, size)),
+            steps=data.draw(st.integers(1, 3)),
+        )
         for i, size in enumerate(sizes, start=1)
     )
     sampling = data.draw(st.sampled_from(["poisson", "fixed"]))
-    make = partial(build, phases, noise=1.0, sampling=sampling, n=sum(sizes) + data.draw(st.integers(0, 3)))
+    make = partial(
+        build, phases, noise=1.0, sampling=sampling, n=sum(sizes) + data.draw(st.integers(0, 3))
+    )
     run = make()
     stops = data.draw(st.lists(st.integers(0, run.opt.schedule.steps - 1), max_size=3).map(sorted))
     loader: Any = run.seeded()
@@ -318,7 +349,9 @@ def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -
     assert all(len(counts) <= p.n for counts, p in zip(used, phases, strict=True))
     whole = make()
     whole.train(whole.seeded())
-    assert run.opt.accountant.get_epsilon(DELTA) == pytest.approx(whole.opt.accountant.get_epsilon(DELTA), rel=1e-12)
+    assert run.opt.accountant.get_epsilon(DELTA) == pytest.approx(
+        whole.opt.accountant.get_epsilon(DELTA), rel=1e-12
+    )
 
 
 def test_a_second_loader_in_mid_run_does_not_start_the_phases_again() -> None:
@@ -414,7 +447,9 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
 def test_a_schedule_of_another_kind_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="phases must be a LocalizedSchedule"):
         dp.LocalizedSGD.plan(phases=dp.Schedule((dp.Phase(3),)), n=30)
-    with pytest.raises(ValueError, match="budget, dim must be given for phases to be chosen, or phases="):
+    with pytest.raises(
+        ValueError, match="budget, dim must be given for phases to be chosen, or phases="
+    ):
         dp.LocalizedSGD.plan(n=30)
     plan = dp.LocalizedSGD.plan(phases=LocalizedSchedule(phases=PHASES, rho=None), n=30)
     with pytest.raises(ValueError, match="pilots must be one per phase, 3"):
@@ -453,4 +488,6 @@ def test_low_moments_are_refused_with_the_way_out() -> None:
         calibrated(**promised, method="localized")
     assert calibrated(**promised).opt.schedule.steps > 0
     with pytest.raises(MissingConstantError, match="strong_convexity"):
-        calibrated(**{**promised, "problem": replace(PROMISED, moment_order=4.0)}, method="reduction")
+        calibrated(
+            **{**promised, "problem": replace(PROMISED, moment_order=4.0)}, method="reduction"
+        )

@@ -38,7 +38,9 @@ def private(*sizes: tuple[int, int], **more: Any) -> runs.Run:
 
 def made(run: runs.Run, count: int, data: Any = None) -> runs.Run:
     """Makes the next steps, and leaves the loader."""
-    loader = run.opt.loader(*(data or runs.agreeing(N, rows=2)), resume=run.opt.steps > 0, padding=False)
+    loader = run.opt.loader(
+        *(data or runs.agreeing(N, rows=2)), resume=run.opt.steps > 0, padding=False
+    )
     for batch in itertools.islice(loader, count):
         run.step(batch)
     return run
@@ -80,7 +82,10 @@ def test_without_noise_the_run_is_algorithm_4_of_the_paper() -> None:
         mine = x[users == user]
         return ((mine @ theta[:, None] - targets[users == user]) * mine).mean(axis=0)
 
-    paper = [literal.LiteralPhase(size, steps, 0.0, lr / 2**k, tau, 1.0) for k, (size, steps, _) in enumerate(sizes)]
+    paper = [
+        literal.LiteralPhase(size, steps, 0.0, lr / 2**k, tau, 1.0)
+        for k, (size, steps, _) in enumerate(sizes)
+    ]
     users_in_order = list(itertools.chain(*order))
     expected = literal.algorithm_4(query, users_in_order, paper, np.array(start), 0.3, 100)
     assert [len(part) for part in order] == [20, 40, 60]
@@ -89,7 +94,9 @@ def test_without_noise_the_run_is_algorithm_4_of_the_paper() -> None:
 
 
 def test_a_phase_starts_from_the_average_of_the_one_before() -> None:
-    run = runs.localized(runs.phased(runs.quiet(20, steps=3), runs.quiet(20, steps=2), n_users=40, lr=1.0))
+    run = runs.localized(
+        runs.phased(runs.quiet(20, steps=3), runs.quiet(20, steps=2), n_users=40, lr=1.0)
+    )
     data, ids = runs.agreeing(40)
     means, iterates, drawn = torch.tensor(runs.user_means(data, ids, 40)), [], []
     for batch in run.loader(data, ids):
@@ -104,8 +111,12 @@ def test_a_phase_starts_from_the_average_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("phase", [0, 1], ids=["first", "second"])
-def test_a_replaced_user_moves_the_means_of_one_phase_and_by_at_most_its_sensitivity(phase: int) -> None:
-    own = runs.phased(runs.quiet(20, steps=2, floor=18), runs.quiet(40, steps=2, floor=37), n_users=60, lr=1.0)
+def test_a_replaced_user_moves_the_means_of_one_phase_and_by_at_most_its_sensitivity(
+    phase: int,
+) -> None:
+    own = runs.phased(
+        runs.quiet(20, steps=2, floor=18), runs.quiet(40, steps=2, floor=37), n_users=60, lr=1.0
+    )
     sampler = runs.localized(own).loader(*runs.agreeing(60), seed=5)
     drawn = [batch_ids for _, batch_ids in sampler.batch_sampler.draws()]
     user = int(drawn[2 * phase][3])
@@ -179,7 +190,9 @@ def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
         n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
         pair_radius=1.0, max_steps=3, score_share=1.0, halt_probability=1e-9,
     )  # fmt: skip
-    run = runs.localized(own, accountant=dp.Accountant(runs.budget(epsilon=own.epsilon)), prox=dp.prox.Ball(5.0))
+    run = runs.localized(
+        own, accountant=dp.Accountant(runs.budget(epsilon=own.epsilon)), prox=dp.prox.Ball(5.0)
+    )
     run.train(*runs.agreeing(900, rows=2))
     assert run.opt.steps == sum(phase.steps for phase in own.phases)
     assert 0 < run.epsilon() <= own.epsilon
@@ -193,7 +206,15 @@ def test_fit_refuses_a_later_phase_that_passes_the_budget_before_anything_is_spe
 
     def train() -> None:
         run = runs.localized(own, accountant=accountant)
-        dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
+        dp.fit(
+            run.model,
+            run.opt,
+            data,
+            runs.squared_loss,
+            users=ids,
+            loss_reduction="sum",
+            progress=False,
+        )
 
     with pytest.raises(InfeasibleError, match="must be"):
         train()
@@ -221,13 +242,16 @@ def test_nothing_is_known_under_add_remove() -> None:
 @pytest.fixture
 def other_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users may change their minds within a run, which a fingerprint would notice."""
-    monkeypatch.setattr(LogicalBatch, "_require_same_records", staticmethod(lambda partition, loader: None))
+    monkeypatch.setattr(
+        LogicalBatch, "_require_same_records", staticmethod(lambda partition, loader: None)
+    )
 
 
 @pytest.mark.usefixtures("other_records")
 def test_a_phase_that_halts_keeps_its_answer_and_later_phases_go_on() -> None:
     run = runs.localized(
-        runs.phased(runs.quiet(20, steps=4), runs.quiet(20, steps=2), n_users=40, lr=1.0), start=[0.5, 0.5]
+        runs.phased(runs.quiet(20, steps=4), runs.quiet(20, steps=2), n_users=40, lr=1.0),
+        start=[0.5, 0.5],
     )
     near, far = runs.agreeing(40), runs.scattered(40)
     made(run, 2, near)
@@ -274,7 +298,16 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     layer = runs.Shifts(2)
     plan = dp.LocalizedUserSGD.plan(phases=schedule())
     opt = dp.LocalizedUserSGD(layer.parameters(), plan, accountant=dp.Accountant(runs.budget()))
-    dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False, physical_batch_size=50)
+    dp.fit(
+        layer,
+        opt,
+        data,
+        runs.squared_loss,
+        users=ids,
+        loss_reduction="sum",
+        progress=False,
+        physical_batch_size=50,
+    )
     assert (opt.steps, opt.finalized, opt.halted) == (7, True, not agree)
     assert opt.accountant.get_epsilon(runs.DELTA) <= runs.EPSILON
 
@@ -283,13 +316,18 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
 
 
 @pytest.mark.parametrize("before", [1, 3, 4, 5, 7])
-def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(before: int, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(
+    before: int, tmp_path: Path
+) -> None:
     run = made(private(accountant=runs.ledger(tmp_path)), before)
     assert run.saved()[1]["dpsco"]["confidential"] is True
     other = run.resumed(private)
     assert other.opt.oracle.state() == run.opt.oracle.state()
     started = [state["threshold_noise"] is not None for state in other.opt.oracle.state().values()]
-    assert started == [True, True]  # a run that is resumed from any checkpoint has all its thresholds
+    assert started == [
+        True,
+        True,
+    ]  # a run that is resumed from any checkpoint has all its thresholds
     if before < 7:
         made(other, 7 - before)
     assert other.opt.steps == 7
@@ -330,7 +368,9 @@ def test_a_checkpoint_of_other_phases_is_refused() -> None:
     with pytest.raises(ValueError, match="design"):
         private((200, 4), (200, 3)).load(saved)
     with pytest.raises(ValueError, match=r"schedule|phases"):
-        runs.localized(runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=N, lr=0.1)).load(saved)
+        runs.localized(runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=N, lr=0.1)).load(
+            saved
+        )
 
 
 # -- reports and refusals ---------------------------------------------------------------------------------------------
@@ -348,7 +388,10 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
         assert "for one user (replace_one)" in text
         assert "The number of users is taken to be public" in text
         assert "Phases on disjoint parts: 520 users in a random order, cut into 2 parts" in text
-        assert "each user is used in one phase at most, and what counts is the phase that costs most" in text
+        assert (
+            "each user is used in one phase at most, and what counts is the phase that costs most"
+            in text
+        )
         assert "All rows of a user carry its id, and no other does" in text
     assert "7 steps made of 7 planned; finalized" in str(reports[-1])
 

@@ -60,23 +60,35 @@ PILOT = dp.Pilot(size=SIZE)
 CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
 
 
-def calibrated(cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = N, **changes: Any) -> Run:
+def calibrated(
+    cls: Any = dp.AcceleratedSGD, adjacency: str = "replace_one", n: int = N, **changes: Any
+) -> Run:
     # batches of a private size that are not filled up, as those of a seeded sampler, take a loss that sums
     layer = model(reduction="sum" if changes.get("sampling") == "poisson" else "mean")
     localized = cls is dp.LocalizedSGD
-    arguments: dict[str, Any] = {"clip": PILOT, "problem": dp.Problem() if localized else PROBLEM, "dim": layer}
+    arguments: dict[str, Any] = {
+        "clip": PILOT,
+        "problem": dp.Problem() if localized else PROBLEM,
+        "dim": layer,
+    }
     arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4, "sampling": "shuffled"}
     plan = cls.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **{**arguments, **changes})
     return Run(layer, cls(layer.parameters(), plan))
 
 
 def quiet(
-    cls: Any = dp.AcceleratedSGD, *, dtype: torch.dtype = torch.float32, epsilon: float = 1e6, **changes: Any
+    cls: Any = dp.AcceleratedSGD,
+    *,
+    dtype: torch.dtype = torch.float32,
+    epsilon: float = 1e6,
+    **changes: Any,
 ) -> Run:
     """Returns a run without noise; the pilot takes the threshold of the exact rank."""
     layer = model(dtype)
     generator = torch.Generator().manual_seed(5)  # several thresholds have one rank
-    return Run(layer, cls(layer.parameters(), quiet_plan(cls, epsilon, **changes), generator=generator))
+    return Run(
+        layer, cls(layer.parameters(), quiet_plan(cls, epsilon, **changes), generator=generator)
+    )
 
 
 def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes: Any) -> Any:
@@ -95,8 +107,15 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
         pilots = (pilot(30), pilot(20), None)
         design = parts_of(plan.localized, pilots, N, dp.Poisson)
         return replace(plan, pilots=pilots, design=design, steps=design.steps_per_epoch)
-    kind = {"batch_size": 30, "steps": 4, "average": None if cls is dp.AcceleratedSGD else "last", **changes}
-    plan = cls.plan(n=N - SIZE, lr=0.05, clip=1.0, noise_multiplier=0.0, **{"sampling": "shuffled"} | kind)
+    kind = {
+        "batch_size": 30,
+        "steps": 4,
+        "average": None if cls is dp.AcceleratedSGD else "last",
+        **changes,
+    }
+    plan = cls.plan(
+        n=N - SIZE, lr=0.05, clip=1.0, noise_multiplier=0.0, **{"sampling": "shuffled"} | kind
+    )
     parts = dp.Parts(((dp.Full(SIZE), 1), (plan.design, 4)), N)
     return replace(plan, clip=None, pilot=pilot(SIZE), design=parts, steps=5)
 
@@ -125,7 +144,9 @@ def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
-    check_ledger(partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12), dp.Budget(1.0, DELTA))
+    check_ledger(
+        partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12), dp.Budget(1.0, DELTA)
+    )
 
 
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
@@ -147,7 +168,13 @@ def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
     budget = dp.Budget(1.0, DELTA)
     layer = dp.attach(torch.nn.Linear(1, 1, bias=False))
     plan = dp.LocalizedSGD.plan(
-        n=400, dim=layer, budget=budget, clip=dp.Pilot(size=size), reg=0.1, max_steps=5000, sampling=sampling
+        n=400,
+        dim=layer,
+        budget=budget,
+        clip=dp.Pilot(size=size),
+        reg=0.1,
+        max_steps=5000,
+        sampling=sampling,
     )
     opt = dp.LocalizedSGD(layer.parameters(), plan)
     assert Ledger([opt.ahead()]).epsilon(DELTA, "replace_one") <= 1.0
@@ -168,7 +195,9 @@ def test_a_pilot_reads_norms_at_the_start_and_moves_nothing(cls: Any) -> None:
     norms = sorted(np.linalg.norm(gradient_of(records(N))(start, i)) for i in run.batches[0])
     ranks = [0, *(sum(norm <= c for norm in norms) for c in geometric_grid(1e-4, 1e4))]
     place = [float(c) for c in geometric_grid(1e-4, 1e4)].index(run.opt.metrics["clip"])
-    assert ranks[place] <= 0.8 * 30 - 0.5 <= ranks[place + 1]  # the quantile is among the norms of its cell
+    assert (
+        ranks[place] <= 0.8 * 30 - 0.5 <= ranks[place + 1]
+    )  # the quantile is among the norms of its cell
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -196,7 +225,11 @@ def test_each_large_phase_chooses_its_clip_at_its_center() -> None:
         members.append(run.batches[k])
         k += draws
     assert clips == [clips[0]] * 4 + [clips[4]] * 7
-    own = [literal.Phase(clips[0], 3, 2.0), literal.Phase(clips[4], 2, 4.0), literal.Phase(clips[4], 2, 6.0)]
+    own = [
+        literal.Phase(clips[0], 3, 2.0),
+        literal.Phase(clips[4], 2, 4.0),
+        literal.Phase(clips[4], 2, 6.0),
+    ]
     w = literal.algorithm_3(gradient, w, members[1], own[0])
     norms = [np.linalg.norm(gradient(w, i)) for i in members[2]]
     assert sum(norm <= clips[4] for norm in norms) == pytest.approx(0.8 * 20, abs=2)
@@ -222,7 +255,9 @@ def test_a_still_step_neither_shows_nor_keeps_a_stale_gradient() -> None:
     for x, y, _ in run.seeded():
         LOSS(run.model(x), y).backward()
         for p in run.model.parameters():
-            p.grad = torch.full_like(p, 1234.5)  # what a backward without dp.attach would leave there
+            p.grad = torch.full_like(
+                p, 1234.5
+            )  # what a backward without dp.attach would leave there
         run.opt.step()
         assert all(p.grad is None or not p.grad.any() for p in run.model.parameters())
         break
@@ -336,11 +371,17 @@ def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
 def test_a_pilot_under_add_remove_is_private(cls: Any, sampling: str, adjacency: str) -> None:
     if sampling != "assigned" and cls is not dp.ClippedSGD:
         pytest.skip("one pass")
-    made = calibrated(cls, "add_remove", sampling=sampling, batch_size=30 if sampling == "poisson" else None)
+    made = calibrated(
+        cls, "add_remove", sampling=sampling, batch_size=30 if sampling == "poisson" else None
+    )
     plan = made.opt._plan
     assert type(plan.design).__name__ == "AssignedParts"
-    training = plan.design.parts[1][0].event(clipped_gaussian(plan.noise_multiplier), plan.steps - 1)
-    alone = [Ledger([event]).epsilon(DELTA, adjacency) for event in (Pure(1.0, ADJACENCIES), training)]
+    training = plan.design.parts[1][0].event(
+        clipped_gaussian(plan.noise_multiplier), plan.steps - 1
+    )
+    alone = [
+        Ledger([event]).epsilon(DELTA, adjacency) for event in (Pure(1.0, ADJACENCIES), training)
+    ]
     assert plan.epsilon(adjacency=adjacency) == pytest.approx(max(alone), rel=1e-6)
     assert plan.epsilon() <= 1.0
     made.train(made.opt.loader(records(N + 3)))  # their number is not the declared one, and private
@@ -348,7 +389,11 @@ def test_a_pilot_under_add_remove_is_private(cls: Any, sampling: str, adjacency:
 
 
 def test_a_pilot_refuses_means_of_a_private_number() -> None:
-    for padding, reduction, raises in ((False, "mean", True), (False, "sum", False), (True, "mean", False)):
+    for padding, reduction, raises in (
+        (False, "mean", True),
+        (False, "sum", False),
+        (True, "mean", False),
+    ):
         made = calibrated(dp.ClippedSGD, "add_remove", sampling="assigned")
         layer = dp.attach(dp.detach(made.model), loss_reduction=reduction)
         x, y, _ = next(iter(made.opt.loader(records(N), padding=padding)))

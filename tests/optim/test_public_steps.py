@@ -22,7 +22,9 @@ from torch_dpsco.prox import Identity
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 N, DIM = 24, 3
-DATA = TensorDataset(torch.randn(N, DIM, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1))
+DATA = TensorDataset(
+    torch.randn(N, DIM, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1)
+)
 LOSS = nn.MSELoss()
 
 
@@ -31,7 +33,15 @@ def net() -> nn.Sequential:
 
 
 def private(model: nn.Module, **changes: Any) -> dp.ClippedSGD:
-    numbers = {"n": N, "clip": 1.0, "noise_multiplier": 0.0, "sampling": "full", "steps": 4, "lr": 0.1, **changes}
+    numbers = {
+        "n": N,
+        "clip": 1.0,
+        "noise_multiplier": 0.0,
+        "sampling": "full",
+        "steps": 4,
+        "lr": 0.1,
+        **changes,
+    }
     return dp.ClippedSGD(model.parameters(), dp.ClippedSGD.plan(**numbers))
 
 
@@ -63,7 +73,9 @@ def watchers() -> int:
 PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "fused adam": lambda model: torch.optim.Adam(model.parameters(), fused=True),
-    "with others": lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(1)), *model.parameters()], lr=0.1),
+    "with others": lambda model: torch.optim.SGD(
+        [nn.Parameter(torch.zeros(1)), *model.parameters()], lr=0.1
+    ),
     "groups": lambda model: torch.optim.SGD(
         [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(model.parameters())}], lr=0.1
     ),
@@ -77,7 +89,9 @@ def test_a_plain_step_on_an_attached_model_is_refused(kind: str, rows: str) -> N
     before, plain = values(model), PLAIN[kind](model)
     torch.optim.lr_scheduler.StepLR(plain, 1)  # which wraps the step
     LOSS(model(DATA.tensors[0]), DATA.tensors[1]).backward()
-    with pytest.raises(SequenceError, match=r"got (SGD|Adam)\).*private optimizer.*with dp.public\(model\)"):
+    with pytest.raises(
+        SequenceError, match=r"got (SGD|Adam)\).*private optimizer.*with dp.public\(model\)"
+    ):
         plain.step()
     assert same(values(model), before)
 
@@ -135,7 +149,9 @@ def test_the_hook_is_there_while_a_model_is_attached_and_goes_with_it() -> None:
 def test_a_private_step_that_somebody_watches_is_none_of_a_plain_optimizer() -> None:
     model = dp.attach(net())
     seen: list[Any] = []
-    watch = torch_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    watch = torch_optimizer.register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer)
+    )
     try:
         optimizer = private(model)
         step(model, optimizer)
@@ -155,7 +171,9 @@ def test_public_steps_are_those_of_the_plain_model(rows: str) -> None:
     optimizer = private(model)
     x, y = DATA.tensors[0] * 2.0, DATA.tensors[1] - 1.0
     with dp.public(model):
-        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+        ours, theirs = (
+            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)
+        )
         for _ in range(3):
             for m, sgd in ((model, ours), (plain, theirs)):
                 sgd.zero_grad()
@@ -210,7 +228,9 @@ def test_a_public_move_survives_the_private_steps_after_it(row: Row) -> None:
         steady(moved, seed)
         steady(still, seed)
     for p, other in zip(moved.model.parameters(), still.model.parameters(), strict=True):
-        torch.testing.assert_close(p, other + 0.125, rtol=0, atol=2e-2 if p.dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(
+            p, other + 0.125, rtol=0, atol=2e-2 if p.dtype == torch.bfloat16 else 1e-5
+        )
 
 
 def test_momentum_and_average_are_moved_exactly() -> None:
@@ -242,7 +262,9 @@ def test_what_torch_keeps_of_momentum_stays_and_averages_of_asgd_move() -> None:
 
 def test_a_public_move_ends_in_the_feasible_set() -> None:
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
-    plan = dp.ClippedSGD.plan(n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1, average="uniform")
+    plan = dp.ClippedSGD.plan(
+        n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1, average="uniform"
+    )
     optimizer = dp.ClippedSGD(model.parameters(), plan, prox=dp.prox.Ball(0.5))
     step(model, optimizer, 2)
     with dp.public(model), torch.no_grad():
@@ -265,7 +287,9 @@ def test_an_error_in_the_block_leaves_a_run_that_goes_on() -> None:
     assert optimizer.finalized
 
 
-def test_the_report_says_that_there_were_public_steps_and_so_does_a_copy_and_a_resumed_run() -> None:
+def test_the_report_says_that_there_were_public_steps_and_so_does_a_copy_and_a_resumed_run() -> (
+    None
+):
     model = dp.attach(nn.Linear(DIM, 1))
     optimizer = private(model)
     step(model, optimizer)
@@ -297,10 +321,16 @@ def test_a_copy_has_its_own_moves() -> None:
 def test_a_void_theorem_is_told_once() -> None:
     model = dp.attach(nn.Linear(DIM, 1))
     problem = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
-    plan = dp.HolderSGD.plan(problem=problem, n=N, budget=dp.Budget(1.0, 1e-3), batch_size=8, dim=model)
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=N, budget=dp.Budget(1.0, 1e-3), batch_size=8, dim=model
+    )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     assert (plan.risk_bound is None) == (optimizer._lrs is None)
-    told = nullcontext() if plan.risk_bound is None else pytest.warns(UtilityWarning, match="public data moved")
+    told = (
+        nullcontext()
+        if plan.risk_bound is None
+        else pytest.warns(UtilityWarning, match="public data moved")
+    )
     with told, dp.public(model), torch.no_grad():
         model.weight.add_(0.1)
 
@@ -316,7 +346,9 @@ def test_public_steps_within_a_private_batch_are_refused(rows: str) -> None:
         loss = LOSS(model(x), y)
         for act in (lambda: None, loss.backward):
             act()
-            with pytest.raises(SequenceError, match=r"within a private batch.*step\(\) or optimizer.discard\(\)"):
+            with pytest.raises(
+                SequenceError, match=r"within a private batch.*step\(\) or optimizer.discard\(\)"
+            ):
                 dp.public(model).__enter__()
         optimizer.step()
     with dp.public(model):
@@ -330,7 +362,10 @@ def test_public_steps_between_the_parts_of_a_draw_are_refused() -> None:
         LOSS(model(x), y).backward()
         optimizer.step()
         if optimizer.in_draw:
-            with pytest.raises(SequenceError, match="between the parts of a private batch"), dp.public(model):
+            with (
+                pytest.raises(SequenceError, match="between the parts of a private batch"),
+                dp.public(model),
+            ):
                 raise AssertionError
     assert optimizer.steps == 1
 
@@ -360,9 +395,14 @@ def test_in_the_block_nothing_private_is_done() -> None:
 def test_runs_of_secret_iterates_take_no_public_steps() -> None:
     model = nn.Linear(DIM, 1, bias=False).double()
     problem = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0)
-    plan = dp.BoltOnPSGD.plan(problem=problem, n=N, dim=model, budget=dp.Budget(1.0, 1e-3), batch_size=8)
+    plan = dp.BoltOnPSGD.plan(
+        problem=problem, n=N, dim=model, budget=dp.Budget(1.0, 1e-3), batch_size=8
+    )
     optimizer = dp.BoltOnPSGD(model.parameters(), plan)
-    with pytest.raises(SequenceError, match="BoltOnPSGD takes no public steps between its own"), dp.public(model):
+    with (
+        pytest.raises(SequenceError, match="BoltOnPSGD takes no public steps between its own"),
+        dp.public(model),
+    ):
         raise AssertionError
     assert not optimizer.finalized
 

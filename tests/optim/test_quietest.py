@@ -19,13 +19,19 @@ LOSS = dp.losses.Logistic()
 PROBLEM = LOSS.problem(bound_x=2.0)
 
 
-def heavy(cls: Any = dp.ClippedSGD, adjacency: str = "replace_one", epsilon: float = 1.0, **kind: Any) -> Any:
+def heavy(
+    cls: Any = dp.ClippedSGD, adjacency: str = "replace_one", epsilon: float = 1.0, **kind: Any
+) -> Any:
     """Returns a plan with a clip of 1, without a step rule."""
-    return cls.plan(**{"n": N, "clip": 1.0, "lr": 0.5, "budget": dp.Budget(epsilon, DELTA, adjacency)} | kind)
+    return cls.plan(
+        **{"n": N, "clip": 1.0, "lr": 0.5, "budget": dp.Budget(epsilon, DELTA, adjacency)} | kind
+    )
 
 
 @cache
-def noise_of(word: str, passes: int, batch_size: int = 256, adjacency: str = "replace_one", eps: float = 1.0) -> float:
+def noise_of(
+    word: str, passes: int, batch_size: int = 256, adjacency: str = "replace_one", eps: float = 1.0
+) -> float:
     """Returns the noise multiplier of whole passes in batches of this kind."""
     design = in_passes(sampled(word, batch_size, N, adjacency), word, None, passes, None)
     return noise_for(dp.Budget(eps, DELTA, adjacency), design, steps_of(design, None, passes, None))
@@ -61,13 +67,23 @@ def test_the_other_plans_of_clipped_steps_take_the_same_batches() -> None:
     users = dp.Budget(1.0, DELTA, unit="user")
     for epochs, kind in ((1, dp.Assigned), (2, dp.Poisson)):
         batches = {"batch_size": 200, "epochs": epochs}
-        assert type(dp.HolderSGD.plan(problem=PROBLEM, n=1000, budget=budget, **batches).design) is kind
-        assert type(dp.HolderSGD.plan(problem=PROBLEM, n=1000, budget=budget, lr=0.1, **batches).design) is kind
+        assert (
+            type(dp.HolderSGD.plan(problem=PROBLEM, n=1000, budget=budget, **batches).design)
+            is kind
+        )
+        assert (
+            type(
+                dp.HolderSGD.plan(problem=PROBLEM, n=1000, budget=budget, lr=0.1, **batches).design
+            )
+            is kind
+        )
         made = dp.UserClippedSGD.plan(n_users=1000, budget=users, clip=1.0, lr=0.1, **batches)
         assert type(made.design) is kind
     for cls in (dp.AcceleratedSGD, dp.ProximalSGD):
         assert heavy(cls, steps=5).design == dp.Assigned(2000, N, 5)
-    absolute = dp.HolderSGD.plan(problem=PROBLEM, n=100, noise="absolute", noise_std=1.0, batch_size=20, steps=5)
+    absolute = dp.HolderSGD.plan(
+        problem=PROBLEM, n=100, noise="absolute", noise_std=1.0, batch_size=20, steps=5
+    )
     assert absolute.design == dp.Poisson(20, 100)  # a pass of such noise is not amplified
 
 
@@ -78,12 +94,21 @@ def test_after_a_pilot_the_records_that_are_left_are_drawn_by_chance() -> None:
 
 
 def test_a_theorem_that_chooses_the_clip_keeps_the_batches_of_its_bound() -> None:
-    law = dp.Problem(smoothness=2.0, moment=3.0, moment_order=4.0, strong_convexity=0.5, pl_constant=0.5, radius=1.0)
+    law = dp.Problem(
+        smoothness=2.0,
+        moment=3.0,
+        moment_order=4.0,
+        strong_convexity=0.5,
+        pl_constant=0.5,
+        radius=1.0,
+    )
     for cls in (dp.ClippedSGD, dp.AcceleratedSGD, dp.ProximalSGD):
         plan = heavy(cls, problem=law, dim=4, clip=None, lr=None, n=2000)
         assert isinstance(plan.design, dp.Disjoint)
         assert plan.risk_bound is not None
-        assert isinstance(heavy(cls, problem=law, dim=4, lr=None, n=2000, mode="paper").design, dp.Disjoint)
+        assert isinstance(
+            heavy(cls, problem=law, dim=4, lr=None, n=2000, mode="paper").design, dp.Disjoint
+        )
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------
@@ -118,7 +143,9 @@ def test_no_design_has_much_less_noise_than_the_default(
 ) -> None:
     words = ["poisson", "allocated", *(("fixed", "shuffled") if adjacency != "add_remove" else ())]
     noise = {word: noise_of(word, passes, batch_size, adjacency, epsilon) for word in words}
-    taken = heavy(adjacency=adjacency, epsilon=epsilon, batch_size=batch_size, epochs=passes).noise_multiplier
+    taken = heavy(
+        adjacency=adjacency, epsilon=epsilon, batch_size=batch_size, epochs=passes
+    ).noise_multiplier
     assert taken <= (1.11 if passes > 1 else 1.005) * min(noise.values())
     if (adjacency, epsilon, batch_size, passes) == CELLS[0]:
         assert f"{noise['allocated']:.3g}" == "4.23"
@@ -127,14 +154,29 @@ def test_no_design_has_much_less_noise_than_the_default(
 def test_a_plan_says_what_other_draws_would_cost() -> None:
     shuffled = heavy(batch_size=256, epochs=10, sampling="shuffled")
     for plan, words in (
-        (heavy(batch_size=256, epochs=10), "; shuffled passes would need noise 26.7 in place of 4.33"),
-        (heavy(batch_size=256, epochs=1), "; shuffled passes would need noise 8.45 in place of 1.37"),
-        (heavy(batch_size=256, epochs=10, adjacency="add_remove"), "; passes in known batches would need noise 13.4"),
+        (
+            heavy(batch_size=256, epochs=10),
+            "; shuffled passes would need noise 26.7 in place of 4.33",
+        ),
+        (
+            heavy(batch_size=256, epochs=1),
+            "; shuffled passes would need noise 8.45 in place of 1.37",
+        ),
+        (
+            heavy(batch_size=256, epochs=10, adjacency="add_remove"),
+            "; passes in known batches would need noise 13.4",
+        ),
         (shuffled, "; sampling='poisson' would need noise 4.3"),
-        (heavy(n=1200, clip=dp.Pilot(size=200), dim=3, batch_size=100, epochs=1), "would need noise 8.45 in place"),
+        (
+            heavy(n=1200, clip=dp.Pilot(size=200), dim=3, batch_size=100, epochs=1),
+            "would need noise 8.45 in place",
+        ),
     ):
         assert words in dict(plan.lines())["batches"]
-    for silent in (heavy(batch_size=N, epochs=3), heavy(budget=None, noise_multiplier=1.0, batch_size=256)):
+    for silent in (
+        heavy(batch_size=N, epochs=3),
+        heavy(budget=None, noise_multiplier=1.0, batch_size=256),
+    ):
         assert "would need" not in dict(silent.lines())["batches"]
 
 
@@ -145,7 +187,9 @@ def test_a_default_plan_runs(epochs: int, adjacency: str) -> None:
     plan = dp.ClippedSGD.plan(n=60, budget=budget, clip=1.0, lr=0.1, batch_size=20, epochs=epochs)
     model = torch.nn.Linear(3, 1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
-    dp.fit(model, optimizer, TensorDataset(torch.randn(60, 3), torch.ones(60, 1)), LOSS, progress=False)
+    dp.fit(
+        model, optimizer, TensorDataset(torch.randn(60, 3), torch.ones(60, 1)), LOSS, progress=False
+    )
     assert optimizer.steps == 3 * epochs
     assert optimizer.report().epsilon == plan.epsilon() <= 1.0
 

@@ -39,7 +39,18 @@ from torch_dpsco.errors import InfeasibleError, PrivacyError, SequenceError, Uni
 
 
 @pytest.mark.parametrize(
-    "name", ["design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"]
+    "name",
+    [
+        "design",
+        "prox",
+        "accountant",
+        "adjacency",
+        "event",
+        "noise_std",
+        "planned_steps",
+        "lrs",
+        "bounds",
+    ],
 )
 def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(name: str) -> None:
     run = make()
@@ -57,11 +68,15 @@ def test_parameters_cannot_be_added_after_construction() -> None:
     assert len(run.opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda opt: torch.save(opt, io.BytesIO())])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda opt: torch.save(opt, io.BytesIO())]
+)
 @pytest.mark.parametrize("steps", [0, 1, EPOCH])
 def test_a_run_cannot_be_copied(copied: Callable[[Any], Any], steps: int) -> None:
     run = make().train(steps=steps)
-    with refused(run, SequenceError, "must not be copied: it has one release; make a new optimizer"):
+    with refused(
+        run, SequenceError, "must not be copied: it has one release; make a new optimizer"
+    ):
         copied(run.opt)
     with refused(run, SequenceError, "must not be copied"):
         copy.deepcopy((run.model, run.opt))
@@ -71,7 +86,9 @@ def test_a_run_cannot_be_copied(copied: Callable[[Any], Any], steps: int) -> Non
 def test_single_precision_is_refused(dtype: torch.dtype) -> None:
     model = nn.Linear(DIM, 1, bias=False, dtype=dtype)
     kept = model.weight.detach().clone()
-    with pytest.raises(ValueError, match=rf"params must be torch.float64 .*\(got {dtype}\).*model.double\(\)"):
+    with pytest.raises(
+        ValueError, match=rf"params must be torch.float64 .*\(got {dtype}\).*model.double\(\)"
+    ):
         make(model)
     assert torch.equal(model.weight, kept)
     mixed = nn.Linear(DIM, 1).double()
@@ -101,7 +118,9 @@ def test_construction_sets_the_parameters_to_the_planned_start_only_if_it_succee
     kept = model.weight.detach().clone()
     spent = dp.Accountant(BUDGET)
     spent.authorize(Gaussian(1.0, {"replace_one": 0.1}))
-    with pytest.raises(InfeasibleError, match=r"this ledger holds 1 events, .* epsilon >= 1\.\d+ would do"):
+    with pytest.raises(
+        InfeasibleError, match=r"this ledger holds 1 events, .* epsilon >= 1\.\d+ would do"
+    ):
         make(model, accountant=spent)
     assert torch.equal(model.weight, kept)
     assert len(spent) == 1
@@ -130,7 +149,9 @@ def test_a_permutation_is_used_to_its_end() -> None:
     loader = run.opt.loader(records())
     run.train(loader, steps=1)
     for again in (lambda: loader, lambda: run.opt.loader(records())):
-        with refused(run, SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"):
+        with refused(
+            run, SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"
+        ):
             run.train(again())
         run.opt.discard()
     run = make(epochs=2)
@@ -171,7 +192,9 @@ def test_a_step_of_an_equal_but_new_permutation_is_refused() -> None:
     for batch in loader:
         run.backward(batch)
         chunk = log.waiting[0]
-        log.waiting[0] = chunk._replace(draw=replace(chunk.draw, part="1"))  # the right place, of another permutation
+        log.waiting[0] = chunk._replace(
+            draw=replace(chunk.draw, part="1")
+        )  # the right place, of another permutation
         with refused(run, SequenceError, "do not break a loop off within an epoch"):
             run.opt.step()
         break
@@ -191,12 +214,15 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
     foreign = DataLoader(records(), batch_size=BATCH)
     model = dp.attach(nn.Linear(DIM, 1))
     poisson = dp.HolderSGD(
-        model.parameters(), dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=BATCH, n=N)
+        model.parameters(),
+        dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=BATCH, n=N),
     ).loader(records())
     for loader in (foreign, poisson, other.opt.loader(records())):
         for features, labels in loader:
             run.backward((features.double(), labels.double()))
-            with refused(run, SequenceError, r"no batch is outstanding: .*optimizer.loader\(dataset\)"):
+            with refused(
+                run, SequenceError, r"no batch is outstanding: .*optimizer.loader\(dataset\)"
+            ):
                 run.opt.step()
             break
     run.opt.zero_grad()
@@ -206,7 +232,11 @@ def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
         run.opt.step()
         assert run.opt.outstanding_rows is None
         run.backward(batch)
-        with refused(run, SequenceError, "can use it once" if run.opt.steps < EPOCH else "all 3 planned steps"):
+        with refused(
+            run,
+            SequenceError,
+            "can use it once" if run.opt.steps < EPOCH else "all 3 planned steps",
+        ):
             run.opt.step()
         run.opt.zero_grad()
     assert run.opt.steps == EPOCH
@@ -236,7 +266,13 @@ class Items(Dataset):
 
 
 @pytest.mark.parametrize(
-    "item", [torch.zeros(DIM), {"x": torch.zeros(DIM), "y": 1.0}, (torch.zeros(DIM), 1.0, 2.0), (torch.zeros(DIM),)]
+    "item",
+    [
+        torch.zeros(DIM),
+        {"x": torch.zeros(DIM), "y": 1.0},
+        (torch.zeros(DIM), 1.0, 2.0),
+        (torch.zeros(DIM),),
+    ],
 )
 def test_a_data_set_that_is_no_map_of_pairs_is_refused(item: Any) -> None:
     run = make()
@@ -265,7 +301,11 @@ def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> Non
     plain.train(ordered(plain, [order]))
     loader = own.opt.loader(listed, collate_fn=collate)
     loader._loader.batch_sampler.rng = InOrder([order])
-    assert (len(loader), loader.dataset.source, loader.design) == (EPOCH, listed, dp.Shuffled(BATCH, N))
+    assert (len(loader), loader.dataset.source, loader.design) == (
+        EPOCH,
+        listed,
+        dp.Shuffled(BATCH, N),
+    )
     own.train(loader)
     torch.testing.assert_close(own.averages(), plain.averages(), rtol=0, atol=1e-12)
 
@@ -312,9 +352,13 @@ def replace_gradient(weight: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda weight: nn.utils.clip_grad_norm_(weight, 1e-3), add_decay, replace_gradient], ids=range(3)
+    "change",
+    [lambda weight: nn.utils.clip_grad_norm_(weight, 1e-3), add_decay, replace_gradient],
+    ids=range(3),
 )
-def test_a_gradient_changed_after_its_backward_is_refused(change: Callable[[nn.Parameter], Any]) -> None:
+def test_a_gradient_changed_after_its_backward_is_refused(
+    change: Callable[[nn.Parameter], Any],
+) -> None:
     run = make()
     for batch in run.opt.loader(records()):
         run.backward(batch)
@@ -350,7 +394,9 @@ def test_another_step_size_is_refused() -> None:
     for batch in run.opt.loader(records()):
         run.backward(batch)
         group["lr"] = 0.2
-        with refused(run, SequenceError, r"lr must be 0.1, that of the plan, .*\(got 0.2\).*lr=\[...\]"):
+        with refused(
+            run, SequenceError, r"lr must be 0.1, that of the plan, .*\(got 0.2\).*lr=\[...\]"
+        ):
             run.opt.step()
         group["lr"] = 0.1
         run.opt.step()  # nothing was lost

@@ -17,14 +17,25 @@ N = 60
 
 
 def records() -> TensorDataset:
-    x = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))  # single precision, norms above the bound
+    x = torch.randn(
+        N, 3, generator=torch.Generator().manual_seed(0)
+    )  # single precision, norms above the bound
     return TensorDataset(x, torch.sign(x[:, :1]))
 
 
 def made(**settings: object):
     model = torch.nn.Linear(3, 1, bias=False).double()
-    arguments = {"problem": PROBLEM, "n": N, "budget": dp.Budget(1.0, 1e-3), "batch_size": 10, "epochs": 2, "lr": 0.1}
-    return model, dp.HolderOutputSGD(model.parameters(), dp.HolderOutputSGD.plan(dim=3, **arguments | settings))
+    arguments = {
+        "problem": PROBLEM,
+        "n": N,
+        "budget": dp.Budget(1.0, 1e-3),
+        "batch_size": 10,
+        "epochs": 2,
+        "lr": 0.1,
+    }
+    return model, dp.HolderOutputSGD(
+        model.parameters(), dp.HolderOutputSGD.plan(dim=3, **arguments | settings)
+    )
 
 
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
@@ -37,7 +48,9 @@ def test_fit_makes_the_plan_and_releases_the_answer_once(sampling):
     assert float(model.weight.detach().norm()) <= 2.0
 
 
-@pytest.mark.parametrize("given", [{"steps": 3}, {"loss_reduction": "sum"}, {"physical_batch_size": 5}])
+@pytest.mark.parametrize(
+    "given", [{"steps": 3}, {"loss_reduction": "sum"}, {"physical_batch_size": 5}]
+)
 def test_what_the_plan_has_fixed_is_not_for_fit_to_say(given):
     model, optimizer = made()
     with pytest.raises(ValueError, match=f"{next(iter(given))} must not be given"):

@@ -42,9 +42,14 @@ from torch_dpsco.errors import (
 def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
     run = make()
     for done in range(EPOCH):
-        with refused(run, SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"):
+        with refused(
+            run, SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"
+        ):
             run.opt.finalize()
-        with refused(run, SequenceError, r"nothing is released before finalize\(\)"), run.opt.released():
+        with (
+            refused(run, SequenceError, r"nothing is released before finalize\(\)"),
+            run.opt.released(),
+        ):
             raise AssertionError("released() showed secret iterates")
         if not done:
             batches = iter(run.opt.loader(records()))
@@ -117,7 +122,9 @@ def test_the_release_is_charged_before_its_noise(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run.opt.accountant, "authorize", watched)
     release(run)
     assert noise.drawn
-    assert seen == [run.opt.event] == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
+    assert (
+        seen == [run.opt.event] == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
+    )
     crashed = hold(make()).train()
     monkeypatch.setattr(type(crashed.opt.prox), "apply_", lambda *_: math.log(-1.0))
     secret = crashed.model.weight.detach().clone()
@@ -153,7 +160,9 @@ def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
     assert len(accountant) == 2
     for run in runs:
         assert isinstance(run.opt.event, Gaussian)
-    mu = math.sqrt(sum((dict(run.opt.event.sens)["replace_one"] / run.opt.noise_std) ** 2 for run in runs))
+    mu = math.sqrt(
+        sum((dict(run.opt.event.sens)["replace_one"] / run.opt.noise_std) ** 2 for run in runs)
+    )
     assert accountant.get_mu() == pytest.approx(mu, rel=1e-9)
     assert 1.0 < runs[0].opt.report().epsilon == runs[1].opt.report().epsilon < 2.0
 
@@ -177,7 +186,9 @@ def test_the_release_spends_the_whole_budget_and_no_more() -> None:
     ],
     ids=["add_remove", "zero_out", "no budget", "user"],
 )
-def test_an_accountant_of_another_adjacency_or_unit_is_refused(accountant: dp.Accountant, error: Any) -> None:
+def test_an_accountant_of_another_adjacency_or_unit_is_refused(
+    accountant: dp.Accountant, error: Any
+) -> None:
     with pytest.raises(error, match=r"adjacency|unit"):
         make(accountant=accountant)
     assert not len(accountant)
@@ -247,14 +258,18 @@ def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(l
 def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
     started = make(epochs=3).train(steps=EPOCH)
     first, second = resumed(started).train(), resumed(started)
-    with pytest.raises(SequenceError, match="released by another optimizer from the same checkpoint"):
+    with pytest.raises(
+        SequenceError, match="released by another optimizer from the same checkpoint"
+    ):
         second.train()
     with refused(second, SequenceError, "released by another optimizer from the same checkpoint"):
         second.opt.finalize()
     assert (len(first.opt.accountant), len(second.opt.accountant)) == (1, 0)
     with pytest.raises(SequenceError, match="released by another optimizer"):
         started.train()
-    accountant = dp.Accountant(dp.Budget(4.0, 1e-3))  # of all that have to do with one run: each answer is charged
+    accountant = dp.Accountant(
+        dp.Budget(4.0, 1e-3)
+    )  # of all that have to do with one run: each answer is charged
     started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
     for again in [resumed(started, accountant=accountant) for _ in range(2)]:
         again.train()
@@ -268,7 +283,11 @@ def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
     for steps in (1, EPOCH, 3 * EPOCH):
         state, _ = saved(hold(make(epochs=3, sampling="fixed")).train(steps=steps))
         again = make(epochs=3, sampling="fixed")
-        with refused(again, SequenceError, "independent batches must be made in one go.*use sampling='shuffled'"):
+        with refused(
+            again,
+            SequenceError,
+            "independent batches must be made in one go.*use sampling='shuffled'",
+        ):
             again.opt.load_state_dict(state)
     resumed(make(epochs=3, sampling="fixed"), sampling="fixed").train()  # nothing was drawn yet
     run = make(epochs=3, sampling="fixed").train()
@@ -277,7 +296,9 @@ def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
 
 def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
     run = resumed(make(epochs=3).train(steps=EPOCH + 1))
-    with refused(run, SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"):
+    with refused(
+        run, SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"
+    ):
         run.train()
 
 
@@ -313,7 +334,9 @@ def test_a_checkpoint_holds_no_noise() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_checkpoint_of_another_plan_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_a_checkpoint_of_another_plan_is_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
     state = make().opt.state_dict()
     other = make(**changes)
     with refused(other, ValueError, rf"of the same plan.*\b{named}: "):

@@ -18,7 +18,9 @@ from torch_dpsco.theory.heavy_tailed.accelerated import accelerated_plan
 from torch_dpsco.theory.steps import risk
 
 CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
-MOMENTS = dp.Problem(smoothness=1.0, strong_convexity=0.1, pl_constant=0.1, radius=2.0, moment=1.0, moment_order=3)
+MOMENTS = dp.Problem(
+    smoothness=1.0, strong_convexity=0.1, pl_constant=0.1, radius=2.0, moment=1.0, moment_order=3
+)
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 
 
@@ -31,9 +33,12 @@ def planned(cls: Any, adjacency: Any = "add_remove", n: int = 20_000, **changes:
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"problem": MOMENTS, "clip": None}, {"lr": 0.1}, {"steps": 50}, {"batch_size": 300}]
+    "changes",
+    [{}, {"problem": MOMENTS, "clip": None}, {"lr": 0.1}, {"steps": 50}, {"batch_size": 300}],
 )
-def test_a_secret_pass_is_planned_with_its_own_noise(cls: Any, adjacency: Any, changes: dict[str, Any]) -> None:
+def test_a_secret_pass_is_planned_with_its_own_noise(
+    cls: Any, adjacency: Any, changes: dict[str, Any]
+) -> None:
     plan = planned(cls, adjacency, **changes)
     assert plan.design.amplification
     assert plan.design.batches == plan.steps
@@ -55,12 +60,24 @@ def test_the_number_of_steps_has_the_least_bound_of_those_that_are_tried() -> No
     bounds = {}
     for steps in numbers_of_steps(20_000):
         rho = 0.5 / noise_of_pass(budget, steps) ** 2
-        arguments = {"smoothness": 1.0, "diameter": 4.0, "moment": 1.0, "moment_order": 3, "steps": steps}
-        bounds[steps] = accelerated_plan(n=20_000, dim=4, rho=rho, adjacency="add_remove", **arguments).bound  # type: ignore[arg-type]
+        arguments = {
+            "smoothness": 1.0,
+            "diameter": 4.0,
+            "moment": 1.0,
+            "moment_order": 3,
+            "steps": steps,
+        }
+        bounds[steps] = accelerated_plan(
+            n=20_000, dim=4, rho=rho, adjacency="add_remove", **arguments
+        ).bound  # type: ignore[arg-type]
     assert plan.steps == min(bounds, key=lambda steps: bounds[steps])
     assert 1 < plan.steps < 1024
     exact = accelerated_plan(
-        n=20_000, dim=4, rho=0.5 / plan.noise_multiplier**2, adjacency="add_remove", **arguments | {"steps": plan.steps}
+        n=20_000,
+        dim=4,
+        rho=0.5 / plan.noise_multiplier**2,
+        adjacency="add_remove",
+        **arguments | {"steps": plan.steps},
     )  # type: ignore[arg-type]
     assert plan.clip == pytest.approx(exact.clip, rel=1e-12)
     assert plan.lr == pytest.approx(exact.lr, rel=1e-12)
@@ -87,7 +104,9 @@ def test_only_what_is_said_of_the_chosen_steps_is_said() -> None:
 
 
 def test_published_numbers_keep_the_charge_of_one_release() -> None:
-    plan = planned(dp.AcceleratedSGD, adjacency="replace_one", mode="paper", clip=None, problem=MOMENTS)
+    plan = planned(
+        dp.AcceleratedSGD, adjacency="replace_one", mode="paper", clip=None, problem=MOMENTS
+    )
     assert "RandomAllocation" not in str(plan.event())
     assert plan.noise_multiplier > 4
 
@@ -103,7 +122,9 @@ def test_a_pilot_keeps_the_charge_of_a_secret_pass() -> None:
 def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacency: Any) -> None:
     layer = model()
     budget = dp.Budget(1.0, DELTA, adjacency)
-    plan = cls.plan(problem=PROBLEM, n=120, budget=budget, clip=2.0, steps=4, dim=layer, sampling="assigned")
+    plan = cls.plan(
+        problem=PROBLEM, n=120, budget=budget, clip=2.0, steps=4, dim=layer, sampling="assigned"
+    )
     optimizer = cls(layer.parameters(), plan)
     used: list[int] = []
     for x, y, number in optimizer.loader(records(120), padding=False):
@@ -112,7 +133,9 @@ def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacen
         optimizer.step()
         used += number.tolist()
         assert len(optimizer.accountant) == 1
-        assert budget.epsilon * (1 - 1e-3) <= optimizer.accountant.get_epsilon(DELTA) <= budget.epsilon
+        assert (
+            budget.epsilon * (1 - 1e-3) <= optimizer.accountant.get_epsilon(DELTA) <= budget.epsilon
+        )
     optimizer.finalize()
     assert optimizer.steps == 4
     assert sorted(used) == list(range(120))

@@ -41,13 +41,23 @@ DATA = TensorDataset(ROWS, SIGNS)
 
 
 def planned(kind: str = "OutputPerturbation", model: Any = None, **settings: Any):
-    options = {"loss": dp.losses.Logistic(), "n": N, "budget": BUDGET, "bound_x": 1.0, "reg": 30.0} | settings
+    options = {
+        "loss": dp.losses.Logistic(),
+        "n": N,
+        "budget": BUDGET,
+        "bound_x": 1.0,
+        "reg": 30.0,
+    } | settings
     return getattr(dp, kind).plan(model=nn.Linear(3, 1) if model is None else model, **options)
 
 
 def make(kind: str = "OutputPerturbation", model: nn.Linear | None = None, **settings: Any):
     model = nn.Linear(3, 1) if model is None else model
-    own = {name: settings.pop(name) for name in ("inner", "accountant", "generator") if name in settings}
+    own = {
+        name: settings.pop(name)
+        for name in ("inner", "accountant", "generator")
+        if name in settings
+    }
     return model, getattr(dp, kind)(model.parameters(), planned(kind, model, **settings), **own)
 
 
@@ -65,7 +75,8 @@ def train(model: nn.Linear, optimizer: Any, steps: int = 3) -> None:
 
 def silence(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "torch_dpsco.linear.output.gaussian_vector", lambda dim, std, draws: torch.zeros(dim, dtype=torch.float64)
+        "torch_dpsco.linear.output.gaussian_vector",
+        lambda dim, std, draws: torch.zeros(dim, dtype=torch.float64),
     )
 
 
@@ -117,7 +128,10 @@ def test_a_loop_is_certified_from_where_it_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(OutputPlan, "solve", watched)
     optimizer.certify(DATA)
     torch.testing.assert_close(
-        starts[0], torch.cat([model.weight.detach().flatten(), model.bias.detach()]).double(), rtol=0, atol=0
+        starts[0],
+        torch.cat([model.weight.detach().flatten(), model.bias.detach()]).double(),
+        rtol=0,
+        atol=0,
     )
     optimizer.finalize()
     other, twin = make()
@@ -163,7 +177,11 @@ def test_a_model_of_any_precision_gets_the_answer(dtype: torch.dtype) -> None:
 
 def test_classes_have_a_row_each() -> None:
     labels = torch.arange(N) % 4  # class 3 is unknown: null records
-    softmax = {"loss": dp.losses.SoftmaxCrossEntropy(3), "reg": 50.0, "budget": dp.Budget(2.0, 1e-6)}
+    softmax = {
+        "loss": dp.losses.SoftmaxCrossEntropy(3),
+        "reg": 50.0,
+        "budget": dp.Budget(2.0, 1e-6),
+    }
     for kind in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD"):
         model, optimizer = make(kind, nn.Linear(3, 3), **softmax)
         optimizer.solve(TensorDataset(ROWS, labels))
@@ -317,8 +335,15 @@ def test_what_is_printed_and_reported_does_not_depend_on_the_data(kind: str) -> 
         optimizer.solve(TensorDataset(rows, signs))
         words.append([repr(optimizer), str(optimizer)])
         optimizer.finalize()
-        words[-1] += [repr(optimizer), str(optimizer.report()), str(optimizer.report().figures), str(optimizer.steps)]
-    first, second = ([re.sub(r"ledger: \w+", "ledger", word) for word in run] for run in words)  # each has its own id
+        words[-1] += [
+            repr(optimizer),
+            str(optimizer.report()),
+            str(optimizer.report().figures),
+            str(optimizer.steps),
+        ]
+    first, second = (
+        [re.sub(r"ledger: \w+", "ledger", word) for word in run] for run in words
+    )  # each has its own id
     assert first == second
 
 
@@ -430,7 +455,9 @@ def test_an_empty_data_set_is_solved_too(kind: str) -> None:
     optimizer.solve(Pairs(0))
     optimizer.finalize()
     assert torch.isfinite(model.weight).all()
-    classes, other = make(kind, nn.Linear(3, 3), budget=ADD_REMOVE, loss=dp.losses.SoftmaxCrossEntropy(3), reg=50.0)
+    classes, other = make(
+        kind, nn.Linear(3, 3), budget=ADD_REMOVE, loss=dp.losses.SoftmaxCrossEntropy(3), reg=50.0
+    )
     other.solve(Pairs(0))
     other.finalize()
     assert torch.isfinite(classes.weight).all()
@@ -480,7 +507,14 @@ def test_data_of_a_wrong_shape_or_dtype_are_named(rows: Tensor, targets: Tensor,
 
 def test_labels_of_any_real_dtype_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for targets in (SIGNS, SIGNS.long(), SIGNS.half(), SIGNS.to(torch.int8), SIGNS[:, None], SIGNS.double()):
+    for targets in (
+        SIGNS,
+        SIGNS.long(),
+        SIGNS.half(),
+        SIGNS.to(torch.int8),
+        SIGNS[:, None],
+        SIGNS.double(),
+    ):
         model, optimizer = make()
         silence(optimizer, monkeypatch)
         optimizer.solve(TensorDataset(ROWS, targets))
@@ -490,7 +524,13 @@ def test_labels_of_any_real_dtype_are_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Linear(2, 2), nn.Conv1d(1, 1, 3), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)), nn.Linear(3, 2)]
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Conv1d(1, 1, 3),
+        nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)),
+        nn.Linear(3, 2),
+    ],
 )
 def test_parameters_that_are_no_linear_layer_of_the_task_are_refused(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="params"):

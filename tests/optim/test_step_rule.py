@@ -41,7 +41,9 @@ def horizon(made: Any) -> float:
 
 @pytest.mark.parametrize("problem", [LOGISTIC, HUBER, PINBALL])
 def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: dp.Problem) -> None:
-    made = [plan(problem, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.03, 0.1, 0.3, 1.0, 3.0)]
+    made = [
+        plan(problem, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.03, 0.1, 0.3, 1.0, 3.0)
+    ]
     assert problem is PINBALL or all(horizon(a) <= horizon(b) for a, b in pairwise(made))
     assert horizon(made[0]) < horizon(made[-1]) / 3
     assert all(a.clip <= b.clip for a, b in pairwise(made))
@@ -53,10 +55,14 @@ def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: 
 def test_the_horizon_is_the_distance_over_the_exact_noise() -> None:
     made = plan(budget=dp.Budget(0.1, 1e-6))
     clip = made.clip * LOGISTIC.lipschitz
-    noise = theory.noise_of_mean(made.noise_multiplier, clip, made.batch_size, made.steps, 10, sampled=True)
+    noise = theory.noise_of_mean(
+        made.noise_multiplier, clip, made.batch_size, made.steps, 10, sampled=True
+    )
     assert horizon(made) == pytest.approx(25.0 / 2.0 / noise)
     twice = plan(budget=dp.Budget(0.1, 1e-6), distance=1.0)
-    assert horizon(twice) == pytest.approx(1.0 / noise, rel=0.02)  # in other steps, of nearly equal noise
+    assert horizon(twice) == pytest.approx(
+        1.0 / noise, rel=0.02
+    )  # in other steps, of nearly equal noise
 
 
 def test_a_ball_is_a_distance_that_the_answer_has_at_most() -> None:
@@ -81,13 +87,17 @@ def test_adjacency_and_dimension_enter_by_the_noise_alone() -> None:
     assert plan(dim=None).lr == plan(dim=64).lr
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed", "shuffled", "full", "assigned", dp.Poisson(500, N)])
+@pytest.mark.parametrize(
+    "sampling", ["poisson", "fixed", "shuffled", "full", "assigned", dp.Poisson(500, N)]
+)
 def test_every_sampling_has_a_rule(sampling: Any) -> None:
     adjacency = "add_remove" if sampling == "assigned" else "replace_one"
     made = plan(sampling=sampling, budget=dp.Budget(1.0, 1e-6, adjacency=adjacency))
     assert made.momentum > 0
     assert made.epsilon() <= 1.0
-    assert type(made.design).__name__.lower() == (sampling if isinstance(sampling, str) else "poisson")
+    assert type(made.design).__name__.lower() == (
+        sampling if isinstance(sampling, str) else "poisson"
+    )
     if sampling == "assigned":
         assert made.steps * made.batch_size == pytest.approx(N, rel=0.01)
 
@@ -119,7 +129,9 @@ def test_passes_that_are_given_are_made() -> None:
 
 
 @pytest.mark.parametrize("problem", [LOGISTIC, HUBER])
-def test_a_given_step_size_is_one_without_momentum_and_with_the_batches_of_before(problem: dp.Problem) -> None:
+def test_a_given_step_size_is_one_without_momentum_and_with_the_batches_of_before(
+    problem: dp.Problem,
+) -> None:
     made = plan(problem, lr=0.1)
     assert (made.lr, made.momentum, made.clip, made.average) == (0.1, 0, 1, "last")
     assert (made.batch_size, made.steps) == (512, 400)
@@ -127,7 +139,12 @@ def test_a_given_step_size_is_one_without_momentum_and_with_the_batches_of_befor
 
 def test_given_noise_has_no_rule() -> None:
     made = dp.HolderSGD.plan(problem=LOGISTIC, n=N, noise_multiplier=2.0, steps=10)
-    assert (made.momentum, made.clip, made.lr, made.average) == (0, 1, 1 / LOGISTIC.smoothness, "last")
+    assert (made.momentum, made.clip, made.lr, made.average) == (
+        0,
+        1,
+        1 / LOGISTIC.smoothness,
+        "last",
+    )
 
 
 @pytest.mark.parametrize("clip", [0.0, -0.5, 1.01, math.nan, "half"])
@@ -142,7 +159,9 @@ def test_the_papers_noise_is_that_of_rows_that_are_not_clipped() -> None:
         plan(ball, noise="paper", clip=0.5)
     with pytest.raises(ValueError, match="clip must be 1 for noise='absolute'"):
         dp.HolderSGD.plan(problem=ball, n=N, noise="absolute", noise_std=1.0, steps=3, clip=0.5)
-    made = dp.HolderSGD.plan(problem=ball, n=10_000, budget=dp.Budget(4.0, 1e-6), mode="paper", batch_size=1)
+    made = dp.HolderSGD.plan(
+        problem=ball, n=10_000, budget=dp.Budget(4.0, 1e-6), mode="paper", batch_size=1
+    )
     assert (made.momentum, made.clip, made.lr, made.average) == (0, 1, 1.0, "uniform")
 
 
@@ -174,7 +193,9 @@ def test_a_run_is_the_loop_of_the_page(radius: float, average: str) -> None:
     made = replace(made, lr=0.5, momentum=0.75)
     model = nn.Linear(3, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-    dp.fit(model, dp.HolderSGD(model.parameters(), made), set_of, dp.losses.Logistic(), progress=False)
+    dp.fit(
+        model, dp.HolderSGD(model.parameters(), made), set_of, dp.losses.Logistic(), progress=False
+    )
 
     x = np.c_[set_of.tensors[0].numpy(), np.ones(40)]
     y = set_of.tensors[1][:, 0].numpy()
@@ -183,7 +204,9 @@ def test_a_run_is_the_loop_of_the_page(radius: float, average: str) -> None:
     for _ in range(12):
         iterates.append(w)
         slopes = -y / (1 + np.exp(y * (x @ w)))
-        limits = 0.25 * problem.grad_bound() / np.linalg.norm(x, axis=1)  # below the bound at the start
+        limits = (
+            0.25 * problem.grad_bound() / np.linalg.norm(x, axis=1)
+        )  # below the bound at the start
         z = z - 2.0 * (x.T @ np.clip(slopes, -limits, limits)) / 40
         z = z * min(1.0, radius / np.linalg.norm(z))
         w = 0.75 * w + 0.25 * z
@@ -234,8 +257,12 @@ def test_a_plan_with_momentum_prints_and_is_saved() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize("problem", [LOGISTIC, HUBER, dp.losses.Squared().problem(bound_x=2.0, bound_y=5.0)])
-def test_no_row_passes_the_share_of_the_bound_and_noise_is_in_proportion(problem: dp.Problem, share: float) -> None:
+@pytest.mark.parametrize(
+    "problem", [LOGISTIC, HUBER, dp.losses.Squared().problem(bound_x=2.0, bound_y=5.0)]
+)
+def test_no_row_passes_the_share_of_the_bound_and_noise_is_in_proportion(
+    problem: dp.Problem, share: float
+) -> None:
     for norm in (0.0, 0.5, 40.0):
         oracle = HolderClipped(problem, 2.0, 5, clip_share=share)
         query = [torch.tensor([norm, 0.0], dtype=torch.float64)]
@@ -263,14 +290,22 @@ def test_an_oracle_with_a_share_says_so_to_checkpoints() -> None:
 @pytest.mark.parametrize("sampling", ["poisson", "full", "fixed"])
 def test_many_passes_of_clipped_sgd_follow_the_noise_whatever_the_clip(sampling: str) -> None:
     kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "sampling": sampling}
-    small, large = (dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6), clip=1.0) for epsilon in (0.1, 1.0))
+    small, large = (
+        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6), clip=1.0)
+        for epsilon in (0.1, 1.0)
+    )
     assert horizon(small) < horizon(large)
     assert 64 <= small.steps <= large.steps
     again = dp.ClippedSGD.plan(**kind, budget=dp.Budget(0.1, 1e-6), clip=7.0)
     assert (again.lr, again.momentum, again.steps) == (small.lr, small.momentum, small.steps)
-    known = dp.ClippedSGD.plan(**kind, budget=dp.Budget(0.1, 1e-6), clip=7.0, distance=7.0 * 50 / 4 / 2)
+    known = dp.ClippedSGD.plan(
+        **kind, budget=dp.Budget(0.1, 1e-6), clip=7.0, distance=7.0 * 50 / 4 / 2
+    )
     assert horizon(known) == pytest.approx(horizon(small) / 2, rel=0.05)
-    assert (small.average, dp.ClippedSGD.plan(**kind, budget=BUDGET, clip=1.0, lr=0.1).average) == ("weighted", "last")
+    assert (small.average, dp.ClippedSGD.plan(**kind, budget=BUDGET, clip=1.0, lr=0.1).average) == (
+        "weighted",
+        "last",
+    )
 
 
 def test_clipped_sgd_needs_a_smoothness_or_a_step_size() -> None:
@@ -279,11 +314,22 @@ def test_clipped_sgd_needs_a_smoothness_or_a_step_size() -> None:
 
 
 def test_one_pass_makes_more_steps_where_there_is_less_noise() -> None:
-    kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "clip": 1.0, "sampling": "shuffled"}
-    made = [dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.1, 1.0, 8.0)]
+    kind = {
+        "problem": dp.Problem(smoothness=4.0),
+        "n": N,
+        "dim": 10,
+        "clip": 1.0,
+        "sampling": "shuffled",
+    }
+    made = [
+        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.1, 1.0, 8.0)
+    ]
     assert made[0].steps < made[1].steps < made[2].steps
     assert all(p.design.one_pass and p.momentum > 0 for p in made)
-    flat = [dp.ProximalSGD.plan(**kind | {"n": 500}, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.7, 1.0, 8.0)]
+    flat = [
+        dp.ProximalSGD.plan(**kind | {"n": 500}, budget=dp.Budget(epsilon, 1e-6))
+        for epsilon in (0.7, 1.0, 8.0)
+    ]
     assert all((p.momentum, p.average) == (0, "last") and p.lr <= 1 / 8 * (1 + 1e-12) for p in flat)
     assert flat[0].steps < flat[2].steps
     assert dp.AcceleratedSGD.plan(**kind, budget=BUDGET).steps == 5
@@ -310,7 +356,9 @@ def test_a_default_run_is_better_than_ten_epochs_at_one_over_smoothness(epsilon:
         model = nn.Linear(dim, 1)
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
         made = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, lr=lr, dim=model)
-        dp.fit(model, dp.HolderSGD(model.parameters(), made), TensorDataset(x, y), loss, progress=False)
+        dp.fit(
+            model, dp.HolderSGD(model.parameters(), made), TensorDataset(x, y), loss, progress=False
+        )
         return float(loss(model(x), y).detach())
 
     best = nn.Linear(dim, 1)

@@ -45,7 +45,9 @@ def clip(rows: np.ndarray, bound: float) -> np.ndarray:
 
 def test_steps_are_those_of_the_clipped_mean_of_users_means() -> None:
     data, ids = runs.agreeing(20, rows=6, dim=3)
-    run = runs.clipped(20, dim=3, clip=0.9, lr=0.5, steps=3).train(data, ids, physical_batch_size=11)
+    run = runs.clipped(20, dim=3, clip=0.9, lr=0.5, steps=3).train(
+        data, ids, physical_batch_size=11
+    )
     mean = clip(runs.user_means(data, ids, 20), 0.9).sum(axis=0) / 20
     torch.testing.assert_close(run.weights, torch.tensor(3 * 0.5 * mean), rtol=0, atol=1e-6)
 
@@ -55,7 +57,9 @@ def test_gradients_are_taken_at_the_current_iterate() -> None:
     data, ids = runs.agreeing(15, rows=4, dim=3)
     targets = np.random.default_rng(0).normal(size=(len(ids), 1))
     data = runs.dataset(data.tensors[0], targets)
-    run = runs.clipped(15, dim=3, clip=0.6, lr=0.3, steps=5, loss=runs.squared_loss, average="uniform", reg=0.1)
+    run = runs.clipped(
+        15, dim=3, clip=0.6, lr=0.3, steps=5, loss=runs.squared_loss, average="uniform", reg=0.1
+    )
     run.train(data, ids)
     x, w, iterates = data.tensors[0].numpy(), np.zeros(3), []
     for _ in range(5):
@@ -63,7 +67,9 @@ def test_gradients_are_taken_at_the_current_iterate() -> None:
         rows = (x @ w[:, None] - targets) * x
         means = np.stack([rows[ids.numpy() == user].mean(axis=0) for user in range(15)])
         w = w - 0.3 * (clip(means, 0.6).sum(axis=0) / 15 + 0.1 * w)
-    torch.testing.assert_close(run.weights, torch.tensor(np.mean(iterates, axis=0)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        run.weights, torch.tensor(np.mean(iterates, axis=0)), rtol=0, atol=1e-6
+    )
 
 
 def person(data: st.DataObject) -> np.ndarray:
@@ -112,7 +118,9 @@ def test_in_batches_too_a_user_moves_the_mean_by_at_most_the_sensitivity(kind: s
             mine = sign * 1e9 * np.tile([[0.6, 0.8]], (count, 1))
             ids = np.repeat(np.arange(8), [count, *[2] * 7])
             run = runs.clipped(8, clip=0.5, batch_size=4, sampling=kind, adjacency="replace_one")
-            run.train(runs.dataset(np.concatenate([mine, np.ones((14, 2))])), ids, seed=seed, steps=1)
+            run.train(
+                runs.dataset(np.concatenate([mine, np.ones((14, 2))])), ids, seed=seed, steps=1
+            )
             ends.append(run.weights)
         moved = float((ends[0] - ends[1]).norm())
         largest = max(largest, moved)
@@ -128,7 +136,9 @@ def test_users_with_too_few_rows_contribute_nothing() -> None:
 
 def test_a_user_with_many_rows_counts_as_one_user() -> None:
     few = runs.clipped(2, clip=10.0).train(runs.dataset([[1.0, 0.0], [0.0, 1.0]]), [0, 1])
-    many = runs.clipped(2, clip=10.0).train(runs.dataset([[1.0, 0.0]] * 99 + [[0.0, 1.0]]), [0] * 99 + [1])
+    many = runs.clipped(2, clip=10.0).train(
+        runs.dataset([[1.0, 0.0]] * 99 + [[0.0, 1.0]]), [0] * 99 + [1]
+    )
     torch.testing.assert_close(few.weights, many.weights, rtol=0, atol=1e-9)
 
 
@@ -149,7 +159,9 @@ def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
     # one vote of +-1/2 per user beside the mean, at its own noise
     both = (2.0**-2 + (2 * 2.0) ** -2) ** -0.5
     assert run.epsilon() == pytest.approx(
-        Ledger([dp.Full(40).event(Clipped(1.0, both, 40).event(), 8)]).epsilon(runs.DELTA, "replace_one")
+        Ledger([dp.Full(40).event(Clipped(1.0, both, 40).event(), 8)]).epsilon(
+            runs.DELTA, "replace_one"
+        )
     )
     assert run.epsilon() > plain.epsilon()
 
@@ -165,10 +177,23 @@ def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
         if not (kind == "fixed" and size == 8 and adjacency == "add_remove")
     ],
 )
-def test_each_step_costs_what_a_step_on_users_costs(sampling: str, batch_size: int, adjacency: str) -> None:
-    run = runs.clipped(40, noise_multiplier=2.0, batch_size=batch_size, sampling=sampling, adjacency=adjacency, steps=5)
+def test_each_step_costs_what_a_step_on_users_costs(
+    sampling: str, batch_size: int, adjacency: str
+) -> None:
+    run = runs.clipped(
+        40,
+        noise_multiplier=2.0,
+        batch_size=batch_size,
+        sampling=sampling,
+        adjacency=adjacency,
+        steps=5,
+    )
     data, ids = runs.agreeing(40, rows=4)
-    design = {"poisson": dp.Poisson, "fixed": dp.Fixed}[sampling](8, 40) if batch_size == 8 else dp.Full(40)
+    design = (
+        {"poisson": dp.Poisson, "fixed": dp.Fixed}[sampling](8, 40)
+        if batch_size == 8
+        else dp.Full(40)
+    )
     for k, batch in enumerate(run.loader(data, ids), start=1):
         run.step(batch)
         expected = Ledger([design.event(Clipped(1.0, 2.0, batch_size).event(), k)])
@@ -179,18 +204,24 @@ def test_each_step_costs_what_a_step_on_users_costs(sampling: str, batch_size: i
 
 def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
     with pytest.raises(AdjacencyError, match="add_remove"):
-        runs.clipped(40, noise_multiplier=2.0, batch_size=8, sampling="fixed", adjacency="add_remove")
+        runs.clipped(
+            40, noise_multiplier=2.0, batch_size=8, sampling="fixed", adjacency="add_remove"
+        )
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str) -> None:
     layer = runs.model()
-    plan = dp.UserClippedSGD.plan(n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6)
+    plan = dp.UserClippedSGD.plan(
+        n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6
+    )
     opt = dp.UserClippedSGD(layer.parameters(), plan)
     run = runs.Run(layer, opt).train(*runs.agreeing(40, rows=4))
     assert 0.97 * runs.EPSILON <= run.epsilon() <= runs.EPSILON
     assert opt.oracle.event().sigma == pytest.approx(
-        calibrate_noise(runs.EPSILON, runs.DELTA, design=dp.Poisson(8, 40), steps=6, adjacency=adjacency)
+        calibrate_noise(
+            runs.EPSILON, runs.DELTA, design=dp.Poisson(8, 40), steps=6, adjacency=adjacency
+        )
     )
     with pytest.raises(SequenceError, match="all 6 planned steps"):
         run.train(*runs.agreeing(40))
@@ -280,7 +311,9 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) 
         assert f"for one user ({adjacency})" in text
         assert "each batch takes each user with probability 0.2 (8/40)" in text
         assert "All rows of a user carry its id" in text
-        assert ("The number of users is taken to be public" in " ".join(text.split())) == (adjacency != "add_remove")
+        assert ("The number of users is taken to be public" in " ".join(text.split())) == (
+            adjacency != "add_remove"
+        )
     assert "2 steps made of 2 planned; finalized" in texts[-1]
 
 
@@ -289,7 +322,9 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) 
 
 def test_fit_makes_the_planned_steps_on_users() -> None:
     layer = runs.Shifts(2)
-    plan = dp.UserClippedSGD.plan(n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6)
+    plan = dp.UserClippedSGD.plan(
+        n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
+    )
     opt = dp.UserClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(40, rows=4)
     dp.fit(
@@ -314,7 +349,9 @@ def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
     with pytest.raises(UnitError, match="users must be given for UserClippedSGD"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, progress=False)
     layer = runs.model()
-    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling="full", n=40, steps=1)
+    plan = dp.ClippedSGD.plan(
+        lr=1.0, clip=1.0, noise_multiplier=9.0, sampling="full", n=40, steps=1
+    )
     opt = dp.ClippedSGD(layer.parameters(), plan)
     with pytest.raises(UnitError, match="users must not be given for ClippedSGD"):
         dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
@@ -352,10 +389,14 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
         runs.clipped(10, **changes)
 
 
-@pytest.mark.parametrize("n_users", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"])
+@pytest.mark.parametrize(
+    "n_users", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"]
+)
 def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> None:
     with pytest.raises(ValueError, match="n_users must be"):
-        dp.UserClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users)
+        dp.UserClippedSGD.plan(
+            lr=1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users
+        )
 
 
 @pytest.mark.parametrize(
@@ -368,7 +409,14 @@ def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> No
     ids=["steps-and-epochs", "epochs", "clip"],
 )
 def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    arguments = {"n_users": 40, "budget": runs.budget(), "clip": 1.0, "lr": 0.1, "batch_size": 8, **changes}
+    arguments = {
+        "n_users": 40,
+        "budget": runs.budget(),
+        "clip": 1.0,
+        "lr": 0.1,
+        "batch_size": 8,
+        **changes,
+    }
     with pytest.raises(ValueError, match=message):
         dp.UserClippedSGD.plan(**arguments)
 
@@ -394,7 +442,11 @@ def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
     plan = searched(budget=budget)
     oracle = plan.oracle(plan.prox())
     mean, votes = oracle._clipping.noise_multiplier, oracle._clipping.count_noise
-    assert oracle.event().sigma <= 1 / math.hypot(1 / mean, 0.9 / votes) <= oracle.event().sigma * (1 + 1e-9)
+    assert (
+        oracle.event().sigma
+        <= 1 / math.hypot(1 / mean, 0.9 / votes)
+        <= oracle.event().sigma * (1 + 1e-9)
+    )
     assert mean == pytest.approx(plan.noise_multiplier / math.sqrt(0.98))
     assert 0.999 * 3.0 < plan.epsilon() <= 3.0
     assert (plan.clip, plan.search.target, plan.average) == (0.03, 0.1, "weighted")
@@ -403,7 +455,9 @@ def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below(scale: float) -> None:
+def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below(
+    scale: float,
+) -> None:
     """Lengths are uniform in [1, 2] times the scale; the search starts at 0.03, and has its noise.
 
     It goes down fast and up slowly (to a low quantile), which is enough: below all lengths users have one length.
@@ -411,7 +465,10 @@ def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(400, 3))
     rows *= scale * draw.uniform(1, 2, (400, 1)) / np.linalg.norm(rows, axis=1, keepdims=True)
-    plan, layer = searched(budget=dp.Budget(30.0, 1e-5, adjacency="add_remove", unit="user")), runs.model(3, None)
+    plan, layer = (
+        searched(budget=dp.Budget(30.0, 1e-5, adjacency="add_remove", unit="user")),
+        runs.model(3, None),
+    )
     run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), plan), runs.linear_loss)
     run.train(runs.dataset(rows), torch.arange(400))
     found = run.opt.oracle.metrics()["clip"]
@@ -423,9 +480,13 @@ def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below
 def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
     data, ids = runs.agreeing(20, rows=6, dim=3)
     quiet = replace(searched(20), noise_multiplier=0.0, budget=None, steps=4)
-    quiet = replace(quiet, search=replace(quiet.search, count_noise=0.0), lr=0.5, momentum=0.0, average="last")
+    quiet = replace(
+        quiet, search=replace(quiet.search, count_noise=0.0), lr=0.5, momentum=0.0, average="last"
+    )
     layer = runs.model(3, None)
-    run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), quiet), runs.linear_loss).train(data, ids)
+    run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), quiet), runs.linear_loss).train(
+        data, ids
+    )
     means, found, bound = runs.user_means(data, ids, 20), np.zeros(3), 0.03
     for t in range(4):
         found = found + 0.5 * clip(means, bound).sum(axis=0) / 20 / bound
@@ -438,18 +499,27 @@ def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
 def test_what_is_given_of_users_wins_one_by_one() -> None:
     assert (searched(clip=0.2).clip, searched(clip=0.2).search) == (0.2, None)
     assert searched(clip=0.2).lr == pytest.approx(searched(clip=0.4).lr * 2)
-    assert (searched(lr=0.3).lr, searched(lr=0.3).momentum, searched(lr=0.3).average) == (0.3, 0, "last")
+    assert (searched(lr=0.3).lr, searched(lr=0.3).momentum, searched(lr=0.3).average) == (
+        0.3,
+        0,
+        "last",
+    )
     assert searched(steps=40).steps == 40
     assert searched(5_000, batch_size=100).batch_size == 100
     assert searched(50_000).batch_size >= 1024
     explicit = searched(clip=0.2, lr=1.0)
     assert (explicit.steps, explicit.momentum, explicit.average) == (30, 0, "last")
-    with pytest.raises(MissingConstantError, match="clip and lr must be given beside noise_multiplier"):
+    with pytest.raises(
+        MissingConstantError, match="clip and lr must be given beside noise_multiplier"
+    ):
         dp.UserClippedSGD.plan(n_users=20, noise_multiplier=1.0, steps=3)
 
 
 def test_a_searched_clip_is_printed_and_saved() -> None:
     plan = searched()
     text = " ".join(str(plan).split())
-    assert "found in the run, for 2% of its squared budget: from 0.03 on it follows the 0.1 quantile" in text
+    assert (
+        "found in the run, for 2% of its squared budget: from 0.03 on it follows the 0.1 quantile"
+        in text
+    )
     assert Plan.from_dict(plan.to_dict()) == plan

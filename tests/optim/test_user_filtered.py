@@ -25,7 +25,13 @@ from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.stated import Failure
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, UtilityWarning
+from torch_dpsco.errors import (
+    AdjacencyError,
+    InfeasibleError,
+    SequenceError,
+    UnitError,
+    UtilityWarning,
+)
 from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 # Seeds warn in every test here.
@@ -58,9 +64,13 @@ def test_steps_are_those_of_the_filtered_mean_of_users_means() -> None:
     rows = data.tensors[0].clone()
     rows[ids == 7] = 100.0  # far from all others
     plan = runs.quiet(40, floor=36)
-    run = runs.filtered(plan, dim=3, lr=0.5, average="last").train(runs.dataset(rows), ids, physical_batch_size=13)
+    run = runs.filtered(plan, dim=3, lr=0.5, average="last").train(
+        runs.dataset(rows), ids, physical_batch_size=13
+    )
     kept = np.delete(means, 7, axis=0)
-    torch.testing.assert_close(run.weights, torch.tensor(1.5 * kept.mean(axis=0)), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        run.weights, torch.tensor(1.5 * kept.mean(axis=0)), rtol=0, atol=1e-9
+    )
     assert not run.opt.halted
 
 
@@ -75,14 +85,20 @@ def test_without_outliers_the_run_is_algorithm_3_of_the_paper() -> None:
         mine = x[users == user]
         return ((mine @ theta[:, None] - targets[users == user]) * mine).mean(axis=0)
 
-    expected = literal.algorithm_3(query, range(30), start, 6, 0.4, literal.OutlierRemoval(30, 5.0), literal.ball(0.3))
+    expected = literal.algorithm_3(
+        query, range(30), start, 6, 0.4, literal.OutlierRemoval(30, 5.0), literal.ball(0.3)
+    )
     ball = dp.prox.Ball(0.3)
     for kind in ("same", "two"):
         plan = runs.quiet(30, steps=6, kind=kind, tau=5.0, floor=29)
-        run = runs.filtered(plan, dim=3, lr=0.4, loss=runs.squared_loss, start=start.tolist(), prox=ball)
+        run = runs.filtered(
+            plan, dim=3, lr=0.4, loss=runs.squared_loss, start=start.tolist(), prox=ball
+        )
         run.train(data, ids)
         torch.testing.assert_close(run.answer(), torch.tensor(expected), rtol=0, atol=1e-7)
-    free = literal.algorithm_3(query, range(30), start, 6, 0.4, literal.OutlierRemoval(30, 5.0), literal.ball(math.inf))
+    free = literal.algorithm_3(
+        query, range(30), start, 6, 0.4, literal.OutlierRemoval(30, 5.0), literal.ball(math.inf)
+    )
     assert np.linalg.norm(free - expected) > 0.01  # the projection was needed
 
 
@@ -97,7 +113,10 @@ def test_the_first_query_below_the_threshold_halts_as_in_the_paper() -> None:
 
     oracle = literal.OutlierRemoval(n, tau)
     theta, answered = np.zeros(2), 0
-    while answered < 10 and (g := oracle.answer(np.stack([query(theta, j) for j in range(n)]))) is not None:
+    while (
+        answered < 10
+        and (g := oracle.answer(np.stack([query(theta, j) for j in range(n)]))) is not None
+    ):
         theta, answered = theta - lr * g, answered + 1
 
     def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -125,11 +144,17 @@ def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
 ) -> None:
     """Both runs pass, and one of the two scores is at least H: then the bound must hold, whatever the rows."""
     places = st.sampled_from([0.0, 0.5, 1.0, 1.0 + 1e-9, -0.5, -1.0, 2.0, 3.0, math.nan, 1e200])
-    spread = data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.9, 3.0]), min_size=n - 1, max_size=n - 1))
+    spread = data.draw(
+        st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.9, 3.0]), min_size=n - 1, max_size=n - 1)
+    )
     others = [np.array([[0.0, x]] * (1 + k % 3)) for k, x in enumerate(spread)]
     floor = n - data.draw(st.sampled_from([1.0, 2.0]))
     plan = runs.quiet(
-        n, steps=1, kind=kind, floor=floor, end=best_ramp_end(n, floor).ramp_end if kind == "same" else n - 3
+        n,
+        steps=1,
+        kind=kind,
+        floor=floor,
+        end=best_ramp_end(n, floor).ramp_end if kind == "same" else n - 3,
     )
     object.__setattr__(plan, "threshold", floor + 1e-6)
     ends, scores = [], []
@@ -175,7 +200,9 @@ def test_isolated_users_count_themselves_in_a_run() -> None:
     rows[users == 1], rows[users == 2] = math.nan, 1e9
     kept = (users != 0) & ~((users == 3) & (torch.arange(80) >= 40))
     plan = runs.quiet(40, steps=1, floor=32)
-    run = runs.filtered(plan, average="last", min_items=2, reach=100.0).train(runs.dataset(rows[kept]), users[kept])
+    run = runs.filtered(plan, average="last", min_items=2, reach=100.0).train(
+        runs.dataset(rows[kept]), users[kept]
+    )
     good = ~bad & (users != 0) & (users != 3)
     torch.testing.assert_close(run.weights, rows[good].mean(dim=0), rtol=0, atol=1e-9)
     assert not run.opt.halted
@@ -218,8 +245,13 @@ def test_the_charge_is_that_of_the_plans_numbers() -> None:
     test, mean, failure = events[AboveThreshold], events[Gaussian], events[Failure]
     assert (test.b_threshold, test.b_query) == (plan.threshold_scale, plan.query_scale)
     assert dict(test.sens)["replace_one"] >= plan.score_sensitivity * (1 - 1e-15)
-    assert mean.sigma / dict(mean.sens)["replace_one"] == pytest.approx(plan.noise_std / plan.sensitivity, rel=1e-9)
-    assert (failure.kind, failure.probability) == ("transcript", pytest.approx(plan.failure, rel=1e-6))
+    assert mean.sigma / dict(mean.sens)["replace_one"] == pytest.approx(
+        plan.noise_std / plan.sensitivity, rel=1e-9
+    )
+    assert (failure.kind, failure.probability) == (
+        "transcript",
+        pytest.approx(plan.failure, rel=1e-6),
+    )
     assert run.opt.metrics["noise_std"] >= plan.noise_std
 
 
@@ -243,11 +275,15 @@ def test_a_budget_below_the_plan_is_refused_before_anything_is_spent() -> None:
 def test_a_second_run_on_the_same_budget_is_refused() -> None:
     run = private()
     run.train(*runs.agreeing(200))
-    with pytest.raises(InfeasibleError, match=r"this ledger holds \d+ events, .* epsilon >= .* would do"):
+    with pytest.raises(
+        InfeasibleError, match=r"this ledger holds \d+ events, .* epsilon >= .* would do"
+    ):
         runs.filtered(runs.plan(), accountant=run.opt.accountant)
 
 
-@pytest.mark.parametrize("given", [dp.Accountant(), dp.Accountant(dp.Budget(99.0, 1e-3))], ids=["free", "budget"])
+@pytest.mark.parametrize(
+    "given", [dp.Accountant(), dp.Accountant(dp.Budget(99.0, 1e-3))], ids=["free", "budget"]
+)
 def test_accountants_of_examples_are_refused(given: dp.Accountant) -> None:
     with pytest.raises(UnitError, match="unit"):
         runs.filtered(runs.plan(), accountant=given)
@@ -270,7 +306,9 @@ def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
 
 def halting(on_halt: str, steps: int = 6, **more: Any) -> tuple[runs.Run, Any, torch.Tensor]:
     """Returns a run that makes two steps on users who agree and then sees them part, with its second data set."""
-    run = runs.filtered(runs.quiet(30, steps=steps, floor=29), lr=0.5, on_halt=on_halt, start=[0.1, 0.2], **more)
+    run = runs.filtered(
+        runs.quiet(30, steps=steps, floor=29), lr=0.5, on_halt=on_halt, start=[0.1, 0.2], **more
+    )
     data, ids = runs.agreeing(30)
     for batch in itertools.islice(run.loader(data, ids), 2):
         run.step(batch)
@@ -287,7 +325,9 @@ def test_after_a_halt_the_answer_is_the_average_so_far_or_the_start(on_halt: str
     run.opt.finalize()
     start = torch.tensor([0.1, 0.2], dtype=torch.float64)
     expected = before if on_halt == "keep" else start
-    torch.testing.assert_close(run.weights, expected, rtol=0, atol=1e-7 if on_halt == "initial" else 0)
+    torch.testing.assert_close(
+        run.weights, expected, rtol=0, atol=1e-7 if on_halt == "initial" else 0
+    )
     assert not query.equal(expected)
 
 
@@ -339,12 +379,16 @@ def test_a_first_test_that_fails_is_said_at_once_and_one_that_passes_is_not() ->
                 run.step(batch)
                 said = [str(one.message) for one in caught if "users disagree" in str(one.message)]
                 assert len(said) == warns, made
-        assert not said or re.search(r"pair_radius=1 of each other; nothing is learned any more", said[0])
+        assert not said or re.search(
+            r"pair_radius=1 of each other; nothing is learned any more", said[0]
+        )
 
 
 def test_a_filter_that_halts_for_sure_is_refused_with_its_numbers() -> None:
     hopeless = replace(runs.plan(), typical_score=runs.plan().threshold)
-    with pytest.raises(InfeasibleError, match=r"halts with probability 1, below threshold=\d+\.?\d* of 200 users"):
+    with pytest.raises(
+        InfeasibleError, match=r"halts with probability 1, below threshold=\d+\.?\d* of 200 users"
+    ):
         dp.UserFilteredSGD.plan(filter=hopeless, lr=0.5)
 
 
@@ -427,7 +471,9 @@ def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> 
 
 
 @pytest.mark.parametrize("on_halt", ["keep", "initial"])
-def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(on_halt: str, tmp_path: Path) -> None:
+def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(
+    on_halt: str, tmp_path: Path
+) -> None:
     run, far, ids = halting(on_halt)
     plan = runs.quiet(30, steps=6, floor=29)
     broken, *_ = halting(on_halt, accountant=runs.ledger(tmp_path))
@@ -526,7 +572,9 @@ def test_the_pure_mean_and_the_run_agree_on_any_users() -> None:
     run = runs.filtered(plan, average="last").train(runs.dataset(rows), torch.arange(20))
     expected = filtered_mean(torch.tensor(rows), 1.0, 10.5, plan.ramp_end)
     assert run.opt.halted == (expected["score"] < plan.threshold)
-    torch.testing.assert_close(run.weights, expected["mean"] * (not run.opt.halted), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        run.weights, expected["mean"] * (not run.opt.halted), rtol=0, atol=1e-9
+    )
 
 
 def test_the_proved_delta_covers_the_ledger_at_the_plans_epsilon() -> None:

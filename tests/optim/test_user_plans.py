@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, UnitError, UtilityWarning
+from torch_dpsco.errors import (
+    AdjacencyError,
+    InfeasibleError,
+    MissingConstantError,
+    UnitError,
+    UtilityWarning,
+)
 from torch_dpsco.prox import Ball, Identity
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.localized import localized_user_plan
@@ -56,7 +62,9 @@ def model() -> nn.Module:
 def planned(**changes: Any) -> tuple[nn.Module, Any]:
     made = model()
     own = {name: changes.pop(name) for name in {"prox", "reg", "accountant"} & changes.keys()}
-    return made, dp.UserFilteredSGD(made.parameters(), dp.UserFilteredSGD.plan(**{**FIXED, **changes}), **own)
+    return made, dp.UserFilteredSGD(
+        made.parameters(), dp.UserFilteredSGD.plan(**{**FIXED, **changes}), **own
+    )
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -108,7 +116,13 @@ def test_a_search_takes_its_share_of_the_budget() -> None:
 
 @pytest.mark.slow
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
-    numbers: dict[str, Any] = {"n_users": 4000, "budget": BUDGET, "dim": DIM, "pair_radius": 0.5, "max_steps": 5}
+    numbers: dict[str, Any] = {
+        "n_users": 4000,
+        "budget": BUDGET,
+        "dim": DIM,
+        "pair_radius": 0.5,
+        "max_steps": 5,
+    }
     made = dp.LocalizedUserSGD.plan(
         problem=dp.Problem(lipschitz=2.0, radius=1.5, strong_convexity=0.2), reg=0.3, **numbers
     )
@@ -132,7 +146,9 @@ def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
     assert 0.8 * EPSILON < spent.epsilon <= EPSILON
     assert (spent.unit, optimizer.halted) == ("user", False)
     weight = made.weight.detach()[0]
-    assert float(weight[0]) == pytest.approx(0.4, abs=0.2)  # 4 steps of 0.1 along a mean of length 1
+    assert float(weight[0]) == pytest.approx(
+        0.4, abs=0.2
+    )  # 4 steps of 0.1 along a mean of length 1
 
 
 def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
@@ -162,14 +178,23 @@ def searched_run_moves() -> bool:
 def test_a_regularizer_is_added_after_the_noise() -> None:
     made, optimizer = planned(reg=50.0, average="last", lr=0.01)
     train(optimizer, made)
-    assert float(made.weight[0, 0].detach()) < 1.2 / 50 * 3  # without it 0.04; with it the fixed point is 1/50
+    assert (
+        float(made.weight[0, 0].detach()) < 1.2 / 50 * 3
+    )  # without it 0.04; with it the fixed point is 1/50
     assert optimizer.reg == 50.0
 
 
 def test_a_localized_run_ends_within_its_budget() -> None:
     made = model()
     plan = dp.LocalizedUserSGD.plan(
-        n_users=USERS, budget=BUDGET, problem=PROBLEM, reg=0.5, pair_radius=0.5, max_steps=3, phases=1, dim=made
+        n_users=USERS,
+        budget=BUDGET,
+        problem=PROBLEM,
+        reg=0.5,
+        pair_radius=0.5,
+        max_steps=3,
+        phases=1,
+        dim=made,
     )
     optimizer = dp.LocalizedUserSGD(made.parameters(), plan)
     train(optimizer, made)
@@ -188,15 +213,35 @@ def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> Non
 SEARCH = pair_radius_search(USERS, 1.0, 0.01)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unit": ({"budget": dp.Budget(4.0, 1e-4)}, UnitError, "unit 'user'"),
-    "zero-out": ({"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")}, AdjacencyError, "replace_one"),
-    "add-remove": ({"budget": ADDED}, AdjacencyError, "budget must be of replace_one, or use UserClippedSGD"),
+    "zero-out": (
+        {"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")},
+        AdjacencyError,
+        "replace_one",
+    ),
+    "add-remove": (
+        {"budget": ADDED},
+        AdjacencyError,
+        "budget must be of replace_one, or use UserClippedSGD",
+    ),
     "no-radius": ({"pair_radius": None}, MissingConstantError, "pair_radius must be given"),
     "no-lr": ({"lr": None}, MissingConstantError, "lr must be given"),
-    "no-scale": ({"lr": None, "problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "distance="),
+    "no-scale": (
+        {"lr": None, "problem": dp.Problem(lipschitz=1.0)},
+        MissingConstantError,
+        "distance=",
+    ),
     "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
     "search-lr": ({"pair_radius": SEARCH, "lr": None}, MissingConstantError, "beside a search"),
-    "search-budget": ({"pair_radius": pair_radius_search(USERS, 4.0, 0.1)}, ValueError, "search of less"),
-    "accountant": ({"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))}, AdjacencyError, "the budget"),
+    "search-budget": (
+        {"pair_radius": pair_radius_search(USERS, 4.0, 0.1)},
+        ValueError,
+        "search of less",
+    ),
+    "accountant": (
+        {"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))},
+        AdjacencyError,
+        "the budget",
+    ),
 }
 
 
@@ -210,7 +255,9 @@ def test_wrong_inputs_are_named(name: str) -> None:
 def test_a_search_that_may_overshoot_is_told() -> None:
     search = pair_radius_search(USERS, 0.3, 0.01)
     # the target is 0.9 n, and c - t of a candidate above all distances 0.1 n
-    assert search.overshoot == pytest.approx(64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9)
+    assert search.overshoot == pytest.approx(
+        64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9
+    )
     assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
     with pytest.warns(UtilityWarning, match=r"above all distances, with probability 0\.7"):
         planned(pair_radius=search)
@@ -228,8 +275,17 @@ def test_a_search_that_may_overshoot_is_told() -> None:
         ({"n_users": 60, "phases": 3}, InfeasibleError, "phase 1 of 3"),
     ],
 )
-def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    numbers = {"n_users": USERS, "budget": BUDGET, "problem": PROBLEM, "reg": 0.5, "pair_radius": 0.5, "dim": DIM}
+def test_wrong_inputs_of_phases_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    numbers = {
+        "n_users": USERS,
+        "budget": BUDGET,
+        "problem": PROBLEM,
+        "reg": 0.5,
+        "pair_radius": 0.5,
+        "dim": DIM,
+    }
     with pytest.raises(error, match=message):
         dp.LocalizedUserSGD.plan(**{**numbers, **changes})
 
@@ -237,12 +293,17 @@ def test_wrong_inputs_of_phases_are_named(changes: dict[str, Any], error: type[E
 @pytest.mark.parametrize(
     ("cls", "old"),
     [
-        (dp.UserClippedSGD, {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10}),
+        (
+            dp.UserClippedSGD,
+            {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10},
+        ),
         (dp.UserFilteredSGD, {"lr": 0.1, "reach": 50.0}),
         (dp.LocalizedUserSGD, {"schedule": None}),
     ],
 )
-def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any, old: dict[str, Any]) -> None:
+def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
+    cls: Any, old: dict[str, Any]
+) -> None:
     params, name = model().parameters(), cls.__name__
     with pytest.raises(ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"):
         cls(params, **old)

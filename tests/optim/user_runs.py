@@ -58,7 +58,9 @@ def dataset(rows: Any, targets: Any = None) -> TensorDataset:
     """Returns float64 rows (n, d) with targets, default 1."""
     rows = torch.as_tensor(rows, dtype=torch.float64)
     ones = torch.ones(len(rows), 1, dtype=torch.float64)
-    return TensorDataset(rows, ones if targets is None else torch.as_tensor(targets, dtype=torch.float64))
+    return TensorDataset(
+        rows, ones if targets is None else torch.as_tensor(targets, dtype=torch.float64)
+    )
 
 
 @dataclass
@@ -79,12 +81,16 @@ class Run:
         with self.opt.released():
             return self.weights
 
-    def loader(self, data: TensorDataset, users: Any, *, seed: int | None = None, **others: Any) -> UserLoader:
+    def loader(
+        self, data: TensorDataset, users: Any, *, seed: int | None = None, **others: Any
+    ) -> UserLoader:
         """Returns the optimizer's loader, a batch per draw; with a seed one of repeatable draws."""
         if seed is None:
             return self.opt.loader(data, users, **{"padding": False} | others)
         others.pop("padding", None)
-        sampler = make_sampler(self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None))
+        sampler = make_sampler(
+            self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None)
+        )
         return self.opt.bind(UserLoader(data, sampler, torch.as_tensor(users), **others))
 
     def step(self, batch: Any) -> None:
@@ -128,7 +134,10 @@ class Run:
         (model, optimizer), accountant = self.saved(), self.opt.accountant
         accountant.close()
         again = dp.Accountant(
-            accountant.budget, adjacency=accountant.adjacency, unit="user", ledger_path=accountant.ledger_path
+            accountant.budget,
+            adjacency=accountant.adjacency,
+            unit="user",
+            ledger_path=accountant.ledger_path,
         )
         other = make(accountant=again)
         other.model.load_state_dict(model)
@@ -138,7 +147,9 @@ class Run:
 
 def ledger(path: Path, **given: Any) -> dp.Accountant:
     """Returns an accountant of users with a file."""
-    return dp.Accountant(**{"adjacency": "replace_one", "unit": "user"} | given, ledger_path=path / "ledger")
+    return dp.Accountant(
+        **{"adjacency": "replace_one", "unit": "user"} | given, ledger_path=path / "ledger"
+    )
 
 
 def model(dim: int = 2, start: Sequence[float] | None = None) -> nn.Module:
@@ -153,7 +164,9 @@ def budget(adjacency: str = "replace_one", epsilon: float = EPSILON) -> dp.Budge
 
 
 @lru_cache
-def plan(n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: str = "best") -> UserFilterPlan:
+def plan(
+    n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: str = "best"
+) -> UserFilterPlan:
     """Returns a calibrated plan for users who are at most 1 apart."""
     return calibrate_filter(
         n_users=n_users,
@@ -167,7 +180,9 @@ def plan(n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: s
     )
 
 
-def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) -> LocalizedUserPlan:
+def phased(
+    *plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5
+) -> LocalizedUserPlan:
     """Returns phases with these filters, and step sizes lr, lr/2, ..."""
     phases = tuple(
         UserPhase(
@@ -180,7 +195,9 @@ def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) 
         )
         for k, own in enumerate(plans)
     )
-    return LocalizedUserPlan(phases=phases, n_users=sum(p.users for p in phases) if n_users is None else n_users)
+    return LocalizedUserPlan(
+        phases=phases, n_users=sum(p.users for p in phases) if n_users is None else n_users
+    )
 
 
 def quiet(
@@ -212,16 +229,28 @@ _OF_OPTIMIZERS = {"center", "rule", "prox", "reg", "accountant", "generator"}
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def clipped(n_users: int, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **changes: Any) -> Run:
+def clipped(
+    n_users: int, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **changes: Any
+) -> Run:
     """A run of UserClippedSGD on all users, without noise unless asked for; `changes` of the plan or the optimizer."""
     layer = model(dim, start)
     more = {name: changes.pop(name) for name in _OF_OPTIMIZERS & changes.keys()}
     own = {"lr": 1.0, "steps": 1, "clip": 1.0, "noise_multiplier": 0.0, "n_users": n_users}
-    return Run(layer, dp.UserClippedSGD(layer.parameters(), dp.UserClippedSGD.plan(**(own | changes)), **more), loss)
+    return Run(
+        layer,
+        dp.UserClippedSGD(layer.parameters(), dp.UserClippedSGD.plan(**(own | changes)), **more),
+        loss,
+    )
 
 
 def filtered(
-    own: Any, *, dim: int = 2, lr: float = 1.0, loss: Loss = linear_loss, start: Any = None, **more: Any
+    own: Any,
+    *,
+    dim: int = 2,
+    lr: float = 1.0,
+    loss: Loss = linear_loss,
+    start: Any = None,
+    **more: Any,
 ) -> Run:
     """A run of UserFilteredSGD with these numbers of the filter; `more` of the plan or the optimizer."""
     layer = model(dim, start)
@@ -230,7 +259,14 @@ def filtered(
     return Run(layer, dp.UserFilteredSGD(layer.parameters(), made, **others), loss)
 
 
-def localized(own: LocalizedUserPlan, *, dim: int = 2, loss: Loss = linear_loss, start: Any = None, **more: Any) -> Run:
+def localized(
+    own: LocalizedUserPlan,
+    *,
+    dim: int = 2,
+    loss: Loss = linear_loss,
+    start: Any = None,
+    **more: Any,
+) -> Run:
     """A run of LocalizedUserSGD with these phases; `more` of the plan or the optimizer."""
     layer = model(dim, start)
     others = {name: more.pop(name) for name in _OF_OPTIMIZERS & more.keys()}

@@ -27,8 +27,16 @@ def records(n: int = 200) -> TensorDataset:
 
 def made(budget: dp.Budget | None = None, noise_std: object = 0.5, **settings: object):
     model = dp.attach(torch.nn.Linear(3, 1, bias=False))
-    arguments = {"problem": PROBLEM, "noise": "absolute", "noise_std": noise_std, "batch_size": 10, "n": 200}
-    return model, dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(lr=0.2, budget=budget, **arguments | settings))
+    arguments = {
+        "problem": PROBLEM,
+        "noise": "absolute",
+        "noise_std": noise_std,
+        "batch_size": 10,
+        "n": 200,
+    }
+    return model, dp.HolderSGD(
+        model.parameters(), dp.HolderSGD.plan(lr=0.2, budget=budget, **arguments | settings)
+    )
 
 
 @settings(max_examples=200)
@@ -83,7 +91,8 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
 
 
 @pytest.mark.parametrize(
-    "mode", [{"mode": "rdp", "schedule": PLAN}, {"mode": "rdp", "orders": 7}, {"mode": "rdp-mixture"}]
+    "mode",
+    [{"mode": "rdp", "schedule": PLAN}, {"mode": "rdp", "orders": 7}, {"mode": "rdp-mixture"}],
 )
 def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
     budget = dp.Budget(2.0, 1e-5, adjacency="add_remove", **mode)
@@ -93,12 +102,17 @@ def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
     assert 1 < optimizer.steps < 400
     assert optimizer.report().epsilon <= 2.0
     assert len(optimizer.accountant) == optimizer.steps
-    assert len({event.noise_multiplier for _, _, event, _ in optimizer.accountant.ledger.entries()}) > 1
+    assert (
+        len({event.noise_multiplier for _, _, event, _ in optimizer.accountant.ledger.entries()})
+        > 1
+    )
 
 
 def test_full_batches_are_filtered_by_their_mu():
     budget = dp.Budget(1.0, 1e-5, mode="gdp")
-    model, optimizer = made(budget, noise_std=0.5, batch_size=200, n=None, sampling=dp.Full(200), steps=500)
+    model, optimizer = made(
+        budget, noise_std=0.5, batch_size=200, n=None, sampling=dp.Full(200), steps=500
+    )
     dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert 1 < optimizer.steps < 500
     assert optimizer.accountant.ledger.cost("replace_one").mu_squared ** 0.5 <= 0.2681

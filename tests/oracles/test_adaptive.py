@@ -20,7 +20,22 @@ from torch_dpsco.oracles import adaptive
 from torch_dpsco.oracles.adaptive import AdaptiveClipped, votes
 from torch_dpsco.rows import DenseBlock, GradBatch
 
-LENGTHS = [0.0, 1e-45, 1e-13, 1e-5, 0.5, 0.9, 1.0, 1.1, 2.0, 1e19, 3e38, math.inf, -math.inf, math.nan]
+LENGTHS = [
+    0.0,
+    1e-45,
+    1e-13,
+    1e-5,
+    0.5,
+    0.9,
+    1.0,
+    1.1,
+    2.0,
+    1e19,
+    3e38,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 TARGETS = [0.1, 0.5, 0.9]
 
 
@@ -42,10 +57,14 @@ def sums(oracle: AdaptiveClipped, rows: GradBatch, dim: int = 1) -> tuple[torch.
         oracle.observe(rows)
     release_in_float64(oracle)
     mean = oracle.release(torch.Generator()).mean[0].clone()
-    return mean * oracle.batch_size, -math.log(oracle.state()["clip"]) / oracle.lr * oracle.batch_size
+    return mean * oracle.batch_size, -math.log(
+        oracle.state()["clip"]
+    ) / oracle.lr * oracle.batch_size
 
 
-def joint_moves(adjacency: str, target: float, dim: int = 1, z: float = 0.7, s: float = 1.3) -> list[float]:
+def joint_moves(
+    adjacency: str, target: float, dim: int = 1, z: float = 0.7, s: float = 1.3
+) -> list[float]:
     """Returns by how many noise standard deviations the joint release moves, over what the event says."""
     noisy = AdaptiveClipped(1.0, z, 4, target, count_noise=s)
     noisy.open([torch.zeros(dim)])
@@ -54,7 +73,11 @@ def joint_moves(adjacency: str, target: float, dim: int = 1, z: float = 0.7, s: 
     oracle = exact(target=target)
 
     def with_record(length: float | None) -> tuple[torch.Tensor, float]:
-        return sums(oracle, batch([*([] if length is None else [length]), 0.3, -1.0, 5.0, math.nan], dim), dim)
+        return sums(
+            oracle,
+            batch([*([] if length is None else [length]), 0.3, -1.0, 5.0, math.nan], dim),
+            dim,
+        )
 
     records = [*LENGTHS, *(-length for length in LENGTHS)]
     base = {"add_remove": [None], "zero_out": [0.0], "replace_one": records}[adjacency]
@@ -133,18 +156,26 @@ def test_one_record_more_moves_the_votes_by_at_most_their_sensitivity(reduction)
     def rows(size: int) -> GradBatch:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
-        return gradients(dp.attach(model, loss_reduction=reduction), torch.full((size, 1), 0.37), reduction)
+        return gradients(
+            dp.attach(model, loss_reduction=reduction), torch.full((size, 1), 0.37), reduction
+        )
 
     oracle = AdaptiveClipped(1.0, 0.0, 256, count_noise=0.0)
     moved, moved_steps = [], []
     for size in (93, 163, 187, 300):
         for clip in {float(rows(n).norms().max()) for n in (size, size + 1)}:
-            found = [float(votes(rows(n).norms(), clip, 0.5, 1e-12).sum()) for n in (size, size + 1)]
+            found = [
+                float(votes(rows(n).norms(), clip, 0.5, 1e-12).sum()) for n in (size, size + 1)
+            ]
             moved.append(abs(found[0] - found[1]))
-            found = [float((rows(n).norms() <= clip).double().sub(0.5).sum()) for n in (size, size + 1)]
+            found = [
+                float((rows(n).norms() <= clip).double().sub(0.5).sum()) for n in (size, size + 1)
+            ]
             moved_steps.append(abs(found[0] - found[1]))
     assert max(moved) <= oracle.count_sensitivity("add_remove")
-    assert (max(moved_steps) > 50) is (reduction == "mean")  # what a count by a step function would do
+    assert (max(moved_steps) > 50) is (
+        reduction == "mean"
+    )  # what a count by a step function would do
 
 
 def test_refused_rows_have_no_vote():
@@ -160,7 +191,9 @@ def test_refused_rows_have_no_vote():
     assert oracle.state()["clip"] > 1.0
 
 
-@pytest.mark.parametrize("forget", [AdaptiveClipped.discard, lambda oracle: oracle.open([torch.zeros(1)])])
+@pytest.mark.parametrize(
+    "forget", [AdaptiveClipped.discard, lambda oracle: oracle.open([torch.zeros(1)])]
+)
 def test_discarded_rows_have_no_vote(forget):
     oracle = exact()
     oracle.open([torch.zeros(1)])
@@ -227,7 +260,10 @@ def test_the_clip_stays_in_its_range(length, end):
 
 @pytest.mark.parametrize("target", [0.5, 0.9])
 def test_the_votes_have_their_noise(target):
-    oracle, generator = AdaptiveClipped(1.0, 0.5, 40, target, count_noise=3.0), torch.Generator().manual_seed(5)
+    oracle, generator = (
+        AdaptiveClipped(1.0, 0.5, 40, target, count_noise=3.0),
+        torch.Generator().manual_seed(5),
+    )
     drawn = []
     for _ in range(3000):
         oracle.restore({"clip": 1.0})
@@ -265,7 +301,9 @@ def test_a_total_gives_the_multiplier_of_the_mean_back(target):
     for total, s in ((1.0, 25.0), (2.0, 3.0), (0.6, 0.8)):
         made = AdaptiveClipped(1.0, None, 500, target, count_noise=s, total_noise_multiplier=total)
         assert made.event() == clipped_gaussian(total)
-        again = AdaptiveClipped(1.0, made.noise_multiplier, 500, target, count_noise=s).event().sigma
+        again = (
+            AdaptiveClipped(1.0, made.noise_multiplier, 500, target, count_noise=s).event().sigma
+        )
         assert total <= again <= total * (1 + 1e-9)
 
 
@@ -276,7 +314,9 @@ def test_a_total_that_the_votes_exceed_is_refused_with_the_least_count_noise():
 
 @pytest.mark.parametrize("settings", [{"noise_multiplier": 0.0}, {"count_noise": 0.0}])
 def test_without_noise_on_either_there_is_no_privacy(settings):
-    oracle = AdaptiveClipped(1.0, **({"noise_multiplier": 1.0, "batch_size": 10, "count_noise": 1.0} | settings))
+    oracle = AdaptiveClipped(
+        1.0, **({"noise_multiplier": 1.0, "batch_size": 10, "count_noise": 1.0} | settings)
+    )
     assert oracle.event() == clipped_gaussian(0.0)
     total = AdaptiveClipped(1.0, None, 10, total_noise_multiplier=0.0)
     assert total.event() == clipped_gaussian(0.0)
@@ -295,7 +335,10 @@ def test_votes_that_cost_more_than_the_mean_warn():
         ({"noise_multiplier": -1.0}, "noise_multiplier must be >= 0"),
         ({"noise_multiplier": None}, "noise_multiplier or total_noise_multiplier must be given"),
         ({"total_noise_multiplier": 1.0}, "and not both"),
-        ({"noise_multiplier": None, "total_noise_multiplier": -1.0}, "total_noise_multiplier must be >= 0"),
+        (
+            {"noise_multiplier": None, "total_noise_multiplier": -1.0},
+            "total_noise_multiplier must be >= 0",
+        ),
         ({"batch_size": 0}, "batch_size must be"),
         ({"target": 1.0}, "target must be in"),
         ({"lr": 0.0}, "lr must be > 0"),
@@ -330,7 +373,12 @@ def test_a_run_charges_the_joint_event_in_each_step(design):
     model = nn.Linear(2, 1)
     oracle = AdaptiveClipped(1.0, 1.0, design.batch_size, count_noise=5.0)
     opt = dp.PrivateOptimizer(
-        dp.attach(model).parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=design, adjacency="zero_out"
+        dp.attach(model).parameters(),
+        0.1,
+        oracle=oracle,
+        rule=dp.rules.SGD(),
+        design=design,
+        adjacency="zero_out",
     )
     data = torch.utils.data.TensorDataset(
         torch.randn(60, 2, generator=torch.Generator().manual_seed(7)), torch.ones(60, 1)

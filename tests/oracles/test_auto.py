@@ -23,8 +23,14 @@ BOUND = 2.0
 LENGTHS = [0.0, 1e-45, 1e-20, 0.01, 1.0, 1e10, 1e19, 3e38, math.inf, -math.inf, math.nan]
 
 
-def mean(rows: torch.Tensor, bound: float = BOUND, size: int = 1, offset: float = 0.01) -> torch.Tensor:
-    return released(AutoClip(bound, 0.0, size, offset), [torch.zeros(rows.shape[1])], [GradBatch([DenseBlock(rows)])])
+def mean(
+    rows: torch.Tensor, bound: float = BOUND, size: int = 1, offset: float = 0.01
+) -> torch.Tensor:
+    return released(
+        AutoClip(bound, 0.0, size, offset),
+        [torch.zeros(rows.shape[1])],
+        [GradBatch([DenseBlock(rows)])],
+    )
 
 
 @pytest.mark.parametrize("length", [1e-3, 0.01, 1.0, 1e6, 1e18])
@@ -38,7 +44,9 @@ def test_a_row_is_scaled_to_its_share_of_the_bound(length):
 def test_a_zero_row_stays_zero_and_a_bad_row_counts_nothing():
     assert not mean(torch.zeros(3, 2)).any()
     for bad in (math.nan, math.inf, -math.inf, 3e38):
-        assert torch.equal(mean(torch.tensor([[bad, bad], [0.5, 0.0]])), mean(torch.tensor([[0.5, 0.0]])))
+        assert torch.equal(
+            mean(torch.tensor([[bad, bad], [0.5, 0.0]])), mean(torch.tensor([[0.5, 0.0]]))
+        )
 
 
 @given(*[st.floats(1e-150, 1e150)] * 3)
@@ -48,7 +56,9 @@ def test_a_weighted_norm_is_below_the_bound(norm, bound, offset):
 
 
 def test_auto_weights_drop_what_has_no_norm():
-    assert auto_weights(torch.tensor([math.nan, math.inf], dtype=torch.float64), 1.0, 0.1).tolist() == [0.0, 0.0]
+    assert auto_weights(
+        torch.tensor([math.nan, math.inf], dtype=torch.float64), 1.0, 0.1
+    ).tolist() == [0.0, 0.0]
 
 
 def moves(adjacency: str, dim: int, rows: str) -> list[float]:
@@ -61,8 +71,14 @@ def moves(adjacency: str, dim: int, rows: str) -> list[float]:
         if rows == "dense":
             block = DenseBlock(torch.tensor(lengths)[:, None] * direction)
         else:
-            block = FactoredBlock(direction.expand(len(lengths), dim), torch.tensor(lengths)[:, None], bias=False)
-        return released(oracle, [torch.zeros(dim) if rows == "dense" else torch.zeros(1, dim)], [GradBatch([block])])
+            block = FactoredBlock(
+                direction.expand(len(lengths), dim), torch.tensor(lengths)[:, None], bias=False
+            )
+        return released(
+            oracle,
+            [torch.zeros(dim) if rows == "dense" else torch.zeros(1, dim)],
+            [GradBatch([block])],
+        )
 
     records = [*LENGTHS, *(-length for length in LENGTHS)]
     base = {"add_remove": [None], "zero_out": [0.0], "replace_one": records}[adjacency]
@@ -79,7 +95,9 @@ def test_no_row_moves_the_mean_further_than_declared(adjacency, rows):
 
 
 def test_rows_that_are_not_scaled_are_caught(monkeypatch):
-    monkeypatch.setattr(AutoClip, "weights", lambda self, norms, clip: clipped.clip_weights(norms, 1.1 * clip))
+    monkeypatch.setattr(
+        AutoClip, "weights", lambda self, norms, clip: clipped.clip_weights(norms, 1.1 * clip)
+    )
     with pytest.raises(PrivacyError, match="weights of AutoClip"):
         moves("replace_one", 1, "dense")
     monkeypatch.setattr(clipped.ClippedMean, "_require_within_clip", lambda self: None)
@@ -92,7 +110,12 @@ def test_the_event_is_that_of_rows_clipped_at_the_bound():
     assert oracle.event() == clipped_gaussian(1.5)
     assert oracle.noise_std == 1.5 * oracle.sensitivity("zero_out")
     assert oracle.clip == BOUND
-    assert oracle.settings() == {"oracle": "AutoClip", "clip": BOUND, "offset": 0.01, "noise_multiplier": 1.5}
+    assert oracle.settings() == {
+        "oracle": "AutoClip",
+        "clip": BOUND,
+        "offset": 0.01,
+        "noise_multiplier": 1.5,
+    }
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])

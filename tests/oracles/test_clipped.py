@@ -78,7 +78,11 @@ def test_non_finite_rows_contribute_nothing(bad, dtype):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("where", ["acts", "backprops", "other parameter"])
 def test_a_row_that_is_not_finite_in_one_parameter_is_dropped_in_all(bad, where):
-    parts = {"acts": torch.ones(3, 2), "backprops": torch.ones(3, 2), "other parameter": torch.ones(3, 4)}
+    parts = {
+        "acts": torch.ones(3, 2),
+        "backprops": torch.ones(3, 2),
+        "other parameter": torch.ones(3, 4),
+    }
 
     def blocks(index: list[int]) -> list[Block]:
         acts, backprops, other = (part[index] for part in parts.values())
@@ -117,7 +121,9 @@ def test_an_empty_batch_releases_noise_only(observed):
         flat = torch.cat([part.flatten() for part in answer.mean])
         assert [part.shape for part in answer.mean] == [(3, 2), ()]
         assert not answer.halted
-        expected = gaussians(7, seeded(1), oracle.noise_std, torch.float32) if noise else torch.zeros(7)
+        expected = (
+            gaussians(7, seeded(1), oracle.noise_std, torch.float32) if noise else torch.zeros(7)
+        )
         assert torch.equal(flat, expected)
         assert bool(flat.any()) is (noise > 0)
 
@@ -185,7 +191,9 @@ def test_sensitivity_noise_and_event_agree(in_torch, adjacency, clip, noise, siz
     oracle = Clipped(clip, noise, size)
     oracle.open([torch.zeros(dim)])
     error = plan_summation(size, dim).error
-    assert oracle.sensitivity(adjacency) == pytest.approx(UNITS[adjacency] * clip * (1 + error) / size, rel=1e-14)
+    assert oracle.sensitivity(adjacency) == pytest.approx(
+        UNITS[adjacency] * clip * (1 + error) / size, rel=1e-14
+    )
     event = oracle.event()
     ratio = oracle.noise_std / oracle.sensitivity(adjacency)
     assert ratio == pytest.approx(event.sigma / event.sensitivity(adjacency), rel=1e-14)
@@ -202,8 +210,14 @@ def test_the_summation_is_planned_for_all_parameters_together(in_torch):
 
 def test_the_clip_acts_on_the_joint_norm_of_all_parameters():
     oracle = Clipped(1.0, 0.0, 1)
-    got = released(oracle, [torch.zeros(1), torch.zeros(1)], [batch(torch.tensor([[3.0]]), torch.tensor([[4.0]]))])
-    torch.testing.assert_close(got, torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=2e-4, atol=0)
+    got = released(
+        oracle,
+        [torch.zeros(1), torch.zeros(1)],
+        [batch(torch.tensor([[3.0]]), torch.tensor([[4.0]]))],
+    )
+    torch.testing.assert_close(
+        got, torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=2e-4, atol=0
+    )
 
 
 def test_metrics_and_settings_are_public_constants():
@@ -295,7 +309,9 @@ def test_calls_before_open_are_refused():
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda oracle: pickle.loads(pickle.dumps(oracle))], ids=["copy", "file"]
+    "copied",
+    [copy.deepcopy, lambda oracle: pickle.loads(pickle.dumps(oracle))],
+    ids=["copy", "file"],
 )
 def test_releases_of_copied_oracles_have_noise(copied):
     oracle = Clipped(1.0, 1.0, batch_size=1)
@@ -337,7 +353,9 @@ def test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_relea
         moved(how, model)
     for before, after in itertools.pairwise(gradients):
         assert (after - before).abs().min() > 1e-12
-        assert (after - before).std() > 1e-3  # the mean of clipped rows is the same in all steps, the noise is not
+        assert (
+            after - before
+        ).std() > 1e-3  # the mean of clipped rows is the same in all steps, the noise is not
 
 
 def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torch):
@@ -347,8 +365,12 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
     generator.seed()
     for _ in range(2):
         oracle.open([torch.zeros(shape) for shape in shapes])
-        oracle.observe(GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]))
-        assert oracle._means[0].dtype == torch.float32  # of the release too, so that it takes the noise in place
+        oracle.observe(
+            GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])])
+        )
+        assert (
+            oracle._means[0].dtype == torch.float32
+        )  # of the release too, so that it takes the noise in place
         summed = oracle._means[0].clone()
         torch.testing.assert_close(summed, torch.full(shapes[0], row))
         large, small = oracle.release(generator).mean
@@ -367,7 +389,11 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
         oracle = Clipped(1.0, noise_multiplier, 2)
         oracle.open([torch.zeros(shape) for shape in shapes])
         if means:
-            oracle.observe(GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]))
+            oracle.observe(
+                GradBatch(
+                    [DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]
+                )
+            )
         large, _ = oracle.release(generator).mean
         assert torch.all(large == summed) if means else large.std() > 0.4
 
@@ -382,7 +408,13 @@ def test_rows_of_one_huge_feature_are_clipped(clip, width, dtype):
     # weights C / |x| are subnormal numbers for some of them, which rounding may double
     least, share = float(torch.finfo(dtype).max), 0.0
     for exponent in (1e-30, 1e-12, 1e-6, 0.03, 0.3, 0.7, 0.99):
-        value = least**exponent if exponent < 0.1 else least**0.5 * exponent if width > 1 else least * exponent
+        value = (
+            least**exponent
+            if exponent < 0.1
+            else least**0.5 * exponent
+            if width > 1
+            else least * exponent
+        )
         for batch_size in (1, 100):
             features = torch.zeros(2, width, dtype=dtype)
             features[0, 0] = value
@@ -394,7 +426,9 @@ def test_rows_of_one_huge_feature_are_clipped(clip, width, dtype):
             moved = torch.zeros(width + 1, dtype=torch.float64)
             oracle.write_sum(moved)
             scale = float(moved.abs().max()) or 1.0
-            share = max(share, scale * float((moved / scale).norm()) / oracle.sensitivity("zero_out"))
+            share = max(
+                share, scale * float((moved / scale).norm()) / oracle.sensitivity("zero_out")
+            )
     assert share <= 1.0
     # past that range slopes of that dtype cannot reach the clip, or weights below 2^-126 count as 0
     assert share > 0.9 or not 1e-30 < clip < 1e19
@@ -415,7 +449,9 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("cls", [Clipped, dp.oracles.AutoClip])
 @pytest.mark.parametrize("where", ["as it is", "in torch"])
-def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(where, cls, name, features, request):
+def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(
+    where, cls, name, features, request
+):
     if where == "in torch":
         request.getfixturevalue("in_torch")
     slopes = torch.tensor(SCORES[name])
@@ -431,5 +467,7 @@ def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(where, cls, na
         oracle = Clipped(0.5, 0.0, 4) if cls is Clipped else cls(0.5, 0.0, 4, offset=0.1)
         return released(oracle, query, [batch, batch])
 
-    torch.testing.assert_close(answer(rows), answer(others), rtol=0, atol=1e-4)  # norms are bounds, 2^-14 apart
+    torch.testing.assert_close(
+        answer(rows), answer(others), rtol=0, atol=1e-4
+    )  # norms are bounds, 2^-14 apart
     assert torch.isfinite(answer(rows)).all()

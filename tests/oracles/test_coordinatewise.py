@@ -23,7 +23,20 @@ from torch_dpsco.rules import SGD
 
 CLIP = 1.5
 NOISES = ["before_median", "after_median"]
-ADVERSARIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -1e-45, 0.0, CLIP, -CLIP, 1e30, 7.0]
+ADVERSARIAL = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    3e38,
+    -3e38,
+    1e-45,
+    -1e-45,
+    0.0,
+    CLIP,
+    -CLIP,
+    1e30,
+    7.0,
+]
 
 
 def batch(*blocks):
@@ -40,11 +53,15 @@ def answer(rows, groups, *, size=None, noise="before_median", splits=(), clip=CL
 def literal(rows, groups, clip=CLIP):
     """The definition, by Python's own arithmetic."""
     size = len(rows) // groups
-    clean = [[0.0] * len(row) if not all(map(math.isfinite, row)) else row for row in rows.double().tolist()]
+    clean = [
+        [0.0] * len(row) if not all(map(math.isfinite, row)) else row
+        for row in rows.double().tolist()
+    ]
     out = []
     for column in zip(*clean, strict=True):
         means = sorted(
-            math.fsum(min(max(v, -clip), clip) for v in column[g * size : (g + 1) * size]) / size for g in range(groups)
+            math.fsum(min(max(v, -clip), clip) for v in column[g * size : (g + 1) * size]) / size
+            for g in range(groups)
         )
         middle = means[(groups - 1) // 2 : groups // 2 + 1]
         out.append(sum(middle) / len(middle))
@@ -59,19 +76,27 @@ def literal(rows, groups, clip=CLIP):
 def test_groups_are_consecutive_and_medians_those_of_the_definition(rows, dim, data):
     groups = data.draw(st.integers(1, rows))
     value = st.one_of(st.floats(-3, 3), st.sampled_from(ADVERSARIAL))
-    table = data.draw(st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=rows, max_size=rows))
+    table = data.draw(
+        st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=rows, max_size=rows)
+    )
     given_rows = torch.tensor(table, dtype=torch.float64)
     expected = literal(given_rows, groups)
     for noise in NOISES:
-        torch.testing.assert_close(answer(given_rows, groups, noise=noise), expected, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(median_of_means(table, groups, CLIP), expected, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(
+            answer(given_rows, groups, noise=noise), expected, rtol=1e-13, atol=1e-15
+        )
+    torch.testing.assert_close(
+        median_of_means(table, groups, CLIP), expected, rtol=1e-13, atol=1e-15
+    )
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.integers(1, 10))
 def test_physical_batches_do_not_change_the_groups(first, second, groups):
     rows = torch.randn(10, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     splits = sorted((first, second))
-    torch.testing.assert_close(answer(rows, groups, splits=splits), answer(rows, groups), rtol=1e-14, atol=1e-16)
+    torch.testing.assert_close(
+        answer(rows, groups, splits=splits), answer(rows, groups), rtol=1e-14, atol=1e-16
+    )
 
 
 def test_a_tail_that_fills_no_group_is_left_out_and_the_divisor_stays():
@@ -106,7 +131,10 @@ def test_factored_rows_are_clipped_by_coordinate_too():
 
 def test_unscaled_rows_are_clipped_after_the_scale_is_removed():
     oracle = Coordinatewise(1.0, 0.0, 1, 1)
-    assert released(oracle, [torch.zeros(1)], [batch(torch.tensor([[4.0]])).unscaled(8.0)]).item() == 0.5
+    assert (
+        released(oracle, [torch.zeros(1)], [batch(torch.tensor([[4.0]])).unscaled(8.0)]).item()
+        == 0.5
+    )
 
 
 def test_medians_of_large_numbers_do_not_overflow():
@@ -120,7 +148,8 @@ def test_medians_of_large_numbers_do_not_overflow():
 def moves(one, other, groups, noise, clip=CLIP):
     return float(
         torch.linalg.vector_norm(
-            answer(one, groups, noise=noise, clip=clip) - answer(other, groups, noise=noise, clip=clip)
+            answer(one, groups, noise=noise, clip=clip)
+            - answer(other, groups, noise=noise, clip=clip)
         )
     )
 
@@ -136,9 +165,14 @@ def moves(one, other, groups, noise, clip=CLIP):
     st.sampled_from([1e-190, 1e-3, CLIP, 1e30]),
     st.data(),
 )
-def test_no_neighbor_moves_the_release_past_the_sensitivity(noise, size, dim, seed, one, other, clip, data):
+def test_no_neighbor_moves_the_release_past_the_sensitivity(
+    noise, size, dim, seed, one, other, clip, data
+):
     groups = data.draw(st.integers(1, size))
-    rows = clip * (3 * torch.randn(size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    rows = clip * (
+        3
+        * torch.randn(size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
     place = data.draw(st.integers(0, size - 1))
     pair = [rows.clone(), rows.clone()]
     pair[0][place], pair[1][place] = one, other
@@ -214,7 +248,9 @@ def test_noise_has_the_scale_that_the_ledger_was_told(groups, noise):
         assert oracle.noise_std / oracle.sensitivity(adjacency) == pytest.approx(
             event.sigma / event.sensitivity(adjacency), rel=1e-12
         )
-        assert oracle.noise_std / oracle.sensitivity(adjacency) >= event.sigma / event.sensitivity(adjacency)
+        assert oracle.noise_std / oracle.sensitivity(adjacency) >= event.sigma / event.sensitivity(
+            adjacency
+        )
 
 
 def test_halved_noise_of_group_means_is_caught(monkeypatch):
@@ -233,7 +269,9 @@ def test_each_group_and_coordinate_has_noise_of_its_own():
     correlations = torch.corrcoef(draws.t())
     assert (correlations - torch.eye(4, dtype=torch.float64)).abs().max() < 0.1
     one_group = noise_of(Coordinatewise(CLIP, 1.0, 2, 1), 4, runs=4000).var()
-    assert draws.var() / one_group == pytest.approx(0.4487, rel=0.1)  # the median of three normal numbers
+    assert draws.var() / one_group == pytest.approx(
+        0.4487, rel=0.1
+    )  # the median of three normal numbers
 
 
 def test_add_remove_is_refused_since_groups_are_positional():
@@ -293,7 +331,10 @@ def test_settings_metrics_and_copies():
 
 def test_calls_before_open_and_foreign_shapes_are_refused():
     oracle = Coordinatewise(CLIP, 1.0, 4, 2)
-    for early in (lambda: oracle.observe(batch(torch.ones(1, 1))), lambda: oracle.release(torch.Generator())):
+    for early in (
+        lambda: oracle.observe(batch(torch.ones(1, 1))),
+        lambda: oracle.release(torch.Generator()),
+    ):
         with pytest.raises(SequenceError, match="no logical batch was opened"):
             early()
     with pytest.raises(SequenceError, match="no logical batch was opened"):

@@ -34,7 +34,11 @@ def built(noise: float = 1.0, bands: int = 4, steps: int = STEPS) -> CorrelatedC
 
 
 def released(
-    oracle: CorrelatedClipped, draw: Draw, source: Any, rows: Tensor | None = None, design: Design = CYCLE
+    oracle: CorrelatedClipped,
+    draw: Draw,
+    source: Any,
+    rows: Tensor | None = None,
+    design: Design = CYCLE,
 ) -> Tensor:
     oracle.open([torch.zeros(DIM, dtype=torch.float64)])
     if rows is not None:
@@ -66,13 +70,17 @@ def test_a_run_without_rows_releases_the_noise_of_the_strategy() -> None:
 
 
 def test_rows_are_clipped_means_on_top_of_the_noise() -> None:
-    rows = torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.5, 0.0], [math.nan, 0.0, 0.0]], dtype=torch.float64)
+    rows = torch.tensor(
+        [[3.0, 0.0, 4.0], [0.0, 0.5, 0.0], [math.nan, 0.0, 0.0]], dtype=torch.float64
+    )
     quiet, noisy, source = built(), built(), seeded(0)
     silence = [released(quiet, draw, source) for draw in draws(0, 3)]
     source = seeded(0)
     for draw, noise in zip(draws(0, 3), silence, strict=True):
         mean = released(noisy, draw, source, rows) - noise
-        torch.testing.assert_close(mean, torch.tensor([0.6, 0.5, 0.8], dtype=torch.float64) / B, rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(
+            mean, torch.tensor([0.6, 0.5, 0.8], dtype=torch.float64) / B, rtol=1e-3, atol=1e-9
+        )
 
 
 def test_fresh_noise_is_larger_by_the_norm() -> None:
@@ -98,7 +106,14 @@ def test_a_step_is_charged_as_an_ordinary_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "design", [dp.Poisson(B, N), dp.Fixed(B, N), dp.Full(N), dp.Assigned(B, N), dp.Parts(((dp.Full(N), 2),), N)]
+    "design",
+    [
+        dp.Poisson(B, N),
+        dp.Fixed(B, N),
+        dp.Full(N),
+        dp.Assigned(B, N),
+        dp.Parts(((dp.Full(N), 2),), N),
+    ],
 )
 def test_designs_that_keep_no_distance_are_refused(design: Design) -> None:
     with pytest.raises(AdjacencyError, match="design must be Disjoint, Cyclic or Shuffled"):
@@ -152,7 +167,9 @@ def test_noise_is_forgotten_where_steps_are_not_known_to_be_apart(how: str) -> N
     torch.testing.assert_close(got, fresh, rtol=1e-9, atol=1e-12)
     (after,) = draws(int(draw.part) + 1, int(draw.part) + 2, draw.partition)
     if how != "a plan in between":
-        assert not torch.equal(released(oracle, after, source), white(5)[4] * oracle.strategy.norm)  # it goes on
+        assert not torch.equal(
+            released(oracle, after, source), white(5)[4] * oracle.strategy.norm
+        )  # it goes on
 
 
 def test_a_release_that_was_not_charged_takes_nothing_back() -> None:
@@ -182,7 +199,9 @@ def test_copies_and_checkpoints_hold_no_past_noise() -> None:
         twin = copied(oracle._past)
         assert (len(twin), twin.maxlen) == (0, 3)
     assert len(copy.deepcopy(oracle)._past) == 0
-    assert all("tensor" not in str(value) for value in (oracle.settings(), oracle.metrics(), repr(oracle)))
+    assert all(
+        "tensor" not in str(value) for value in (oracle.settings(), oracle.metrics(), repr(oracle))
+    )
 
 
 # -- the design -------------------------------------------------------------------------------------------------------
@@ -197,7 +216,9 @@ def test_batches_come_in_the_same_order_in_each_pass(batch: int, n: int, passes:
     for t, (draw, records) in enumerate(made):
         assert (draw.index, draw.part) == (t, str(t % design.batches))
         assert records.tolist() == made[t % design.batches][1].tolist()
-    assert sorted(i for _, records in made[: design.batches] for i in records.tolist()) == list(range(n))
+    assert sorted(i for _, records in made[: design.batches] for i in records.tolist()) == list(
+        range(n)
+    )
 
 
 @given(start=st.integers(0, 10), more=st.integers(0, 10))
@@ -208,7 +229,11 @@ def test_the_cost_of_steps_ahead_is_that_of_their_draws(start: int, more: int) -
     every = [*made, *(CYCLE.draw_event(base, draw) for draw in draws(start, stop))]
     for adjacency in ("zero_out", "replace_one"):
         expected = Ledger(every).epsilon(1e-5, adjacency) if every else 0.0
-        ahead = Ledger([*made, CYCLE.between(start, stop, [base], "one")]).epsilon(1e-5, adjacency) if every else 0.0
+        ahead = (
+            Ledger([*made, CYCLE.between(start, stop, [base], "one")]).epsilon(1e-5, adjacency)
+            if every
+            else 0.0
+        )
         assert ahead == expected
         if not start and stop:
             assert Ledger([CYCLE.event(base, stop)]).epsilon(1e-5, adjacency) == expected

@@ -30,7 +30,9 @@ def test_the_mean_is_exact_and_not_clipped():
     rows = torch.tensor([[1e6, -3.0], [0.5, 1e-9], [2.0, 4.0]], dtype=torch.float64)
     oracle = Exact(3)
     torch.testing.assert_close(observed(oracle, rows), rows.mean(0), rtol=1e-15, atol=0)
-    torch.testing.assert_close(observed(oracle, rows[:1], rows[1:]), rows.mean(0), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        observed(oracle, rows[:1], rows[1:]), rows.mean(0), rtol=1e-15, atol=0
+    )
 
 
 def test_the_divisor_is_the_public_batch_size():
@@ -88,7 +90,9 @@ def test_training_is_that_of_plain_gradient_descent(reduction, rows):
     model = nn.Linear(3, 1)
     model.load_state_dict(plain.state_dict())
     dp.attach(model, rows=rows, loss_reduction=reduction)
-    opt = dp.PrivateOptimizer(model.parameters(), 0.1, oracle=Exact(4), rule=SGD(), design=Undeclared(4))
+    opt = dp.PrivateOptimizer(
+        model.parameters(), 0.1, oracle=Exact(4), rule=SGD(), design=Undeclared(4)
+    )
     sgd = torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(5):
         sgd.zero_grad()

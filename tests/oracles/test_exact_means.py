@@ -89,13 +89,19 @@ def test_exact_means_of_neighbors_stay_within_the_sensitivity(name, monkeypatch)
     generator, worst = torch.Generator().manual_seed(3), 0.0
     for trial in range(40):
         common = torch.randn(3 + trial, DIM, generator=generator) * (10.0 if trial % 2 else 1e-3)
-        for odd in (1e9 * torch.ones(1, DIM), torch.eye(DIM)[:1] * 1.0000001, -torch.ones(1, DIM) / 3):
+        for odd in (
+            1e9 * torch.ones(1, DIM),
+            torch.eye(DIM)[:1] * 1.0000001,
+            -torch.ones(1, DIM) / 3,
+        ):
             more, spacing = rounded_sum(oracle, torch.cat([common, odd]), monkeypatch)
             less, _ = rounded_sum(oracle, common, monkeypatch)
             other, _ = rounded_sum(oracle, torch.cat([common, -odd]), monkeypatch)
             moved = spacing * math.sqrt(int(((more - less) ** 2).sum()))
             assert moved <= oracle.sensitivity("add_remove")
-            assert spacing * math.sqrt(int(((more - other) ** 2).sum())) <= oracle.sensitivity("replace_one")
+            assert spacing * math.sqrt(int(((more - other) ** 2).sum())) <= oracle.sensitivity(
+                "replace_one"
+            )
             worst = max(worst, moved)
     assert worst > 0.9 * oracle.sensitivity("add_remove")
 
@@ -175,13 +181,28 @@ def data() -> TensorDataset:
 
 OPTIMIZERS = {
     "holder": (dp.HolderSGD, {"problem": PROBLEM, "batch_size": 10, "epochs": 1}),
-    "clipped one pass": (dp.ClippedSGD, {"problem": dp.Problem(smoothness=2.0), "clip": 1.0, "steps": 3}),
+    "clipped one pass": (
+        dp.ClippedSGD,
+        {"problem": dp.Problem(smoothness=2.0), "clip": 1.0, "steps": 3},
+    ),
     "clipped poisson": (
         dp.ClippedSGD,
-        {"problem": dp.Problem(smoothness=2.0), "clip": 1.0, "steps": 3, "sampling": "poisson", "batch_size": 10},
+        {
+            "problem": dp.Problem(smoothness=2.0),
+            "clip": 1.0,
+            "steps": 3,
+            "sampling": "poisson",
+            "batch_size": 10,
+        },
     ),
-    "accelerated": (dp.AcceleratedSGD, {"problem": dp.Problem(smoothness=2.0, radius=3.0), "clip": 1.0, "steps": 3}),
-    "localized": (dp.LocalizedSGD, {"dim": 4, "clip": 1.0, "reg": 0.1, "max_steps": 3, "min_phase": 9}),
+    "accelerated": (
+        dp.AcceleratedSGD,
+        {"problem": dp.Problem(smoothness=2.0, radius=3.0), "clip": 1.0, "steps": 3},
+    ),
+    "localized": (
+        dp.LocalizedSGD,
+        {"dim": 4, "clip": 1.0, "reg": 0.1, "max_steps": 3, "min_phase": 9},
+    ),
 }
 
 
@@ -227,7 +248,9 @@ def test_a_run_that_goes_on_in_floating_point_has_the_sentence():
 def test_closed_form_fits_draw_exact_noise_too(monkeypatch):
     drawn = []
     real = clipped_module.release_on_grid
-    monkeypatch.setattr(clipped_module, "release_on_grid", lambda *given: drawn.append(1) or real(*given))
+    monkeypatch.setattr(
+        clipped_module, "release_on_grid", lambda *given: drawn.append(1) or real(*given)
+    )
     model, optimizer = made("clipped poisson", "exact")
     dp.fit(model, optimizer, data(), dp.losses.Squared())
     assert len(drawn) == 3
@@ -248,9 +271,16 @@ def test_copies_and_checkpoints_stay_exact():
 
 def test_oracles_that_have_no_exact_form_refuse_by_name():
     for oracle in (oracles.Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
-        with pytest.raises(ConditionError, match=f"secure must be None for {type(oracle).__name__}"):
+        with pytest.raises(
+            ConditionError, match=f"secure must be None for {type(oracle).__name__}"
+        ):
             dp.PrivateOptimizer(
-                nn.Linear(3, 1).parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=Full(60), secure="exact"
+                nn.Linear(3, 1).parameters(),
+                0.1,
+                oracle=oracle,
+                rule=dp.rules.SGD(),
+                design=Full(60),
+                secure="exact",
             )
 
 
@@ -272,7 +302,12 @@ def test_no_noise_too_much_noise_and_late_calls_are_refused_before_a_charge():
 
 def test_exact_noise_is_drawn_from_the_stream_that_the_optimizer_gives():
     means = []
-    for source in (Keystream(), Keystream(), torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)):
+    for source in (
+        Keystream(),
+        Keystream(),
+        torch.Generator().manual_seed(0),
+        torch.Generator().manual_seed(0),
+    ):
         oracle = opened(MEANS["clipped"], True)
         means.append(oracle.release(source).mean[0].tolist())
     assert means[0] != means[1]

@@ -18,7 +18,11 @@ from torch_dpsco.oracles import HolderClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 INF = math.inf
-HOLDER = {"holder_exponent": 0.5, "holder_constant": 2.0, "grad_at_zero": 1.0}  # G(r) = 1 + 2 sqrt(r)
+HOLDER = {
+    "holder_exponent": 0.5,
+    "holder_constant": 2.0,
+    "grad_at_zero": 1.0,
+}  # G(r) = 1 + 2 sqrt(r)
 
 
 def clip_at(oracle: HolderClipped, *norms: float) -> list[float]:
@@ -88,18 +92,24 @@ def test_the_papers_clip_is_its_formula_even_where_a_better_bound_is_known():
 def test_the_smaller_of_promised_and_feasible_radius_counts(promised, feasible, noise):
     if noise == "paper" and feasible == INF:
         return  # the paper has no unbounded set: test_missing_constants_are_named
-    oracle = HolderClipped(dp.Problem(**HOLDER, radius=promised), 1.0, 4, noise=noise, radius=feasible)
+    oracle = HolderClipped(
+        dp.Problem(**HOLDER, radius=promised), 1.0, 4, noise=noise, radius=feasible
+    )
     assert clip_at(oracle, 100.0) == [pytest.approx(3.0, rel=1e-12)]
 
 
 def test_a_lipschitz_constant_that_ends_inside_of_the_feasible_set_still_clips():
     for noise in ("adaptive", "constant"):
-        oracle = HolderClipped(dp.Problem(lipschitz=2.0, radius=1.0), 1.0, 4, noise=noise, radius=5.0)
+        oracle = HolderClipped(
+            dp.Problem(lipschitz=2.0, radius=1.0), 1.0, 4, noise=noise, radius=5.0
+        )
         assert clip_at(oracle, 0.0, 1.0, 5.0, 1e9) == [2.0] * 4
 
 
 def test_a_lipschitz_constant_serves_iterates_that_are_rounded_past_its_radius():
-    oracle = HolderClipped(dp.Problem(lipschitz=2.0, grad_at_zero=1.0, radius=4.0), 1.0, 4, radius=4.0)
+    oracle = HolderClipped(
+        dp.Problem(lipschitz=2.0, grad_at_zero=1.0, radius=4.0), 1.0, 4, radius=4.0
+    )
     assert clip_at(oracle, 1.0, 4.0, 4.0001) == [2.0] * 3
 
 
@@ -124,7 +134,12 @@ def test_a_diverged_iterate_is_refused_where_the_clip_follows_it(bad):
         (dp.Problem(holder_exponent=0.5, holder_constant=2.0), "adaptive", 3.0, "grad_at_zero"),
         (dp.Problem(**HOLDER), "constant", INF, "finite radius"),
         (dp.Problem(**HOLDER), "paper", INF, "radius must be finite for noise='paper'"),
-        (dp.Problem(lipschitz=1.0, radius=2.0), "paper", 2.0, "holder_exponent, holder_constant, grad_at_zero"),
+        (
+            dp.Problem(lipschitz=1.0, radius=2.0),
+            "paper",
+            2.0,
+            "holder_exponent, holder_constant, grad_at_zero",
+        ),
     ],
 )
 def test_missing_constants_are_named(problem, noise, radius, missing):
@@ -149,7 +164,9 @@ def test_with_false_promises_rows_are_clipped_all_the_same():
         assert torch.linalg.vector_norm(released(oracle, [torch.zeros(2)], [rows])) <= 0.5
 
 
-@pytest.mark.parametrize("loss", [dp.losses.Logistic(), dp.losses.Huber(0.7)], ids=["Logistic", "Huber"])
+@pytest.mark.parametrize(
+    "loss", [dp.losses.Logistic(), dp.losses.Huber(0.7)], ids=["Logistic", "Huber"]
+)
 def test_with_true_promises_nothing_is_clipped(loss):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 3, generator=generator, dtype=torch.float64)

@@ -67,11 +67,15 @@ def test_rows_of_one_phase_never_enter_the_release_of_another() -> None:
 
 
 SPECIAL = [0.0, 1e-42, 1e30, 3e38, float("inf"), float("-inf"), float("nan"), 1.0, -2.0]
-row = st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(-10, 10, width=32)), min_size=2, max_size=2)
+row = st.lists(
+    st.one_of(st.sampled_from(SPECIAL), st.floats(-10, 10, width=32)), min_size=2, max_size=2
+)
 
 
 @settings(derandomize=True, max_examples=80)
-@given(batch=st.lists(row, min_size=1, max_size=6), other=row, step=st.integers(0, 4), data=st.data())
+@given(
+    batch=st.lists(row, min_size=1, max_size=6), other=row, step=st.integers(0, 4), data=st.data()
+)
 def test_no_replaced_row_moves_a_release_by_more_than_the_sensitivity(
     batch: list[list[float]], other: list[float], step: int, data: st.DataObject
 ) -> None:
@@ -100,7 +104,9 @@ def test_a_pilot_comes_first_and_fixes_the_clip_of_later_phases() -> None:
     assert 2.0 <= pilot.chosen < 3.0
     oracle.open(QUERY, 1)
     oracle.observe(rows([9.0, 0.0]))
-    assert float(oracle.release(torch.Generator()).mean[0][0]) == pytest.approx(pilot.chosen / 2, rel=1e-3)
+    assert float(oracle.release(torch.Generator()).mean[0][0]) == pytest.approx(
+        pilot.chosen / 2, rel=1e-3
+    )
     with pytest.raises(SequenceError, match="has released its threshold"):
         oracle.open(QUERY, 0)
 

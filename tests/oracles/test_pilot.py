@@ -28,7 +28,9 @@ def batch(lengths: list[float], dim: int = 1) -> GradBatch:
     return GradBatch([DenseBlock(torch.tensor(lengths)[:, None].expand(-1, dim) / math.sqrt(dim))])
 
 
-def ran(pilot: QuantilePilot, *batches: GradBatch, query: torch.Tensor | None = None) -> dp.oracles.Release:
+def ran(
+    pilot: QuantilePilot, *batches: GradBatch, query: torch.Tensor | None = None
+) -> dp.oracles.Release:
     pilot.open([torch.zeros(1) if query is None else query])
     for rows in batches:
         pilot.observe(rows)
@@ -73,14 +75,21 @@ def test_no_row_more_breaks_epsilon(monkeypatch, epsilon):
 
 def test_a_row_without_a_norm_counts_as_above(monkeypatch):
     pilot = QuantilePilot(3, 1.0)
-    laws = [law_of(monkeypatch, pilot, batch([1.0, 2.0, bad])) for bad in (math.inf, math.nan, -math.inf, 3e38)]
+    laws = [
+        law_of(monkeypatch, pilot, batch([1.0, 2.0, bad]))
+        for bad in (math.inf, math.nan, -math.inf, 3e38)
+    ]
     assert all(np.array_equal(laws[0], law) for law in laws)
-    assert np.array_equal(laws[0], quantile_law([1.0001, 2.0001, math.inf], geometric_grid(1e-4, 1e4), 0.9, 1.0, 3))
+    assert np.array_equal(
+        laws[0], quantile_law([1.0001, 2.0001, math.inf], geometric_grid(1e-4, 1e4), 0.9, 1.0, 3)
+    )
 
 
 def test_the_rank_is_that_of_the_announced_size(monkeypatch):
     pilot, grid = QuantilePilot(100, 1.0, quantile=0.5), geometric_grid(1e-4, 1e4)
-    assert np.array_equal(law_of(monkeypatch, pilot, batch([1.1])), quantile_law([1.1], grid, 0.5, 1.0, 100))
+    assert np.array_equal(
+        law_of(monkeypatch, pilot, batch([1.1])), quantile_law([1.1], grid, 0.5, 1.0, 100)
+    )
 
 
 def test_the_release_moves_nothing():
@@ -94,7 +103,9 @@ def test_the_release_moves_nothing():
 
 def test_only_norms_enter_the_release(monkeypatch):
     drawn = []
-    monkeypatch.setattr(module, "draw_quantile", lambda *arguments: drawn.append(arguments[0].tolist()) or 1.0)
+    monkeypatch.setattr(
+        module, "draw_quantile", lambda *arguments: drawn.append(arguments[0].tolist()) or 1.0
+    )
     acts = torch.tensor([[3.0, 4.0], [0.6, 0.8]])
     pilot = QuantilePilot(6, 1.0)
     dense = GradBatch([DenseBlock(torch.tensor([[5.0, 0.0]])), DenseBlock(torch.tensor([12.0]))])
@@ -143,7 +154,11 @@ def test_discarded_rows_are_in_no_draw(monkeypatch):
 
 def test_calls_out_of_order_are_refused():
     pilot = QuantilePilot(2, 1.0)
-    for call in (lambda: pilot.observe(batch([1.0])), lambda: pilot.release(torch.Generator()), lambda: pilot.chosen):
+    for call in (
+        lambda: pilot.observe(batch([1.0])),
+        lambda: pilot.release(torch.Generator()),
+        lambda: pilot.chosen,
+    ):
         with pytest.raises(SequenceError):
             call()
     ran(pilot, batch([1.0, 2.0]))
@@ -178,7 +193,9 @@ def test_a_run_with_a_pilot_moves_nothing_in_its_step_and_costs_the_larger_group
         design=design,
     )
     generator = torch.Generator().manual_seed(8)
-    data = torch.utils.data.TensorDataset(torch.randn(600, 2, generator=generator), torch.ones(600, 1))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(600, 2, generator=generator), torch.ones(600, 1)
+    )
     for x, y in opt.loader(data):
         opt.zero_grad()
         (model(x) - y).square().mean().backward()
@@ -188,7 +205,13 @@ def test_a_run_with_a_pilot_moves_nothing_in_its_step_and_costs_the_larger_group
         assert opt.metrics["clip"] == pilot.chosen
     assert opt.steps == 5
     assert opt.accountant.get_epsilon(1e-9) == pytest.approx(
-        max(1.0, dp.Accountant().ledger.evaluate(1e-9, "replace_one", extra=clipped_gaussian(4.0)).epsilon), rel=1e-6
+        max(
+            1.0,
+            dp.Accountant()
+            .ledger.evaluate(1e-9, "replace_one", extra=clipped_gaussian(4.0))
+            .epsilon,
+        ),
+        rel=1e-6,
     )
     assert opt.accountant.get_epsilon(1e-2) == pytest.approx(1.0, rel=0.1)
     with pytest.raises(AdjacencyError):

@@ -33,7 +33,9 @@ def test_a_release_never_joins_parts_of_two_draws(own_loader):
     if own_loader:
         loader = opt.loader(data, steps=4)
     else:
-        loader = opt.bind(DataLoader(data, batch_sampler=dp.sampling.FixedSampler(opt.design, steps=4)))
+        loader = opt.bind(
+            DataLoader(data, batch_sampler=dp.sampling.FixedSampler(opt.design, steps=4))
+        )
     batches = iter(loader)
 
     def half_of_a_batch(finish):
@@ -60,7 +62,9 @@ def test_a_skipped_batch_is_charged_or_refused():
         used: Counter[float] = Counter()
         try:
             loader = opt.bind(
-                DataLoader(column(1.0, 2.0), batch_sampler=dp.sampling.ShuffledSampler(opt.design, steps=3))
+                DataLoader(
+                    column(1.0, 2.0), batch_sampler=dp.sampling.ShuffledSampler(opt.design, steps=3)
+                )
             )
             for (x,) in itertools.islice(loader, 1, None):
                 model(x).sum().backward()
@@ -137,13 +141,17 @@ def test_one_record_more_moves_the_mean_by_at_most_one_clip(dtype, rows, reducti
         fewer, more = batch(size), batch(size + 1)
         oracle = Clipped(1.0001 * float(more.norms().max()), 0.0, batch_size=256)
         query = [torch.zeros(1, 1)]
-        moved = torch.linalg.vector_norm(released(oracle, query, [more]) - released(oracle, query, [fewer]))
+        moved = torch.linalg.vector_norm(
+            released(oracle, query, [more]) - released(oracle, query, [fewer])
+        )
         assert moved <= oracle.sensitivity("add_remove")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_mean_in_half_precision_is_refused(dtype):
-    with pytest.raises(ValueError, match="loss_reduction must be 'sum' for half-precision parameters"):
+    with pytest.raises(
+        ValueError, match="loss_reduction must be 'sum' for half-precision parameters"
+    ):
         dp.attach(nn.Linear(2, 1).to(dtype))
 
 
@@ -153,7 +161,9 @@ def test_one_factored_row_of_tiny_products_moves_the_mean_by_at_most_one_clip(cl
     # |a| is as large as its norm allows, so that the clipped b underflows in float32
     block = FactoredBlock(torch.full((1, 1), 1.8e19), torch.full((1, outputs), 1e-7), bias=False)
     oracle = Clipped(clip, 0.0, batch_size=128)
-    moved = torch.linalg.vector_norm(released(oracle, [torch.zeros(outputs, 1)], [GradBatch([block])]))
+    moved = torch.linalg.vector_norm(
+        released(oracle, [torch.zeros(outputs, 1)], [GradBatch([block])])
+    )
     assert moved <= oracle.sensitivity("zero_out")
 
 

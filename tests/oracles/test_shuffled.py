@@ -21,13 +21,31 @@ from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import ApproxZCDP
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
-from torch_dpsco.mechanisms.shuffle import BinomialNoise, ShuffleParameters, coordinate_cost, vector_cost
+from torch_dpsco.mechanisms.shuffle import (
+    BinomialNoise,
+    ShuffleParameters,
+    coordinate_cost,
+    vector_cost,
+)
 from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
 
 CLIP = 1.5
-ADVERSARIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -1e-45, 0.0, CLIP, -CLIP, 1e30, 0.7]
+ADVERSARIAL = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    3e38,
+    -3e38,
+    1e-45,
+    -1e-45,
+    0.0,
+    CLIP,
+    -CLIP,
+    1e30,
+    0.7,
+]
 SILENT = ShuffleParameters(7, 0)
 
 
@@ -53,11 +71,16 @@ def counts_of(oracle, rows, seed=0):
 
 
 def test_the_clipped_mean_is_the_vector_sum_of_clipped_rows():
-    rows = torch.tensor([[0.5, -0.25], [0.75, 1.0], [30.0, 40.0], [math.inf, 0.0]], dtype=torch.float64)
+    rows = torch.tensor(
+        [[0.5, -0.25], [0.75, 1.0], [30.0, 40.0], [math.inf, 0.0]], dtype=torch.float64
+    )
     clipped = torch.tensor([[0.5, -0.25], [0.75, 1.0], [0.9, 1.2], [0.0, 0.0]])
     oracle = make("clipped", ShuffleParameters(2**40, 0), 4, 2)
     got = counts_of(oracle, rows).double() / 2**40
-    expected = vector_sum(clipped, CLIP, ShuffleParameters(2**40, 0), torch.Generator()) / (2 * CLIP) + 4 / 2
+    expected = (
+        vector_sum(clipped, CLIP, ShuffleParameters(2**40, 0), torch.Generator()) / (2 * CLIP)
+        + 4 / 2
+    )
     torch.testing.assert_close(got[0], expected, rtol=1e-3, atol=0)
     oracle.open([torch.zeros(2, dtype=torch.float64)])
     oracle.observe(batch(rows))
@@ -127,11 +150,15 @@ def test_no_neighbor_moves_a_count_past_the_budget(kind, size, dim, seed, grid, 
     """With rounding coupled, as in the proof: |s|_2 <= g + sqrt(d) or g sqrt(d), |s_j| <= g, in one group."""
     groups = data.draw(st.integers(1, size)) if kind == "median" else 1
     entry = st.one_of(st.sampled_from(ADVERSARIAL), st.floats(-4, 4).map(lambda x: x * clip))
-    rows = clip * torch.randn(size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = clip * torch.randn(
+        size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     place = data.draw(st.integers(0, size - 1))
     pair = [rows.clone(), rows.clone()]
     for table in pair:
-        table[place] = torch.tensor(data.draw(st.lists(entry, min_size=dim, max_size=dim)), dtype=torch.float64)
+        table[place] = torch.tensor(
+            data.draw(st.lists(entry, min_size=dim, max_size=dim)), dtype=torch.float64
+        )
     make_one = lambda: make(kind, ShuffleParameters(grid, 0), size, dim, groups, clip)  # noqa: E731
     steps = (counts_of(make_one(), pair[0], seed) - counts_of(make_one(), pair[1], seed)).double()
     assert steps.abs().max() <= grid
@@ -154,9 +181,14 @@ def test_no_neighbor_moves_a_count_past_the_budget(kind, size, dim, seed, grid, 
 
 def test_opposite_rows_use_the_whole_budget():
     one, other = torch.full((1, 4), 1e9), torch.full((1, 4), -1e9)
-    boxes = [counts_of(make("median", ShuffleParameters(8, 0), 1, 4, 1), rows) for rows in (one, other)]
+    boxes = [
+        counts_of(make("median", ShuffleParameters(8, 0), 1, 4, 1), rows) for rows in (one, other)
+    ]
     assert (boxes[0] - boxes[1]).tolist() == [[8] * 4]
-    balls = [counts_of(make("clipped", ShuffleParameters(8, 0), 1, 4), rows, seed=1) for rows in (one, other)]
+    balls = [
+        counts_of(make("clipped", ShuffleParameters(8, 0), 1, 4), rows, seed=1)
+        for rows in (one, other)
+    ]
     assert torch.linalg.vector_norm((balls[0] - balls[1]).double()) <= 8 + 2
     assert (balls[0] - balls[1]).min() >= 3
 
@@ -184,13 +216,18 @@ def test_halved_noise_bits_are_caught(kind, monkeypatch):
 
     assert (ratio() - 1).abs().max() < 0.05
     draw = BinomialNoise.draw
-    monkeypatch.setattr(BinomialNoise, "draw", lambda self, *a: draw(BinomialNoise(self.trials // 2, 0.5), *a))
+    monkeypatch.setattr(
+        BinomialNoise, "draw", lambda self, *a: draw(BinomialNoise(self.trials // 2, 0.5), *a)
+    )
     assert (ratio() - 0.5).abs().max() < 0.05
 
 
 def test_calibrated_oracles_meet_their_target_exactly():
     for oracle, shifts in (
-        (ShuffledClipped.calibrated(1.0, 200, 3, epsilon=1.0, delta=1e-5, grid=8), [[8, 4, 4], [5, 5, 5]]),
+        (
+            ShuffledClipped.calibrated(1.0, 200, 3, epsilon=1.0, delta=1e-5, grid=8),
+            [[8, 4, 4], [5, 5, 5]],
+        ),
         (ShuffledMedian.calibrated(1.0, 200, 3, 4, epsilon=1.0, delta=1e-5, grid=8), [[8, 8, 8]]),
     ):
         event = oracle.event()
@@ -224,7 +261,9 @@ def test_the_event_is_approximate_zcdp_and_without_bits_no_privacy():
 def test_dishonest_users_cost_privacy():
     parameters = ShuffleParameters(4, 1000)
     for kind in ("clipped", "median"):
-        honest, half = (make(kind, parameters, 8, honest_fraction=share).event() for share in (1.0, 0.5))
+        honest, half = (
+            make(kind, parameters, 8, honest_fraction=share).event() for share in (1.0, 0.5)
+        )
         assert half.rho == pytest.approx(2 * honest.rho, rel=0.02)
 
 
@@ -242,7 +281,9 @@ def test_one_pass_costs_one_release(kind):
         opt.zero_grad()
         (model(x) - y).square().mean().backward()
         opt.step()
-    assert opt.accountant.get_epsilon(1e-5) == pytest.approx(zcdp_epsilon(event.rho, 1e-5), rel=1e-4)
+    assert opt.accountant.get_epsilon(1e-5) == pytest.approx(
+        zcdp_epsilon(event.rho, 1e-5), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["clipped", "median"])
@@ -300,7 +341,16 @@ def test_settings_say_that_the_model_is_simulated(kind):
         "model": "shuffle model, simulated centrally; honest users assumed",
     }
     assert oracle.metrics() == {"clip": CLIP, "noise_std": oracle.noise_std}
-    for name in ("clip", "parameters", "groups", "dim", "failure", "honest_fraction", "group_size", "noise_std"):
+    for name in (
+        "clip",
+        "parameters",
+        "groups",
+        "dim",
+        "failure",
+        "honest_fraction",
+        "group_size",
+        "noise_std",
+    ):
         with pytest.raises(PrivacyError, match="fixed at construction"):
             setattr(oracle, name, 1)
 

@@ -37,7 +37,10 @@ def exactly(oracle, rows, users=None):
 
 def test_the_answer_is_the_mean_of_clipped_means():
     generator = torch.Generator().manual_seed(0)
-    rows, users = torch.randn(20, 3, generator=generator).double(), torch.randint(4, (20,), generator=generator)
+    rows, users = (
+        torch.randn(20, 3, generator=generator).double(),
+        torch.randint(4, (20,), generator=generator),
+    )
     got = exactly(make(), rows, users)
     means = torch.stack([rows[users == user].mean(0) for user in range(4)])
     factors = (CLIP / torch.linalg.vector_norm(means, dim=1)).clamp(max=1.0)
@@ -52,7 +55,11 @@ values = st.one_of(st.floats(-3, 3), st.sampled_from([*BAD, CLIP, -CLIP, 0.0]))
 @given(st.integers(1, 3), st.integers(0, 3), st.data())
 def test_no_user_moves_the_mean_past_the_sensitivity(dim, more, data):
     def rows(n):
-        return torch.tensor(data.draw(st.lists(st.lists(values, min_size=dim, max_size=dim), min_size=n, max_size=n)))
+        return torch.tensor(
+            data.draw(
+                st.lists(st.lists(values, min_size=dim, max_size=dim), min_size=n, max_size=n)
+            )
+        )
 
     common = torch.rand(6, dim, generator=torch.Generator().manual_seed(0)).double()
     ids = torch.tensor([1, 1, 2, 2, 2, 3])
@@ -60,7 +67,9 @@ def test_no_user_moves_the_mean_past_the_sensitivity(dim, more, data):
     for size in (more, data.draw(st.integers(1, 3))):  # rows of user 0; none with size 0
         own = rows(size).double().reshape(size, dim)
         both = torch.cat([own, common])
-        answers.append(exactly(make(), both, torch.cat([torch.zeros(size, dtype=torch.int64), ids])))
+        answers.append(
+            exactly(make(), both, torch.cat([torch.zeros(size, dtype=torch.int64), ids]))
+        )
     moved = float(torch.linalg.vector_norm(answers[0] - answers[1]))
     oracle = make()
     observe(oracle, common[:1])
@@ -82,17 +91,21 @@ def test_many_rows_of_one_user_count_as_one_user():
     users = torch.zeros(500, dtype=torch.int64)
     moved = exactly(make(), rows, users)
     assert moved.item() == pytest.approx(CLIP / 4, rel=1e-3)
-    assert exactly(make(), rows, torch.arange(500) % 100).item() > 20 * CLIP / 4  # told apart from 100 users
+    assert (
+        exactly(make(), rows, torch.arange(500) % 100).item() > 20 * CLIP / 4
+    )  # told apart from 100 users
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 def test_users_without_a_usable_mean_contribute_nothing(value):
     rows = torch.tensor([[0.25], [value], [0.25]], dtype=torch.float64)
-    assert torch.equal(exactly(make(), rows, torch.tensor([0, 1, 1])), exactly(make(), rows[:1], torch.tensor([0])))
-    few = make(min_items=2)
-    assert exactly(few, torch.full((3, 1), 0.25).double(), torch.tensor([0, 0, 1])).item() == pytest.approx(
-        0.0625, rel=1e-3
+    assert torch.equal(
+        exactly(make(), rows, torch.tensor([0, 1, 1])), exactly(make(), rows[:1], torch.tensor([0]))
     )
+    few = make(min_items=2)
+    assert exactly(
+        few, torch.full((3, 1), 0.25).double(), torch.tensor([0, 0, 1])
+    ).item() == pytest.approx(0.0625, rel=1e-3)
     assert exactly(make(), torch.zeros(0, 1)).item() == 0.0
 
 
@@ -110,7 +123,9 @@ def test_an_adaptive_clip_gets_one_vote_of_each_user_and_its_event():
         released(quiet, rows, torch.tensor([0] * items + list(range(1, 40))))
         return quiet.state()["clip"]
 
-    assert after(1) == pytest.approx(after(1000)) == pytest.approx(math.exp(-0.2 * (19.5 - 0.5) / 40))
+    assert (
+        after(1) == pytest.approx(after(1000)) == pytest.approx(math.exp(-0.2 * (19.5 - 0.5) / 40))
+    )
 
 
 def test_a_bound_that_follows_the_iterate_works_for_users():

@@ -27,7 +27,19 @@ from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neigh
 
 FALSE_ALARM = 1e-6
 BAD = [math.nan, math.inf, -math.inf, 1e300, -1e308, 1e39]
-EDGE = [0.0, 1.0, -1.0, 2.0, -2.0, 0.5, 5e-324, math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0), 1e3, 1001.0]
+EDGE = [
+    0.0,
+    1.0,
+    -1.0,
+    2.0,
+    -2.0,
+    0.5,
+    5e-324,
+    math.nextafter(1.0, 2.0),
+    math.nextafter(1.0, 0.0),
+    1e3,
+    1001.0,
+]
 
 
 def column(*values, dtype=torch.float64):
@@ -37,12 +49,18 @@ def column(*values, dtype=torch.float64):
 def literal(rows, tau, filter):
     """The definition in rational arithmetic: (score, mean); rows that are not finite are on their own."""
     n = filter.n_users
-    table = [[Fraction(v) for v in row] if all(map(math.isfinite, row)) else None for row in rows.double().tolist()]
+    table = [
+        [Fraction(v) for v in row] if all(map(math.isfinite, row)) else None
+        for row in rows.double().tolist()
+    ]
 
     def count(row, radius):
         if row is None:
             return 1
-        return sum(o is not None and sum((a - b) ** 2 for a, b in zip(row, o, strict=True)) <= radius**2 for o in table)
+        return sum(
+            o is not None and sum((a - b) ** 2 for a, b in zip(row, o, strict=True)) <= radius**2
+            for o in table
+        )
 
     score = Fraction(sum(count(row, Fraction(tau)) for row in table) + n - len(table), n)
     a, radius = Fraction(n + 1, 2), Fraction(tau) * (1 if filter.kind == "same" else 2)
@@ -64,7 +82,9 @@ def literal(rows, tau, filter):
 def test_the_answer_is_that_of_the_definition(kind, n, dim, data):
     filter = kind(n, n - 1)
     lattice = st.sampled_from([0.0, 0.5, 1.0, -0.5, 0.25, 2.0])
-    table = data.draw(st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=n, max_size=n))
+    table = data.draw(
+        st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=n, max_size=n)
+    )
     for place in data.draw(st.lists(st.integers(0, n - 1), max_size=2)):
         table[place][0] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     rows = torch.tensor(table, dtype=torch.float64)
@@ -86,7 +106,9 @@ def test_several_rows_of_a_user_are_averaged_over_physical_batches_and_places():
     split = released(certain(same(8)), rows, users, splits=(1, 20, 20, 59)).mean[0]
     torch.testing.assert_close(split, whole, rtol=1e-14, atol=1e-16)
     order = torch.randperm(60, generator=generator)
-    torch.testing.assert_close(released(certain(same(8)), rows[order], users[order]).mean[0], expected)
+    torch.testing.assert_close(
+        released(certain(same(8)), rows[order], users[order]).mean[0], expected
+    )
     names = torch.randperm(8, generator=generator)
     torch.testing.assert_close(released(certain(same(8)), rows, names[users]).mean[0], expected)
 
@@ -97,10 +119,14 @@ def test_several_rows_of_a_user_are_averaged_over_physical_batches_and_places():
 def moved(filter, first, second, tau=1.0, threshold=None, **others):
     """Returns the distance of two answers over the declared sensitivity; None unless both pass."""
     oracles = [certain(filter, tau, threshold=threshold, **others) for _ in range(2)]
-    answers = [released(oracle, rows) for oracle, rows in zip(oracles, (first, second), strict=True)]
+    answers = [
+        released(oracle, rows) for oracle, rows in zip(oracles, (first, second), strict=True)
+    ]
     if any(answer.halted for answer in answers):
         return None
-    distance = float(torch.linalg.vector_norm(answers[0].mean[0].double() - answers[1].mean[0].double()))
+    distance = float(
+        torch.linalg.vector_norm(answers[0].mean[0].double() - answers[1].mean[0].double())
+    )
     return distance / oracles[0].sensitivity(REPLACE_ONE)
 
 
@@ -113,7 +139,9 @@ def test_no_user_moves_the_mean_past_the_sensitivity(kind, n, dim, data):
     rows = torch.tensor(table, dtype=torch.float64)
     one, other = rows.clone(), rows.clone()
     for changed in (one, other):
-        changed[0] = torch.tensor(data.draw(st.lists(st.sampled_from(EDGE + BAD), min_size=dim, max_size=dim)))
+        changed[0] = torch.tensor(
+            data.draw(st.lists(st.sampled_from(EDGE + BAD), min_size=dim, max_size=dim))
+        )
     ratio = moved(filter, one, other)
     assert ratio is None or ratio <= 1.0
 
@@ -147,7 +175,9 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
     places = np.array([-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0])
     for _ in range(4000):
         n = int(rng.integers(12, 400))
-        sizes = np.bincount(rng.choice(9, n - 1, p=rng.dirichlet(np.full(9, rng.choice([0.1, 0.5])))), minlength=9)
+        sizes = np.bincount(
+            rng.choice(9, n - 1, p=rng.dirichlet(np.full(9, rng.choice([0.1, 0.5])))), minlength=9
+        )
         ends = rng.choice([*places, 1e9], 2)
         sides = []
         for end in ends:
@@ -156,7 +186,10 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
             sides.append((at, weight, (near <= 1) @ weight, (near <= 2) @ weight))
         score = max(float((w * f).sum()) / n for _, w, f, _ in sides)
         for kind, index in (("same", 2), ("two", 3)):
-            low, high = n // 2 + 2, min(math.floor(score), n - 1) if kind == "same" else math.ceil(score) - 1
+            low, high = (
+                n // 2 + 2,
+                min(math.floor(score), n - 1) if kind == "same" else math.ceil(score) - 1,
+            )
             if low > high:
                 continue
             end = int(rng.integers(low, high + 1))
@@ -167,7 +200,9 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
             means = []
             for at, weight, *counts in sides:
                 w = weight * np.clip((counts[index - 2] - (n + 1) / 2) / (end - (n + 1) / 2), 0, 1)
-                means.append(float((w * np.where(w > 0, at, 0)).sum() / w.sum()) if w.sum() else 0.0)
+                means.append(
+                    float((w * np.where(w > 0, at, 0)).sum() / w.sum()) if w.sum() else 0.0
+                )
             ratio = abs(means[0] - means[1]) / bound
             assert ratio <= 1.0 + 1e-12
             best[kind] = max(best[kind], ratio)
@@ -196,7 +231,9 @@ def test_the_score_sensitivity_is_reached_by_an_isolated_user():
     n = 12
 
     def passes(first, threshold):
-        return not released(certain(same(n, 9.5, 9), threshold=threshold), column(first, *[0.0] * (n - 1))).halted
+        return not released(
+            certain(same(n, 9.5, 9), threshold=threshold), column(first, *[0.0] * (n - 1))
+        ).halted
 
     full, low = n, Fraction((n - 1) ** 2 + 1, n)
     assert full - low == Fraction(2 * (n - 1), n)
@@ -239,10 +276,14 @@ def test_neighbors_of_one_user_are_neighbors_at_twice_the_radius():
 def test_isolated_users_count_themselves_and_nobody_else(value):
     n = 10
     good = [0.0, 0.25, 0.5, 0.25, 0.0, 0.25, 0.5, 0.25, 0.25]
-    expected = released(certain(same(n, 8.0, 7)), column(*good), torch.arange(1, n)).mean[0]  # user 0 has no rows
+    expected = released(certain(same(n, 8.0, 7)), column(*good), torch.arange(1, n)).mean[
+        0
+    ]  # user 0 has no rows
     assert torch.equal(released(certain(same(n, 8.0, 7)), column(*good, value)).mean[0], expected)
     few = certain(same(n, 8.0, 7), min_items=2)
-    twice = torch.tensor([*good, *good, 0.25], dtype=torch.float64)[:, None]  # the last one has a single row
+    twice = torch.tensor([*good, *good, 0.25], dtype=torch.float64)[
+        :, None
+    ]  # the last one has a single row
     users = torch.tensor([*range(9), *range(9), 9])
     torch.testing.assert_close(released(few, twice, users).mean[0], expected)
 
@@ -250,12 +291,20 @@ def test_isolated_users_count_themselves_and_nobody_else(value):
 def test_non_finite_users_never_reach_the_mean():
     rows = torch.full((50, 4), 0.25)
     rows[7, 2], rows[9] = math.nan, math.inf
-    for kind in (same(50, 40.0, 35), two(50, 40.0, 35), Filter(50, 40.0, 33, "paper_corrected", 1e-6)):
+    for kind in (
+        same(50, 40.0, 35),
+        two(50, 40.0, 35),
+        Filter(50, 40.0, 33, "paper_corrected", 1e-6),
+    ):
         assert released(certain(kind), rows).mean[0].tolist() == [0.25] * 4
 
 
 def test_everybody_isolated_halts_without_an_error():
-    for rows in (torch.full((8, 2), math.nan), torch.zeros(0, 2), 10.0 * torch.arange(8.0)[:, None]):
+    for rows in (
+        torch.full((8, 2), math.nan),
+        torch.zeros(0, 2),
+        10.0 * torch.arange(8.0)[:, None],
+    ):
         answer = released(certain(same(8)), rows, torch.arange(len(rows)))
         assert answer.halted
         assert answer.still
@@ -263,10 +312,15 @@ def test_everybody_isolated_halts_without_an_error():
 
 
 def test_the_mean_around_a_far_public_center_keeps_its_digits():
-    rows = 1e4 + torch.rand(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    rows = (
+        1e4
+        + torch.rand(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    )
     exact = [math.fsum(rows[:, i].tolist()) / 40 for i in range(3)]
     answer = released(certain(same(40), center=[torch.full((3,), 1e4)]), rows)
-    torch.testing.assert_close(answer.mean[0], torch.tensor(exact, dtype=torch.float64), rtol=1e-15, atol=0.0)
+    torch.testing.assert_close(
+        answer.mean[0], torch.tensor(exact, dtype=torch.float64), rtol=1e-15, atol=0.0
+    )
     assert released(certain(same(40)), rows).halted  # farther than 1000 tau from 0
 
 
@@ -276,7 +330,10 @@ def test_the_error_of_the_weighted_mean_is_within_its_bound(n, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = 1e3 + torch.rand(n, 1, dtype=torch.float64, generator=generator)
     weights = torch.rand(n, dtype=torch.float64, generator=generator)
-    exact = sum(Fraction(w) * Fraction(x) for w, x in zip(weights.tolist(), rows[:, 0].tolist(), strict=True))
+    exact = sum(
+        Fraction(w) * Fraction(x)
+        for w, x in zip(weights.tolist(), rows[:, 0].tolist(), strict=True)
+    )
     exact /= sum(map(Fraction, weights.tolist()))
     error = abs(Fraction(weighted_mean(Points(rows), weights).item()) - exact)
     assert error <= Fraction(mean_rounding(n, 1.0, 1001.0)) / 2
@@ -307,9 +364,15 @@ def test_more_steps_than_planned_are_refused():
 
 def test_the_phase_is_charged_for_what_is_drawn():
     filter, tau, std = same(100, 90.0, 74), 0.5, 0.01
-    oracle = UserFiltered(filter, tau, std, steps=7, threshold=95.0, threshold_scale=0.3, query_scale=0.4)
+    oracle = UserFiltered(
+        filter, tau, std, steps=7, threshold=95.0, threshold_scale=0.3, query_scale=0.4
+    )
     test, mean, failure = oracle.phase_event().events
-    assert (test.b_threshold, test.b_query, test.sensitivity(REPLACE_ONE)) == (0.3, 0.4, pytest.approx(1.98))
+    assert (test.b_threshold, test.b_query, test.sensitivity(REPLACE_ONE)) == (
+        0.3,
+        0.4,
+        pytest.approx(1.98),
+    )
     assert isinstance(mean, Repeat)
     assert mean.n == 7
     assert mean.event.sigma == pytest.approx(std / (filter.coefficient * tau), rel=1e-15)
@@ -318,12 +381,16 @@ def test_the_phase_is_charged_for_what_is_drawn():
     assert failure.probability == pytest.approx(bad_pass_probability(5.0, 7, 0.3, 0.4), rel=1e-8)
     oracle.open([torch.zeros(1000)])
     assert std <= oracle.noise_std <= std * (1 + 1e-7)
-    assert oracle.noise_std / oracle.sensitivity(REPLACE_ONE) == pytest.approx(mean.event.sigma, rel=1e-15)
+    assert oracle.noise_std / oracle.sensitivity(REPLACE_ONE) == pytest.approx(
+        mean.event.sigma, rel=1e-15
+    )
 
 
 def test_the_ledger_covers_the_proved_delta():
     filter = same(1000, 850.0, 750)
-    oracle = UserFiltered(filter, 1.0, 0.5, steps=50, threshold=985.0, threshold_scale=2.0, query_scale=4.0)
+    oracle = UserFiltered(
+        filter, 1.0, 0.5, steps=50, threshold=985.0, threshold_scale=2.0, query_scale=4.0
+    )
     accountant = dp.Accountant(unit="user", adjacency=REPLACE_ONE)
     accountant.record(oracle.phase_event())
     delta = 1e-4
@@ -365,7 +432,9 @@ def test_the_filter_is_charged_under_replace_one_only(adjacency):
     with pytest.raises(AdjacencyError):
         oracle.sensitivity(adjacency)
     with pytest.raises(AdjacencyError):
-        dp.Accountant(unit="user", adjacency=adjacency).ledger.cost(adjacency, extra=oracle.phase_event())
+        dp.Accountant(unit="user", adjacency=adjacency).ledger.cost(
+            adjacency, extra=oracle.phase_event()
+        )
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 1.05])
@@ -376,7 +445,9 @@ def test_halved_noise_of_the_filtered_mean_is_caught(factor, monkeypatch):
         monkeypatch.setattr(UserFiltered, "noise_std", property(lambda self: factor * right(self)))
     rows = torch.zeros(8, 20_000)
     noise = released(declared, rows).mean[0]
-    std = declared.phase_event().events[1].event.sigma * declared.filter.coefficient  # what the ledger was told
+    std = (
+        declared.phase_event().events[1].event.sigma * declared.filter.coefficient
+    )  # what the ledger was told
     statistic = float((noise.double() / std).square().sum())
     low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], noise.numel())
     assert bool(low <= statistic <= high) is (factor == 1.0)
@@ -390,7 +461,8 @@ def test_bernoulli_users_enter_with_their_weight_as_probability():
     # 40 users at 0, 8 at 1.5 that have 48 neighbors within 2, 12 at 3 with few: score and weights are known
     n, filter = 60, Filter(60, 45.0, 40, "paper_corrected", 1e-3)
     weights = filter.weights(
-        torch.tensor([30, 31, 35, 40, 60]).repeat(4000, 1).reshape(-1), torch.Generator().manual_seed(0)
+        torch.tensor([30, 31, 35, 40, 60]).repeat(4000, 1).reshape(-1),
+        torch.Generator().manual_seed(0),
     )
     share = weights.view(4000, 5).mean(0)
     assert set(weights.tolist()) == {0.0, 1.0}
@@ -418,7 +490,11 @@ def test_bernoulli_users_enter_with_their_weight_as_probability():
         (ValueError, "steps must be", lambda: certain(same(8), steps=0)),
         (ValueError, "min_items must be", lambda: certain(same(8), min_items=0)),
         (ValueError, "reach must be", lambda: certain(same(8), reach=0.5)),
-        (ValueError, "center must be finite", lambda: certain(same(8), center=[torch.tensor([math.nan])])),
+        (
+            ValueError,
+            "center must be finite",
+            lambda: certain(same(8), center=[torch.tensor([math.nan])]),
+        ),
         (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 8)),
         (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 4)),
         (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 5.5)),
@@ -427,7 +503,11 @@ def test_bernoulli_users_enter_with_their_weight_as_probability():
         (ValueError, "filter must be one of", lambda: Filter(8, 7.0, 6, kind="published")),
         (ValueError, "coupling_failure must be", lambda: Filter(8, 7.0, 5, kind="paper_corrected")),
         (ValueError, "coupling_failure must be 0", lambda: Filter(8, 7.0, 6, coupling_failure=0.1)),
-        (ConditionError, "threshold must be > score_floor", lambda: certain(same(8), threshold=7.0)),
+        (
+            ConditionError,
+            "threshold must be > score_floor",
+            lambda: certain(same(8), threshold=7.0),
+        ),
         (ValueError, "threshold must be", lambda: certain(same(8), threshold=math.nan)),
     ],
 )

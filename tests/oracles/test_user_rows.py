@@ -34,7 +34,10 @@ def test_means_are_those_of_own_rows_in_order_of_appearance():
 
 
 def test_memory_grows_with_users_beyond_those_expected():
-    users, rows = opened(n_users=1000, expected=2), torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    users, rows = (
+        opened(n_users=1000, expected=2),
+        torch.randn(40, 2, generator=torch.Generator().manual_seed(0)),
+    )
     ids = [997, 3, 3, 0, *range(100, 136)]
     for k in range(0, 40, 3):
         add(users, rows[k : k + 3], ids[k : k + 3])
@@ -69,7 +72,9 @@ def test_rows_without_ids_are_refused():
         opened().add(GradBatch([DenseBlock(torch.ones(1, 2))]), None)
 
 
-@pytest.mark.parametrize("ids", [torch.tensor([6]), torch.tensor([-1]), torch.tensor([0, 1]), torch.tensor([0.0])])
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([6]), torch.tensor([-1]), torch.tensor([0, 1]), torch.tensor([0.0])]
+)
 def test_ids_out_of_range_are_refused(ids):
     users = opened()
     with pytest.raises(ValueError, match="users must be"):
@@ -88,9 +93,13 @@ def test_more_users_than_the_filter_is_for_are_refused():
     """A phase on some of the users takes their ids as they are, and never more of them than its bounds are for."""
     chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
     for users in (8, 9):
-        oracle = UserFiltered(chosen, 1.0, 0.0, steps=1, threshold=7.2, threshold_scale=0.01, query_scale=0.01, ids=20)
+        oracle = UserFiltered(
+            chosen, 1.0, 0.0, steps=1, threshold=7.2, threshold_scale=0.01, query_scale=0.01, ids=20
+        )
         oracle.open([torch.zeros(1)])
-        oracle.observe(GradBatch([DenseBlock(torch.zeros(users, 1))]), users=torch.arange(users) + 11)
+        oracle.observe(
+            GradBatch([DenseBlock(torch.zeros(users, 1))]), users=torch.arange(users) + 11
+        )
         if users == 8:
             assert not oracle.release(torch.Generator().manual_seed(0)).halted
         else:

@@ -23,7 +23,13 @@ from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import Pure
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, PrivacyError, SequenceError, UtilityWarning
+from torch_dpsco.errors import (
+    AdjacencyError,
+    InfeasibleError,
+    PrivacyError,
+    SequenceError,
+    UtilityWarning,
+)
 from torch_dpsco.mechanisms import exponential
 from torch_dpsco.mechanisms.exponential import score_law
 from torch_dpsco.oracles.users import search as user_search
@@ -50,7 +56,11 @@ def grid(n, epsilon=1.0, radii=RADII, target=0.9, widening=1.25):
 def searching(search, n=8, noise_ratio=0.0, steps=1, **others):
     """An oracle whose test is (almost) free of noise."""
     filter = same(n)
-    numbers = {"threshold": filter.score_floor + 1e-6, "threshold_scale": 1e-12, "query_scale": 1e-12}
+    numbers = {
+        "threshold": filter.score_floor + 1e-6,
+        "threshold_scale": 1e-12,
+        "query_scale": 1e-12,
+    }
     return UserSearched(search, filter, noise_ratio, steps=steps, **(numbers | others))
 
 
@@ -69,11 +79,16 @@ def law_of(oracle, rows, users=None, splits=()):
 
 def literal_totals(rows, radii, n):
     """The definition in rational arithmetic."""
-    table = [[Fraction(v) for v in row] if all(map(math.isfinite, row)) else None for row in rows.double().tolist()]
+    table = [
+        [Fraction(v) for v in row] if all(map(math.isfinite, row)) else None
+        for row in rows.double().tolist()
+    ]
     finite = [row for row in table if row is not None]
 
     def near(first, second, radius):
-        return sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) <= Fraction(radius) ** 2
+        return (
+            sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) <= Fraction(radius) ** 2
+        )
 
     pairs = [sum(near(a, b, radius) for a in finite for b in finite) for radius in radii]
     return [count + n - len(finite) for count in pairs]
@@ -87,7 +102,9 @@ def literal_totals(rows, radii, n):
 def test_the_law_is_that_of_the_definition(n, dim, data):
     lattice = st.sampled_from([0.0, 0.25, 0.5, 1.0, -0.5, 2.0, 4.0])
     present = data.draw(st.integers(1, n))
-    table = data.draw(st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=present, max_size=present))
+    table = data.draw(
+        st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=present, max_size=present)
+    )
     for place in data.draw(st.lists(st.integers(0, present - 1), max_size=2)):
         table[place][0] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     rows, search = (
@@ -126,7 +143,9 @@ def test_no_replaced_user_breaks_epsilon(epsilon):
         found = [(twice, ids)]  # user 0 has no rows
         for value in [*EDGE, *BAD]:
             own = torch.tensor([[value, 0.0]], dtype=torch.float64)
-            found.append((torch.cat([own, twice]), torch.cat([torch.tensor([0]), ids])))  # one row: too few
+            found.append(
+                (torch.cat([own, twice]), torch.cat([torch.tensor([0]), ids]))
+            )  # one row: too few
             found.append((torch.cat([own, own, twice]), torch.cat([torch.tensor([0, 0]), ids])))
         search = grid(n, epsilon, target=target)
         laws = [law_of(searching(search, n, min_items=2), rows, users) for rows, users in found]
@@ -173,7 +192,11 @@ def test_a_law_at_more_than_epsilon_is_caught(monkeypatch):
     assert_keeps_epsilon(*tight_pair(1.0), 1.0)
     for factor in (2.0, 1.02):
         with monkeypatch.context() as patch:
-            patch.setattr(exponential, "_law", lambda scores, epsilon, factor=factor: law(scores, factor * epsilon))
+            patch.setattr(
+                exponential,
+                "_law",
+                lambda scores, epsilon, factor=factor: law(scores, factor * epsilon),
+            )
             pair = tight_pair(1.0)
         with pytest.raises(AssertionError):
             assert_keeps_epsilon(*pair, 1.0)
@@ -183,7 +206,11 @@ def test_a_smaller_sensitivity_of_the_totals_is_caught(monkeypatch):
     """That of counts of pairs instead of ordered pairs, and that of the score without its factor n."""
     for wrong in (0.5, 1 / 21):
         with monkeypatch.context() as patch:
-            patch.setattr(user_search, "score_law", lambda s, unit, eps, wrong=wrong: score_law(s, wrong * unit, eps))
+            patch.setattr(
+                user_search,
+                "score_law",
+                lambda s, unit, eps, wrong=wrong: score_law(s, wrong * unit, eps),
+            )
             pair = tight_pair(1.0)
         with pytest.raises(AssertionError):
             assert_keeps_epsilon(*pair, 1.0)
@@ -215,7 +242,9 @@ def test_users_left_out_as_zero_are_caught(monkeypatch):
 def test_distances_that_concentrate_are_found():
     """All pairs of honest users lie between two candidates, so that no total is near the target."""
     n, dim = 600, 1500
-    rows = torch.randn(n, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / math.sqrt(dim)
+    rows = torch.randn(
+        n, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ) / math.sqrt(dim)
     cell = 20
     search = pair_radius_search(n, 2.0, math.sqrt(2) * 1.25 ** (0.5 - cell))
     law = law_of(searching(search, n), rows) / 2**53
@@ -226,16 +255,22 @@ def test_distances_that_concentrate_are_found():
     assert law[cell] > 0.9
     distances = np.abs(np.array(totals) - n * search.target)
     by_counts = np.exp(-(distances - distances.min()) * search.epsilon / (4 * (n - 1)))
-    assert by_counts[cell] / by_counts.sum() < 0.1  # the score |T - t| cannot tell it from what lies above
+    assert (
+        by_counts[cell] / by_counts.sum() < 0.1
+    )  # the score |T - t| cannot tell it from what lies above
 
 
 def test_the_search_counts_physical_batches_as_one():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-8, 9, (80, 2), generator=generator).double() / 4
-    users = torch.arange(10).repeat(8)[torch.randperm(80, generator=generator)]  # means and all sums are exact
+    users = torch.arange(10).repeat(8)[
+        torch.randperm(80, generator=generator)
+    ]  # means and all sums are exact
     order = torch.randperm(80, generator=generator)
     whole = law_of(searching(grid(12), 12), rows, users)
-    assert np.array_equal(law_of(searching(grid(12), 12), rows, users, splits=(1, 30, 30, 79)), whole)
+    assert np.array_equal(
+        law_of(searching(grid(12), 12), rows, users, splits=(1, 30, 30, 79)), whole
+    )
     assert np.array_equal(law_of(searching(grid(12), 12), rows[order], users[order]), whole)
     means = torch.stack([rows[users == user].mean(0) for user in range(10)])
     assert np.array_equal(law_of(searching(grid(12), 12), means), whole)
@@ -301,7 +336,10 @@ def test_the_first_release_moves_nothing_and_finds_tau():
 
 def test_later_releases_are_those_of_the_filter_at_the_radius_found():
     for ratio in (0.0, 0.3):
-        oracle, plain = sure(noise_ratio=ratio, steps=3), certain(same(8), 2.0, noise_std=ratio * 2.0, steps=3)
+        oracle, plain = (
+            sure(noise_ratio=ratio, steps=3),
+            certain(same(8), 2.0, noise_std=ratio * 2.0, steps=3),
+        )
         released(oracle, halves())
         for rows in (halves(), halves() / 3):
             assert torch.equal(released(oracle, rows).mean[0], released(plain, rows).mean[0])
@@ -351,7 +389,11 @@ def test_the_event_does_not_depend_on_what_is_found():
 
 def test_a_run_is_charged_once():
     oracle = sure(noise_ratio=1.0, steps=9)
-    assert oracle.charge(Full(8), Draw(8)) == (oracle.phase_event(), 10, False)  # of the search, and 9 tests
+    assert oracle.charge(Full(8), Draw(8)) == (
+        oracle.phase_event(),
+        10,
+        False,
+    )  # of the search, and 9 tests
 
 
 def test_a_copy_is_charged_for_a_search_of_its_own():
@@ -416,7 +458,9 @@ def test_what_depends_on_tau_is_refused_before_the_search():
         with pytest.raises(AdjacencyError):
             oracle.sensitivity(adjacency)
         with pytest.raises(AdjacencyError):
-            dp.Accountant(unit="user", adjacency=adjacency).ledger.cost(adjacency, extra=oracle.phase_event())
+            dp.Accountant(unit="user", adjacency=adjacency).ledger.cost(
+                adjacency, extra=oracle.phase_event()
+            )
     assert oracle.metrics() == {}
     released(oracle, halves())
     assert oracle.metrics() == {"pair_radius": 2.0, "noise_std": oracle.noise_std, "answered": 0.0}
@@ -478,7 +522,13 @@ def optimized(accountant=None, steps=3, search=None, n=40):
     model = runs.Shifts(1)
     filter = same(n, 0.8 * n)
     oracle = UserSearched(
-        search or grid(n, 2.0), filter, 0.2, steps=steps, threshold=0.9 * n, threshold_scale=0.1, query_scale=0.1
+        search or grid(n, 2.0),
+        filter,
+        0.2,
+        steps=steps,
+        threshold=0.9 * n,
+        threshold_scale=0.1,
+        query_scale=0.1,
     )
     opt = dp.PrivateOptimizer(
         dp.attach(model, loss_reduction="sum").parameters(),
@@ -504,7 +554,9 @@ def found_one(monkeypatch):
 def test_the_search_is_charged_before_its_draw_and_the_run_pays_once(monkeypatch):
     ledgers = []
     run = optimized()
-    monkeypatch.setattr(user_search, "draw", lambda law, generator: ledgers.append(run.epsilon()) or 2)
+    monkeypatch.setattr(
+        user_search, "draw", lambda law, generator: ledgers.append(run.epsilon()) or 2
+    )
     assert run.epsilon() == 0.0
     spent, places = [], [run.weights]
     for batch in run.loader(*forty()):
@@ -527,7 +579,9 @@ def test_a_budget_without_room_for_the_search_is_refused_before_any_draw(monkeyp
     room = optimized(search=grid(40, 0.1)).opt.ahead()
     alone = dp.Accountant(unit="user", adjacency=REPLACE_ONE)
     alone.record(room)
-    budget = dp.Budget(alone.get_epsilon(runs.DELTA) + 0.1, runs.DELTA, adjacency=REPLACE_ONE, unit="user")
+    budget = dp.Budget(
+        alone.get_epsilon(runs.DELTA) + 0.1, runs.DELTA, adjacency=REPLACE_ONE, unit="user"
+    )
     optimized(dp.Accountant(budget), search=grid(40, 0.1))
     with pytest.raises(InfeasibleError):
         optimized(dp.Accountant(budget), search=grid(40, 0.5))
@@ -549,7 +603,9 @@ def test_a_second_optimizer_pays_for_a_search_of_its_own_and_a_copy_is_refused(m
         second.opt.oracle.take()
 
 
-def test_a_checkpoint_after_the_search_goes_on_with_its_radius_and_is_not_charged_again(monkeypatch, tmp_path):
+def test_a_checkpoint_after_the_search_goes_on_with_its_radius_and_is_not_charged_again(
+    monkeypatch, tmp_path
+):
     found_one(monkeypatch)
     first = optimized(runs.ledger(tmp_path))
     first.step(next(iter(first.loader(*forty()))))

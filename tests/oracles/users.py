@@ -27,7 +27,14 @@ def certain(filter, tau=1.0, *, threshold=None, steps=1, noise_std=0.0, **others
     """A filter whose test is (almost) free of noise; its threshold is just above H."""
     level = filter.score_floor + 1e-6 if threshold is None else threshold
     return UserFiltered(
-        filter, tau, noise_std, steps=steps, threshold=level, threshold_scale=1e-12, query_scale=1e-12, **others
+        filter,
+        tau,
+        noise_std,
+        steps=steps,
+        threshold=level,
+        threshold_scale=1e-12,
+        query_scale=1e-12,
+        **others,
     )
 
 

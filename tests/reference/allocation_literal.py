@@ -99,7 +99,9 @@ def two_steps(z, epsilon, way, points=400_001):
         y = t * ratio(-x, z) - ratio(x, z)
         half = math.exp(-1 / 2 / variance)
         root = np.hypot(y, 2 * math.sqrt(t) * half)
-        r = variance * np.log(np.where(y >= 0, (y + root) / (2 * half), 2 * t * half / (np.abs(y) + root)))
+        r = variance * np.log(
+            np.where(y >= 0, (y + root) / (2 * half), 2 * t * half / (np.abs(y) + root))
+        )
         inner = ndtr(-(r - 1) / z) - t * ndtr(-(r + 1) / z) - y * ndtr(-r / z)
         return float(weights @ inner) / 2
     y = 2 * (t if way == "remove" else 1 / t) - ratio(x, z)
@@ -146,16 +148,24 @@ class Drawn:
 
     def estimates(self, epsilons, draws):
         """Returns for each epsilon an estimate of delta, its standard error, and the effective number of draws."""
-        parts = [(*self.own, False), *(self._trained(kind, epsilons[0]) for kind in ("free", "alike", "one pass"))]
+        parts = [
+            (*self.own, False),
+            *(self._trained(kind, epsilons[0]) for kind in ("free", "alike", "one pass")),
+        ]
         numbers = [round(draws * share) for share in self.shares]
-        x = np.concatenate([self._draw(number, *part) for number, part in zip(numbers, parts, strict=True)])
+        x = np.concatenate(
+            [self._draw(number, *part) for number, part in zip(numbers, parts, strict=True)]
+        )
         plain = self._log_density(x, *self.own)
         logs = [
             self._log_ratio(x, plain, *part) + math.log(n / sum(numbers))
             for n, part in zip(numbers, parts, strict=True)
         ]
         weight, loss = np.exp(-np.logaddexp.reduce(np.array(logs), axis=0)), self._losses(x)
-        return [self._summary(weight * -np.expm1(np.minimum(epsilon - loss, 0.0))) for epsilon in epsilons]
+        return [
+            self._summary(weight * -np.expm1(np.minimum(epsilon - loss, 0.0)))
+            for epsilon in epsilons
+        ]
 
     def _summary(self, gain):
         effective = gain.sum() ** 2 / (gain @ gain) if gain.any() else 0.0
@@ -163,8 +173,15 @@ class Drawn:
 
     def _draw(self, number, a, b, single):
         every = np.ones((number, self.epochs), bool)
-        chosen = np.arange(self.epochs) == self.generator.integers(0, self.epochs, (number, 1)) if single else every
-        high, low = np.where(chosen, a, self.own[0])[:, :, None], np.where(chosen, b, self.own[1])[:, :, None]
+        chosen = (
+            np.arange(self.epochs) == self.generator.integers(0, self.epochs, (number, 1))
+            if single
+            else every
+        )
+        high, low = (
+            np.where(chosen, a, self.own[0])[:, :, None],
+            np.where(chosen, b, self.own[1])[:, :, None],
+        )
         x = self.generator.normal(0.0, self.z, (number, self.epochs, self.steps)) + low
         place = self.generator.integers(0, self.steps, (number, self.epochs, 1))
         np.put_along_axis(x, place, np.take_along_axis(x, place, 2) + high - low, 2)
@@ -180,7 +197,11 @@ class Drawn:
     def _log_ratio(self, x, plain, a, b, single):
         """Of a component to the law itself."""
         gain = self._log_density(x, a, b) - plain
-        return np.logaddexp.reduce(gain, axis=1) - math.log(self.epochs) if single else gain.sum(axis=1)
+        return (
+            np.logaddexp.reduce(gain, axis=1) - math.log(self.epochs)
+            if single
+            else gain.sum(axis=1)
+        )
 
     def _losses(self, x):
         m = np.log(ratio(x, self.z).mean(axis=2))

@@ -42,7 +42,9 @@ def clip_row(g: Vector, clip: float) -> Vector:
     return g if norm <= clip else g * (clip / norm)
 
 
-def algorithm_1(gradient: Gradient, w: Vector, batch: Batch, clip: float, noise: Vector | None = None) -> Vector:
+def algorithm_1(
+    gradient: Gradient, w: Vector, batch: Batch, clip: float, noise: Vector | None = None
+) -> Vector:
     """MeanOracle1: the noisy mean of clipped gradients at w."""
     mean = sum(clip_row(gradient(w, i), clip) for i in batch) / len(batch)
     return mean if noise is None else mean + noise
@@ -173,7 +175,11 @@ def soft_threshold(strength: float) -> Callable[[Vector, float], Vector]:
 
 
 def algorithm_12(
-    rows: Vector, groups: int, tau: float, noise: Vector | None = None, before: Sequence[Vector] | None = None
+    rows: Vector,
+    groups: int,
+    tau: float,
+    noise: Vector | None = None,
+    before: Sequence[Vector] | None = None,
 ) -> Vector:
     """Coordinate-wise median of means; rows beyond m floor(s/m) are dropped.
 
@@ -192,7 +198,9 @@ def algorithm_12(
 def select_central(candidates: Sequence[Vector]) -> int:
     """Index of the candidate whose (floor(J/2)+1)-th nearest candidate, itself included, is nearest."""
     J = len(candidates)
-    radii = [sorted(float(np.linalg.norm(y - other)) for other in candidates)[J // 2] for y in candidates]
+    radii = [
+        sorted(float(np.linalg.norm(y - other)) for other in candidates)[J // 2] for y in candidates
+    ]
     return int(np.argmin(radii))
 
 

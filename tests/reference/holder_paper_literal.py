@@ -46,11 +46,19 @@ def algorithm_2(
 
 
 def c_alpha_1(alpha: float, big_l: float, m: float) -> float:
-    return m + big_l if alpha == 0 else (1 + 1 / alpha) ** (alpha / (1 + alpha)) * big_l ** (1 / (1 + alpha))
+    return (
+        m + big_l
+        if alpha == 0
+        else (1 + 1 / alpha) ** (alpha / (1 + alpha)) * big_l ** (1 / (1 + alpha))
+    )
 
 
 def c_alpha_2(alpha: float, big_l: float) -> float:
-    return math.sqrt((1 - alpha) / (1 + alpha)) * (2**-alpha * big_l) ** (1 / (1 - alpha)) if alpha < 1 else 0.0
+    return (
+        math.sqrt((1 - alpha) / (1 + alpha)) * (2**-alpha * big_l) ** (1 / (1 - alpha))
+        if alpha < 1
+        else 0.0
+    )
 
 
 def c_alpha(alpha: float, big_l: float, m: float, m0: float) -> float:
@@ -60,7 +68,9 @@ def c_alpha(alpha: float, big_l: float, m: float, m0: float) -> float:
     if alpha == 1:
         return 2 * m0
     power = c_alpha_1(alpha, big_l, m) ** (2 * (1 + alpha) / (1 - alpha))
-    return (1 - alpha) / (1 + alpha) * power * (alpha / (1 + alpha)) ** (2 * alpha / (1 - alpha)) + 2 * m0
+    return (1 - alpha) / (1 + alpha) * power * (alpha / (1 + alpha)) ** (
+        2 * alpha / (1 - alpha)
+    ) + 2 * m0
 
 
 def sensitivity_1(
@@ -77,7 +87,11 @@ def sensitivity_1(
     """Delta_SGD(gamma) on a ball, or its version on R^d where radius is infinite."""
     x = 3 * n * math.log(n / gamma) / steps
     hits = steps / n * (1 + max(math.sqrt(x), x))
-    reach = radius**alpha if math.isfinite(radius) else (c_alpha(alpha, big_l, m, m0) * steps * eta) ** (alpha / 2)
+    reach = (
+        radius**alpha
+        if math.isfinite(radius)
+        else (c_alpha(alpha, big_l, m, m0) * steps * eta) ** (alpha / 2)
+    )
     bound = m + big_l * reach
     drift = c_alpha_2(alpha, big_l) ** 2 * steps * eta ** (2 / (1 - alpha)) if alpha < 1 else 0.0
     return math.sqrt(math.e * (drift + 4 * bound**2 * eta**2 * (1 + hits) * hits))
@@ -101,4 +115,6 @@ def sigma_2(
 ) -> float:
     """Line 3 of Algorithm 2."""
     inner = math.log(1 / delta) / ((1 - beta) * epsilon) + 1
-    return math.sqrt(14 * (m + big_l * radius**alpha) ** 2 * steps / (beta * n**2 * epsilon) * inner)
+    return math.sqrt(
+        14 * (m + big_l * radius**alpha) ** 2 * steps / (beta * n**2 * epsilon) * inner
+    )

@@ -61,14 +61,26 @@ def huber(w: Vector, x: Vector, y: float) -> Vector:
 
 
 CASES = {
-    "logistic": Case(dp.losses.Logistic(), logistic, lambda r: B / (1 + math.exp(-B * r)), B / 2 + B**2 / 4 * RADIUS),
+    "logistic": Case(
+        dp.losses.Logistic(),
+        logistic,
+        lambda r: B / (1 + math.exp(-B * r)),
+        B / 2 + B**2 / 4 * RADIUS,
+    ),
     "hinge": Case(dp.losses.Hinge(), hinge, lambda r: B, 2 * B),
     "absolute": Case(dp.losses.Absolute(), absolute, lambda r: B, 3 * B),
-    "huber": Case(dp.losses.Huber(KAPPA), huber, lambda r: B * min(KAPPA, BOUND_Y + B * r), B * KAPPA + B**2 * RADIUS),
+    "huber": Case(
+        dp.losses.Huber(KAPPA),
+        huber,
+        lambda r: B * min(KAPPA, BOUND_Y + B * r),
+        B * KAPPA + B**2 * RADIUS,
+    ),
 }
 AVERAGES = {
     "uniform": lambda iterates: np.mean(iterates[:-1], axis=0),
-    "weighted": lambda iterates: np.average(iterates[:-1], axis=0, weights=np.arange(1, len(iterates))),
+    "weighted": lambda iterates: np.average(
+        iterates[:-1], axis=0, weights=np.arange(1, len(iterates))
+    ),
     "last": lambda iterates: iterates[-1],
 }
 
@@ -81,13 +93,29 @@ def records(name: str) -> TensorDataset:
     """Returns (features, targets, positions): rows well inside the bounds, so that nothing is clipped."""
     rng = np.random.default_rng(3)
     features = rng.standard_normal((N, DIM))
-    features *= 0.95 * BOUND_X * rng.uniform(0.3, 1, (N, 1)) / np.linalg.norm(features, axis=1, keepdims=True)
+    features *= (
+        0.95
+        * BOUND_X
+        * rng.uniform(0.3, 1, (N, 1))
+        / np.linalg.norm(features, axis=1, keepdims=True)
+    )
     signs = rng.choice([-1.0, 1.0], (N, 1))
-    targets = signs if CASES[name].loss.target_kind == "sign" else signs * rng.uniform(0, BOUND_Y, (N, 1))
+    targets = (
+        signs if CASES[name].loss.target_kind == "sign" else signs * rng.uniform(0, BOUND_Y, (N, 1))
+    )
     return TensorDataset(torch.tensor(features), torch.tensor(targets), torch.arange(N))
 
 
-def make(name: str, *, noise: str, z: float, batch: int, design: type, average: str, radius: float = RADIUS):
+def make(
+    name: str,
+    *,
+    noise: str,
+    z: float,
+    batch: int,
+    design: type,
+    average: str,
+    radius: float = RADIUS,
+):
     """Returns (model, optimizer, loader of repeatable draws)."""
     model = dp.attach(nn.Linear(DIM, 1, dtype=torch.float64))
     for p in model.parameters():
@@ -130,22 +158,43 @@ def ours(name: str, **kind) -> Iterator[tuple[list[int], Vector, float, Vector, 
 def clip_of(name: str, noise: str, w: Vector, radius: float) -> float:
     if noise == "paper":
         return CASES[name].paper_bound
-    return CASES[name].grad_bound(radius if noise == "constant" else min(float(np.linalg.norm(w)), radius))
+    return CASES[name].grad_bound(
+        radius if noise == "constant" else min(float(np.linalg.norm(w)), radius)
+    )
 
 
-def follow(name: str, *, noise: str, z: float, batch: int, design: type, average: str, radius: float = RADIUS) -> int:
+def follow(
+    name: str,
+    *,
+    noise: str,
+    z: float,
+    batch: int,
+    design: type,
+    average: str,
+    radius: float = RADIUS,
+) -> int:
     """Runs the paper beside ours; returns how many of the steps were projected."""
     features, targets, _ = (t.numpy() for t in records(name).tensors)
     features = np.hstack([features, np.ones((N, 1))])
     iterates, projected = [np.zeros(DIM + 1)], 0
-    kind = {"noise": noise, "z": z, "batch": batch, "design": design, "average": average, "radius": radius}
+    kind = {
+        "noise": noise,
+        "z": z,
+        "batch": batch,
+        "design": design,
+        "average": average,
+        "radius": radius,
+    }
     for positions, normal, noise_std, iterate, answer in ours(name, **kind):
         w = iterates[-1]
         literal_std = z * clip_of(name, noise, w, radius) / batch
         # rounding of sums is part of the sensitivity, so that ours may be a little larger, never smaller
         assert literal_std <= noise_std * (1 + 1e-14)
         assert noise_std <= literal_std * (1 + 2**-7)
-        total = sum((CASES[name].gradient(w, features[i], float(targets[i, 0])) for i in positions), np.zeros(DIM + 1))
+        total = sum(
+            (CASES[name].gradient(w, features[i], float(targets[i, 0])) for i in positions),
+            np.zeros(DIM + 1),
+        )
         w = w - RATE * (total / batch + noise_std * normal)
         norm = float(np.linalg.norm(w))
         if norm > radius:
@@ -180,14 +229,24 @@ def test_batches_are_divided_by_their_public_size(name: str, design: type, noise
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_adaptive_variant_needs_no_ball(name: str) -> None:
-    projected = follow(name, noise="adaptive", z=0.7, batch=5, design=dp.Poisson, average="uniform", radius=math.inf)
+    projected = follow(
+        name,
+        noise="adaptive",
+        z=0.7,
+        batch=5,
+        design=dp.Poisson,
+        average="uniform",
+        radius=math.inf,
+    )
     assert projected == 0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_gives_the_constants_written_here(name: str) -> None:
     for radius in (0.0, 0.3, RADIUS):
-        assert problem(name).grad_bound(radius) == pytest.approx(CASES[name].grad_bound(radius), rel=1e-12)
+        assert problem(name).grad_bound(radius) == pytest.approx(
+            CASES[name].grad_bound(radius), rel=1e-12
+        )
     assert problem(name).paper_grad_bound() == pytest.approx(CASES[name].paper_bound, rel=1e-12)
 
 
@@ -201,12 +260,20 @@ def test_the_gradients_by_hand_are_those_of_central_differences(name: str) -> No
             points = torch.tensor(w) + shift * torch.eye(DIM, dtype=torch.float64)
             values.append(CASES[name].loss(points @ x, y.expand(DIM), reduction="none").numpy())
         slope = (values[0] - values[1]) / 2e-6
-        np.testing.assert_allclose(CASES[name].gradient(w, x.numpy(), float(y)), slope, rtol=0, atol=1e-7)
+        np.testing.assert_allclose(
+            CASES[name].gradient(w, x.numpy(), float(y)), slope, rtol=0, atol=1e-7
+        )
 
 
 def test_the_last_update_is_not_in_the_average() -> None:
-    final = [step[4] for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="uniform")][-1]
-    before = [step[3] for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="last")][:-1]
+    final = [
+        step[4]
+        for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="uniform")
+    ][-1]
+    before = [
+        step[3]
+        for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="last")
+    ][:-1]
     np.testing.assert_allclose(final, np.sum(before, axis=0) / STEPS, rtol=0, atol=1e-12)  # w_1 = 0
 
 
@@ -222,7 +289,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_deviation_from_the_paper_is_caught(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deviation_from_the_paper_is_caught(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, name, value = MUTATIONS[mutation]
     if isinstance(target, dict):
         monkeypatch.setitem(target, name, value)

@@ -16,7 +16,9 @@ def ours(case: dict, family: str) -> float:
     coins, values = scores(case["canaries"], case["mu"])
     audit = OneRunAudit(range(case["canaries"]), guess_in=case["guesses"], guess_out=0)
     audit._coins = coins
-    return audit.result(values, delta=case["delta"], confidence=case["confidence"], family=family).epsilon_lower
+    return audit.result(
+        values, delta=case["delta"], confidence=case["confidence"], family=family
+    ).epsilon_lower
 
 
 def test_figures_are_of_these_cases() -> None:
@@ -24,7 +26,9 @@ def test_figures_are_of_these_cases() -> None:
     assert sum(case["any"] > 0.1 for case in THEIRS) > len(CASES) / 2
 
 
-@pytest.mark.parametrize("case", THEIRS, ids=lambda case: "-".join(str(value) for value in list(case.values())[:5]))
+@pytest.mark.parametrize(
+    "case", THEIRS, ids=lambda case: "-".join(str(value) for value in list(case.values())[:5])
+)
 def test_bounds_agree_but_for_the_stated_correction(case: dict) -> None:
     gaussian, any_ = ours(case, "gaussian"), ours(case, "any")
     assert gaussian == pytest.approx(case["gaussian"], rel=1e-4, abs=1e-4)

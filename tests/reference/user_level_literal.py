@@ -20,7 +20,10 @@ class AboveThreshold:
     """Algorithm 1: one noisy threshold; TOP while the noisy query is at least that; at the first BOT it halts."""
 
     def __init__(
-        self, threshold: float, threshold_noise: float = 0.0, query_noise: Sequence[float] | None = None
+        self,
+        threshold: float,
+        threshold_noise: float = 0.0,
+        query_noise: Sequence[float] | None = None,
     ) -> None:
         self.threshold = threshold - threshold_noise
         self.noise = iter(query_noise) if query_noise is not None else None
@@ -140,7 +143,13 @@ def algorithm_4_phases(
 
     def rate(i: int) -> float:
         log_i = math.log(size(i) * d * m / delta)
-        return 4 * C**2 * G**2 / mu * (1 / (size(i) * m) + d * log_i**2 / (size(i) ** 2 * epsilon**2 * m))
+        return (
+            4
+            * C**2
+            * G**2
+            / mu
+            * (1 / (size(i) * m) + d * log_i**2 / (size(i) ** 2 * epsilon**2 * m))
+        )
 
     def gap(i: int) -> float:
         return 16 * rate(i) * (2 * G**2 / mu / (16 * rate(0))) ** (1 / 2**i)
@@ -151,7 +160,9 @@ def algorithm_4_phases(
         T = m**2 * users**2 + math.ceil(m * users * math.sqrt(d))
         log_term = math.log(m * users * d / delta)
         lr = (radius / G) * min(
-            math.sqrt(m) * users * epsilon / (T * math.sqrt(d) * log_term), T ** (-3 / 4), math.sqrt(users * m) / T
+            math.sqrt(m) * users * epsilon / (T * math.sqrt(d) * log_term),
+            T ** (-3 / 4),
+            math.sqrt(users * m) / T,
         )
         tau = G * (math.log(users * d * m * T / delta) + epsilon) / math.sqrt(m)
         phases.append(LiteralPhase(users, T, d**0.25 * radius / math.sqrt(T), lr, tau, radius))
@@ -159,7 +170,12 @@ def algorithm_4_phases(
 
 
 def algorithm_4(
-    query: Query, order: Sequence[int], phases: Sequence[LiteralPhase], theta_0: Vector, radius: float, steps: int
+    query: Query,
+    order: Sequence[int],
+    phases: Sequence[LiteralPhase],
+    theta_0: Vector,
+    radius: float,
+    steps: int,
 ) -> Vector:
     """Algorithm 3 on one part of the users after the other, at most `steps` steps each, without noise."""
     theta, used = theta_0, 0
@@ -167,7 +183,9 @@ def algorithm_4(
         part = order[used : used + phase.users]
         used += phase.users
         oracle = OutlierRemoval(len(part), phase.tau)
-        theta = algorithm_3(query, part, theta, min(steps, phase.steps), phase.lr, oracle, ball(radius))
+        theta = algorithm_3(
+            query, part, theta, min(steps, phase.steps), phase.lr, oracle, ball(radius)
+        )
     return theta
 
 

@@ -35,22 +35,33 @@ def test_joined_norms_are_never_below_the_exact_norm(parts):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_are_those_of_one_long_row(dtype):
     parts = blocks(4, dtype)
-    flat = torch.cat([part.rows.flatten(1) if part.rows.dim() > 1 else part.rows[:, None] for part in parts], dim=1)
+    flat = torch.cat(
+        [part.rows.flatten(1) if part.rows.dim() > 1 else part.rows[:, None] for part in parts],
+        dim=1,
+    )
     for bound, row in zip(DenseBlocks(parts).norms().tolist(), flat, strict=True):
         assert_certified(bound, squares(row.tolist()), dtype, len(row))
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("precision", [FLOAT64, Summation(8, 8, 100, 200, 0.0)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "precision", [FLOAT64, Summation(8, 8, 100, 200, 0.0)], ids=["float64", "float32"]
+)
 def test_sums_are_those_of_the_blocks_one_by_one(n, dtype, precision):
     parts = blocks(n, dtype)
     weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
-    exact = [(part.rows.double().flatten(1) if n and part.rows.dim() > 1 else None) for part in parts]
-    for shape, total, row in zip(SHAPES, DenseBlocks(parts).weighted_sum(weights, precision), exact, strict=True):
+    exact = [
+        (part.rows.double().flatten(1) if n and part.rows.dim() > 1 else None) for part in parts
+    ]
+    for shape, total, row in zip(
+        SHAPES, DenseBlocks(parts).weighted_sum(weights, precision), exact, strict=True
+    ):
         assert total.shape == shape
         if row is not None:
-            torch.testing.assert_close(total.double().flatten(), weights @ row, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                total.double().flatten(), weights @ row, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_the_error_of_a_sum_in_one_tile_is_within_the_plan():
@@ -70,7 +81,13 @@ def test_only_dense_blocks_that_follow_each_other_are_joined():
     parts = blocks(2)
     factored = FactoredBlock(torch.ones(2, 3), torch.ones(2, 1))
     found = joined([parts[0], factored, *parts, factored, factored])
-    assert [type(block) for block in found] == [DenseBlock, FactoredBlock, DenseBlocks, FactoredBlock, FactoredBlock]
+    assert [type(block) for block in found] == [
+        DenseBlock,
+        FactoredBlock,
+        DenseBlocks,
+        FactoredBlock,
+        FactoredBlock,
+    ]
     assert found[0] is parts[0]
     assert found[2].shapes == [torch.Size(shape) for shape in SHAPES]  # in their order
     assert [row.shape[0] for row in found[2].select(torch.tensor([1])).dense()] == [1] * len(parts)
@@ -85,9 +102,13 @@ def permuted(n: int) -> DenseBlock:
 
 @pytest.mark.parametrize("n", [0, 1, 40])
 @pytest.mark.parametrize(
-    "precision", [FLOAT64, Summation(8, 8, 100, 200, 0.0), plan_summation(40, 2400)], ids=["float64", "tiles", "plan"]
+    "precision",
+    [FLOAT64, Summation(8, 8, 100, 200, 0.0), plan_summation(40, 2400)],
+    ids=["float64", "tiles", "plan"],
 )
-def test_rows_in_another_order_of_memory_are_read_without_a_copy_and_summed_in_their_shape(n, precision):
+def test_rows_in_another_order_of_memory_are_read_without_a_copy_and_summed_in_their_shape(
+    n, precision
+):
     block = permuted(n)
     if n:
         assert block.flat().data_ptr() == block.rows.data_ptr()
@@ -104,7 +125,11 @@ def test_known_norms_of_pieces_give_the_certified_norms_of_the_rows(in_torch):
     known = DenseBlock(block.rows, piece_norms(block.flat()))
     assert known.pieces.shape == (5, 3)  # 1024 + 1024 + 352
     index = torch.tensor([4, 1])
-    for one, other in ((known, block), (known.select(index), block.select(index)), (DenseBlocks([known]), block)):
+    for one, other in (
+        (known, block),
+        (known.select(index), block.select(index)),
+        (DenseBlocks([known]), block),
+    ):
         for bound, row in zip(one.norms().tolist(), other.rows.flatten(1).tolist(), strict=True):
             assert_certified(bound, squares(row), torch.float32, 2400)
         torch.testing.assert_close(one.norms(), other.norms(), rtol=1e-6, atol=0.0)

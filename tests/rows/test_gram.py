@@ -25,10 +25,15 @@ def block(acts: Tensor, backprops: Tensor) -> SequenceBlock:
 
 def exact_row(acts: Tensor, backprops: Tensor) -> list[Fraction]:
     """Returns sum_t g_t a_t^T of one record, flat."""
-    left, right = ([[Fraction(v) for v in time] for time in side.double().tolist()] for side in (backprops, acts))
+    left, right = (
+        [[Fraction(v) for v in time] for time in side.double().tolist()]
+        for side in (backprops, acts)
+    )
     out, width = backprops.shape[1], acts.shape[1]
     pairs = list(zip(left, right, strict=True))
-    return [sum((g[o] * a[i] for g, a in pairs), Fraction(0)) for o in range(out) for i in range(width)]
+    return [
+        sum((g[o] * a[i] for g, a in pairs), Fraction(0)) for o in range(out) for i in range(width)
+    ]
 
 
 def square(values: list[Fraction]) -> Fraction:
@@ -41,7 +46,9 @@ def terms(acts: Tensor, backprops: Tensor) -> Tensor:
     return (norms[0] * norms[1]).sum(1)
 
 
-def cancelling(seed: int, out: int = 3, width: int = 4, depth: int = 2, size: float = 1.0) -> tuple[Tensor, Tensor]:
+def cancelling(
+    seed: int, out: int = 3, width: int = 4, depth: int = 2, size: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Returns a record of 2^depth pairs that cancel up to 2^-23, once or twice: (1, T, in), (1, T, out)."""
     generator = torch.Generator().manual_seed(seed)
     a, g = (size * torch.randn(k, generator=generator) for k in (width, out))
@@ -86,7 +93,9 @@ def test_a_gram_norm_without_its_error_is_below_the_row(monkeypatch):
 
 
 def test_rows_that_cancel_too_far_are_clipped_by_their_terms():
-    acts, backprops = (torch.cat(side) for side in zip(*(cancelling(seed) for seed in range(30)), strict=True))
+    acts, backprops = (
+        torch.cat(side) for side in zip(*(cancelling(seed) for seed in range(30)), strict=True)
+    )
     rows = GradBatch([block(acts, backprops)])
     size = terms(acts, backprops)
     assert bool((rows.norms() * CANCELLATION >= size).all())
@@ -96,8 +105,13 @@ def test_rows_that_cancel_too_far_are_clipped_by_their_terms():
         [total] = rows.weighted_sum(weights, plan_summation(30, 12))
         exact = [Fraction(0)] * 12
         for i, w in enumerate(weights.tolist()):
-            exact = [e + Fraction(w) * v for e, v in zip(exact, exact_row(acts[i], backprops[i]), strict=True)]
-        error = math.sqrt(square([Fraction(t) - e for t, e in zip(total.flatten().tolist(), exact, strict=True)]))
+            exact = [
+                e + Fraction(w) * v
+                for e, v in zip(exact, exact_row(acts[i], backprops[i]), strict=True)
+            ]
+        error = math.sqrt(
+            square([Fraction(t) - e for t, e in zip(total.flatten().tolist(), exact, strict=True)])
+        )
         assert error <= 30 * clip * (963 * CANCELLATION + 31) * 2.0**-53
 
 
@@ -121,7 +135,9 @@ def test_sums_of_many_records_are_those_of_their_rows(times):
     torch.testing.assert_close(total, torch.tensordot(weights, rows, 1), rtol=1e-13, atol=1e-12)
     index = torch.tensor([8, 0, 0, 3])
     [some] = made.select(index).weighted_sum(weights[index], plan_summation(9, 20))
-    torch.testing.assert_close(some, torch.tensordot(weights[index], rows[index], 1), rtol=1e-13, atol=1e-12)
+    torch.testing.assert_close(
+        some, torch.tensordot(weights[index], rows[index], 1), rtol=1e-13, atol=1e-12
+    )
     torch.testing.assert_close(made.dense()[0].double(), rows, rtol=1e-4, atol=1e-4)
     exact = torch.linalg.vector_norm(rows.flatten(1), dim=1)
     assert bool((made.norms() >= exact).all())
@@ -135,12 +151,19 @@ def test_a_sequence_that_is_not_finite_has_no_finite_norm_and_moves_no_other(bad
     for side in (acts, backprops):
         side[1, 0, 2] = bad
     norms = block(acts, backprops).norms()
-    assert torch.isfinite(norms).tolist() == [True, bad == 3e38, True]  # float64 squares do not overflow
+    assert torch.isfinite(norms).tolist() == [
+        True,
+        bad == 3e38,
+        True,
+    ]  # float64 squares do not overflow
     assert torch.equal(norms[[0, 2]], clean[[0, 2]])
 
 
 def test_malformed_sequences_are_refused():
-    for acts, backprops in ((torch.zeros(2, 3), torch.zeros(2, 3)), (torch.zeros(2, 3, 1), torch.zeros(2, 4, 1))):
+    for acts, backprops in (
+        (torch.zeros(2, 3), torch.zeros(2, 3)),
+        (torch.zeros(2, 3, 1), torch.zeros(2, 4, 1)),
+    ):
         with pytest.raises(ValueError, match="acts, backprops must be"):
             SequenceBlock(acts, backprops, torch.Size([1, 1]))
     for acts in (torch.zeros(1, 961, 1), torch.zeros(1, 2, 1).double()):

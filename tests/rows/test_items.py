@@ -23,7 +23,9 @@ def made(seed: int, uses: int = 20, dtype: torch.dtype = torch.float32) -> tuple
     records = torch.tensor([0, 1, 2, 3, 5])[torch.randint(5, (uses,), generator=generator)]
     items = torch.randint(7, (uses,), generator=generator)
     vectors = torch.randn(uses, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    rows = torch.zeros(RECORDS, ITEMS, WIDTH, dtype=vectors.dtype).index_put((records, items), vectors, accumulate=True)
+    rows = torch.zeros(RECORDS, ITEMS, WIDTH, dtype=vectors.dtype).index_put(
+        (records, items), vectors, accumulate=True
+    )
     return coalesced(records, items, vectors, RECORDS, ITEMS), rows
 
 
@@ -32,18 +34,27 @@ def made(seed: int, uses: int = 20, dtype: torch.dtype = torch.float32) -> tuple
 def test_rows_by_item_are_those_of_a_dense_block(dtype, uses):
     block, rows = made(uses, uses, dtype)
     dense = DenseBlock(rows)
-    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    close = (
+        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    )
     assert block.shapes == dense.shapes
     assert len(block) == RECORDS
     torch.testing.assert_close(block.dense()[0], rows, **close)
     weights = torch.linspace(0.1, 1, RECORDS, dtype=torch.float64)
     torch.testing.assert_close(block.norms(), dense.norms(), rtol=2e-4, atol=1e-9)
-    for index in (torch.arange(RECORDS), torch.tensor([5, 0, 3, 0]), torch.tensor([4]), torch.arange(0)):
+    for index in (
+        torch.arange(RECORDS),
+        torch.tensor([5, 0, 3, 0]),
+        torch.tensor([4]),
+        torch.arange(0),
+    ):
         chosen, expected = block.select(index), dense.select(index)
         assert len(chosen) == len(index)
         torch.testing.assert_close(chosen.dense()[0], expected.dense()[0], **close)
         for ours, theirs in zip(
-            chosen.weighted_sum(weights[index], FLOAT64), expected.weighted_sum(weights[index], FLOAT64), strict=True
+            chosen.weighted_sum(weights[index], FLOAT64),
+            expected.weighted_sum(weights[index], FLOAT64),
+            strict=True,
         ):
             assert ours.dtype == torch.float64
             torch.testing.assert_close(ours, theirs, **close)
@@ -53,10 +64,14 @@ def test_rows_by_item_are_those_of_a_dense_block(dtype, uses):
 def test_norms_of_items_are_never_below_the_exact_norm(seed, size, double):
     block, _ = made(seed, dtype=torch.float64 if double else torch.float32)
     block = ItemBlock(block.records, block.items, block.vectors * size, RECORDS, ITEMS)
-    for row, bound in zip(block.dense()[0].double().flatten(1).tolist(), block.norms().tolist(), strict=True):
+    for row, bound in zip(
+        block.dense()[0].double().flatten(1).tolist(), block.norms().tolist(), strict=True
+    ):
         exact = sum((Fraction(v) ** 2 for v in row), Fraction(0))
         assert Fraction(bound) ** 2 >= exact
-        hidden = 2.0**-62 * ITEMS if not double else 0.0  # what may underflow in a square of float32
+        hidden = (
+            2.0**-62 * ITEMS if not double else 0.0
+        )  # what may underflow in a square of float32
         assert bound <= math.sqrt(exact) * (1 + 2.0**-13) + hidden + 1e-150
 
 
@@ -65,7 +80,9 @@ def test_many_small_items_beside_a_large_one_count():
     n_items = 2**18
     vectors = torch.full((n_items, 1), 2.0**-27, dtype=torch.float64)
     vectors[0] = 1.0
-    block = ItemBlock(torch.zeros(n_items, dtype=torch.int64), torch.arange(n_items), vectors, 1, n_items)
+    block = ItemBlock(
+        torch.zeros(n_items, dtype=torch.int64), torch.arange(n_items), vectors, 1, n_items
+    )
     exact = 1 + (n_items - 1) * Fraction(2) ** -54
     assert exact <= Fraction(float(block.norms())) ** 2 <= exact * (1 + Fraction(2) ** -33)
 
@@ -89,4 +106,6 @@ def test_users_see_the_rows_of_items():
     users = torch.tensor([0, 1, 1, 0, 2, 2])
     sums = torch.zeros(3, ITEMS * WIDTH)
     GradBatch([block]).add_by(users, sums)
-    torch.testing.assert_close(sums.view(3, ITEMS, WIDTH), torch.zeros(3, ITEMS, WIDTH).index_add(0, users, rows))
+    torch.testing.assert_close(
+        sums.view(3, ITEMS, WIDTH), torch.zeros(3, ITEMS, WIDTH).index_add(0, users, rows)
+    )

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, Points, batch, neighbor_counts, neighbors
+from torch_dpsco.rows import (
+    DenseBlock,
+    FactoredBlock,
+    GradBatch,
+    Points,
+    batch,
+    neighbor_counts,
+    neighbors,
+)
 
 UNIT = Fraction(1, 2**53)
 
@@ -22,13 +30,17 @@ def counts(rows, *radii, center=None):
 
 def exact_counts(rows, radius: Fraction):
     """The definition in rational arithmetic; rows that are not finite are on their own."""
-    table = [[Fraction(v) for v in row] if all(map(math.isfinite, row)) else None for row in rows.double().tolist()]
+    table = [
+        [Fraction(v) for v in row] if all(map(math.isfinite, row)) else None
+        for row in rows.double().tolist()
+    ]
 
     def near(first, second):
         return sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) <= radius**2
 
     return [
-        1 if first is None else sum(second is not None and near(first, second) for second in table) for first in table
+        1 if first is None else sum(second is not None and near(first, second) for second in table)
+        for first in table
     ]
 
 
@@ -44,10 +56,20 @@ special = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -3e38, 0.0])
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 11), st.integers(1, 7), st.sampled_from([1, 3, 5, 13]), st.integers(-40, 40), st.data())
+@given(
+    st.integers(1, 11),
+    st.integers(1, 7),
+    st.sampled_from([1, 3, 5, 13]),
+    st.integers(-40, 40),
+    st.data(),
+)
 def test_ties_at_the_radius_count_as_in_exact_arithmetic(n, dim, radius, power, data):
     # integers times a power of 2: squares and sums are exact, and many distances are the radius itself
-    value = st.one_of(lattice.map(lambda v: math.ldexp(v, power)), lattice.map(lambda v: math.ldexp(v, power)), special)
+    value = st.one_of(
+        lattice.map(lambda v: math.ldexp(v, power)),
+        lattice.map(lambda v: math.ldexp(v, power)),
+        special,
+    )
     table = data.draw(st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=n, max_size=n))
     rows = torch.tensor(table, dtype=torch.float64)
     rows[rows.abs() > 1e60] = math.inf
@@ -113,7 +135,9 @@ def test_ties_are_decided_by_the_two_rows_alone():
         return int(whole.sum()) - 30 == int(pairs)
 
     assert verdicts_agree()
-    with pytest.MonkeyPatch.context() as patch:  # without it, the Gram matrix is at the mercy of its rounding
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # without it, the Gram matrix is at the mercy of its rounding
         patch.setattr(neighbors._Counter, "_decide", lambda *args: None)
         assert not verdicts_agree()
 
@@ -131,7 +155,9 @@ def test_replacing_or_removing_a_row_moves_other_counts_by_at_most_one(value):
 
 
 def test_rows_that_are_not_finite_are_their_own_only_neighbor():
-    rows = torch.tensor([[0.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [math.inf, 0.0], [0.0, 1.0], [1e200, 1e200]])
+    rows = torch.tensor(
+        [[0.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [math.inf, 0.0], [0.0, 1.0], [1e200, 1e200]]
+    )
     for dtype in (torch.float32, torch.float64):
         assert counts(rows.to(dtype), 1.0).tolist() == [[2, 1, 1, 1, 2, 1]]
     assert counts(torch.zeros(0, 3), 1.0).shape == (1, 0)
@@ -205,7 +231,10 @@ def sum_by(rows, users, n_users):
 
 def test_sums_by_user_are_those_of_a_loop():
     generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(20, 2, 3, generator=generator), torch.randn(20, 5, generator=generator)
+    first, second = (
+        torch.randn(20, 2, 3, generator=generator),
+        torch.randn(20, 5, generator=generator),
+    )
     users = torch.randint(7, (20,), generator=generator)
     sums = sum_by(GradBatch([DenseBlock(first), DenseBlock(second)], order=[1, 0]), users, 8)
     rows = torch.cat([second, first.reshape(20, 6)], dim=1)
@@ -215,7 +244,9 @@ def test_sums_by_user_are_those_of_a_loop():
 
 def test_sums_of_factored_rows_are_those_of_dense_ones():
     generator = torch.Generator().manual_seed(0)
-    block = FactoredBlock(torch.randn(9, 4, generator=generator), torch.randn(9, 3, generator=generator))
+    block = FactoredBlock(
+        torch.randn(9, 4, generator=generator), torch.randn(9, 3, generator=generator)
+    )
     users = torch.tensor([0, 1, 2, 0, 1, 2, 0, 0, 0])
     dense = GradBatch(list(map(DenseBlock, block.dense())))
     assert torch.equal(sum_by(GradBatch([block]), users, 3), sum_by(dense, users, 3))
@@ -224,7 +255,10 @@ def test_sums_of_factored_rows_are_those_of_dense_ones():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_sums_are_taken_in_the_precision_of_the_sum_and_unscaled(dtype):
     rows = torch.full((3000, 1), 3.0).to(dtype)
-    assert sum_by(batch_of(rows).unscaled(4.0), torch.zeros(3000, dtype=torch.int64), 1).item() == 2250.0
+    assert (
+        sum_by(batch_of(rows).unscaled(4.0), torch.zeros(3000, dtype=torch.int64), 1).item()
+        == 2250.0
+    )
 
 
 def test_the_sum_of_a_user_depends_on_no_other_rows():
@@ -240,7 +274,9 @@ def test_the_sum_of_a_user_depends_on_no_other_rows():
 def test_rows_of_a_user_are_added_in_their_order():
     """As on devices whose index_add_ has no order: turn by turn, no user twice in one."""
     rows = torch.randn(300, 3, generator=torch.Generator().manual_seed(0)).exp()
-    users = torch.randint(40, (300,), generator=torch.Generator().manual_seed(1)).square() % 40  # of many or no rows
+    users = (
+        torch.randint(40, (300,), generator=torch.Generator().manual_seed(1)).square() % 40
+    )  # of many or no rows
     sums = torch.zeros(40, 3)
     for turn in batch._turns(users):
         assert len(users[turn].unique()) == len(turn)
@@ -258,7 +294,13 @@ def test_sums_by_user_on_a_gpu_are_those_of_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "users", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0]), torch.tensor([0, 1], dtype=torch.int32)]
+    "users",
+    [
+        torch.tensor([0, 3]),
+        torch.tensor([-1, 0]),
+        torch.tensor([0]),
+        torch.tensor([0, 1], dtype=torch.int32),
+    ],
 )
 def test_ids_out_of_range_are_refused(users):
     with pytest.raises(ValueError, match="users must be"):

@@ -14,12 +14,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_dpsco import native
-from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, GradBatch, Summation, linear_factors, row_norms
+from torch_dpsco.rows import (
+    FLOAT64,
+    DenseBlock,
+    FactoredBlock,
+    GradBatch,
+    Summation,
+    linear_factors,
+    row_norms,
+)
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ABOVE = {torch.float32: 1.3e-4, torch.float64: 2e-12}  # largest relative distance from the exact norm
-HIDDEN = {torch.float32: Fraction(2) ** -63, torch.float64: Fraction(2) ** -511}  # what a coordinate can add besides
+ABOVE = {
+    torch.float32: 1.3e-4,
+    torch.float64: 2e-12,
+}  # largest relative distance from the exact norm
+HIDDEN = {
+    torch.float32: Fraction(2) ** -63,
+    torch.float64: Fraction(2) ** -511,
+}  # what a coordinate can add besides
 LARGE = {torch.float32: 2.0**64, torch.float64: 2.0**512}  # beyond, squares overflow
 
 
@@ -57,7 +71,12 @@ def rows(draw: st.DrawFn) -> Tensor:
     middle = draw(st.integers(low, high))
     spread = draw(st.sampled_from([0, 3, 30, 3000]))
     exponents = st.integers(max(low, middle - spread), min(high, middle + spread))
-    numbers = st.builds(lambda m, e, s: s * math.ldexp(m, e), st.floats(1.0, 1.99), exponents, st.sampled_from([-1, 1]))
+    numbers = st.builds(
+        lambda m, e, s: s * math.ldexp(m, e),
+        st.floats(1.0, 1.99),
+        exponents,
+        st.sampled_from([-1, 1]),
+    )
     values = draw(st.lists(numbers | st.just(0.0), min_size=1, max_size=12))
     row = torch.tensor(values, dtype=torch.float64).clamp(-info.max, info.max).to(dtype)
     return row.repeat(draw(st.sampled_from([1, 1, 2, 100, 342])))
@@ -105,7 +124,9 @@ def test_ten_million_equal_coordinates_are_not_lost(dtype, width):
     # one float32 accumulator stops growing at 2^24 equal terms, and errs by 8e-3 here
     for value in (1.0, 1.9990234375, 3e-5):
         row = torch.full((1, width), value, dtype=dtype)
-        assert_certified(float(row_norms(row)), width * Fraction(row[0, 0].item()) ** 2, dtype, width)
+        assert_certified(
+            float(row_norms(row)), width * Fraction(row[0, 0].item()) ** 2, dtype, width
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +153,12 @@ def flushed_subnormals() -> Iterator[None]:
 @pytest.mark.parametrize("flushed", [False, True])
 def test_what_underflows_is_covered(dtype, flushed):
     info = torch.finfo(dtype)
-    for value in (info.smallest_normal * info.eps, info.smallest_normal / 2, info.smallest_normal, info.tiny**0.5 / 2):
+    for value in (
+        info.smallest_normal * info.eps,
+        info.smallest_normal / 2,
+        info.smallest_normal,
+        info.tiny**0.5 / 2,
+    ):
         row = torch.full((1, 3000), value, dtype=dtype)
         square = 3000 * Fraction(row[0, 0].item()) ** 2
         if flushed:
@@ -151,14 +177,19 @@ def test_a_row_with_a_non_finite_entry_has_no_finite_norm(bad, width):
         block[1, width - 1] = bad
         assert torch.isfinite(row_norms(block)).tolist() == [True, False]
         assert GradBatch([DenseBlock(block)]).finite().tolist() == [True, False]
-        for acts, backprops in ((block, torch.ones(2, 2, dtype=dtype)), (torch.zeros(2, 2, dtype=dtype), block)):
+        for acts, backprops in (
+            (block, torch.ones(2, 2, dtype=dtype)),
+            (torch.zeros(2, 2, dtype=dtype), block),
+        ):
             factored = FactoredBlock(acts, backprops, bias=acts is not block)
             assert GradBatch([factored]).finite().tolist() == [True, False]
 
 
 def test_an_overflowing_norm_is_infinite_and_not_wrong():
     assert row_norms(torch.tensor([[3e38, 3e38], [1e18, 1e18]])).isinf().tolist() == [True, False]
-    assert row_norms(torch.tensor([[1e300, 0.0], [1e150, 0.0]], dtype=torch.float64)).isinf().tolist() == [True, False]
+    assert row_norms(
+        torch.tensor([[1e300, 0.0], [1e150, 0.0]], dtype=torch.float64)
+    ).isinf().tolist() == [True, False]
 
 
 def test_a_row_without_coordinates_has_norm_zero():
@@ -168,7 +199,9 @@ def test_a_row_without_coordinates_has_norm_zero():
 
 
 @given(rows(), rows(), st.booleans(), st.booleans())
-@example(torch.tensor([2.0**-26, 0.0]), torch.tensor([-1.0]), True, True)  # |a|^2 is a rounding of 1
+@example(
+    torch.tensor([2.0**-26, 0.0]), torch.tensor([-1.0]), True, True
+)  # |a|^2 is a rounding of 1
 def test_factored_norms_are_never_below_the_exact_norm(acts, backprops, weight, bias):
     if not weight and not bias:
         return

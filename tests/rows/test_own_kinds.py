@@ -49,7 +49,9 @@ class Unscaled(ScaleRows):
 
 
 class Mixed(ScaleRows):
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         return (super().forward(layer, x - x.mean(0), weight, bias)[0],)
 
 
@@ -97,10 +99,15 @@ def losses(output: Tensor) -> Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("places", [(), (3,), (2, 2)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_rows_of_a_registered_layer_are_those_of_single_records(registered, reduction, places, dtype, tolerance):
+def test_rows_of_a_registered_layer_are_those_of_single_records(
+    registered, reduction, places, dtype, tolerance
+):
     registered(ScaleRows())
     plain, x = model(dtype), torch.randn(4, *places, 5, dtype=dtype)
-    expected = [torch.autograd.grad(losses(plain(x[i : i + 1])).sum(), list(plain.parameters())) for i in range(4)]
+    expected = [
+        torch.autograd.grad(losses(plain(x[i : i + 1])).sum(), list(plain.parameters()))
+        for i in range(4)
+    ]
     ours = dp.attach(copy.deepcopy(plain), rows="factored", loss_reduction=reduction)
     for twin in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         getattr(losses(twin(x)), reduction)().backward()
@@ -119,7 +126,9 @@ def test_a_frozen_part_of_a_registered_layer_has_no_rows(registered, frozen):
     dp.attach(ours)
     losses(ours(torch.randn(4, 5))).mean().backward()
     params = [p for p in ours.parameters() if p.requires_grad]
-    assert [part.shape for part in GradBatch.consume(params).dense()] == [(4, *p.shape) for p in params]
+    assert [part.shape for part in GradBatch.consume(params).dense()] == [
+        (4, *p.shape) for p in params
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +144,16 @@ def test_a_frozen_part_of_a_registered_layer_has_no_rows(registered, frozen):
 )
 def test_a_wrong_kind_is_refused_before_it_sees_a_record(registered, kind, message):
     seen = []
-    watched = type(kind.__name__, (kind,), {"rows": lambda self, use: seen.append(use.x) or kind.rows(self, use)})
+    watched = type(
+        kind.__name__,
+        (kind,),
+        {"rows": lambda self, use: seen.append(use.x) or kind.rows(self, use)},
+    )
     registered(watched())
-    ours, x = dp.attach(model(torch.float64), check_first_step=False), torch.randn(4, 5, dtype=torch.float64)
+    ours, x = (
+        dp.attach(model(torch.float64), check_first_step=False),
+        torch.randn(4, 5, dtype=torch.float64),
+    )
     records = ours[0](x).detach()
     for _ in range(2):  # it does not get through by asking again
         with pytest.raises(PrivacyError, match=message):
@@ -160,15 +176,21 @@ def test_the_trial_takes_no_value_of_the_input_and_comes_once(registered):
 
 def test_registered_layers_take_floating_point_inputs(registered):
     registered(ScaleRows())
-    with pytest.raises(ValueError, match="input of a registered layer must be floating point, to try ScaleRows"):
+    with pytest.raises(
+        ValueError, match="input of a registered layer must be floating point, to try ScaleRows"
+    ):
         dp.attach(Scale())(torch.ones(3, 6, dtype=torch.long))
 
 
 def test_a_class_is_registered_once_and_by_a_kind(registered):
     registered(ScaleRows())
-    with pytest.raises(ValueError, match=r"layer must be a class that is not recorded yet \(got Scale\)"):
+    with pytest.raises(
+        ValueError, match=r"layer must be a class that is not recorded yet \(got Scale\)"
+    ):
         registered(ScaleRows())
-    with pytest.raises(ValueError, match=r"layer must be a class that is not recorded yet \(got Linear\)"):
+    with pytest.raises(
+        ValueError, match=r"layer must be a class that is not recorded yet \(got Linear\)"
+    ):
         register(nn.Linear, ScaleRows())
     for layer, kind in ((Scale(), ScaleRows()), (Scale, ScaleRows)):
         with pytest.raises(ValueError, match="must be"):

@@ -23,12 +23,20 @@ class Net(nn.Module):
 
     def __init__(self, again: bool | None = None) -> None:
         super().__init__()
-        self.first, self.body, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+        self.first, self.body, self.head = (
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 1),
+        )
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self.head(self.body(x) if self.again is None else checkpoint(self.body, x, use_reentrant=self.again))
+        return self.head(
+            self.body(x)
+            if self.again is None
+            else checkpoint(self.body, x, use_reentrant=self.again)
+        )
 
 
 def parts(model: Net, x: Tensor) -> Tensor:
@@ -38,12 +46,18 @@ def parts(model: Net, x: Tensor) -> Tensor:
 def made(rows: str, again: bool | None = None) -> tuple[Net, dp.HolderSGD]:
     model = dp.attach(Net(again), rows=rows)
     plan = dp.HolderSGD.plan(
-        problem=dp.losses.Logistic().problem(bound_x=2.0), n=N, noise_multiplier=1.0, batch_size=4, steps=6
+        problem=dp.losses.Logistic().problem(bound_x=2.0),
+        n=N,
+        noise_multiplier=1.0,
+        batch_size=4,
+        steps=6,
     )
     return model, dp.HolderSGD(model.parameters(), plan)
 
 
-def train(rows: str, call: Callable[[Net, Tensor], Tensor], again: bool | None = None) -> dp.HolderSGD:
+def train(
+    rows: str, call: Callable[[Net, Tensor], Tensor], again: bool | None = None
+) -> dp.HolderSGD:
     model, optimizer = made(rows, again)
     for x, y in optimizer.loader(DATA, steps=3):
         optimizer.zero_grad()
@@ -53,7 +67,9 @@ def train(rows: str, call: Callable[[Net, Tensor], Tensor], again: bool | None =
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
-def test_parts_of_a_model_make_no_rows_without_the_model(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_model_make_no_rows_without_the_model(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert train(rows, Net.__call__).steps == 3
     with pytest.raises(SequenceError, match="attached model itself must be called"):
         train(rows, parts)

@@ -26,7 +26,11 @@ def _as_before():
 
 
 def _rounded(self: Tensor, other: Tensor) -> Tensor:
-    return torch.mm(self.bfloat16().float(), other.bfloat16().float()) if self.dim() == 2 else torch.matmul(self, other)
+    return (
+        torch.mm(self.bfloat16().float(), other.bfloat16().float())
+        if self.dim() == 2
+        else torch.matmul(self, other)
+    )
 
 
 def _two_layers() -> nn.Module:
@@ -54,7 +58,9 @@ def test_one_record_more_moves_the_sum_by_one_clip_in_medium_precision(monkeypat
         except SequenceError:
             assert reduction == "mean"
             continue
-        clip = torch.linalg.vector_norm(torch.cat([more, fewer]), dim=1).max()  # so that none is shortened
+        clip = torch.linalg.vector_norm(
+            torch.cat([more, fewer]), dim=1
+        ).max()  # so that none is shortened
         assert torch.linalg.vector_norm(more.sum(0) - fewer.sum(0)) <= 1.01 * clip
 
 
@@ -64,7 +70,9 @@ def test_a_mean_loss_in_reduced_matmul_precision_is_refused(rows, setting):
     model, x = dp.attach(_two_layers(), rows=rows), torch.ones(4, 8)
     gradients(model, x, "mean")
     torch.set_float32_matmul_precision(setting)
-    with pytest.raises(SequenceError, match=r"full precision.*rounds its 1/B.*loss_reduction='sum'"):
+    with pytest.raises(
+        SequenceError, match=r"full precision.*rounds its 1/B.*loss_reduction='sum'"
+    ):
         model(x).mean().backward()
     torch.set_float32_matmul_precision("highest")
     gradients(model, x, "mean")
@@ -78,13 +86,17 @@ def test_a_variable_that_lets_cpu_kernels_round_counts_like_a_switch(monkeypatch
     monkeypatch.setenv(variable, "BF16")
     assert not precision.products_are_exact()
     assert precision.switches() != before
-    with pytest.raises(SequenceError, match=f"variable {variable}=BF16 rounds its 1/B.*unset {variable}"):
+    with pytest.raises(
+        SequenceError, match=f"variable {variable}=BF16 rounds its 1/B.*unset {variable}"
+    ):
         model(torch.ones(4, 8)).mean().backward()
 
 
 def test_a_sum_loss_in_reduced_matmul_precision_trains():
     torch.set_float32_matmul_precision("medium")
-    assert len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum")) == 4
+    assert (
+        len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum")) == 4
+    )
 
 
 def test_a_mean_loss_in_double_precision_has_no_shortcut():
@@ -136,7 +148,9 @@ def _switch(monkeypatch: pytest.MonkeyPatch, library: str, kernels: str, value: 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("kernels", "layer"), [("conv", nn.Conv1d(1, 1, 1)), ("rnn", nn.GRU(1, 1))])
+@pytest.mark.parametrize(
+    ("kernels", "layer"), [("conv", nn.Conv1d(1, 1, 1)), ("rnn", nn.GRU(1, 1))]
+)
 def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device, kernels, layer):
     library = "cudnn" if device == "cuda" else "mkldnn"
     on_device = SimpleNamespace(dtype=torch.float32, device=torch.device(device))
@@ -148,15 +162,19 @@ def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device
 
 def test_a_refusal_names_what_switches_it_off(monkeypatch):
     """On CUDA convolutions are in TF32 by default."""
-    conv, weight = nn.Conv2d(1, 1, 1), SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    conv, weight = (
+        nn.Conv2d(1, 1, 1),
+        SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")),
+    )
     _switch(monkeypatch, "cudnn", "conv", "tf32")
     text = precision.inexact_mean([conv], [weight])
     assert "torch.backends.cudnn.conv.fp32_precision='tf32' rounds its 1/B" in text
     assert text.endswith("switch it off: torch.backends.cudnn.allow_tf32 = False")
     assert "dp.attach(model, loss_reduction='sum')" in text
     _switch(monkeypatch, "cudnn", "conv", "bf16")
-    assert "switch it off: torch.backends.cudnn.conv.fp32_precision = 'ieee'" in precision.inexact_mean(
-        [conv], [weight]
+    assert (
+        "switch it off: torch.backends.cudnn.conv.fp32_precision = 'ieee'"
+        in precision.inexact_mean([conv], [weight])
     )
     monkeypatch.delattr(torch.backends.cudnn, "conv")  # torch < 2.9
     for allowed in (True, False):
@@ -171,9 +189,17 @@ def test_a_refusal_names_what_switches_it_off(monkeypatch):
 @pytest.mark.parametrize("name", ["cudnn.conv", "cudnn", ""])
 def test_what_switches_a_setting_off_does(name):
     """With the switches of this torch, which inherit from each other in a way of their own."""
-    conv, weight = nn.Conv2d(1, 1, 1), SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    conv, weight = (
+        nn.Conv2d(1, 1, 1),
+        SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")),
+    )
     asked = operator.attrgetter(name)(torch.backends) if name else torch.backends
-    kept = [torch.backends, torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    kept = [
+        torch.backends,
+        torch.backends.cudnn,
+        torch.backends.cudnn.conv,
+        torch.backends.cudnn.rnn,
+    ]
     before = [switch.fp32_precision for switch in kept]
     try:
         asked.fp32_precision = "tf32"
@@ -198,7 +224,10 @@ def test_frozen_single_precision_counts_for_a_mean_loss(setting):
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.trained, self.frozen = nn.Linear(8, 4).double(), nn.Linear(4, 4).requires_grad_(False)
+            self.trained, self.frozen = (
+                nn.Linear(8, 4).double(),
+                nn.Linear(4, 4).requires_grad_(False),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.frozen(self.trained(x).float())

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 import torch_dpsco as dp
 from tests.problems import released
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, ItemBlock, SequenceBlock, has_rows
+from torch_dpsco.rows import (
+    DenseBlock,
+    FactoredBlock,
+    GradBatch,
+    ItemBlock,
+    SequenceBlock,
+    has_rows,
+)
 from torch_dpsco.rows.dense import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
 
@@ -27,7 +34,9 @@ B = 5  # records, and times where there are times: no shape gives a layout away
 
 
 def floats(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(B, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return lambda: torch.randn(
+        B, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def ids(*shape: int) -> Callable[[], Tensor]:
@@ -59,9 +68,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), floats(2, 8)),
     "conv1d of a wide kernel": (lambda: nn.Conv1d(20, 40, 3), floats(20, 4)),
     "conv1d at one place": (lambda: nn.Conv1d(20, 40, 3), floats(20, 3)),
-    "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), floats(2, 7, 6)),
+    "conv2d": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        floats(2, 7, 6),
+    ),
     "conv2d of many channels": (lambda: nn.Conv2d(6, 8, 3), floats(6, 4, 4)),
-    "conv2d of many channels, frozen bias": (lambda: frozen(nn.Conv2d(6, 8, 3), "bias"), floats(6, 4, 4)),
+    "conv2d of many channels, frozen bias": (
+        lambda: frozen(nn.Conv2d(6, 8, 3), "bias"),
+        floats(6, 4, 4),
+    ),
     "conv2d without bias": (lambda: nn.Conv2d(2, 3, 2, bias=False), floats(2, 4, 4)),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 2, groups=2, stride=2), floats(4, 5, 5)),
     "conv2d by channel": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1), floats(4, B, B)),
@@ -70,13 +85,22 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv2d, same": (lambda: nn.Conv2d(2, 3, 3, padding="same", dilation=2), floats(2, 6, 6)),
     "conv2d, same, even kernel": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), floats(2, 6, 6)),
     "conv2d, valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), floats(2, 6, 6)),
-    "conv2d, reflected": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), floats(2, 6, 6)),
+    "conv2d, reflected": (
+        lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"),
+        floats(2, 6, 6),
+    ),
     "conv2d, reflected, same": (
         lambda: nn.Conv2d(2, 3, (4, 3), padding="same", padding_mode="reflect"),
         floats(2, 6, 6),
     ),
-    "conv1d, replicated": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="replicate"), floats(2, 6)),
-    "conv1d, circular": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular"), floats(2, 6)),
+    "conv1d, replicated": (
+        lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="replicate"),
+        floats(2, 6),
+    ),
+    "conv1d, circular": (
+        lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular"),
+        floats(2, 6),
+    ),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 0)), floats(2, 3, 4, 3)),
     "embedding": (lambda: nn.Embedding(7, 3), ids(B)),
     "embedding of one item": (lambda: nn.Embedding(7, 3), ids()),
@@ -97,7 +121,9 @@ def layer(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Ten
 
 def losses(output: Tensor) -> Tensor:
     flat = output.flatten(1)
-    return ((flat - 0.3).square() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum(1)
+    return ((flat - 0.3).square() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum(
+        1
+    )
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -106,7 +132,10 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def alone(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Returns each record's gradient by plain autograd."""
-    found = [torch.autograd.grad(losses(model(x[i : i + 1])).sum(), trained(model)) for i in range(len(x))]
+    found = [
+        torch.autograd.grad(losses(model(x[i : i + 1])).sum(), trained(model))
+        for i in range(len(x))
+    ]
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 
@@ -167,7 +196,9 @@ def test_outputs_and_input_gradients_are_those_of_the_plain_layer(name):
     attached, x = dp.attach(copy.deepcopy(model)), x.requires_grad_(x.is_floating_point())
     expected, found = model(x), attached(x)
     exact = "same, even" not in name  # torch pads one side by another way
-    torch.testing.assert_close(found, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6)
+    torch.testing.assert_close(
+        found, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6
+    )
     if x.requires_grad:
         for each in (expected, found):
             each.square().sum().backward(retain_graph=True)
@@ -221,7 +252,9 @@ def test_micro_batches_and_an_empty_batch_have_their_rows(name):
     assert_close(rows.dense(), expected, 1e-12)
     empty = recorded(model, x[:0])
     assert empty.norms().shape == (0,)
-    for total, p in zip(empty.weighted_sum(torch.zeros(0, dtype=torch.float64)), trained(model), strict=True):
+    for total, p in zip(
+        empty.weighted_sum(torch.zeros(0, dtype=torch.float64)), trained(model), strict=True
+    ):
         assert torch.equal(total, torch.zeros(p.shape, dtype=total.dtype))
 
 
@@ -295,7 +328,9 @@ def test_sequences_of_different_lengths_are_joined():
     model = nn.Linear(30, 40)
     for lengths in ((3, 2), (1, 3), (4, 7), (9, 1, 2)):
         parts = [torch.randn(B, length, 30) for length in lengths]
-        expected = [torch.cat(rows) for rows in zip(*(alone(model, part) for part in parts), strict=True)]
+        expected = [
+            torch.cat(rows) for rows in zip(*(alone(model, part) for part in parts), strict=True)
+        ]
         dp.attach(model, loss_reduction="sum")
         for part in parts:
             losses(model(part)).sum().backward()
@@ -305,7 +340,9 @@ def test_sequences_of_different_lengths_are_joined():
         weights = torch.linspace(0, 1, len(rows), dtype=torch.float64)
         sums = [torch.tensordot(weights, part.double(), 1) for part in expected]
         assert_close(rows.weighted_sum(weights), sums, 4e-6)
-        norms = torch.linalg.vector_norm(torch.cat([part.flatten(1) for part in expected], 1), dim=1)
+        norms = torch.linalg.vector_norm(
+            torch.cat([part.flatten(1) for part in expected], 1), dim=1
+        )
         torch.testing.assert_close(rows.norms(), norms.double(), rtol=2e-4, atol=0)
 
 
@@ -318,7 +355,9 @@ def test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused():
         GradBatch.consume(trained(pair))
 
 
-@pytest.mark.parametrize("name", ["linear on vectors", "layer norm on vectors", "group norm on vectors", "conv2d"])
+@pytest.mark.parametrize(
+    "name", ["linear on vectors", "layer norm on vectors", "group norm on vectors", "conv2d"]
+)
 def test_an_input_without_a_batch_is_refused(name):
     model, x = layer(name)
     dp.attach(model)
@@ -334,7 +373,10 @@ class Own(nn.Linear):
 def test_what_is_not_a_layer_of_its_own_falls_back_to_opacus(kind):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1), nn.Flatten(), (Own if kind == "subclass" else nn.Linear)(12, 2)
+        nn.Conv1d(4, 4, 1),
+        nn.Conv1d(4, 4, 1),
+        nn.Flatten(),
+        (Own if kind == "subclass" else nn.Linear)(12, 2),
     )
     if kind == "tied":
         model[1].weight = model[0].weight
@@ -375,7 +417,9 @@ def test_copies_record_rows_and_detached_layers_are_plain_again(name, copied):
         assert set(vars(each)) == names
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if "wide" in name or "conv" in name or "norm" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in LAYERS if "wide" in name or "conv" in name or "norm" in name]
+)
 def test_rows_of_half_precision_are_near_those_of_float32(name):
     model, x = layer(name, torch.float32)
     expected = alone(model, x)
@@ -431,7 +475,9 @@ def test_no_tensor_of_rows_is_made_for_embeddings_and_long_factors():
     ids = torch.randint(items, (n, times))
     assert largest(nn.Embedding(items, width), ids) <= 2 * items * width  # one parameter in float64
     out, wide = 300, 400
-    assert largest(nn.Linear(wide, out), torch.randn(n, times, wide)) <= 2 * max(out * wide, n * times * wide)
+    assert largest(nn.Linear(wide, out), torch.randn(n, times, wide)) <= 2 * max(
+        out * wide, n * times * wide
+    )
 
 
 def test_patches_of_a_convolution_are_copied_for_some_records_at_a_time():
@@ -444,7 +490,9 @@ def test_patches_of_a_convolution_are_copied_for_some_records_at_a_time():
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("factor", [1e3, 1e-3, float("inf")])
-def test_one_record_moves_the_clipped_mean_of_a_recorded_layer_by_at_most_its_sensitivity(name, factor):
+def test_one_record_moves_the_clipped_mean_of_a_recorded_layer_by_at_most_its_sensitivity(
+    name, factor
+):
     model, x = layer(name, torch.float32)
     dp.attach(model, loss_reduction="sum")
     query, others = [p.detach() for p in trained(model)], torch.tensor([0, 1, 2, 4])

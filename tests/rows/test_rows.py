@@ -36,7 +36,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 1)
+        self.first, self.second, self.last = (
+            nn.Linear(3, 3),
+            nn.Linear(3, 3, bias=False),
+            nn.Linear(3, 1),
+        )
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,8 +84,14 @@ MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "tied weights": (Tied, (3,)),
     "sequences": (mlp, (4, 3)),
     "sequences of sequences": (lambda: frozen(mlp(), "2.bias"), (2, 4, 3)),
-    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), (3,)),
-    "convolution": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)), (2, 4)),
+    "layer norm": (
+        lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)),
+        (3,),
+    ),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)),
+        (2, 4),
+    ),
     "embedding": (Sentence, ()),
 }
 
@@ -143,7 +153,9 @@ def assert_rows(rows: GradBatch, expected: list[Tensor]) -> None:
 def test_rows_are_those_of_a_loop_over_single_records(name, rows, reduction):
     model, x = built(name)
     expected = loop(model, x)
-    assert_rows(batch(dp.attach(model, rows=rows, loss_reduction=reduction), [x], reduction), expected)
+    assert_rows(
+        batch(dp.attach(model, rows=rows, loss_reduction=reduction), [x], reduction), expected
+    )
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -153,7 +165,9 @@ def test_rows_are_those_of_a_loop_over_single_records(name, rows, reduction):
 def test_micro_batches_give_the_rows_of_the_whole_batch(name, rows, reduction):
     model, x = built(name)
     expected = loop(model, x)
-    found = batch(dp.attach(model, rows=rows, loss_reduction=reduction), [x[:3], x[3:4], x[4:]], reduction)
+    found = batch(
+        dp.attach(model, rows=rows, loss_reduction=reduction), [x[:3], x[3:4], x[4:]], reduction
+    )
     assert found.passes == 3
     assert_rows(found, expected)
 
@@ -177,7 +191,9 @@ def test_an_empty_batch_has_no_rows_and_sums_to_zero(name, rows, reduction):
     found = batch(dp.attach(model, rows=rows, loss_reduction=reduction), [x[:0]], reduction)
     assert len(found) == 0
     assert found.norms().shape == (0,)
-    for total, p in zip(found.weighted_sum(torch.zeros(0, dtype=torch.float64)), trained(model), strict=True):
+    for total, p in zip(
+        found.weighted_sum(torch.zeros(0, dtype=torch.float64)), trained(model), strict=True
+    ):
         assert torch.equal(total, torch.zeros(p.shape, dtype=total.dtype))
     assert_rows(batch(model, [x], reduction), expected)
 
@@ -186,7 +202,10 @@ def test_an_empty_batch_has_no_rows_and_sums_to_zero(name, rows, reduction):
 def test_an_empty_micro_batch_changes_nothing(rows):
     model, x = built("mlp")
     expected = loop(model, x)
-    assert_rows(batch(dp.attach(model, rows=rows, loss_reduction="sum"), [x[:2], x[:0], x[2:]], "sum"), expected)
+    assert_rows(
+        batch(dp.attach(model, rows=rows, loss_reduction="sum"), [x[:2], x[:0], x[2:]], "sum"),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
@@ -256,7 +275,9 @@ def test_missing_rows_are_explained():
     for attached in (False, True):
         if attached:
             dp.attach(model)
-        with pytest.raises(SequenceError, match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before"):
+        with pytest.raises(
+            SequenceError, match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before"
+        ):
             GradBatch.consume(list(model.parameters()))
 
 
@@ -283,7 +304,10 @@ def test_malformed_blocks_are_refused():
     for rows in (torch.tensor(1.0), torch.zeros(2, 2, dtype=torch.int64)):
         with pytest.raises(ValueError, match="rows must be a floating tensor"):
             DenseBlock(rows)
-    for acts, backprops in ((torch.zeros(2, 3), torch.zeros(3, 3)), (torch.zeros(2, 3, 1), torch.zeros(2, 3))):
+    for acts, backprops in (
+        (torch.zeros(2, 3), torch.zeros(3, 3)),
+        (torch.zeros(2, 3, 1), torch.zeros(2, 3)),
+    ):
         with pytest.raises(ValueError, match="acts and backprops must be"):
             FactoredBlock(acts, backprops)
 

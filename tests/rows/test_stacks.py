@@ -38,7 +38,10 @@ def _twice() -> list[nn.Module]:
 
 
 _STACKS: dict[str, Callable[[], list[nn.Module]]] = {
-    **{name: lambda act=act: [nn.Linear(4, 6), act(), nn.Linear(6, 3)] for name, act in _ACTS.items()},
+    **{
+        name: lambda act=act: [nn.Linear(4, 6), act(), nn.Linear(6, 3)]
+        for name, act in _ACTS.items()
+    },
     "none between": lambda: [nn.Linear(4, 6), nn.Linear(6, 3)],
     "two between": lambda: [nn.Linear(4, 6), nn.Tanh(), nn.ReLU(), nn.Linear(6, 3)],
     "no bias": lambda: [
@@ -48,7 +51,11 @@ _STACKS: dict[str, Callable[[], list[nn.Module]]] = {
         nn.GELU(),
         nn.Linear(6, 3, bias=False),
     ],
-    "frozen parts": lambda: [_frozen(nn.Linear(4, 6), "weight"), nn.ReLU(), _frozen(nn.Linear(6, 3), "bias")],
+    "frozen parts": lambda: [
+        _frozen(nn.Linear(4, 6), "weight"),
+        nn.ReLU(),
+        _frozen(nn.Linear(6, 3), "bias"),
+    ],
     "a layer used twice": _twice,
     "others around it": lambda: [
         *(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.ReLU()),
@@ -59,7 +66,9 @@ _STACKS: dict[str, Callable[[], list[nn.Module]]] = {
 
 def _model(name: str, dtype: torch.dtype = torch.float32, reduction: str = "mean") -> nn.Sequential:
     torch.manual_seed(0)
-    model = dp.attach(nn.Sequential(*_STACKS[name]()).to(dtype), loss_reduction=reduction, check_first_step=False)
+    model = dp.attach(
+        nn.Sequential(*_STACKS[name]()).to(dtype), loss_reduction=reduction, check_first_step=False
+    )
     assert type(model) is RecordedSequential
     return model
 
@@ -71,7 +80,9 @@ def _one_by_one(model: nn.Sequential) -> nn.Sequential:
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(B, *shape, 4, generator=torch.Generator().manual_seed(1), dtype=dtype).requires_grad_()
+    return torch.randn(
+        B, *shape, 4, generator=torch.Generator().manual_seed(1), dtype=dtype
+    ).requires_grad_()
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -142,7 +153,11 @@ class _Checkpointed(nn.Module):
         self.stack, self.again = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)), again
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.stack(x) if self.again is None else checkpoint(self.stack, x, use_reentrant=self.again)
+        return (
+            self.stack(x)
+            if self.again is None
+            else checkpoint(self.stack, x, use_reentrant=self.again)
+        )
 
 
 def test_a_checkpointed_stack_has_the_same_rows():
@@ -263,7 +278,9 @@ def test_rows_that_are_not_records_are_refused():
 
 
 def test_a_stack_called_without_its_model_is_refused():
-    model = dp.attach(nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), nn.Tanh()))
+    model = dp.attach(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), nn.Tanh())
+    )
     out = model[0](_input())
     with pytest.raises(SequenceError, match="the attached model itself must be called"):
         out.mean().backward()
@@ -295,7 +312,9 @@ def test_an_input_that_is_overwritten_before_the_step_is_refused():
 
 
 def test_a_mean_in_reduced_precision_is_refused():
-    model = dp.attach(nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), nn.Tanh()))
+    model = dp.attach(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), nn.Tanh())
+    )
     parts: list[Tensor] = []
     model[0].register_forward_hook(lambda *args: parts.append(args[2]))
     model(_input().detach())
@@ -316,7 +335,12 @@ def test_copies_are_stacked_and_detached_models_are_plain_again(copied):
     model = copied(_model("ReLU"))
     assert _is_stacked(model, _input())
     dp.detach(model)
-    assert [type(part) for part in (model, *model)] == [nn.Sequential, nn.Linear, nn.ReLU, nn.Linear]
+    assert [type(part) for part in (model, *model)] == [
+        nn.Sequential,
+        nn.Linear,
+        nn.ReLU,
+        nn.Linear,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def product(acts: Tensor, backprops: Tensor) -> Callable[[int], np.ndarray]:
     return lambda i: integers(backprops[i])[:, None] * integers(acts[i])[None]
 
 
-def largest_error(batch: Callable[[Tensor], GradBatch], row: Callable[[int], np.ndarray], plan: Summation) -> float:
+def largest_error(
+    batch: Callable[[Tensor], GradBatch], row: Callable[[int], np.ndarray], plan: Summation
+) -> float:
     """Returns the largest error of the difference of neighboring sums at clip 1.
 
     Args:
@@ -106,7 +108,9 @@ def largest_error(batch: Callable[[Tensor], GradBatch], row: Callable[[int], np.
     for missing, index in neighbors(plan.rows):
         [fewer] = batch(index).weighted_sum(weights[index], plan.for_rows(len(index)))
         moved = (integers(total) - integers(fewer)) * int(SCALE) ** 2
-        errors.append(length(moved - row(missing) * integers(weights[missing : missing + 1])[0], factors=3))
+        errors.append(
+            length(moved - row(missing) * integers(weights[missing : missing + 1])[0], factors=3)
+        )
     return max(errors)
 
 
@@ -153,7 +157,9 @@ def test_float32_sums_of_vectors_err_by_at_most_what_is_claimed(batch_size, make
 
 @pytest.mark.parametrize("batch_size", [8, 64, 512, 4096])
 @pytest.mark.parametrize("make", ROWS)
-def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(batch_size, make, arithmetic):
+def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(
+    batch_size, make, arithmetic
+):
     dim, in_c = ELEMENTS // batch_size, arithmetic == "C"
     plan = plan_summation(batch_size, dim, vectors=not in_c, in_c=in_c)
     assert bool(plan.matrix_tile) is (in_c or batch_size < 4096)
@@ -197,7 +203,9 @@ def test_what_c_cannot_read_is_summed_in_float64_where_its_tiles_are_planned(mak
     acts, backprops = make(plan.rows, 10), torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
 
     def strided(index: Tensor) -> GradBatch:
-        return GradBatch([FactoredBlock(acts[index].T.contiguous().T, backprops[index], bias=False)])
+        return GradBatch(
+            [FactoredBlock(acts[index].T.contiguous().T, backprops[index], bias=False)]
+        )
 
     assert largest_error(strided, product(acts, backprops), plan) <= float64_error(plan.rows)
 
@@ -329,7 +337,9 @@ def test_short_rows_are_summed_in_larger_tiles_within_the_claim(make, share, bat
     rows = make(plan.rows, dim)
     norms = GradBatch([DenseBlock(rows)]).norms()
     weights = clip_weights(norms, 1.0) * share
-    mean_norm = math.fsum((weights * norms).tolist()) / plan.rows  # sums of other orders may round to above the share
+    mean_norm = (
+        math.fsum((weights * norms).tolist()) / plan.rows
+    )  # sums of other orders may round to above the share
     assert mean_norm <= max(share, 1e-9)
     used = plan.for_rows(plan.rows, mean_norm)
     assert used.vector_tile >= plan.vector_tile

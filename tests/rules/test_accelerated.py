@@ -17,10 +17,14 @@ PHASE = dp.Phase(None)
 
 def parameters(*sizes: int) -> list[torch.nn.Parameter]:
     draw = torch.Generator().manual_seed(1)
-    return [torch.nn.Parameter(torch.randn(size, generator=draw, dtype=torch.float64)) for size in sizes]
+    return [
+        torch.nn.Parameter(torch.randn(size, generator=draw, dtype=torch.float64)) for size in sizes
+    ]
 
 
-def moved(rule: Accelerated, groups: list, state: defaultdict, k: int, prox: Ball | None, phase: dp.Phase) -> None:
+def moved(
+    rule: Accelerated, groups: list, state: defaultdict, k: int, prox: Ball | None, phase: dp.Phase
+) -> None:
     with torch.no_grad():
         rule.update(groups, state, k, phase)
         if prox is not None:
@@ -31,7 +35,9 @@ def moved(rule: Accelerated, groups: list, state: defaultdict, k: int, prox: Bal
 
 @pytest.mark.parametrize("radius", [None, 0.8])
 @pytest.mark.parametrize("lr", [None, 0.3])
-def test_queries_and_answers_are_those_of_the_formulas(radius: float | None, lr: float | None) -> None:
+def test_queries_and_answers_are_those_of_the_formulas(
+    radius: float | None, lr: float | None
+) -> None:
     params = parameters(3, 2)
     groups = [{"params": [p], "lr": 0.1} for p in params]
     rule, state, prox = Accelerated(), defaultdict(dict), None if radius is None else Ball(radius)
@@ -49,7 +55,9 @@ def test_queries_and_answers_are_those_of_the_formulas(radius: float | None, lr:
         if radius is not None:
             w = w * min(1, radius / np.linalg.norm(w))
         ag = (1 - a) * ag + a * w
-        np.testing.assert_allclose(np.concatenate([rule.answer(p, state).numpy() for p in params]), ag, atol=1e-12)
+        np.testing.assert_allclose(
+            np.concatenate([rule.answer(p, state).numpy() for p in params]), ag, atol=1e-12
+        )
         assert radius is None or np.linalg.norm(ag) <= radius * (1 + 1e-12)
 
 

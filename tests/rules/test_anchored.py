@@ -19,9 +19,16 @@ class Walk:
     """Two parameters, the second in a group of its own, moved by given means through given phases."""
 
     def __init__(self, phases: list[dp.Phase], prox: Any = None) -> None:
-        self.params = [torch.nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in ([0.3, -0.2], [0.1])]
+        self.params = [
+            torch.nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in ([0.3, -0.2], [0.1])
+        ]
         self.groups = [{"params": [p], "lr": 1.0} for p in self.params]
-        self.rule, self.state, self.phases, self.prox = Anchored(), defaultdict(dict), phases, prox or Identity()
+        self.rule, self.state, self.phases, self.prox = (
+            Anchored(),
+            defaultdict(dict),
+            phases,
+            prox or Identity(),
+        )
 
     @property
     def point(self) -> np.ndarray:

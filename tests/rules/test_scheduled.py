@@ -17,7 +17,9 @@ from torch_dpsco.rules import ScheduledSGD
 from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
 
 
-def run(rule: ScheduledSGD, means: np.ndarray, lr: float = 0.1, phase: dp.Phase | None = None) -> Any:
+def run(
+    rule: ScheduledSGD, means: np.ndarray, lr: float = 0.1, phase: dp.Phase | None = None
+) -> Any:
     """Returns (iterates after their steps, answers) of a start at 0."""
     p = torch.nn.Parameter(torch.zeros(means.shape[1], dtype=torch.float64))
     groups, state, iterates, answers = [{"params": [p], "lr": lr}], defaultdict(dict), [], []
@@ -34,18 +36,24 @@ def run(rule: ScheduledSGD, means: np.ndarray, lr: float = 0.1, phase: dp.Phase 
 @settings(derandomize=True, max_examples=60)
 @given(
     # no weight below 1e-6 but 0: relative to the largest one the reference would lose its digits
-    st.lists(st.tuples(st.floats(0.01, 10), st.just(0.0) | st.floats(1e-6, 1e6)), min_size=1, max_size=8).filter(
-        lambda pairs: sum(weight for _, weight in pairs) > 1e-3
-    )
+    st.lists(
+        st.tuples(st.floats(0.01, 10), st.just(0.0) | st.floats(1e-6, 1e6)), min_size=1, max_size=8
+    ).filter(lambda pairs: sum(weight for _, weight in pairs) > 1e-3)
 )
-def test_the_answer_is_the_weighted_average_of_iterates_after_their_steps(pairs: list[tuple[float, float]]) -> None:
+def test_the_answer_is_the_weighted_average_of_iterates_after_their_steps(
+    pairs: list[tuple[float, float]],
+) -> None:
     factors, weights = zip(*pairs, strict=True)
     means = np.random.default_rng(len(pairs)).standard_normal((len(pairs), 3))
     iterates, answers = run(ScheduledSGD(factors, weights), means)
-    np.testing.assert_allclose(iterates, -0.1 * np.cumsum(np.array(factors)[:, None] * means, axis=0), atol=1e-12)
+    np.testing.assert_allclose(
+        iterates, -0.1 * np.cumsum(np.array(factors)[:, None] * means, axis=0), atol=1e-12
+    )
     for k in range(len(pairs)):
         if sum(weights[: k + 1]) > 0:
-            expected = np.average(iterates[: k + 1], axis=0, weights=np.array(weights[: k + 1]) / max(weights))
+            expected = np.average(
+                iterates[: k + 1], axis=0, weights=np.array(weights[: k + 1]) / max(weights)
+            )
             np.testing.assert_allclose(answers[k], expected, atol=1e-9)
         else:
             np.testing.assert_array_equal(answers[k], iterates[k])
@@ -60,8 +68,12 @@ def test_weights_that_span_the_range_of_floats_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 5, 30, 1000])
-@pytest.mark.parametrize(("curvature", "smoothness"), [(0.5, 2.0), (1.0, 1.0), (1e-6, 1.0), (0.1, 1.0)])
-def test_the_schedules_of_the_theory_are_accepted(curvature: float, smoothness: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("curvature", "smoothness"), [(0.5, 2.0), (1.0, 1.0), (1e-6, 1.0), (0.1, 1.0)]
+)
+def test_the_schedules_of_the_theory_are_accepted(
+    curvature: float, smoothness: float, steps: int
+) -> None:
     made = averaging_schedule(strong_convexity=curvature, inverse_lr_cap=smoothness, steps=steps)
     rule = ScheduledSGD(made.lr, made.weights)
     iterates, answers = run(rule, np.ones((steps, 1)), lr=1.0)

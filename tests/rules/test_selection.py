@@ -12,7 +12,9 @@ from tests.reference import heavy_tailed_literal as literal
 from torch_dpsco.rules import Selected, select_central
 
 points = st.integers(1, 7).flatmap(
-    lambda count: st.lists(st.lists(st.floats(-9, 9), min_size=2, max_size=2), min_size=count, max_size=count)
+    lambda count: st.lists(
+        st.lists(st.floats(-9, 9), min_size=2, max_size=2), min_size=count, max_size=count
+    )
 )
 
 

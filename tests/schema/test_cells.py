@@ -19,7 +19,19 @@ def csv_of(path, notes, end="\n"):
 
 
 NOTE = Schema({"v": Number(0, 9)}, "y", target_range=(0, 9))
-ODD = ['"ouch', 'ouch"', 'a "b" c', '"a" b', '"a""', '"', '"""', ' "a"', r'"a \"b\" c"', '"a\nb', "5' 3\""]
+ODD = [
+    '"ouch',
+    'ouch"',
+    'a "b" c',
+    '"a" b',
+    '"a""',
+    '"',
+    '"""',
+    ' "a"',
+    r'"a \"b\" c"',
+    '"a\nb',
+    "5' 3\"",
+]
 
 
 @pytest.mark.parametrize("note", ODD)
@@ -31,7 +43,9 @@ def test_no_quote_of_a_record_swallows_others(tmp_path, note, place):
         notes[place] = note
         path = csv_of(tmp_path / "table.csv", notes, end)
         for read in (NOTE.read, NOTE.features, NOTE.check):
-            with pytest.raises(ValueError, match=r"quotes enclose whole cells.*table\.csv") as caught:
+            with pytest.raises(
+                ValueError, match=r"quotes enclose whole cells.*table\.csv"
+            ) as caught:
                 read(path)
             assert "fine" not in str(caught.value)
             assert note not in str(caught.value)
@@ -41,7 +55,8 @@ def test_no_quote_of_a_record_swallows_others(tmp_path, note, place):
 
 
 @pytest.mark.parametrize(
-    "note", ['"a"', '""', '"a ""b"" c"', '""""', '"a, b"', '"a\nb"', '"a\r\n\r\nb"', "it's", "a\0b", "ü"]
+    "note",
+    ['"a"', '""', '"a ""b"" c"', '""""', '"a, b"', '"a\nb"', '"a\r\n\r\nb"', "it's", "a\0b", "ü"],
 )
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_what_a_writer_of_csv_makes_is_one_record_each(tmp_path, note, place):
@@ -51,7 +66,9 @@ def test_what_a_writer_of_csv_makes_is_one_record_each(tmp_path, note, place):
         notes[place] = note
         path = csv_of(tmp_path / "table.csv", notes, end)
         assert len(NOTE.read(path).X) == 10
-        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"v,", b'"v",', 1).replace(b"\n", b"\r\n"))
+        path.write_bytes(
+            b"\xef\xbb\xbf" + path.read_bytes().replace(b"v,", b'"v",', 1).replace(b"\n", b"\r\n")
+        )
         assert len(NOTE.read(path).X) == 10
 
 
@@ -66,7 +83,9 @@ def test_the_check_tells_of_line_breaks(tmp_path):
     assert "line breaks" not in str(NOTE.check(csv_of(path, ["fine"] * 10)))
 
 
-@pytest.mark.parametrize("text", ["v,note,y\n1,a,2\n1,a\n", "v,note,y\n1,a,2\n1,a,2,3\n", "v,note,y\n1,a\nb,2\n"])
+@pytest.mark.parametrize(
+    "text", ["v,note,y\n1,a,2\n1,a\n", "v,note,y\n1,a,2\n1,a,2,3\n", "v,note,y\n1,a\nb,2\n"]
+)
 def test_rows_of_other_numbers_of_cells_are_refused(tmp_path, text):
     pytest.importorskip("pyarrow")
     path = tmp_path / "table.csv"
@@ -77,7 +96,14 @@ def test_rows_of_other_numbers_of_cells_are_refused(tmp_path, text):
 
 def test_quotes_are_followed_from_block_to_block(monkeypatch):
     good = b'"a, ""b""\n",c\r\n1,""\n"",""""\n'
-    bad = [good + b'"', good + b'a"b\n', good.replace(b"c", b'c"'), b'"' + good, good + b'"a"b', good[:-2]]
+    bad = [
+        good + b'"',
+        good + b'a"b\n',
+        good.replace(b"c", b'c"'),
+        b'"' + good,
+        good + b'"a"b',
+        good[:-2],
+    ]
     for size in range(1, len(good) + 3):
         monkeypatch.setattr(cells, "_BLOCK", size)
         assert cells.has_whole_cells(io.BytesIO(good))
@@ -85,7 +111,9 @@ def test_quotes_are_followed_from_block_to_block(monkeypatch):
 
 
 @given(
-    st.lists(st.lists(st.text('ab",;\r\n', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.text('ab",;\r\n', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4
+    ),
     st.integers(1, 9),
 )
 def test_whole_cells_are_those_that_a_writer_makes(rows, size):

@@ -23,8 +23,14 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.schema import Category, Number, Ordered, Schema, frames
 from torch_dpsco.schema.columns import key
 
-COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"]), "stage": Ordered(["I", "II", 3], missing=True)}
-SCHEMA = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="id", rows_per_unit=None, unit="patient")
+COLUMNS = {
+    "age": Number(17, 90),
+    "sex": Category(["f", "m"]),
+    "stage": Ordered(["I", "II", 3], missing=True),
+}
+SCHEMA = Schema(
+    COLUMNS, target="died", labels=["no", "yes"], ids="id", rows_per_unit=None, unit="patient"
+)
 BINARY = Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
 
 # -- schemas ----------------------------------------------------------------------------------------------------------
@@ -40,7 +46,12 @@ KINDS = st.one_of(
 )
 
 
-@given(st.dictionaries(NAMES, KINDS, min_size=1, max_size=3), NAMES, LEVELS, st.sampled_from([1, 3, None]))
+@given(
+    st.dictionaries(NAMES, KINDS, min_size=1, max_size=3),
+    NAMES,
+    LEVELS,
+    st.sampled_from([1, 3, None]),
+)
 def test_a_file_holds_the_whole_schema(tmp_path_factory, columns, target, labels, rows):
     columns.pop(target, None)
     if not columns or "the id" in (*columns, target):
@@ -77,7 +88,10 @@ def test_other_fields_are_kept():
         ({"columns": {"age": {"kind": "date"}}}, "kind of column 'age'"),
         ({"columns": {"age": {"kind": ["number"]}}}, "kind of column 'age'"),
         ({"columns": {"age": {"kind": "number", "low": 1}}}, "column 'age'.*high"),
-        ({"columns": {"age": {"kind": "number", "low": 1, "high": 0}}}, "column 'age': low must be below high"),
+        (
+            {"columns": {"age": {"kind": "number", "low": 1, "high": 0}}},
+            "column 'age': low must be below high",
+        ),
         ({"labels": "no"}, "labels must be"),
         ({"rows_per_unit": "many"}, "rows_per_unit"),
         ({"unit": ""}, "unit must be of letters"),
@@ -111,7 +125,9 @@ def test_arrays_are_coded_as_their_values(values, missing, dtype):
     with np.errstate(over="ignore"):
         array = np.array(values, dtype=dtype)
     for kind in (Number(-1.7, 3.1, missing), Number(-1e300, 1e-300, missing)):
-        one_by_one = np.array([kind.code(value) for value in array.tolist()]).reshape(len(array), 1 + missing)
+        one_by_one = np.array([kind.code(value) for value in array.tolist()]).reshape(
+            len(array), 1 + missing
+        )
         assert kind.code_all(array).tobytes() == one_by_one.tobytes()
 
 
@@ -125,17 +141,31 @@ def test_columns_of_arrow_are_coded_as_their_values():
         column = arrow.chunked_array([arrow.array(values[:2], kind), arrow.array(values[2:], kind)])
         for number in (Number(-3, 2**62), Number(0, 9, missing=True)):
             one_by_one = np.array([number.code(value) for value in column.to_pylist()])
-            assert frames.coded(number, column, one_by_one.shape[1]).tobytes() == one_by_one.tobytes()
+            assert (
+                frames.coded(number, column, one_by_one.shape[1]).tobytes() == one_by_one.tobytes()
+            )
 
 
 def test_integers_and_truth_values_are_coded_alike():
     kind = Number(-5, 2**62)
-    for array in (np.array([2**63 - 1, -(2**63), 7]), np.array([True, False]), np.array([2**64 - 1], dtype=np.uint64)):
-        assert kind.code_all(array)[:, 0].tolist() == [kind.code(value)[0] for value in array.tolist()]
+    for array in (
+        np.array([2**63 - 1, -(2**63), 7]),
+        np.array([True, False]),
+        np.array([2**64 - 1], dtype=np.uint64),
+    ):
+        assert kind.code_all(array)[:, 0].tolist() == [
+            kind.code(value)[0] for value in array.tolist()
+        ]
 
 
 def frame(n: int = 2) -> dict[str, Any]:
-    return {"age": [20, 90][:n], "sex": ["f", "m"][:n], "stage": ["I", 3][:n], "died": ["no", "yes"], "id": ["a", "b"]}
+    return {
+        "age": [20, 90][:n],
+        "sex": ["f", "m"][:n],
+        "stage": ["I", 3][:n],
+        "died": ["no", "yes"],
+        "id": ["a", "b"],
+    }
 
 
 def test_files_are_read_like_tables(tmp_path):
@@ -155,7 +185,11 @@ def test_files_are_read_like_tables(tmp_path):
 
 def test_no_value_of_a_file_decides_how_others_are_read(tmp_path):
     pytest.importorskip("pyarrow")
-    schema = Schema({"v": Number(0, 9, missing=True), "c": Category(["true", "false"])}, "y", target_range=(0, 9))
+    schema = Schema(
+        {"v": Number(0, 9, missing=True), "c": Category(["true", "false"])},
+        "y",
+        target_range=(0, 9),
+    )
     path = tmp_path / "table.csv"
     rows = ["1,true,5", "2,false,7"]
     path.write_text("\n".join(["v,c,y", *rows]))
@@ -171,8 +205,12 @@ def test_a_record_of_many_lines_stays_one(tmp_path):
     pytest.importorskip("pyarrow")
     schema = Schema({"v": Number(0, 9)}, "y", target_range=(0, 9))
     path = tmp_path / "table.csv"
-    rows = [f"{k % 10},{k % 7},pad{k:08d}" for k in range(80_000)]  # more than a block of the reader, 1 MiB
-    rows[65_500] = '1,2,"a\n' + "3,4,zzzzzzzzzzz\n" * 60 + '5,6,c"'  # across the end of the first block
+    rows = [
+        f"{k % 10},{k % 7},pad{k:08d}" for k in range(80_000)
+    ]  # more than a block of the reader, 1 MiB
+    rows[65_500] = (
+        '1,2,"a\n' + "3,4,zzzzzzzzzzz\n" * 60 + '5,6,c"'
+    )  # across the end of the first block
     path.write_text("\n".join(["v,y,note", *rows]) + "\n")
     assert len(schema.read(path).X) == len(rows)
 
@@ -203,7 +241,9 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatc
         return True
 
     monkeypatch.setattr(frames, "has_whole_cells", changed)
-    with pytest.raises(ValueError, match="frame must be a file that nobody writes while it is read"):
+    with pytest.raises(
+        ValueError, match="frame must be a file that nobody writes while it is read"
+    ):
         BINARY.read(path)
 
 
@@ -225,7 +265,10 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
         ([1, 2], "frame must be a table"),
         ("table.xlsx", "frame must be a table, or the path"),
         ({"v": 3, "y": [1]}, "column 'v' of the frame must be a list or array"),
-        ({"v": np.zeros((2, 2)), "y": ["no", "yes"]}, "column 'v' of the frame must have one value per row"),
+        (
+            {"v": np.zeros((2, 2)), "y": ["no", "yes"]},
+            "column 'v' of the frame must have one value per row",
+        ),
     ],
 )
 def test_what_is_no_table_is_refused(wrong, words):
@@ -255,7 +298,9 @@ def test_targets_are_coded_as_a_loss_wants_them():
     classes = table.dataset(losses.SoftmaxCrossEntropy(2)).tensors[1]
     assert classes[:2].tolist() == [0, 1]
     assert classes.dtype == torch.int64
-    real = Schema({"v": Number(0, 1)}, "y", target_range=(0, 2)).read({"v": [0.0, 1.0], "y": [5, "x"]})
+    real = Schema({"v": Number(0, 1)}, "y", target_range=(0, 2)).read(
+        {"v": [0.0, 1.0], "y": [5, "x"]}
+    )
     rows, targets = real.dataset(losses.Squared()).tensors
     assert targets.tolist() == [2.0, 0.0]
     assert rows.isnan().flatten().tolist() == [False, True]
@@ -274,7 +319,9 @@ def test_a_loop_is_planned_and_run_from_a_schema():
     loss, n = losses.Logistic(), 1000
     draws = np.random.default_rng(0).random(n)
     table = BINARY.read({"v": draws, "y": np.where(draws > 0.5, "yes", "no")})
-    plan = dp.HolderSGD.plan(problem=BINARY.problem(loss), n=n, budget=dp.Budget(8.0, 1e-5), batch_size=100, epochs=2)
+    plan = dp.HolderSGD.plan(
+        problem=BINARY.problem(loss), n=n, budget=dp.Budget(8.0, 1e-5), batch_size=100, epochs=2
+    )
     model = torch.nn.Linear(1, 1)
     dp.attach(model)
     optimizer = dp.HolderSGD(model.parameters(), plan)
@@ -290,7 +337,9 @@ def test_the_bias_counts_as_a_feature():
     bound = BINARY.problem(losses.Logistic()).bound_x
     assert math.sqrt(2) <= bound < 1.4143
     assert 1 <= BINARY.problem(losses.Logistic(), intercept=False).bound_x < 1.0001
-    real = Schema({"v": Number(0, 1)}, "y", target_range=(-3, 2)).problem(losses.Squared(), radius=2.0)
+    real = Schema({"v": Number(0, 1)}, "y", target_range=(-3, 2)).problem(
+        losses.Squared(), radius=2.0
+    )
     assert (real.bound_y, real.radius) == (3.0, 2.0)
 
 

@@ -35,8 +35,12 @@ COLUMNS = {
     "stage": Ordered([1, 2, 3]),
 }
 SCHEMA = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="patient", unit="patient")
-USERS = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="patient", rows_per_unit=None, unit="patient")
-PROMISED = Schema(COLUMNS, target="died", labels=["no", "yes"], unit="patient", one_row_per_unit=True)
+USERS = Schema(
+    COLUMNS, target="died", labels=["no", "yes"], ids="patient", rows_per_unit=None, unit="patient"
+)
+PROMISED = Schema(
+    COLUMNS, target="died", labels=["no", "yes"], unit="patient", one_row_per_unit=True
+)
 ROWS = Schema(COLUMNS, target="died", labels=["no", "yes"])
 COST = Schema({"age": Number(17, 90)}, target="income", target_range=(0, 200_000))
 
@@ -60,8 +64,16 @@ FOUND: dict[str, tuple[Schema, dict[str, Any], str]] = {
         {},
         "share",
     ),
-    "missing is coded as -999": (SCHEMA, {"age": np.where(np.arange(N) % 100 == 0, -999, AGE)}, "age"),
-    "a decimal comma": (SCHEMA, {"share": [f"{value:.2f}".replace(".", ",") for value in CLEAN["share"]]}, "share"),
+    "missing is coded as -999": (
+        SCHEMA,
+        {"age": np.where(np.arange(N) % 100 == 0, -999, AGE)},
+        "age",
+    ),
+    "a decimal comma": (
+        SCHEMA,
+        {"share": [f"{value:.2f}".replace(".", ",") for value in CLEAN["share"]]},
+        "share",
+    ),
     "a unit in the text": (SCHEMA, {"age": [f"{value} years" for value in AGE]}, "age"),
     "dates as text": (SCHEMA, {"age": ["2001-02-03"] * N}, "age"),
     "two columns are swapped": (SCHEMA, {"age": CLEAN["income"], "income": AGE}, "income"),
@@ -77,7 +89,11 @@ FOUND: dict[str, tuple[Schema, dict[str, Any], str]] = {
     "ids are fractions": (SCHEMA, {"patient": RNG.random(N)}, "patient"),
     "patients come several times": (SCHEMA, {"patient": np.arange(N) // 3}, "patient"),
     "the index is taken for the id": (USERS, {"patient": np.arange(N)}, "patient"),
-    "many values are missing": (SCHEMA, {"age": np.where(np.arange(N) % 4 == 0, math.nan, AGE)}, "age"),
+    "many values are missing": (
+        SCHEMA,
+        {"age": np.where(np.arange(N) % 4 == 0, math.nan, AGE)},
+        "age",
+    ),
     "a target in another unit": (COST, {"income": CLEAN["income"] * 1000}, "income"),
     "all records are there twice": (
         SCHEMA,
@@ -88,20 +104,37 @@ FOUND: dict[str, tuple[Schema, dict[str, Any], str]] = {
     "an empty table": (SCHEMA, {name: [] for name in CLEAN}, ""),
     "a decimal comma, beside missing values": (
         Schema({"share": Number(0, 1, missing=True)}, target="died", labels=["no", "yes"]),
-        {"share": [None if k % 9 == 0 else f"{value:.2f}".replace(".", ",") for k, value in enumerate(CLEAN["share"])]},
+        {
+            "share": [
+                None if k % 9 == 0 else f"{value:.2f}".replace(".", ",")
+                for k, value in enumerate(CLEAN["share"])
+            ]
+        },
         "share",
     ),
     "dates as objects": (SCHEMA, {"age": [datetime.date(2001, 2, 3)] * N}, "age"),
-    "a third of values is missing": (SCHEMA, {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)}, "age"),
+    "a third of values is missing": (
+        SCHEMA,
+        {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)},
+        "age",
+    ),
     "stays are called patients": (PROMISED, {"patient": np.arange(N) // 3}, "patient"),
-    "stays are called patients, by a name in camels": (PROMISED, {"PatientID": np.arange(N) // 3}, "PatientID"),
+    "stays are called patients, by a name in camels": (
+        PROMISED,
+        {"PatientID": np.arange(N) // 3},
+        "PatientID",
+    ),
     "ids are those of stays": (
         Schema(COLUMNS, target="died", labels=["no", "yes"], ids="stay", unit="patient"),
         {"stay": np.arange(N), "patient": np.arange(N) // 3},
         "patient",
     ),
     "rows of people with several": (ROWS, {"patient_id": np.arange(N) // 3}, "patient_id"),
-    "names of people with several rows": (ROWS, {"who": [f"Ada {2 * k // 3}" for k in range(N)]}, "who"),
+    "names of people with several rows": (
+        ROWS,
+        {"who": [f"Ada {2 * k // 3}" for k in range(N)]},
+        "who",
+    ),
 }
 GO_ON = {  # what is printed, and stops no study
     "income in thousands",
@@ -136,9 +169,15 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "the id is among the features": (
         ValueError,
         "ids must not be among the features",
-        lambda: Schema({"patient": Number(0, N)}, target="died", labels=["no", "yes"], ids="patient"),
+        lambda: Schema(
+            {"patient": Number(0, N)}, target="died", labels=["no", "yes"], ids="patient"
+        ),
     ),
-    "a column is misspelled": (ValueError, "column 'age' must be in the frame", lambda: SCHEMA.read({"Age": AGE})),
+    "a column is misspelled": (
+        ValueError,
+        "column 'age' must be in the frame",
+        lambda: SCHEMA.read({"Age": AGE}),
+    ),
     "a column is there twice": (ValueError, "2 times", lambda: SCHEMA.read(twice())),
     "dates": (
         ValueError,
@@ -153,12 +192,20 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "low and high are swapped": (ValueError, "low must be below high", lambda: Number(90, 17)),
     "the wrong n": (UnitError, "n", lambda: model(n=N + 1, adjacency="replace_one").fit(X, Y)),
     "no n": (ValueError, "n must be given", lambda: model(n=None).fit(X, Y)),
-    "no bound on rows": (ValueError, "bound_x must be given", lambda: model(bound_x=None).fit(X, Y)),
+    "no bound on rows": (
+        ValueError,
+        "bound_x must be given",
+        lambda: model(bound_x=None).fit(X, Y),
+    ),
     "C": (TypeError, "reg", lambda: model(C=1.0)),
     "penalty": (TypeError, "penalty", lambda: model(penalty="l2")),
     "max_grad_norm": (TypeError, "max_grad_norm", lambda: model(max_grad_norm=1.0)),
     "targets of two columns": (ValueError, "shape", lambda: model().fit(X, np.zeros((N, 2)))),
-    "classes='balanced'": (ValueError, "class_weight", lambda: model(class_weight="balanced").fit(X, Y)),
+    "classes='balanced'": (
+        ValueError,
+        "class_weight",
+        lambda: model(class_weight="balanced").fit(X, Y),
+    ),
     "a ledger of users for rows": (
         UnitError,
         "unit",
@@ -169,7 +216,11 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "metric must be one of",
         lambda: dp.study(CLEAN, COST, dp.Budget(1.0, 1e-6), metric="auc", show=None),
     ),
-    "a regressor for labels": (TypeError, "classes", lambda: Ridge(epsilon=1.0, n=N, **SCHEMA.settings())),
+    "a regressor for labels": (
+        TypeError,
+        "classes",
+        lambda: Ridge(epsilon=1.0, n=N, **SCHEMA.settings()),
+    ),
 }
 
 
@@ -179,8 +230,12 @@ def test_the_check_finds(mistake):
     found = schema.check(CLEAN | changes)
     assert column in found.columns, f"{mistake}: {found}"
     assert "NOT PRIVATE" in str(found)
-    assert found.stops == ("STOPS A STUDY" in str(found)) == (mistake not in GO_ON), f"{mistake}: {found}"
-    lists = {name: np.asarray(values, object).tolist() for name, values in (CLEAN | changes).items()}
+    assert found.stops == ("STOPS A STUDY" in str(found)) == (mistake not in GO_ON), (
+        f"{mistake}: {found}"
+    )
+    lists = {
+        name: np.asarray(values, object).tolist() for name, values in (CLEAN | changes).items()
+    }
     assert schema.check(lists) == found  # value by value
 
 
@@ -188,7 +243,10 @@ def test_the_check_finds_nothing_in_a_clean_table():
     for schema in (SCHEMA, COST, PROMISED, ROWS):
         assert schema.check(CLEAN).findings == (), str(schema.check(CLEAN))
     missing = Schema({"age": Number(17, 90, missing=True)}, target="died", labels=["no", "yes"])
-    assert missing.check(CLEAN | {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)}).findings == ()
+    assert (
+        missing.check(CLEAN | {"age": np.where(np.arange(N) % 3 == 0, math.nan, AGE)}).findings
+        == ()
+    )
     users = USERS.check(CLEAN | {"patient": np.arange(N) // 3})
     assert users.findings == (), str(users)
 
@@ -220,7 +278,9 @@ def test_a_study_stops_where_more_than_1_in_20_records_is_lost(lost, stops):
 
 
 def test_the_check_takes_a_rare_event_for_no_mistake():
-    schema = Schema({"fell": Number(0, 1), "falls": Number(0, 10)}, target="died", labels=["no", "yes"])
+    schema = Schema(
+        {"fell": Number(0, 1), "falls": Number(0, 10)}, target="died", labels=["no", "yes"]
+    )
     rare = np.arange(N) < 2
     assert schema.check(CLEAN | {"fell": rare.astype(int), "falls": 9 * rare}).findings == ()
 

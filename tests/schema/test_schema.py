@@ -27,7 +27,9 @@ COLUMNS = {
     "sex": Category(["f", "m"]),
     "stage": Ordered([1, 2, 3], missing=True),
 }
-VALUES = st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.just(10**400), st.just("m"))
+VALUES = st.one_of(
+    st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.just(10**400), st.just("m")
+)
 
 
 @given(st.lists(VALUES, min_size=5, max_size=5))
@@ -50,13 +52,24 @@ IDS = st.sampled_from(["a", "b", "c", None])
 
 
 @pytest.mark.parametrize("most", [1, 2, None])
-@given(rows=st.lists(st.tuples(IDS, st.integers(-9, 9)), max_size=8), other=st.lists(st.integers(-9, 9), max_size=4))
+@given(
+    rows=st.lists(st.tuples(IDS, st.integers(-9, 9)), max_size=8),
+    other=st.lists(st.integers(-9, 9), max_size=4),
+)
 def test_rows_of_other_units_do_not_matter(most, rows, other):
     """A neighbor whose unit "x" has other rows, anywhere: all other units keep what they had."""
-    schema = Schema({"v": Number(-9, 9)}, target="y", target_range=(-9, 9), ids="id", rows_per_unit=most)
+    schema = Schema(
+        {"v": Number(-9, 9)}, target="y", target_range=(-9, 9), ids="id", rows_per_unit=most
+    )
 
     def kept(records):
-        table = schema.read({"v": [v for _, v in records], "y": [v for _, v in records], "id": [i for i, _ in records]})
+        table = schema.read(
+            {
+                "v": [v for _, v in records],
+                "y": [v for _, v in records],
+                "id": [i for i, _ in records],
+            }
+        )
         return [(v, y) for v, y in zip(table.X[:, 0] * 9, table.y, strict=True)], table.groups
 
     alone, _ = kept(rows)
@@ -70,7 +83,9 @@ def test_rows_of_other_units_do_not_matter(most, rows, other):
 
 
 def test_a_row_without_an_id_is_a_null_record():
-    schema = Schema({"v": Number(0, 1)}, target="y", target_range=(0, 9), ids="id", rows_per_unit=None)
+    schema = Schema(
+        {"v": Number(0, 1)}, target="y", target_range=(0, 9), ids="id", rows_per_unit=None
+    )
     for missing in (10**5000, 1.5, "", None, math.nan, math.inf, 2.0**53, True):
         table = schema.read({"v": [0, 1], "y": [1, 2], "id": [missing, 7]})
         assert table.X.tolist()[1] == [1.0]
@@ -92,9 +107,21 @@ def test_units_are_protected_by_their_groups():
 
 def test_frames_of_pandas_and_arrow_are_read_alike():
     pandas, arrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    columns = {"age": [20, None, 90], "sex": ["f", "m", None], "y": ["no", "yes", "no"], "id": [1, None, 3]}
-    schema = Schema({"age": Number(17, 90), "sex": Category(["f", "m"])}, target="y", labels=["no", "yes"], ids="id")
-    tables = [schema.read(frame) for frame in (columns, pandas.DataFrame(columns), arrow.table(columns))]
+    columns = {
+        "age": [20, None, 90],
+        "sex": ["f", "m", None],
+        "y": ["no", "yes", "no"],
+        "id": [1, None, 3],
+    }
+    schema = Schema(
+        {"age": Number(17, 90), "sex": Category(["f", "m"])},
+        target="y",
+        labels=["no", "yes"],
+        ids="id",
+    )
+    tables = [
+        schema.read(frame) for frame in (columns, pandas.DataFrame(columns), arrow.table(columns))
+    ]
     for table in tables[1:]:
         assert np.array_equal(table.X, tables[0].X, equal_nan=True)
         assert table.y.tolist() == tables[0].y.tolist()
@@ -112,7 +139,9 @@ def test_a_baseline_has_no_feature():
 @pytest.mark.parametrize("kind", [LogisticRegression, LinearSVC, SoftmaxRegression])
 def test_classifiers_take_the_settings(kind):
     schema = Schema({"v": Number(0, 100)}, target="y", labels=["no", "yes"])
-    table = schema.read({"v": np.arange(2000) % 101, "y": ["yes" if i % 101 > 50 else "no" for i in range(2000)]})
+    table = schema.read(
+        {"v": np.arange(2000) % 101, "y": ["yes" if i % 101 > 50 else "no" for i in range(2000)]}
+    )
     model = kind(epsilon=20.0, n=2000, **schema.settings()).fit(table.X, table.y)
     assert model.predict([[-1.0], [1.0]]).tolist() == ["no", "yes"]
 
@@ -135,11 +164,23 @@ def test_regressors_take_the_settings(kind):
         (lambda: Schema(COLUMNS, target="age", labels=[0, 1]), "among the features"),
         (lambda: Schema(COLUMNS, target="y"), "labels or target_range"),
         (lambda: Schema(COLUMNS, target="y", labels=[0, 1], rows_per_unit=3), "without ids"),
-        (lambda: Schema({1: Number(0, 1)}, target="y", labels=[0, 1]), "columns must have names of printable text"),
-        (lambda: Schema({"a\nb": Number(0, 1)}, target="y", labels=[0, 1]), "columns must have names of printable"),
-        (lambda: Schema(COLUMNS, target=" ", labels=[0, 1]), "target must have names of printable text"),
+        (
+            lambda: Schema({1: Number(0, 1)}, target="y", labels=[0, 1]),
+            "columns must have names of printable text",
+        ),
+        (
+            lambda: Schema({"a\nb": Number(0, 1)}, target="y", labels=[0, 1]),
+            "columns must have names of printable",
+        ),
+        (
+            lambda: Schema(COLUMNS, target=" ", labels=[0, 1]),
+            "target must have names of printable text",
+        ),
         (lambda: Schema(COLUMNS, target="y", labels=[0, 1]).read({"y": [1]}), "'age'"),
-        (lambda: Schema({"a": Number(0, 1)}, "y", [0, 1]).read({"a": [1, 2], "y": [1]}), "one length"),
+        (
+            lambda: Schema({"a": Number(0, 1)}, "y", [0, 1]).read({"a": [1, 2], "y": [1]}),
+            "one length",
+        ),
     ],
 )
 def test_mistakes_are_named(wrong, words):
@@ -151,7 +192,10 @@ def test_mistakes_are_named(wrong, words):
     ("words", "fields"),
     [
         ("a patient with several rows would not be protected", {"unit": "patient"}),
-        ("one_row_per_unit must be left out", {"unit": "patient", "ids": "id", "one_row_per_unit": True}),
+        (
+            "one_row_per_unit must be left out",
+            {"unit": "patient", "ids": "id", "one_row_per_unit": True},
+        ),
         ("one_row_per_unit must be left out", {"one_row_per_unit": True}),
         ("unit must be of letters", {"unit": "Patient_1", "ids": "id"}),
         ("unit must be of letters", {"unit": "patient (adult)", "one_row_per_unit": True}),
@@ -162,7 +206,9 @@ def test_a_name_of_units_needs_ids_or_a_promise(words, fields):
     with pytest.raises(ValueError, match=words):
         Schema(COLUMNS, target="y", labels=[0, 1], **fields)
     for fine in ({"ids": "id"}, {"ids": "id", "rows_per_unit": None}, {"one_row_per_unit": True}):
-        assert Schema(COLUMNS, target="y", labels=[0, 1], unit=" patient ", **fine).unit == "patient"
+        assert (
+            Schema(COLUMNS, target="y", labels=[0, 1], unit=" patient ", **fine).unit == "patient"
+        )
 
 
 def test_the_code_of_the_page_runs():

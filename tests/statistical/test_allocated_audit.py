@@ -29,14 +29,18 @@ def scores(values: np.ndarray, shift: float, rise: float, noise: float) -> np.nd
     return log_mixture(shift + rise) - (log_mixture(shift) if shift else 0.0)
 
 
-def passes(trials: int, steps: int, seed: int) -> Iterator[tuple[np.random.Generator, np.ndarray, int]]:
+def passes(
+    trials: int, steps: int, seed: int
+) -> Iterator[tuple[np.random.Generator, np.ndarray, int]]:
     """Yields (generator, rows, trials) in blocks."""
     rng, block = np.random.default_rng(seed), 10_000
     for _ in range(trials // block):
         yield rng, np.arange(block), block
 
 
-def one_side(trials: int, steps: int, noise: float, *, shift: float, rise: float, there: bool, seed: int) -> np.ndarray:
+def one_side(
+    trials: int, steps: int, noise: float, *, shift: float, rise: float, there: bool, seed: int
+) -> np.ndarray:
     """Returns scores of passes in which all others contribute -1 and the record 1, or 0 if it is not there.
 
     shift: 1 for batches of a cut, in which the record takes the place of one of the others, 0 where others are known.
@@ -49,7 +53,9 @@ def one_side(trials: int, steps: int, noise: float, *, shift: float, rise: float
     return np.concatenate(found)
 
 
-def excess(trials: int, steps: int, noise: float, shift: float, epsilon: float) -> tuple[float, float]:
+def excess(
+    trials: int, steps: int, noise: float, shift: float, epsilon: float
+) -> tuple[float, float]:
     """Returns a two-sided bound on delta at epsilon, by Hoeffding's inequality for (1 - e^(epsilon - loss))_+."""
     loss = one_side(trials, steps, noise, shift=shift, rise=1.0, there=True, seed=3)
     mean = float(np.maximum(-np.expm1(np.minimum(epsilon - loss, 0.0)), 0.0).mean())
@@ -57,8 +63,12 @@ def excess(trials: int, steps: int, noise: float, shift: float, epsilon: float) 
     return mean - room, mean + room
 
 
-@pytest.mark.parametrize(("noise", "epsilon", "truth"), [(0.5, 5.397, 0.0204), (1.0, 0.622, 0.0363)])
-def test_a_cut_at_random_has_no_bound_of_random_allocation(noise: float, epsilon: float, truth: float) -> None:
+@pytest.mark.parametrize(
+    ("noise", "epsilon", "truth"), [(0.5, 5.397, 0.0204), (1.0, 0.622, 0.0363)]
+)
+def test_a_cut_at_random_has_no_bound_of_random_allocation(
+    noise: float, epsilon: float, truth: float
+) -> None:
     """docs/proofs/allocation.md#not-covered: T = 100; epsilon is the figure of assigned batches at delta 1e-5.
 
     In a cut, the batches of the others show a place that is left; of assigned batches all others may be known.
@@ -94,7 +104,9 @@ def test_the_batches_of_real_loaders_are_those_of_the_audits() -> None:
                 score = scores(values, 1.0 if name == "cut" else 0.0, 1.0, noise)[0]
                 sides[name][1 - there].append(score)
     found = {
-        name: dp.audit_outputs(np.array(first), np.array(second), delta=DELTA, confidence=SURE).epsilon_lower
+        name: dp.audit_outputs(
+            np.array(first), np.array(second), delta=DELTA, confidence=SURE
+        ).epsilon_lower
         for name, (first, second) in sides.items()
     }
     figure = allocation_epsilon(noise, steps, DELTA, "zero_out")

@@ -57,10 +57,32 @@ def releases(
 # Renyi accounting of ONE sampled step at a large delta is loose, exact accounting of an unsampled one is not.
 CASES = [
     pytest.param((1.0,), (), dp.Full(1), "add_remove", 0.5, 0.05, 0.4, id="full-add_remove"),
-    pytest.param((1.0, 0.0), (-1.0, 0.0), dp.Full(2), "replace_one", 1.0, 0.05, 0.4, id="full-replace_one"),
-    pytest.param((1.0,), (), dp.Poisson(1, 2), "add_remove", 0.7, 0.02, 0.1, id="poisson-add_remove"),
-    pytest.param((1.0, 0.0), (-1.0, 0.0), dp.Poisson(1, 2), "replace_one", 0.7, 0.02, 0.1, id="poisson-replace_one"),
-    pytest.param((1.0, 0.0), (-1.0, 0.0), dp.Fixed(1, 2), "replace_one", 1.0, 0.02, 0.05, id="fixed-replace_one"),
+    pytest.param(
+        (1.0, 0.0), (-1.0, 0.0), dp.Full(2), "replace_one", 1.0, 0.05, 0.4, id="full-replace_one"
+    ),
+    pytest.param(
+        (1.0,), (), dp.Poisson(1, 2), "add_remove", 0.7, 0.02, 0.1, id="poisson-add_remove"
+    ),
+    pytest.param(
+        (1.0, 0.0),
+        (-1.0, 0.0),
+        dp.Poisson(1, 2),
+        "replace_one",
+        0.7,
+        0.02,
+        0.1,
+        id="poisson-replace_one",
+    ),
+    pytest.param(
+        (1.0, 0.0),
+        (-1.0, 0.0),
+        dp.Fixed(1, 2),
+        "replace_one",
+        1.0,
+        0.02,
+        0.05,
+        id="fixed-replace_one",
+    ),
 ]
 ARGUMENTS = ("data", "neighbor", "design", "adjacency", "noise", "delta", "power")
 
@@ -84,7 +106,9 @@ def test_no_attack_beats_the_reported_epsilon_and_one_with_less_noise_would(
 ) -> None:
     first = releases(data, design, adjacency, noise, seed=1)
     second = releases(neighbor, design, adjacency, noise, seed=2)
-    found = dp.audit_outputs(first, second, delta=delta, confidence=1 - 2 * FALSE_ALARM).epsilon_lower
+    found = dp.audit_outputs(
+        first, second, delta=delta, confidence=1 - 2 * FALSE_ALARM
+    ).epsilon_lower
     epsilon = claimed(design, adjacency, noise, delta)
     assert power * epsilon <= found <= epsilon
     # the mutation: an optimizer that claimed six times the noise that it draws

@@ -90,7 +90,9 @@ def simulate(
     """Returns the privacy loss of each run where it stops: nothing fits any more, or the adversary has seen enough."""
     rng = np.random.default_rng(seed)
     shape = table.shape[:-1]
-    steps = np.array([shape[1] * shape[2], shape[2], 1])  # what one event of a kind adds to the index of a ledger
+    steps = np.array(
+        [shape[1] * shape[2], shape[2], 1]
+    )  # what one event of a kind adds to the index of a ledger
     rows, state = table.reshape(-1, len(MUS)), np.zeros(RUNS, dtype=int)
     loss = np.zeros(RUNS)
     active = np.arange(RUNS)
@@ -135,7 +137,9 @@ POLICIES = [bolder_when_lucky, bolder_when_unlucky, careful, all_at_once]
 
 
 def filter_of(mode: str, factor: float = 1.0, **more: float) -> Filter:
-    return make_filter(Budget(EPSILON[mode] * factor, DELTA, mode=mode, **NEEDS.get(mode, {}), **more))
+    return make_filter(
+        Budget(EPSILON[mode] * factor, DELTA, mode=mode, **NEEDS.get(mode, {}), **more)
+    )
 
 
 @pytest.mark.parametrize("mode", EPSILON)

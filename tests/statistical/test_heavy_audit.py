@@ -27,7 +27,9 @@ from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators and seeds of our own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::torch_dpsco.errors.UtilityWarning"
+)  # generators and seeds of our own
 FALSE_ALARM = 1e-6
 EPSILON, DELTA, N, SEED = 1.0, 0.5, 12, 3
 # Runs a side. An audit of a Gaussian release (mu = 1.97 has delta 0.5 at epsilon 1; simulated) refutes half of the
@@ -39,7 +41,9 @@ def pair(adjacency: str) -> tuple[TensorDataset, TensorDataset]:
     """Returns records of which only the first has a gradient; for the score w x it is x."""
     x = torch.zeros(N, 1)
     x[0] = 1e6
-    return TensorDataset(x), TensorDataset({"replace_one": -x, "zero_out": 0 * x, "add_remove": x[1:]}[adjacency])
+    return TensorDataset(x), TensorDataset(
+        {"replace_one": -x, "zero_out": 0 * x, "add_remove": x[1:]}[adjacency]
+    )
 
 
 @cache
@@ -128,7 +132,11 @@ def lower_bound(true: np.ndarray, false: np.ndarray, delta: float) -> float:
 
     def epsilon(hits: int, alarms: int, trials: int, confidence: float) -> float:
         power = stats.beta.ppf((1 - confidence) / 2, hits, trials - hits + 1) if hits else 0.0
-        alarm = stats.beta.isf((1 - confidence) / 2, alarms + 1, trials - alarms) if alarms < trials else 1.0
+        alarm = (
+            stats.beta.isf((1 - confidence) / 2, alarms + 1, trials - alarms)
+            if alarms < trials
+            else 1.0
+        )
         return math.log(max(power - delta, 1e-300) / alarm)
 
     def at(threshold: float, part: slice) -> tuple[int, int]:
@@ -185,13 +193,21 @@ def test_no_pair_of_rows_found_at_random_moves_a_mean_by_more_than_the_sensitivi
 ) -> None:
     """2000 neighboring batches of random, huge, subnormal and non-finite rows in 6 coordinates."""
     layer = dp.attach(nn.Linear(6, 1, bias=False))
-    opt, rng, worst = make(layer.parameters(), "replace_one", torch.Generator()), np.random.default_rng(4), 0.0
+    opt, rng, worst = (
+        make(layer.parameters(), "replace_one", torch.Generator()),
+        np.random.default_rng(4),
+        0.0,
+    )
     params = list(layer.parameters())
 
     def mean(rows: np.ndarray) -> torch.Tensor:
         opt.oracle.open(params, 0)
-        opt.oracle.observe(GradBatch([DenseBlock(torch.tensor(rows, dtype=torch.float32).view(len(rows), 1, 6))]))
-        (summed,) = getattr(opt.oracle, "_active", opt.oracle)._means  # before the noise, which covers its rounding
+        opt.oracle.observe(
+            GradBatch([DenseBlock(torch.tensor(rows, dtype=torch.float32).view(len(rows), 1, 6))])
+        )
+        (summed,) = getattr(
+            opt.oracle, "_active", opt.oracle
+        )._means  # before the noise, which covers its rounding
         return summed.double().flatten().clone()
 
     def row() -> np.ndarray:

@@ -22,7 +22,9 @@ from torch_dpsco.audit import Audit
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # generators of our own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::torch_dpsco.errors.UtilityWarning"
+)  # generators of our own
 FALSE_ALARM = 1e-6
 # At this delta few runs tell half of the noise from all of it. With half of it 800 runs a side give bounds of
 # 1.6 (shuffled, full batches) and 1.35 (independent batches of 19 of 20 records) on average, where 1.0 is claimed.
@@ -46,13 +48,22 @@ def assert_std(noise: torch.Tensor, std: float) -> None:
 def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) -> None:
     model = nn.ParameterList([torch.zeros(1, 3000), torch.zeros(1, 2000)]).double()
     problem = LOSS.problem(bound_x=1.0)
-    kind = {"problem": problem, "n": 4, "budget": dp.Budget(1.0, 1e-3), "batch_size": 2, "epochs": 2, "lr": 0.05}
+    kind = {
+        "problem": problem,
+        "n": 4,
+        "budget": dp.Budget(1.0, 1e-3),
+        "batch_size": 2,
+        "epochs": 2,
+        "lr": 0.05,
+    }
     plan = dp.HolderOutputSGD.plan(**kind, sampling=sampling, dim=model)
     noise = torch.Generator().manual_seed(3)
     opt = dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, generator=noise)
     opt.__dict__["noise_std"] *= share
     opt.finalize = lambda: None  # of the last step
-    data = TensorDataset(torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)), torch.ones(4, 1))
+    data = TensorDataset(
+        torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)), torch.ones(4, 1)
+    )
     for x, y in opt.loader(data):
         LOSS(x @ torch.cat(list(model), 1).T, y).backward()
         opt.step()
@@ -65,7 +76,10 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
     assert_std(second, plan.noise_scale)
     alike = float(first[:2000] @ second) / (2000**0.5 * plan.noise_scale**2)
     assert abs(alike) < stats.norm.isf(FALSE_ALARM / 2)
-    assert stats.kstest(torch.cat([first, second]).numpy() / plan.noise_scale, "norm").pvalue > FALSE_ALARM
+    assert (
+        stats.kstest(torch.cat([first, second]).numpy() / plan.noise_scale, "norm").pvalue
+        > FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
@@ -165,7 +179,9 @@ def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
 def gradient_audit(adjacency: str) -> Audit:
     """Audits whole runs of gradient perturbation, two full batches each."""
     budget, noise = dp.Budget(EPSILON, DELTA, adjacency), torch.Generator().manual_seed(7)
-    plan = dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=budget, batch_size=N, epochs=2, lr=0.01, sampling="poisson")
+    plan = dp.HolderSGD.plan(
+        problem=PROBLEM, n=N, budget=budget, batch_size=N, epochs=2, lr=0.01, sampling="poisson"
+    )
     full = dp.HolderSGD.plan(
         problem=PROBLEM,
         lr=plan.lr,
@@ -198,7 +214,9 @@ def gradient_audit(adjacency: str) -> Audit:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adjacency", ["replace_one", pytest.param("zero_out", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "adjacency", ["replace_one", pytest.param("zero_out", marks=pytest.mark.slow)]
+)
 def test_no_audit_of_gradient_perturbation_beats_its_claim_and_halved_noise_is_refuted(
     adjacency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,10 @@ def has_std(values: Tensor, std: float) -> bool:
 
 
 def is_gaussian(values: Tensor, std: float) -> bool:
-    return bool(stats.kstest(values.double().flatten().numpy(), stats.norm(scale=std).cdf).pvalue > FALSE_ALARM)
+    return bool(
+        stats.kstest(values.double().flatten().numpy(), stats.norm(scale=std).cdf).pvalue
+        > FALSE_ALARM
+    )
 
 
 def are_uncorrelated(first: Tensor, second: Tensor) -> bool:
@@ -54,7 +57,9 @@ def releases(
     for _ in range(number):
         oracle.open([torch.zeros(shape, dtype=dtype) for shape in SHAPES])
         answers.append([part.clone() for part in oracle.release(generator).mean])
-        assert noise <= oracle.noise_std * BATCH / CLIP <= noise * (1 + 2**-6)  # the sum's rounding is covered too
+        assert (
+            noise <= oracle.noise_std * BATCH / CLIP <= noise * (1 + 2**-6)
+        )  # the sum's rounding is covered too
     return answers
 
 
@@ -90,7 +95,9 @@ def test_the_released_noise_has_the_declared_std_in_every_precision(dtype):
     [answer] = releases(torch.Generator().manual_seed(0), dtype=dtype)
     assert has_std(flat(answer), STD)
     assert is_gaussian(flat(answer), STD)
-    assert {part.dtype for part in answer} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert {part.dtype for part in answer} == {
+        torch.float64 if dtype == torch.float64 else torch.float32
+    }
     for part, shape in zip(answer, SHAPES, strict=True):
         assert part.shape == shape
         assert has_std(part, STD)
@@ -103,7 +110,9 @@ def test_noise_is_new_for_every_parameter_and_every_release():
         assert are_uncorrelated(flat(answer)[:-1], flat(answer)[1:])
         for other in answers[:k]:
             assert are_uncorrelated(flat(answer), flat(other))
-    assert len({float(v) for answer in answers for v in flat(answer)}) == 6 * flat(answers[0]).numel()
+    assert (
+        len({float(v) for answer in answers for v in flat(answer)}) == 6 * flat(answers[0]).numel()
+    )
 
 
 def test_the_noise_does_not_depend_on_the_rows():
@@ -144,7 +153,9 @@ def test_no_noise_is_exactly_none():
         (is_gaussian, lambda values: (torch.rand_like(values) - 0.5) * STD * math.sqrt(12)),
     ],
 )
-def test_each_bound_refuses_another_noise(bound: Callable[[Tensor, float], bool], spoil: Callable[[Tensor], Tensor]):
+def test_each_bound_refuses_another_noise(
+    bound: Callable[[Tensor, float], bool], spoil: Callable[[Tensor], Tensor]
+):
     torch.manual_seed(0)
     values = flat(releases(torch.Generator().manual_seed(4))[0])
     assert bound(values, STD)
@@ -174,5 +185,8 @@ def test_global_seeds_reach_neither_noise_nor_repeat_it():
 def test_a_generator_of_the_callers_repeats_the_noise_and_only_that():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UtilityWarning)
-        first, second = (flat(releases(noise_generator("cpu", torch.Generator().manual_seed(8)))[0]) for _ in range(2))
+        first, second = (
+            flat(releases(noise_generator("cpu", torch.Generator().manual_seed(8)))[0])
+            for _ in range(2)
+        )
     assert torch.equal(first, second)

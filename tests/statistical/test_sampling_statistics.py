@@ -61,7 +61,9 @@ def chi_square(observed: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     o, e = np.asarray(observed, dtype=float), np.asarray(expected, dtype=float)
     assert e.min() > 5
     statistic = ((o - e) ** 2 / e).sum()
-    return _two_sided(float(stats.chi2.cdf(statistic, len(e) - 1)), float(stats.chi2.sf(statistic, len(e) - 1)))
+    return _two_sided(
+        float(stats.chi2.cdf(statistic, len(e) - 1)), float(stats.chi2.sf(statistic, len(e) - 1))
+    )
 
 
 def inclusion(table: Members) -> float:
@@ -95,7 +97,8 @@ def batch_sizes(table: Members) -> float:
     law = stats.binom.pmf(np.arange(N + 1), N, RATE)
     common = law * len(table) > 20
     return chi_square(
-        [*counts[common], counts[~common].sum()], [*(law[common] * len(table)), law[~common].sum() * len(table)]
+        [*counts[common], counts[~common].sum()],
+        [*(law[common] * len(table)), law[~common].sum() * len(table)],
     )
 
 
@@ -121,7 +124,12 @@ def _redraw(table: Members, draw: Callable[[np.random.Generator], Iterable[int]]
         # one sampling rate is 5 % too large
         (inclusion, lambda t: _redraw(t, lambda rng: np.flatnonzero(rng.random(N) < RATE * 1.05))),
         # a block of records of the right expected size
-        (independence, lambda t: _redraw(t, lambda rng: (rng.integers(N) + np.arange(rng.binomial(N, RATE))) % N)),
+        (
+            independence,
+            lambda t: _redraw(
+                t, lambda rng: (rng.integers(N) + np.arange(rng.binomial(N, RATE))) % N
+            ),
+        ),
         # two records that always come together
         (independence, lambda t: t[:, np.r_[0, 0 : N - 1]]),
         # the same batch again
@@ -167,7 +175,10 @@ def test_every_subset_has_the_probability_of_independent_coin_tosses(n, batch_si
     rare = law < 20
     observed, expected = counts[~rare], law[~rare]
     if rare.any() and law[rare].sum() > 5:
-        observed, expected = np.append(observed, counts[rare].sum()), np.append(expected, law[rare].sum())
+        observed, expected = (
+            np.append(observed, counts[rare].sum()),
+            np.append(expected, law[rare].sum()),
+        )
     assert chi_square(observed, expected * observed.sum() / expected.sum()) > FALSE_ALARM
 
 
@@ -182,14 +193,20 @@ def test_tiny_rates_on_ten_million_records_are_exact():
     bins = np.bincount(np.concatenate(drawn) // (n // 50), minlength=50)
     assert chi_square(bins, np.full(50, total / 50)) > FALSE_ALARM / 3
     first = [-math.expm1((indices[0] + 1) * math.log1p(-rate)) for indices in drawn if len(indices)]
-    assert stats.kstest(np.array(first) / -math.expm1(n * math.log1p(-rate)), "uniform").pvalue > FALSE_ALARM / 3
+    assert (
+        stats.kstest(np.array(first) / -math.expm1(n * math.log1p(-rate)), "uniform").pvalue
+        > FALSE_ALARM / 3
+    )
 
 
 def test_every_subset_of_fixed_size_is_equally_likely():
     """All 20 subsets of 3 out of 6; false-alarm rate 1e-6."""
     drawn = [tuple(indices.tolist()) for indices in batches(Fixed(3, 6), DRAWS)]
     subsets = list(combinations(range(6), 3))
-    assert chi_square([drawn.count(s) for s in subsets], np.full(len(subsets), DRAWS / len(subsets))) > FALSE_ALARM
+    assert (
+        chi_square([drawn.count(s) for s in subsets], np.full(len(subsets), DRAWS / len(subsets)))
+        > FALSE_ALARM
+    )
 
 
 def test_fixed_batches_are_drawn_anew_each_time():

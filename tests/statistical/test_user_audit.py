@@ -41,7 +41,9 @@ def released(run: runs.Run, rows: np.ndarray, ids: np.ndarray) -> torch.Tensor:
 def clipped(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
     """Two users; one of them holds so many rows at a place."""
     generator = torch.Generator().manual_seed(seed)
-    run = runs.clipped(2, dim=1, lr=1e-9, noise_multiplier=2.0 / mu, steps=STEPS, generator=generator)
+    run = runs.clipped(
+        2, dim=1, lr=1e-9, noise_multiplier=2.0 / mu, steps=STEPS, generator=generator
+    )
     return released(run, np.array([[place]] * rows + [[0.0]]), np.array([0] * rows + [1]))
 
 
@@ -51,7 +53,9 @@ def filtered(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
     bound = Filter(n, floor, end, "two").coefficient
     plan = runs.quiet(n, steps=STEPS, kind="two", floor=floor, end=end, noise_std=bound / mu)
     run = runs.filtered(plan, dim=1, lr=1e-9, generator=torch.Generator().manual_seed(seed))
-    data = np.concatenate([np.full((rows, 1), place), np.repeat([[-0.5], [0.0], [0.5]], 30, axis=0)])
+    data = np.concatenate(
+        [np.full((rows, 1), place), np.repeat([[-0.5], [0.0], [0.5]], 30, axis=0)]
+    )
     return released(run, data, np.concatenate([np.zeros(rows, dtype=int), np.arange(1, n)]))
 
 
@@ -63,4 +67,6 @@ def test_no_attack_on_a_person_beats_the_claim_and_one_on_halved_noise_does(atta
     assert found <= claimed(MU)
     # the mutation: half the noise that is claimed
     first, second = attack(2 * MU, 2.0, 1, 1), attack(2 * MU, -2.0, 5, 2)
-    assert dp.audit_outputs(first, second, delta=DELTA, confidence=CONFIDENCE).epsilon_lower > claimed(MU)
+    assert dp.audit_outputs(
+        first, second, delta=DELTA, confidence=CONFIDENCE
+    ).epsilon_lower > claimed(MU)

@@ -42,7 +42,9 @@ class Line:
 
 
 def calibrated(X: Any, y: Any, **more: Any) -> ConformalSets:
-    return conformal(Line(), X, y, **{"budget": dp.Budget(1.0, 1e-6), "bound": 2.0, "bins": 8} | more)
+    return conformal(
+        Line(), X, y, **{"budget": dp.Budget(1.0, 1e-6), "bound": 2.0, "bins": 8} | more
+    )
 
 
 def taken(X: Any, y: Any, **more: Any) -> Any:
@@ -65,7 +67,9 @@ def table(errors: Any) -> tuple[Any, Any]:
     return X, np.asarray(errors, dtype=float)
 
 
-odd = st.sampled_from([0.0, -0.0, 0.25, 2.0, 3.0, 1e300, -1e300, math.inf, math.nan]) | st.floats(-3, 3)
+odd = st.sampled_from([0.0, -0.0, 0.25, 2.0, 3.0, 1e300, -1e300, math.inf, math.nan]) | st.floats(
+    -3, 3
+)
 levels = st.sampled_from([0.1, 0.5, 0.9, 0.99])
 
 
@@ -92,8 +96,12 @@ def test_the_sensitivities_are_reached() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), odd), min_size=1, max_size=30), st.lists(odd, max_size=40))
-def test_a_user_moves_a_score_by_no_more_than_a_record(rows: list[tuple[int, float]], theirs: list[float]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), odd), min_size=1, max_size=30), st.lists(odd, max_size=40)
+)
+def test_a_user_moves_a_score_by_no_more_than_a_record(
+    rows: list[tuple[int, float]], theirs: list[float]
+) -> None:
     more: dict[str, Any] = {"budget": dp.Budget(20.0, 1e-6, unit="user")}
     ids, errors = (list(column) for column in zip(*rows, strict=True))
     allowed = module._sensitivities(math.ceil(0.9 / 0.995 * UNIT))
@@ -145,7 +153,9 @@ def test_the_law_keeps_epsilon_of_neighbors(adjacency: Adjacency) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 9, 513])
 @pytest.mark.parametrize("epsilon", [0.01, 1.0, 50.0])
-def test_a_draw_is_worse_than_the_slack_with_the_stated_probability(size: int, epsilon: float) -> None:
+def test_a_draw_is_worse_than_the_slack_with_the_stated_probability(
+    size: int, epsilon: float
+) -> None:
     rng = np.random.default_rng(size)
     for failure in (5e-5, 0.005, 0.3):
         slack = score_slack(size, 3.0, epsilon, failure)
@@ -186,7 +196,9 @@ def histograms(n: int, cells: int) -> Iterator[list[int]]:
         yield [ends[k + 1] - ends[k] - 1 for k in range(cells)]
 
 
-def exact_coverage(n: int, chances: list[float], level: float, budget: dp.Budget, lowered: bool = False) -> float:
+def exact_coverage(
+    n: int, chances: list[float], level: float, budget: dp.Budget, lowered: bool = False
+) -> float:
     """Returns the exact coverage of a new record, of records whose errors fall into 3 steps or above with chances."""
     failure, covered = (1 - level) / 20, 0.0
     rank = math.ceil(level / (1 - failure) * UNIT)
@@ -245,7 +257,9 @@ def test_new_records_are_covered(regressor: bool) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.floats(1e-3, 1e7))
-def test_what_was_within_the_threshold_lies_in_the_interval(target: float, said: float, threshold: float) -> None:
+def test_what_was_within_the_threshold_lies_in_the_interval(
+    target: float, said: float, threshold: float
+) -> None:
     found = ConformalSets(Line(), 0.9, threshold, (), dp.Accountant().report(1e-6))
     low, high = found.intervals(np.array([[said, 0.0]]))[0]
     if abs(target - said) <= threshold:
@@ -284,9 +298,14 @@ def test_sets_have_the_labels_that_pass() -> None:
 
 
 def test_the_release_is_charged_where_it_was_proved() -> None:
-    for adjacency, proved in (("replace_one", set(ADJACENCIES)), ("add_remove", {"add_remove", "zero_out"})):
+    for adjacency, proved in (
+        ("replace_one", set(ADJACENCIES)),
+        ("add_remove", {"add_remove", "zero_out"}),
+    ):
         ledger = dp.Accountant(dp.Budget(1.0, 1e-6, adjacency=adjacency))  # type: ignore[arg-type]
-        found = calibrated(*table(np.zeros(30)), accountant=ledger, budget=dp.Budget(0.5, 0.0, adjacency=adjacency))  # type: ignore[arg-type]
+        found = calibrated(
+            *table(np.zeros(30)), accountant=ledger, budget=dp.Budget(0.5, 0.0, adjacency=adjacency)
+        )  # type: ignore[arg-type]
         ((_, _, event, count),) = ledger.ledger.entries()
         assert isinstance(event, Pure)
         assert (event.eps, set(event.adjacencies), count) == (0.5, proved, 1)
@@ -308,13 +327,21 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "small failure": ({"failure": 1e-5}, ValueError, "failure must be > 3.1e-05"),
     "bound": ({"bound": -1.0}, ValueError, "bound must be > 0"),
     "both": ({"classes": (0, 1)}, ValueError, "classes must not be given with a bound"),
-    "no classes": ({"model": object(), "bound": None}, ValueError, "classes must be given, .*bound of intervals"),
+    "no classes": (
+        {"model": object(), "bound": None},
+        ValueError,
+        "classes must be given, .*bound of intervals",
+    ),
     "model": ({"model": object()}, ValueError, "model must have a method predict"),
     "epsilon": ({"budget": dp.Budget(1e-9, 1e-6)}, ValueError, "epsilon must be >"),
     "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),
     "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
-    "adjacency": ({"accountant": dp.Accountant(adjacency="add_remove")}, AdjacencyError, "adjacency of the accountant"),
+    "adjacency": (
+        {"accountant": dp.Accountant(adjacency="add_remove")},
+        AdjacencyError,
+        "adjacency of the accountant",
+    ),
     "rows": ({"X": np.zeros(30)}, ValueError, "2D"),
     "targets": ({"y": np.zeros(29)}, ValueError, "y"),
 }
@@ -325,7 +352,14 @@ def test_what_makes_no_sense_is_refused_by_name(name: str) -> None:
     change, error, words = REFUSED[name]
     ledger = change.get("accountant") or dp.Accountant()
     X, y = table(np.zeros(30))
-    given = {"model": Line(), "X": X, "y": y, "budget": dp.Budget(1.0, 1e-6), "bound": 2.0, "accountant": ledger}
+    given = {
+        "model": Line(),
+        "X": X,
+        "y": y,
+        "budget": dp.Budget(1.0, 1e-6),
+        "bound": 2.0,
+        "accountant": ledger,
+    }
     with pytest.raises(error, match=words):
         conformal(**given | change)
     assert not len(ledger)

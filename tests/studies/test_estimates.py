@@ -44,7 +44,11 @@ def areas(kind: str, sizes: tuple[int, int], std: float, draws: int) -> tuple[An
         first, second = log_odds(rng, *sizes)
         counts, area = histograms(first, second, bins), exact(first, second)
         for _ in range(20):
-            noise = rng.normal(size=counts.shape) if kind == "normal" else rng.laplace(size=counts.shape) / 2**0.5
+            noise = (
+                rng.normal(size=counts.shape)
+                if kind == "normal"
+                else rng.laplace(size=counts.shape) / 2**0.5
+            )
             estimate = of_area(counts + std * noise, std**2)
             found.append((estimate.value - area, estimate.noise))
     off, errors = np.array(found).T
@@ -86,7 +90,9 @@ def test_the_spread_of_areas_between_samples_is_not_more_than_the_sampling_error
 def test_without_noise_an_area_is_that_of_all_pairs() -> None:
     rng = np.random.default_rng(2)
     first, second = log_odds(rng, 90_000, 10_000)
-    assert of_area(histograms(first, second, 32), 0.0).value == pytest.approx(exact(first, second), abs=2e-3)
+    assert of_area(histograms(first, second, 32), 0.0).value == pytest.approx(
+        exact(first, second), abs=2e-3
+    )
     assert of_area(histograms(first, second, 12), 0.0).value == pytest.approx(TRUE, abs=0.02)
     low, high = np.array([3.0, 0.0, 1.0, 0.0]), np.array([0.0, 0.0, 4.0, 2.0])
     swapped = of_area(np.array([high, low]), 0.0).value

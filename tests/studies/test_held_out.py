@@ -67,7 +67,9 @@ def table() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("gone", [0, 700, 2999])
-def test_a_record_that_leaves_moves_no_other(metric: str, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_leaves_moves_no_other(
+    metric: str, gone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots are independent, so that those of the others have one law with and without a record: couple them."""
     (X, y), words = table(), Keystream().words(3000)
     with_words(monkeypatch, words)
@@ -88,10 +90,14 @@ def test_a_user_who_leaves_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.abs(both - rest).sum() <= UNIT
 
 
-def test_a_record_that_leaves_moves_no_threshold_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_leaves_moves_no_threshold_but_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module, seen = import_module("torch_dpsco.studies.conformal"), []
     law = module.score_law
-    monkeypatch.setattr(module, "score_law", lambda found, *more: seen.append(found.copy()) or law(found, *more))
+    monkeypatch.setattr(
+        module, "score_law", lambda found, *more: seen.append(found.copy()) or law(found, *more)
+    )
     (X, y), words = table(), Keystream().words(3000)
     budget = dp.Budget(20.0, 1e-6, adjacency="add_remove")
     with_words(monkeypatch, words)

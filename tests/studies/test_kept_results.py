@@ -29,7 +29,8 @@ BUDGET = dp.Budget(2.0, 1e-6)
 LARGER = dp.Budget(4.0, 1e-6)  # for intervals of N records
 NAMES = ("price ($)", "income_$_per_$m", "50 % <b>&amp;", r"a\$b\\", "'\"`|{}[]", "_")
 FIELDS: dict[str, Any] = {
-    "columns": {name: Number(0, 1) for name in NAMES} | {"c": Category(["$a", "$b$_{\n"], baseline=True)},
+    "columns": {name: Number(0, 1) for name in NAMES}
+    | {"c": Category(["$a", "$b$_{\n"], baseline=True)},
     "target": "died $_",
     "labels": ["$no", "yes\n"],
     "unit": "grand-child's",
@@ -47,14 +48,21 @@ REFUSED: dict[str, dict[str, Any]] = {
 def table(fields: dict[str, Any]) -> dict[str, Any]:
     drawn = RNG.integers(2, size=N)
     kinds = fields["columns"].items()
-    columns = {name: kind.levels if isinstance(kind, Category) else (0.1, 0.9) for name, kind in kinds}
-    return {name: [pair[k] for k in drawn] for name, pair in (columns | {fields["target"]: fields["labels"]}).items()}
+    columns = {
+        name: kind.levels if isinstance(kind, Category) else (0.1, 0.9) for name, kind in kinds
+    }
+    return {
+        name: [pair[k] for k in drawn]
+        for name, pair in (columns | {fields["target"]: fields["labels"]}).items()
+    }
 
 
 @pytest.mark.slow
 def test_odd_names_work_wherever_they_stand(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(plots, "encoded", lambda drawn, kind: b"")  # what has names was laid out before
+    monkeypatch.setattr(
+        plots, "encoded", lambda drawn, kind: b""
+    )  # what has names was laid out before
     frame = table(FIELDS)
     found = study(frame, dp.Schema(**FIELDS), LARGER, intervals=0.3, show=None)
     found.save(tmp_path / "study")
@@ -68,7 +76,14 @@ def test_odd_names_work_wherever_they_stand(tmp_path, monkeypatch):
 def test_what_no_report_or_file_can_hold_is_refused_before_anything_is_spent(name, tmp_path):
     ledger, fields = tmp_path / "ledger", FIELDS | REFUSED[name]
     with pytest.raises((ValueError, TypeError)):
-        study(table(fields), dp.Schema(**fields), LARGER, intervals=0.3, show=None, ledger_path=str(ledger))
+        study(
+            table(fields),
+            dp.Schema(**fields),
+            LARGER,
+            intervals=0.3,
+            show=None,
+            ledger_path=str(ledger),
+        )
     assert not ledger.exists()
 
 
@@ -84,14 +99,29 @@ def test_without_matplotlib_the_model_is_saved_before_pictures_are_missed(tmp_pa
 
 def test_a_part_of_a_study_that_would_fail_does_so_before_the_ledger_is_made(tmp_path, monkeypatch):
     """Whatever `try` makes of the stand-in: score, sets, report, model file, summary, picture."""
-    for name in ("module.score", "module.conformal", "Study.report", "Released.json", "Study.summary", "plots.figure"):
+    for name in (
+        "module.score",
+        "module.conformal",
+        "Study.report",
+        "Released.json",
+        "Study.summary",
+        "plots.figure",
+    ):
         with monkeypatch.context() as patch:
             owner, _, attribute = name.partition(".")
             patch.setattr(
-                {"module": module, "Study": Study, "Released": Released, "plots": plots}[owner], attribute, fail
+                {"module": module, "Study": Study, "Released": Released, "plots": plots}[owner],
+                attribute,
+                fail,
             )
             with pytest.raises(RuntimeError, match="fails"):
-                study(table(FIELDS), dp.Schema(**FIELDS), BUDGET, show=None, ledger_path=str(tmp_path / "ledger"))
+                study(
+                    table(FIELDS),
+                    dp.Schema(**FIELDS),
+                    BUDGET,
+                    show=None,
+                    ledger_path=str(tmp_path / "ledger"),
+                )
         assert not (tmp_path / "ledger").exists(), name
 
 
@@ -118,7 +148,12 @@ PAID: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "more"), PAID)
 def test_the_plan_says_when_intervals_are_shown_before_they_are_paid_for(kind, more):
-    given: dict[str, Any] = {"n": 4000, "bound_x": 1.0, "intervals": 0.3, "adjacency": "replace_one"} | more
+    given: dict[str, Any] = {
+        "n": 4000,
+        "bound_x": 1.0,
+        "intervals": 0.3,
+        "adjacency": "replace_one",
+    } | more
     plan = kind(**given).plan(2)
     text = " ".join(str(plan).split())
     assert f"clearly above {needed_eigenvalue(3, plan.hessian_scale):.3g}" in text
@@ -130,7 +165,12 @@ def test_the_plan_says_when_intervals_are_shown_before_they_are_paid_for(kind, m
 @pytest.mark.parametrize(("kind", "more"), PAID)
 def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_paid_for(kind, more):
     """The most that the least eigenvalue can be is reached by rows of full length in all directions alike."""
-    given: dict[str, Any] = {"bound_x": 1.0, "intervals": 0.3, "adjacency": "replace_one", "epsilon": 0.2} | more
+    given: dict[str, Any] = {
+        "bound_x": 1.0,
+        "intervals": 0.3,
+        "adjacency": "replace_one",
+        "epsilon": 0.2,
+    } | more
     plan = kind(**given, n=4000).plan(2)
     least = math.ceil(needed_eigenvalue(3, plan.hessian_scale) * 3 / plan.task.smoothness)
     assert kind(**given, n=least + 2).plan(2).shown
@@ -140,7 +180,9 @@ def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_pa
 
 def test_the_plan_of_a_study_says_when_intervals_are_shown():
     schema = dp.Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
-    assert "may be refused after they were paid for" in str(plan_study(schema, BUDGET, n=N, intervals=0.3))
+    assert "may be refused after they were paid for" in str(
+        plan_study(schema, BUDGET, n=N, intervals=0.3)
+    )
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -154,7 +196,17 @@ def words(tmp_path, monkeypatch) -> list[str]:
     lines = [f"{k % 7 / 7},{'yes' if k % 7 > 3 else 'no'}" for k in range(N)]
     Path("table.csv").write_text("\n".join(["v,y", *lines]), encoding="utf-8")
     dp.Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"]).save("schema.toml")
-    return ["fit", "table.csv", "--schema", "schema.toml", "--epsilon", "2", "--ledger", "ledger", "--out"]
+    return [
+        "fit",
+        "table.csv",
+        "--schema",
+        "schema.toml",
+        "--epsilon",
+        "2",
+        "--ledger",
+        "ledger",
+        "--out",
+    ]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_spent(words, capsys):

@@ -43,7 +43,9 @@ class Sigmoid:
         return X[:, 0] if self.regressor else (X[:, 0] > 0).astype(int)
 
     def predict_proba(self, X: Any) -> Any:
-        p = 1.0 / (1.0 + np.exp(-np.clip(self.predict(X) if self.regressor else X[:, 0], -700, 700)))
+        p = 1.0 / (
+            1.0 + np.exp(-np.clip(self.predict(X) if self.regressor else X[:, 0], -700, 700))
+        )
         return np.stack([1.0 - p, p], axis=1)
 
 
@@ -55,7 +57,9 @@ def table(n: int = 3000) -> tuple[Any, Any]:
 
 def scored(X: Any, y: Any, metric: str, **more: Any) -> PrivateScore:
     model = more.pop("model", None) or Sigmoid(metric.endswith("error"))
-    return dp.score(model, X, y, metric, bound=BOUND.get(metric), **{"budget": HUGE, "bins": 32} | more)
+    return dp.score(
+        model, X, y, metric, bound=BOUND.get(metric), **{"budget": HUGE, "bins": 32} | more
+    )
 
 
 class Recorder:
@@ -74,7 +78,9 @@ class Recorder:
         return self.totals[-1]
 
 
-odd = st.sampled_from([0.0, 1.0, -1.0, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan]) | st.floats(-3, 3)
+odd = st.sampled_from(
+    [0.0, 1.0, -1.0, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan]
+) | st.floats(-3, 3)
 labels = st.sampled_from([0, 1, 2, -1]) | odd
 
 
@@ -89,9 +95,15 @@ def test_a_record_moves_the_counts_by_at_most_one(metric: str) -> None:
             recorder = Recorder(patch)
 
             def with_one(value: float, target: float) -> Any:
-                return recorder.counts(np.vstack([X, [[value, 0.0]]]), np.append(y.astype(float), target), metric)
+                return recorder.counts(
+                    np.vstack([X, [[value, 0.0]]]), np.append(y.astype(float), target), metric
+                )
 
-            base, first, second = recorder.counts(X, y.astype(float), metric), with_one(x, label), None
+            base, first, second = (
+                recorder.counts(X, y.astype(float), metric),
+                with_one(x, label),
+                None,
+            )
             second = with_one(other, other_label)
         for moved in (first - base, second - base):
             assert (moved >= 0).all()
@@ -105,8 +117,12 @@ def test_a_record_moves_the_counts_by_at_most_one(metric: str) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_sensitivities_are_reached(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    good, bad = (np.array([[v, 0.0]]) for v in ((5.0, -5.0) if metric != "absolute_error" else (0.0, -5.0)))
-    target = np.array([0.0 if metric == "absolute_error" else 5.0 if metric == "squared_error" else 1.0])
+    good, bad = (
+        np.array([[v, 0.0]]) for v in ((5.0, -5.0) if metric != "absolute_error" else (0.0, -5.0))
+    )
+    target = np.array(
+        [0.0 if metric == "absolute_error" else 5.0 if metric == "squared_error" else 1.0]
+    )
     first, second = recorder.counts(good, target, metric), recorder.counts(bad, target, metric)
     moved = int(((first - second) ** 2).sum()) / UNIT**2
     assert moved > (1.9 if metric != "log_loss" else 1.8)
@@ -117,14 +133,19 @@ def test_the_charge_says_these_sensitivities() -> None:
         event = scores._Noise(dp.Budget(1.0, 1e-6, adjacency=adjacency)).event
         assert isinstance(event, Gaussian)
         assert event.exact
-        assert all(event.sensitivity(a) > (math.sqrt(2.0) if a == "replace_one" else 1.0) for a in ADJACENCIES)
+        assert all(
+            event.sensitivity(a) > (math.sqrt(2.0) if a == "replace_one" else 1.0)
+            for a in ADJACENCIES
+        )
         assert all(event.sensitivity(a) < 1.4149 for a in ADJACENCIES)
 
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("delta", [1e-6, 0.0])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
-def test_the_ledger_holds_what_the_budget_says(metric: str, delta: float, adjacency: Adjacency) -> None:
+def test_the_ledger_holds_what_the_budget_says(
+    metric: str, delta: float, adjacency: Adjacency
+) -> None:
     budget = dp.Budget(0.5, delta, adjacency=adjacency)
     ledger = dp.Accountant(budget)
     found = scored(*table(200), metric, budget=budget, accountant=ledger)
@@ -136,7 +157,10 @@ def test_the_ledger_holds_what_the_budget_says(metric: str, delta: float, adjace
 
 
 def test_pure_noise_is_charged_where_it_was_proved() -> None:
-    for adjacency, proved in (("replace_one", set(ADJACENCIES)), ("add_remove", {"add_remove", "zero_out"})):
+    for adjacency, proved in (
+        ("replace_one", set(ADJACENCIES)),
+        ("add_remove", {"add_remove", "zero_out"}),
+    ):
         event = scores._Noise(dp.Budget(1.0, 0.0, adjacency=adjacency)).event  # type: ignore[arg-type]
         assert isinstance(event, Pure)
         assert set(event.adjacencies) == proved
@@ -158,7 +182,9 @@ def test_values_are_right_where_noise_is_small() -> None:
     near: Callable[[float], Any] = lambda value: pytest.approx(value, abs=2e-3)  # noqa: E731
     assert scored(X, y, "accuracy").value == near(right.mean())
     assert scored(X, y, "auc", bins=512).value == near(metrics.roc_auc_score(y, X[:, 0]))
-    assert scored(X, y, "log_loss").value == near(np.minimum(-np.log(proba[np.arange(len(y)), y]), 2.0).mean())
+    assert scored(X, y, "log_loss").value == near(
+        np.minimum(-np.log(proba[np.arange(len(y)), y]), 2.0).mean()
+    )
     t = X[:, 0] + X[:, 1]
     assert scored(X, t, "absolute_error").value == near(np.minimum(np.abs(X[:, 1]), 2.0).mean())
     assert scored(X, t, "squared_error").value == near(np.minimum(X[:, 1] ** 2, 4.0).mean())
@@ -168,7 +194,9 @@ def test_values_are_right_where_noise_is_small() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("spoilt", ["row", "target"])
-def test_a_null_record_counts_for_nothing(metric: str, spoilt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_null_record_counts_for_nothing(
+    metric: str, spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(monkeypatch)
     X, y = table(50)
     t = y.astype(float)
@@ -185,7 +213,9 @@ def test_a_user_moves_the_counts_by_at_most_one(monkeypatch: pytest.MonkeyPatch)
     ids[:250] = 3  # has most of the rows
     for metric in METRICS:
         both = recorder.counts(X, y.astype(float), metric, budget=budget, groups=ids)
-        rest = recorder.counts(X[ids != 3], y[ids != 3].astype(float), metric, budget=budget, groups=ids[ids != 3])
+        rest = recorder.counts(
+            X[ids != 3], y[ids != 3].astype(float), metric, budget=budget, groups=ids[ids != 3]
+        )
         assert (both >= rest).all()
         assert (both - rest).sum() <= UNIT
         assert both.sum() <= 7 * UNIT
@@ -209,7 +239,9 @@ def test_a_model_that_fills_one_array_again_is_read() -> None:
         return room
 
     rows = np.arange(3000.0)[:, None]
-    assert (held_out.asked(method, lambda out: held_out.numbers(out, (1024,)), rows) == rows[:, 0]).all()
+    assert (
+        held_out.asked(method, lambda out: held_out.numbers(out, (1024,)), rows) == rows[:, 0]
+    ).all()
 
 
 def test_the_number_of_bins_is_one_of_public_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,14 +273,19 @@ def test_noise_at_a_fifth_of_its_scale_is_refuted() -> None:
         noise = rng.normal(size=(2, 100_000, 2)) * event.sigma * scale
         return [(noise[side] + np.eye(2)[side]) @ [1.0, -1.0] for side in (0, 1)]
 
-    sound, fifth = (dp.audit_outputs(*outputs(s), delta=1e-6, confidence=1 - 1e-9) for s in (1.0, 0.2))
+    sound, fifth = (
+        dp.audit_outputs(*outputs(s), delta=1e-6, confidence=1 - 1e-9) for s in (1.0, 0.2)
+    )
     assert sound.epsilon_lower < 1.0 < fifth.epsilon_lower
 
 
 def test_estimators_are_scored() -> None:
     X, y = table(2000)
     settings: dict[str, Any] = {"epsilon": 5.0, "n": 2000, "bound_x": 3.0}
-    for kind, metrics in ((LogisticRegression, ("accuracy", "auc", "log_loss")), (LinearSVC, ("accuracy", "auc"))):
+    for kind, metrics in (
+        (LogisticRegression, ("accuracy", "auc", "log_loss")),
+        (LinearSVC, ("accuracy", "auc")),
+    ):
         model = kind(classes=(0, 1), **settings).fit(X, y)
         assert all(0 < scored(X, y, metric, model=model).value < 1 for metric in metrics)
     ridge = Ridge(bound_y=3.0, **settings).fit(X, X[:, 0])
@@ -262,19 +299,35 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bins": ({"metric": "auc", "bins": 1}, ValueError, "bins must be in 2..1024"),
     "classes": ({"classes": "ab"}, ValueError, "classes must be the public labels"),
     "equal": ({"classes": (1, 1)}, ValueError, "two or more different labels"),
-    "regression": ({"metric": "squared_error", "bound": 1.0, "classes": (0, 1)}, ValueError, "must not be given"),
+    "regression": (
+        {"metric": "squared_error", "bound": 1.0, "classes": (0, 1)},
+        ValueError,
+        "must not be given",
+    ),
     "unfitted": (
         {"model": LogisticRegression()},
         ValueError,
         "classes must be given.*LogisticRegression.*fit it first",
     ),
-    "kind": ({"classes": ("no", "yes")}, ValueError, "y must have labels among classes=.*can hold none"),
+    "kind": (
+        {"classes": ("no", "yes")},
+        ValueError,
+        "y must have labels among classes=.*can hold none",
+    ),
     "three": ({"metric": "auc", "classes": (0, 1, 2)}, ValueError, "classes must be two"),
-    "model": ({"model": object(), "classes": (0, 1)}, ValueError, "model must have a method predict"),
+    "model": (
+        {"model": object(), "classes": (0, 1)},
+        ValueError,
+        "model must have a method predict",
+    ),
     "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),
     "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
-    "adjacency": ({"accountant": dp.Accountant(adjacency="add_remove")}, AdjacencyError, "adjacency of the accountant"),
+    "adjacency": (
+        {"accountant": dp.Accountant(adjacency="add_remove")},
+        AdjacencyError,
+        "adjacency of the accountant",
+    ),
     "noise": ({"budget": dp.Budget(1e-9, 1e-300)}, ConditionError, "64 bits"),
 }
 
@@ -291,7 +344,10 @@ def test_what_makes_no_sense_is_refused_by_name(name: str) -> None:
 
 
 def test_the_page_on_tuning_runs() -> None:
-    text, names = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8"), dict[str, Any]()
+    text, names = (
+        (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8"),
+        dict[str, Any](),
+    )
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:

@@ -16,7 +16,14 @@ from scipy import stats
 import torch_dpsco as dp
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, InfeasibleError, PrivacyError, UnitError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    BudgetExceeded,
+    ConditionError,
+    InfeasibleError,
+    PrivacyError,
+    UnitError,
+)
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
 from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Repeatable
@@ -29,13 +36,24 @@ RNG = np.random.default_rng(1)
 X = RNG.uniform(-1, 1, (N, 2))
 Y = np.clip(X @ [1.0, -0.5] + RNG.normal(size=N) / 10, -2, 2)
 BOUNDS: dict[str, Any] = {"bound_x": 2**0.5, "bound_y": 2.0}
-HINGE: dict[str, Any] = {"bound_x": 1.5, "prepare": None, "mechanism": "noisy_gd", "loss": "smoothed_hinge"}
+HINGE: dict[str, Any] = {
+    "bound_x": 1.5,
+    "prepare": None,
+    "mechanism": "noisy_gd",
+    "loss": "smoothed_hinge",
+}
 SVC, TEXT = LinearSVC(**HINGE, classes=(0, 1)), LinearSVC(**HINGE, classes=("no", "yes"))
 GOOD, BAD = Ridge(**BOUNDS, prepare=None), Ridge(**BOUNDS, prepare=None, reg=1e7)
 
 
 def search(candidates: Any = None, **settings: Any) -> PrivateSearch:
-    given: dict[str, Any] = {"epsilon": 4.0, "n": N, "metric": "absolute_error", "bound": 2.0, "trials": 5.0}
+    given: dict[str, Any] = {
+        "epsilon": 4.0,
+        "n": N,
+        "metric": "absolute_error",
+        "bound": 2.0,
+        "trials": 5.0,
+    }
     return PrivateSearch(candidates=candidates or {"good": GOOD, "bad": BAD}, **given | settings)
 
 
@@ -55,7 +73,9 @@ def test_the_plan_keeps_the_budget(law, adjacency):
 
 def test_a_root_that_is_found_from_above_is_moved_into_the_budget(monkeypatch):
     brentq = scipy.optimize.brentq
-    monkeypatch.setattr(scipy.optimize, "brentq", lambda *given, **more: brentq(*given, **more) + 0.01)
+    monkeypatch.setattr(
+        scipy.optimize, "brentq", lambda *given, **more: brentq(*given, **more) + 0.01
+    )
     assert 0.98 * 4.0 < search().plan(2).epsilon <= 4.0
 
 
@@ -78,7 +98,9 @@ def test_every_candidate_and_the_score_count():
 
     class Dear(Ridge):
         def plan(self, dim: int, unit: str = "example") -> Any:
-            return original(type(dear)(**self.get_params() | {"epsilon": 2 * self.epsilon}), dim, unit)
+            return original(
+                type(dear)(**self.get_params() | {"epsilon": 2 * self.epsilon}), dim, unit
+            )
 
     costly = search({"good": GOOD, "dear": Dear(**BOUNDS, prepare=None)}).plan(2).trial.epsilon
     assert costly < 0.6 * alone
@@ -97,7 +119,9 @@ def test_the_number_of_trials_has_its_law(law):
     source = Repeatable(np.random.default_rng(0))
     found = np.array([draw_count(law, gamma, source) for _ in range(draws)])
     counts = np.arange(1, 12)
-    weights = (1 - gamma) ** counts * (gamma / (1 - gamma) if law == "geometric" else 1 / (counts * -np.log(gamma)))
+    weights = (1 - gamma) ** counts * (
+        gamma / (1 - gamma) if law == "geometric" else 1 / (counts * -np.log(gamma))
+    )
     for count, chance in zip(counts, weights, strict=True):
         low, high = stats.binom.ppf([2e-8, 1 - 2e-8], draws, chance)
         assert low <= (found == count).sum() <= high
@@ -177,7 +201,11 @@ def test_the_best_of_many_wins(monkeypatch):
     assert found.best_score_ < 0.2
     assert found.predict(X[:3]).shape == (3,)
     accuracy = search(
-        {"low": LogisticRegression(bound_x=1.5, classes=(0, 1), prepare=None, mechanism="noisy_gd")},
+        {
+            "low": LogisticRegression(
+                bound_x=1.5, classes=(0, 1), prepare=None, mechanism="noisy_gd"
+            )
+        },
         metric="accuracy",
         bound=None,
         epsilon=50.0,
@@ -199,7 +227,12 @@ def test_nothing_but_the_winner_leaves(monkeypatch):
         found = search().fit(X, Y)
     assert "a trial" not in {str(one.message) for one in caught}
     settings = set(found.get_params())
-    assert set(vars(found)) - settings == {"best_estimator_", "best_score_", "best_error_", "privacy_"}
+    assert set(vars(found)) - settings == {
+        "best_estimator_",
+        "best_score_",
+        "best_error_",
+        "privacy_",
+    }
 
 
 def test_the_noise_of_a_trial_is_that_of_its_charge(monkeypatch):
@@ -256,14 +289,20 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
         (ValueError, "n must be given", {"n": None}),
         (ValueError, "holdout", {"holdout": 1.0}),
         (ValueError, "candidates must be models", {"candidates": {"one": 3}}),
-        (ValueError, "candidates must have no ledger", {"candidates": {"one": Ridge(accountant=dp.Accountant())}}),
+        (
+            ValueError,
+            "candidates must have no ledger",
+            {"candidates": {"one": Ridge(accountant=dp.Accountant())}},
+        ),
         (UnitError, "n must be the number of records", {"n": N + 1, "adjacency": REPLACE_ONE}),
         (InfeasibleError, "trials fewer", {"trials": 1e6, "epsilon": 1e-4, "delta": 1e-12}),
         (
             ConditionError,
             "candidates must have a Renyi curve .got 'soft'",
             {
-                "candidates": {"soft": SoftmaxRegression(bound_x=1.5, classes=(0, 1, 2), mechanism="objective")},
+                "candidates": {
+                    "soft": SoftmaxRegression(bound_x=1.5, classes=(0, 1, 2), mechanism="objective")
+                },
                 "metric": "accuracy",
                 "bound": None,
             },
@@ -289,8 +328,16 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, setti
             "metric .* 'svc' .LinearSVC. .* predict_proba",
             {"candidates": {"svc": SVC}, "metric": "log_loss"},
         ),
-        (ValueError, "metric .* 'text' .LinearSVC. .*absolute_error", {"candidates": {"text": TEXT}}),
-        (AdjacencyError, "accountant must have the adjacency 'add_remove'", {"accountant": dp.Accountant()}),
+        (
+            ValueError,
+            "metric .* 'text' .LinearSVC. .*absolute_error",
+            {"candidates": {"text": TEXT}},
+        ),
+        (
+            AdjacencyError,
+            "accountant must have the adjacency 'add_remove'",
+            {"accountant": dp.Accountant()},
+        ),
         (UnitError, "n_max=1600 must be a public cap", {"n": 1000, "rows": 3 * N}),
         (ValueError, "Complex", {"y": Y + 1j}),
     ],
@@ -315,7 +362,10 @@ def test_what_is_too_small_for_a_setting_is_passed_by(least):
         return log_epsilon + 1.0
 
     assert least <= search()._least(excess, 0.0) <= -1.0
-    with pytest.raises(InfeasibleError, match=r"epsilon must be larger.* reg is too small" if least > -4 else "larger"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"epsilon must be larger.* reg is too small" if least > -4 else "larger",
+    ):
         search()._least(lambda log_epsilon: max(1e-9, excess(log_epsilon)), 0.0)
 
 

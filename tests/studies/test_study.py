@@ -65,7 +65,10 @@ def test_where_the_number_of_units_is_public_so_is_that_of_each_part():
 def test_under_add_remove_each_unit_has_a_coin_of_its_own():
     """One unit more leaves the parts of all others as they are; the number of each part is binomial."""
     for seed in range(20):
-        assert (split(500, 0.2, ADD_REMOVE, source(seed)) == split(501, 0.2, ADD_REMOVE, source(seed))[:500]).all()
+        assert (
+            split(500, 0.2, ADD_REMOVE, source(seed))
+            == split(501, 0.2, ADD_REMOVE, source(seed))[:500]
+        ).all()
     numbers = [split(1000, 0.2, ADD_REMOVE, source(seed)).sum() for seed in range(200)]
     assert len(set(numbers)) > 20
     low, high = stats.binom.ppf([5e-7, 1 - 5e-7], 200_000, 0.2)
@@ -124,7 +127,9 @@ def test_where_a_unit_is_does_not_depend_on_others(monkeypatch, users):
 def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
     found = made(budget=budget, n=N)
     report = found.report().figures
-    assert report.epsilon <= (budget.epsilon if budget.risk is None or report.delta == budget.delta else 100)
+    assert report.epsilon <= (
+        budget.epsilon if budget.risk is None or report.delta == budget.delta else 100
+    )
     assert {charge.passes for charge in report.charges} == {1}
     ledger = found.model.accountant.ledger
     assert {place.startswith(HELD) for place, _, _, _ in ledger.entries()} == {True}
@@ -133,7 +138,9 @@ def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
         for part in ("fit", "held"):
             events = [e for _, p, e, count in ledger.entries() if p == part for _ in range(count)]
             alone = dp.accounting.ledger.store.Ledger(events)
-            assert alone.epsilon(budget.delta, budget.adjacency) == pytest.approx(budget.epsilon, rel=0.2)
+            assert alone.epsilon(budget.delta, budget.adjacency) == pytest.approx(
+                budget.epsilon, rel=0.2
+            )
 
 
 def test_nothing_more_is_charged_to_the_ledger_of_a_study():
@@ -182,7 +189,13 @@ def test_the_plan_is_shown_before_anything_is_spent():
         (SCHEMA, "example", {}, "LogisticRegression", 0.8),
         (SCHEMA, "example", {"model": LinearSVC, "metric": "accuracy"}, "LinearSVC", 0.6),
         (Schema(COLUMNS, **LABELS, **USERS), "user", {}, "LogisticRegression", 0.7),
-        (Schema(COLUMNS, target="died", labels=["no", "yes", "?"]), "example", {}, "SoftmaxRegression", 0.6),
+        (
+            Schema(COLUMNS, target="died", labels=["no", "yes", "?"]),
+            "example",
+            {},
+            "SoftmaxRegression",
+            0.6,
+        ),
         (Schema(COLUMNS, **COST), "example", {}, "Ridge", None),
         (Schema(COLUMNS, **COST), "example", {"metric": "squared_error"}, "Ridge", None),
         (Schema(COLUMNS, **COST, **USERS), "user", {}, "HuberRegressor", None),
@@ -199,7 +212,9 @@ def test_the_model_follows_from_the_schema(schema, unit, more, name, least):
 
 def test_a_study_searches_at_one_price():
     cost = Schema(COLUMNS, **COST)
-    found = made(cost, dp.Budget(8.0, 1e-6), candidates={"small": {}, "large": {"reg": 1e9}}, trials=20.0)
+    found = made(
+        cost, dp.Budget(8.0, 1e-6), candidates={"small": {}, "large": {"reg": 1e9}}, trials=20.0
+    )
     assert "the best of 20 trials on average, among small, large" in str(found.plan)
     assert found.privacy.epsilon <= 8.0
     assert len(found.model.accountant) == 3  # search, score, sets
@@ -226,14 +241,26 @@ def test_a_preview_of_a_plan_spends_nothing():
     ("error", "words", "more"),
     [
         (UnitError, "budget must be of unit 'user'", {"budget": dp.Budget(1.0, 1e-6, unit="user")}),
-        (UnitError, "budget must be of unit 'user'", {"schema": Schema(COLUMNS, **LABELS, **USERS)}),
-        (ValueError, "budget must be of mode 'planned'", {"budget": dp.Budget(1.0, 1e-6, mode="gdp")}),
+        (
+            UnitError,
+            "budget must be of unit 'user'",
+            {"schema": Schema(COLUMNS, **LABELS, **USERS)},
+        ),
+        (
+            ValueError,
+            "budget must be of mode 'planned'",
+            {"budget": dp.Budget(1.0, 1e-6, mode="gdp")},
+        ),
         (ValueError, "metric must be one of", {"metric": "log_loss"}),
         (ValueError, "n must leave 50 units", {"holdout": 0.001}),
         (ValueError, "holdout must be", {"holdout": 1.0}),
         (ValueError, "bound_x must be left to the schema", {"bound_x": 3.0}),
         (ValueError, "epsilon must be left to the schema and the budget", {"epsilon": 3.0}),
-        (ValueError, "n must be given under add_remove", {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)}),
+        (
+            ValueError,
+            "n must be given under add_remove",
+            {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)},
+        ),
         (UnitError, "n must be the number of examples under replace_one", {"n": N - 1}),
         (ValueError, "speed must be an argument of study", {"speed": 1}),
         (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
@@ -258,18 +285,27 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more,
 
 # -- what is released -------------------------------------------------------------------------------------------------
 
-BASE = Schema(COLUMNS | {"sex": Category(["f", "m"], baseline=True)}, **LABELS, unit="patient", one_row_per_unit=True)
+BASE = Schema(
+    COLUMNS | {"sex": Category(["f", "m"], baseline=True)},
+    **LABELS,
+    unit="patient",
+    one_row_per_unit=True,
+)
 
 
 def test_intervals_have_the_names_of_the_schema():
-    records = {name: column for name, column in frame().items() if name != "id"}  # two rows of an id are one patient
+    records = {
+        name: column for name, column in frame().items() if name != "id"
+    }  # two rows of an id are one patient
     found = study(records, BASE, dp.Budget(4.0, 1e-6), show=None, intervals=0.3)
     table = found.coefficients()
     assert table.names == ("age", "sex=m", "intercept")
     low, high = found.coefficients(level=1 - 1e-7).intervals[0]
     assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
     assert "sex=m" in found.summary()
-    assert found.report().headline.endswith("for one patient (replace_one), if each patient has one row.")
+    assert found.report().headline.endswith(
+        "for one patient (replace_one), if each patient has one row."
+    )
     assert "No patient has a second row: one_row_per_unit=True" in found.summary()
     text = " ".join(str(found.report()).split())
     assert "Ranges, levels and labels of the schema are public" in text
@@ -303,7 +339,9 @@ def test_predictions_need_no_target():
     assert found.predict(table).shape == (20,)
 
 
-@pytest.mark.parametrize("schema", [SCHEMA, Schema(COLUMNS, target="died", labels=["no", "yes", "?"])])
+@pytest.mark.parametrize(
+    "schema", [SCHEMA, Schema(COLUMNS, target="died", labels=["no", "yes", "?"])]
+)
 def test_a_study_is_drawn(schema):
     pytest.importorskip("matplotlib")
     titles = [axes.get_title() for axes in made(schema).plot().axes]
@@ -323,8 +361,16 @@ def test_the_code_of_the_pages_runs(page):
     ("schema", "model", "words"),
     [
         (SCHEMA, Ridge, "model must be one for 2 labels, .*got Ridge, which takes no classes"),
-        (Schema(COLUMNS, target="died", target_range=(0, 1)), LogisticRegression, "for a real target, .*no bound_y"),
-        (SCHEMA, "Ridge", "model must be a class of torch_dpsco.estimators, as Ridge .*got 'Ridge'"),
+        (
+            Schema(COLUMNS, target="died", target_range=(0, 1)),
+            LogisticRegression,
+            "for a real target, .*no bound_y",
+        ),
+        (
+            SCHEMA,
+            "Ridge",
+            "model must be a class of torch_dpsco.estimators, as Ridge .*got 'Ridge'",
+        ),
     ],
 )
 def test_a_model_of_other_targets_is_refused(schema, model, words):
@@ -353,9 +399,15 @@ def test_a_study_is_saved_into_a_new_folder(tmp_path):
 
 def test_a_table_that_cannot_be_read_spends_nothing(tmp_path, capsys):
     """Labels of another case, without a word: a model of nothing. Told to, a study goes on."""
-    table, ledger = frame() | {"died": np.array(["No", "Yes"])[np.arange(N) % 2]}, tmp_path / "ledger"
+    table, ledger = (
+        frame() | {"died": np.array(["No", "Yes"])[np.arange(N) % 2]},
+        tmp_path / "ledger",
+    )
     plan = plan_study(SCHEMA, dp.Budget(2.0, 1e-6), n=N)
-    for run in (plan.run, lambda table, **more: study(table, SCHEMA, dp.Budget(2.0, 1e-6), show=print, **more)):
+    for run in (
+        plan.run,
+        lambda table, **more: study(table, SCHEMA, dp.Budget(2.0, 1e-6), show=print, **more),
+    ):
         with pytest.raises(ValueError, match="the table must be one that its schema can read"):
             run(table, ledger_path=str(ledger))
         assert not ledger.exists()

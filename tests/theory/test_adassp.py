@@ -15,7 +15,11 @@ from torch_dpsco.theory.linear.adassp import adassp_constants, adassp_constants_
 
 epsilons = st.floats(-1.5, 1.3).map(lambda x: 10**x)
 deltas = st.floats(-12.0, -2.0).map(lambda x: 10**x)
-SENSITIVITIES = {"add_remove": (1.0, 1.0, 1.0), "zero_out": (1.0, 1.0, 1.0), "replace_one": (1.0, math.sqrt(2), 2.0)}
+SENSITIVITIES = {
+    "add_remove": (1.0, 1.0, 1.0),
+    "zero_out": (1.0, 1.0, 1.0),
+    "replace_one": (1.0, math.sqrt(2), 2.0),
+}
 
 
 @given(epsilons, deltas, st.floats(0.01, 0.98), st.sampled_from(sorted(SENSITIVITIES)))
@@ -24,7 +28,9 @@ def test_the_three_levels_add_up_to_the_budget(epsilon, delta, share, adjacency)
     bound_x, bound_y = 1.7, 0.6
     noise = adassp_constants(epsilon, delta, bound_x, bound_y, 5, 0.05, weights, adjacency)
     lmin, xtx, xty = SENSITIVITIES[adjacency]
-    square = (lmin * bound_x**2 / noise.std_lmin) ** 2 + (xtx * bound_x**2 / noise.std_xtx_diag) ** 2
+    square = (lmin * bound_x**2 / noise.std_lmin) ** 2 + (
+        xtx * bound_x**2 / noise.std_xtx_diag
+    ) ** 2
     mu = math.sqrt(square + (xty * bound_x * bound_y / noise.std_xty) ** 2)
     assert mu <= gaussian_mu(epsilon, delta) * (1 + 1e-15)
     assert mu == pytest.approx(gaussian_mu(epsilon, delta), rel=1e-12)
@@ -79,7 +85,9 @@ def test_the_published_noise_is_checked(epsilon, delta):
         mu = math.sqrt(3) * epsilon / 3 / math.sqrt(math.log(6 / delta))
         assert gaussian_delta(mu * (1 + 1e-9), epsilon) > delta
     else:
-        mu = math.sqrt((1 / noise.std_lmin) ** 2 + (1 / noise.std_xtx) ** 2 + (2 / noise.std_xty) ** 2)
+        mu = math.sqrt(
+            (1 / noise.std_lmin) ** 2 + (1 / noise.std_xtx) ** 2 + (2 / noise.std_xty) ** 2
+        )
         assert gaussian_delta(mu, epsilon) <= delta
 
 
@@ -95,7 +103,10 @@ def test_one_published_step_alone_is_not_private_at_a_third_of_the_budget():
 
 def test_the_tight_noise_on_the_data_is_smaller_than_the_published():
     for epsilon in (0.1, 1.0, 5.0):
-        tight, paper = (build(epsilon, 1e-6, 1.0, 1.0, 10) for build in (adassp_constants, adassp_constants_paper))
+        tight, paper = (
+            build(epsilon, 1e-6, 1.0, 1.0, 10)
+            for build in (adassp_constants, adassp_constants_paper)
+        )
         assert tight.std_xtx_diag < paper.std_xtx
         assert tight.std_xty < paper.std_xty
         assert tight.lam_cap < paper.lam_cap
@@ -111,10 +122,22 @@ def test_the_tight_noise_on_the_data_is_smaller_than_the_published():
         (lambda: adassp_constants(1.0, 1e-6, 1.0, math.inf, 2), "bound_y must be finite"),
         (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 0), "dim must be an integer >= 1"),
         (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, 0.0), "failure must be in"),
-        (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5)), "three numbers of sum 1"),
-        (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5, 0.5)), "three numbers of sum 1"),
-        (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(1.0, 0.5, -0.5)), "weights must be > 0"),
-        (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, adjacency="swap"), "adjacency must be one of"),
+        (
+            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5)),
+            "three numbers of sum 1",
+        ),
+        (
+            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5, 0.5)),
+            "three numbers of sum 1",
+        ),
+        (
+            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(1.0, 0.5, -0.5)),
+            "weights must be > 0",
+        ),
+        (
+            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, adjacency="swap"),
+            "adjacency must be one of",
+        ),
         (lambda: adassp_constants_paper(0.0, 1e-6, 1.0, 1.0, 2), "epsilon must be > 0"),
         (lambda: adassp_constants_paper(1.0, 0.0, 1.0, 1.0, 2), "delta must be in"),
     ],

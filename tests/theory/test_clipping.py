@@ -39,9 +39,13 @@ def test_bias_and_thresholds_agree_with_40_digits(k, r, ratio):
         assert clip_bias_constant(k) == pytest.approx(float(c), rel=1e-12)
         bias = c * mpmath.mpf(r) / mpmath.mpf(ratio) ** (x - 1)
         if 1e-290 < bias < 1e290:
-            assert cl.clip_bias(r, k, r * ratio) == pytest.approx(float(bias), rel=1e-14 * max(k, 100.0))
+            assert cl.clip_bias(r, k, r * ratio) == pytest.approx(
+                float(bias), rel=1e-14 * max(k, 100.0)
+            )
             paper = bias / c / (x - 1)
-            assert cl.clip_bias(r, k, r * ratio, mode="paper") == pytest.approx(float(paper), rel=1e-14 * max(k, 100.0))
+            assert cl.clip_bias(r, k, r * ratio, mode="paper") == pytest.approx(
+                float(paper), rel=1e-14 * max(k, 100.0)
+            )
         linear = r * ((x - 1) * c / mpmath.mpf(ratio)) ** (1 / x)
         assert cl.clip_threshold_linear(r, k, ratio) == pytest.approx(float(linear), rel=1e-12)
         square = r * ((x - 1) * 3 * c**2 / mpmath.mpf(ratio)) ** (1 / (2 * x))
@@ -78,7 +82,9 @@ def test_no_law_with_the_moment_has_more_bias(k, r, ratio, seed):
 
 def test_the_worst_bias_is_continuous_and_attained_by_a_constant_norm_below_the_kink():
     kink = 2.0 * 1.5 / 3.0  # (k-1) r/k at r = 1.5, k = 3
-    assert cl.clip_bias_worst(1.5, 3.0, kink * (1 - 1e-12)) == pytest.approx(cl.clip_bias(1.5, 3.0, kink), rel=1e-9)
+    assert cl.clip_bias_worst(1.5, 3.0, kink * (1 - 1e-12)) == pytest.approx(
+        cl.clip_bias(1.5, 3.0, kink), rel=1e-9
+    )
     assert cl.clip_bias_worst(1.5, 3.0, 0.25) == 1.25
     assert cl.clip_bias_worst(1.5, 3.0, 2.0) == cl.clip_bias(1.5, 3.0, 2.0)
 
@@ -95,7 +101,13 @@ def test_each_threshold_minimizes_its_objective(k, r, weight, other):
     ) * (1 - 1e-9)
 
 
-@given(st.floats(1e-200, 1e200), st.integers(1, 10**7), st.floats(1e-80, 1e80), st.integers(1, 10**6), ADJACENCIES)
+@given(
+    st.floats(1e-200, 1e200),
+    st.integers(1, 10**7),
+    st.floats(1e-80, 1e80),
+    st.integers(1, 10**6),
+    ADJACENCIES,
+)
 @example(1.0, 3, 1e-250, 7, "replace_one")
 @example(1.0, 3, 1e250, 7, "zero_out")
 def test_the_noise_of_a_mean_is_never_below_its_exact_value(C, s, rho, steps, adjacency):
@@ -105,17 +117,25 @@ def test_the_noise_of_a_mean_is_never_below_its_exact_value(C, s, rho, steps, ad
     assert 1 - Fraction(1, 2**46) <= cost <= 1
 
 
-@given(st.integers(1, 6), st.floats(1e-3, 1e3), st.integers(0, 2**32 - 1), st.sampled_from(["one", "null"]))
+@given(
+    st.integers(1, 6),
+    st.floats(1e-3, 1e3),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["one", "null"]),
+)
 def test_one_record_moves_a_clipped_mean_by_no_more_than_declared(s, C, seed, kind):
     generator = np.random.default_rng(seed)
     rows = generator.standard_normal((s, 3)) * 10.0 ** generator.uniform(-5, 5, size=(s, 1))
     rows[0] = generator.choice([0.0, 1e-310, 1e150, -1e150, math.inf, math.nan], size=3)
     other = rows.copy()
     other[0] = -rows[0] if kind == "one" else 0.0
-    moved = (np.sum([clip_row(g, C) for g in rows], axis=0) - np.sum([clip_row(g, C) for g in other], axis=0)) / s
-    assert np.linalg.norm(moved) <= cl.sensitivity_factor("replace_one" if kind == "one" else "zero_out") * C / s * (
-        1 + 1e-9
-    )
+    moved = (
+        np.sum([clip_row(g, C) for g in rows], axis=0)
+        - np.sum([clip_row(g, C) for g in other], axis=0)
+    ) / s
+    assert np.linalg.norm(moved) <= cl.sensitivity_factor(
+        "replace_one" if kind == "one" else "zero_out"
+    ) * C / s * (1 + 1e-9)
 
 
 def test_noise_outside_of_floating_point_and_without_privacy_is_refused():
@@ -179,7 +199,9 @@ def test_the_noise_of_a_median_covers_the_worst_group(s, data):
         assert moved == pytest.approx(sigma, rel=1e-12)
     group = Fraction(2, s // m)  # of a group mean, in each coordinate
     assert Fraction(sigma) ** 2 >= group**2 * d
-    assert coordinatewise_noise_std(s, m, 1.0, d, 0.5, "zero_out") == pytest.approx(sigma / 2, rel=1e-14)
+    assert coordinatewise_noise_std(s, m, 1.0, d, 0.5, "zero_out") == pytest.approx(
+        sigma / 2, rel=1e-14
+    )
 
 
 def test_groups_cut_by_position_have_no_guarantee_under_add_remove():
@@ -204,12 +226,18 @@ def test_exchange_rates_are_those_of_the_specification_and_half_under_zero_out(s
         cl.exchange_rate_mean(s, d, rho): math.sqrt(2 * d / rho) / s,
         cl.exchange_rate_accelerated(n, d, T, rho): 4 * math.sqrt(d * T / (3 * rho)) / n,
         cl.exchange_rate_phase(n, d, rho): math.sqrt(8 * d / rho) / n,
-        cl.exchange_rate_strongly_convex(n, d, T, rho, 3.0, 0.5): math.sqrt(2 * 0.5 * d / (3.0 * rho)) * T / n,
+        cl.exchange_rate_strongly_convex(n, d, T, rho, 3.0, 0.5): math.sqrt(
+            2 * 0.5 * d / (3.0 * rho)
+        )
+        * T
+        / n,
         cl.exchange_rate_proximal_pl(n, d, T, rho): math.sqrt(4 * d / (3 * rho)) * T / n,
     }
     for found, value in wanted.items():
         assert found == pytest.approx(value, rel=1e-12)
-    assert cl.exchange_rate_phase(n, d, rho, "zero_out") == pytest.approx(cl.exchange_rate_phase(n, d, rho) / 2)
+    assert cl.exchange_rate_phase(n, d, rho, "zero_out") == pytest.approx(
+        cl.exchange_rate_phase(n, d, rho) / 2
+    )
 
 
 def test_the_quantile_of_the_exchange_rate_is_the_best_threshold_for_any_law():

@@ -34,7 +34,9 @@ def strategies(draw, most=6):
 def dense(strategy, steps):
     column = np.zeros(steps)
     column[: strategy.bands] = strategy.coefficients[:steps]
-    return np.array([[column[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)])
+    return np.array(
+        [[column[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)]
+    )
 
 
 def run(strategy, fresh, forget=()):
@@ -63,13 +65,23 @@ def test_sensitivity_is_the_largest_over_all_patterns(strategy, steps, more):
     """Equal unit rows add up as much as any: the norm of the sum of the columns is compared, not the formula."""
     separation = strategy.bands + more
     matrix = dense(strategy, steps)
-    largest = max(np.linalg.norm(matrix[:, chosen].sum(axis=1)) for chosen in patterns(steps, separation))
+    largest = max(
+        np.linalg.norm(matrix[:, chosen].sum(axis=1)) for chosen in patterns(steps, separation)
+    )
     for adjacency, factor in (("zero_out", 1.0), ("replace_one", 2.0)):
-        assert strategy.sensitivity(steps, separation, adjacency) == pytest.approx(factor * largest, rel=1e-12)
+        assert strategy.sensitivity(steps, separation, adjacency) == pytest.approx(
+            factor * largest, rel=1e-12
+        )
 
 
 @settings(deadline=None, max_examples=60)
-@given(strategies(), st.integers(1, 25), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@given(
+    strategies(),
+    st.integers(1, 25),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+)
 def test_no_rows_of_a_record_move_the_sum_further(strategy, steps, more, dim, seed):
     """Any directions, any norms up to 1, any steps that are apart, one row zeroed or replaced by another."""
     rng, separation = np.random.default_rng(seed), strategy.bands + more
@@ -81,14 +93,20 @@ def test_no_rows_of_a_record_move_the_sum_further(strategy, steps, more, dim, se
             rows[t] = row / np.linalg.norm(row) * rng.choice([1.0, rng.uniform()])
         t += separation + int(rng.integers(0, 3))
     matrix = dense(strategy, steps)
-    for neighbor, adjacency in ((np.zeros_like(old), "zero_out"), (new, "replace_one"), (-old, "replace_one")):
+    for neighbor, adjacency in (
+        (np.zeros_like(old), "zero_out"),
+        (new, "replace_one"),
+        (-old, "replace_one"),
+    ):
         moved = np.linalg.norm(matrix @ (old - neighbor))
         assert moved <= strategy.sensitivity(steps, separation, adjacency)
 
 
 def test_fewer_steps_apart_than_bands_are_refused():
     strategy = square_root(4)
-    with pytest.raises(ConditionError, match=r"separation must be at least 4, the number of bands \(got 3\)"):
+    with pytest.raises(
+        ConditionError, match=r"separation must be at least 4, the number of bands \(got 3\)"
+    ):
         strategy.sensitivity(10, 3, "zero_out")
     with pytest.raises(ConditionError, match="separation"):
         strategy.rounding(10, 3, dim=1)
@@ -176,7 +194,16 @@ def test_no_noise_grows(strategy):
 
 @pytest.mark.parametrize(
     "coefficients",
-    [(), (0.9,), (2.0, 1.0), (1.0, 2.0), (1.0, 0.5, 0.6), (1.0, -0.1), (1.0, math.nan), (1, 1.0 + 1e-15)],
+    [
+        (),
+        (0.9,),
+        (2.0, 1.0),
+        (1.0, 2.0),
+        (1.0, 0.5, 0.6),
+        (1.0, -0.1),
+        (1.0, math.nan),
+        (1, 1.0 + 1e-15),
+    ],
 )
 def test_noise_that_grows_is_refused(coefficients):
     with pytest.raises(ValueError, match="coefficients must be"):
@@ -190,7 +217,9 @@ def test_what_is_refused_rounds_fresh_noise_to_nothing():
     for z in fresh:
         noise.append(z - 2.0 * noise[-1])
     exact = [Fraction(w) + 2 * Fraction(before) for before, w in pairwise(noise)]
-    assert max(abs(float(z - Fraction(x))) for z, x in zip(exact[60:], fresh[60:], strict=True)) > 1.0
+    assert (
+        max(abs(float(z - Fraction(x))) for z, x in zip(exact[60:], fresh[60:], strict=True)) > 1.0
+    )
     assert abs(dense(square_root(2), 70) @ run(square_root(2), fresh) - fresh).max() < 1e-14
 
 
@@ -210,7 +239,9 @@ def echo_errors(strategy, fresh, noise):
     errors = []
     for t in range(len(fresh)):
         past = noise[max(0, t - strategy.bands + 1) : t][::-1]
-        exact = sum(Fraction(c) * Fraction(w) for c, w in zip(strategy.coefficients[1:], past, strict=False))
+        exact = sum(
+            Fraction(c) * Fraction(w) for c, w in zip(strategy.coefficients[1:], past, strict=False)
+        )
         errors.append(float(Fraction(float(-strategy.correlated(0.0, list(past)))) - exact))
     return np.array(errors)
 
@@ -229,7 +260,9 @@ def test_errors_of_the_echo_are_within_the_rounding():
     assert 0.0 < np.linalg.norm(differ) <= strategy.rounding(steps, separation, dim=1)
 
 
-@pytest.mark.parametrize(("steps", "bands", "separation", "dim"), [(1000, 16, 100, 10**6), (64, 2, 64, 1)])
+@pytest.mark.parametrize(
+    ("steps", "bands", "separation", "dim"), [(1000, 16, 100, 10**6), (64, 2, 64, 1)]
+)
 def test_the_rounding_is_that_of_the_page(steps, bands, separation, dim):
     strategy = square_root(bands)
     participations = math.ceil(steps / separation)
@@ -302,7 +335,11 @@ def test_an_unsampled_run_costs_the_same_ratio_for_every_number_of_passes():
 
 
 def quoted(columns):
-    rows = [re.findall(r"[\d.]+", line) for line in PAGE.read_text(encoding="utf-8").splitlines() if "| 1" in line[:3]]
+    rows = [
+        re.findall(r"[\d.]+", line)
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if "| 1" in line[:3]
+    ]
     return [row for row in rows if len(row) == columns]
 
 
@@ -314,7 +351,9 @@ def test_quoted_ratios_are_computed_ones():
         for strategy in (square_root(int(bands)), least_error(int(steps), int(bands))):
             std = strategy.prefix_std(int(steps))
             alone = square_root(1).prefix_std(int(steps))
-            found.append((np.linalg.norm(std) / np.linalg.norm(alone), std[-1] / alone[-1], strategy.norm))
+            found.append(
+                (np.linalg.norm(std) / np.linalg.norm(alone), std[-1] / alone[-1], strategy.norm)
+            )
         (mean, last, norm), (best_mean, best_last, best_norm) = found
         expected = [mean * norm, best_mean * best_norm, last * norm, best_last * best_norm]
         assert [float(ratio) for ratio in ratios] == pytest.approx(expected, abs=0.0011)
@@ -327,6 +366,8 @@ def test_quoted_noise_of_poisson_batches_is_computed_noise():
     for steps, passes, *ratios in rows:
         design = Poisson(100, 100 * int(steps) // int(passes))
         for epsilon, ratio in zip((1.0, 4.0, 8.0), ratios, strict=True):
-            noise = noise_multiplier(epsilon, 1e-6, design=design, steps=int(steps), adjacency="zero_out", rtol=1e-3)
+            noise = noise_multiplier(
+                epsilon, 1e-6, design=design, steps=int(steps), adjacency="zero_out", rtol=1e-3
+            )
             alone = math.sqrt(int(passes)) / gaussian_mu(epsilon, 1e-6)
             assert float(ratio) == pytest.approx(noise / alone, abs=0.0011)

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule, strongly_convex_coefficients
+from torch_dpsco.theory.heavy_tailed.averaged import (
+    averaging_schedule,
+    strongly_convex_coefficients,
+)
 from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_bound
 
 # Adversaries. A bias of norm B and noise of variance S; F(w) = curvature |w|^2/2 (Huber beyond a kink), optimum 0.
@@ -18,7 +21,13 @@ class Adversary:
     """Gradients of the radial Huber function, plus a bias outward, inward or constant, plus Gaussian noise."""
 
     def __init__(self, curvature, kink, bias, variance, kind, runs, seed):
-        self.curvature, self.kink, self.bias, self.std, self.kind = curvature, kink, bias, math.sqrt(variance / 2), kind
+        self.curvature, self.kink, self.bias, self.std, self.kind = (
+            curvature,
+            kink,
+            bias,
+            math.sqrt(variance / 2),
+            kind,
+        )
         self.runs, self.generator = runs, np.random.default_rng(seed)
 
     def value(self, w):
@@ -35,7 +44,9 @@ class Adversary:
 
 
 def project(w, radius):
-    return w * np.minimum(1.0, radius / np.maximum(np.linalg.norm(w, axis=1, keepdims=True), 1e-300))
+    return w * np.minimum(
+        1.0, radius / np.maximum(np.linalg.norm(w, axis=1, keepdims=True), 1e-300)
+    )
 
 
 @pytest.mark.parametrize("kind", ["out", "in", "constant"])
@@ -71,7 +82,9 @@ def test_the_accelerated_bound_is_within_a_factor_of_5_of_what_an_adversary_reac
 
 
 @pytest.mark.parametrize("kind", ["out", "in", "constant"])
-@pytest.mark.parametrize(("mu", "beta", "T"), [(1.0, 1.0, 9), (0.2, 1.0, 4), (0.2, 1.0, 60), (0.02, 1.0, 200)])
+@pytest.mark.parametrize(
+    ("mu", "beta", "T"), [(1.0, 1.0, 9), (0.2, 1.0, 4), (0.2, 1.0, 60), (0.02, 1.0, 200)]
+)
 @pytest.mark.parametrize(("bias", "variance"), [(0.0, 1.0), (0.3, 0.0), (0.1, 0.2), (0.0, 0.0)])
 def test_no_adversary_exceeds_the_strongly_convex_bound(kind, mu, beta, T, bias, variance):
     plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
@@ -101,7 +114,9 @@ def worst_recursion(mu, beta, T, weights, lrs, noise, start):
     return -linprog(objective, A_ub=inequality, b_ub=limit, method="highs").fun
 
 
-@pytest.mark.parametrize(("mu", "beta", "T"), [(1.0, 5.0, 100), (1.0, 5.0, 4), (0.1, 1.0, 50), (1.0, 1.0, 20)])
+@pytest.mark.parametrize(
+    ("mu", "beta", "T"), [(1.0, 5.0, 100), (1.0, 5.0, 4), (0.1, 1.0, 50), (1.0, 1.0, 20)]
+)
 def test_linear_weights_attain_their_bound_in_the_worst_case(mu, beta, T):
     plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
@@ -129,7 +144,8 @@ def test_squared_weights_do_not_telescope():
 @pytest.mark.parametrize("sign", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize(("mu", "T"), [(1.0, 5), (0.3, 5), (0.3, 60)])
 @pytest.mark.parametrize(
-    ("bias", "variance", "strength"), [(0.3, 0.0, 0.0), (0.1, 1.0, 0.2), (0.0, 1.0, 0.0), (0.0, 0.0, 0.2)]
+    ("bias", "variance", "strength"),
+    [(0.3, 0.0, 0.0), (0.1, 1.0, 0.2), (0.0, 1.0, 0.0), (0.0, 0.0, 0.2)],
 )
 def test_no_adversary_exceeds_the_proximal_bound(sign, mu, T, bias, variance, strength):
     """F = mu w^2/2 + strength |w|, beta = 1, last iterate; the bias pushes outward, inward or one way."""
@@ -142,14 +158,18 @@ def test_no_adversary_exceeds_the_proximal_bound(sign, mu, T, bias, variance, st
         w = np.sign(moved) * np.maximum(np.abs(moved) - 0.5 * strength, 0.0)
     found = np.mean(mu * w**2 / 2 + strength * np.abs(w))
     gap = mu / 2 + strength
-    bound = proximal_pl_bound(pl_constant=mu, smoothness=1.0, steps=T, initial_gap=gap, bias=bias, variance=variance)
+    bound = proximal_pl_bound(
+        pl_constant=mu, smoothness=1.0, steps=T, initial_gap=gap, bias=bias, variance=variance
+    )
     assert found <= bound
 
 
 def test_the_proximal_bound_is_within_a_factor_of_12_of_a_run():
     """A quadratic of curvature mu << beta: bias B leaves the gap B^2/(2 mu), the bound has 3 B^2/mu."""
     bias, mu = 0.5, 0.1
-    bound = proximal_pl_bound(pl_constant=mu, smoothness=1.0, steps=400, initial_gap=1.0, bias=bias, variance=0.0)
+    bound = proximal_pl_bound(
+        pl_constant=mu, smoothness=1.0, steps=400, initial_gap=1.0, bias=bias, variance=0.0
+    )
     w = 1.0
     for _ in range(400):
         w -= 0.5 * (mu * w - bias)

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.accounting import zcdp_epsilon_bs16
-from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes, vector_parameters_paper
+from tests.reference.papers.heavy_tailed import (
+    localized_schedule_paper,
+    reduction_sizes,
+    vector_parameters_paper,
+)
 from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.mechanisms.shuffle import vector_parameters
@@ -20,7 +24,14 @@ from torch_dpsco.theory.heavy_tailed.reduction import (
     sc_reduction_sizes_full,
 )
 
-LAW = {"dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "moment_2k": 1.5, "max_steps": None}
+LAW = {
+    "dim": 10,
+    "rho": 0.5,
+    "moment_order": 2.0,
+    "second_moment": 1.0,
+    "moment_2k": 1.5,
+    "max_steps": None,
+}
 
 
 def test_the_papers_epsilon_is_four_to_five_times_too_small_for_an_epsilon():
@@ -57,7 +68,9 @@ def test_the_papers_ball_is_twice_the_one_that_its_event_needs():
     n, k = 4096, 2.0
     ell = 12
     lipschitz = 1.5 * (ell * math.sqrt(n)) ** (1 / (2 * k))
-    for phase in localized_schedule_paper(n=n, dim=3, paper_epsilon=1.0, moment_order=k, moment_2k=1.5, lr=0.1):
+    for phase in localized_schedule_paper(
+        n=n, dim=3, paper_epsilon=1.0, moment_order=k, moment_2k=1.5, lr=0.1
+    ):
         assert phase.radius * phase.reg == pytest.approx(2 * lipschitz)
 
 
@@ -69,8 +82,12 @@ def test_a_failure_term_of_the_diameter_would_undo_the_reduction():
     last = sc_reduction_sizes_full(n)[-1]
     failure = (last.bit_length()) * 1.0 * D / math.sqrt(last)
     assert failure > 10 * proved.risk_bound
-    near, far = (localized_schedule_ballfree(n=last, diameter=x, **law).risk_bound for x in (0.01, 1.0))
-    assert far == pytest.approx(100 * near, rel=1e-9)  # the ball-free bound is proportional to the distance
+    near, far = (
+        localized_schedule_ballfree(n=last, diameter=x, **law).risk_bound for x in (0.01, 1.0)
+    )
+    assert far == pytest.approx(
+        100 * near, rel=1e-9
+    )  # the ball-free bound is proportional to the distance
 
 
 def test_published_parts_of_the_reduction_leave_records_unused():
@@ -95,7 +112,14 @@ def test_cyclic_minibatches_without_amplification_need_more_noise_by_the_inverse
 
 def test_amplified_minibatches_keep_the_bound_at_a_fraction_of_the_work():
     """z = 1 from a batch of m sqrt(2 rho/T) on: the noise on the mean is that of full passes."""
-    law = {"n": 2**12, "dim": 50, "moment_order": 2.0, "second_moment": 1.0, "moment_2k": 1.5, "diameter": 2.0}
+    law = {
+        "n": 2**12,
+        "dim": 50,
+        "moment_order": 2.0,
+        "second_moment": 1.0,
+        "moment_2k": 1.5,
+        "diameter": 2.0,
+    }
     full = localized_schedule_ballfree(**law, rho=0.5, max_steps=None)
     batches = [max(1, math.ceil(phase.n * math.sqrt(1.0 / phase.steps))) for phase in full.phases]
     found = localized_schedule_minibatch(
@@ -111,4 +135,7 @@ def test_amplified_minibatches_keep_the_bound_at_a_fraction_of_the_work():
 
 def test_the_closed_form_of_shuffled_vectors_asks_for_a_million_times_the_noise():
     published = vector_parameters_paper(n=1000, dim=10, epsilon=1.0, delta=1e-5)
-    assert published.noise_bits > 5e5 * vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64).noise_bits
+    assert (
+        published.noise_bits
+        > 5e5 * vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64).noise_bits
+    )

@@ -41,7 +41,9 @@ def test_algorithm_6_follows_the_vectors(vector):
     v = vector.inputs
     gradient, w0, batches = least_squares(v)
     plan = averaging_schedule(strong_convexity=v["mu"], inverse_lr_cap=v["beta"], steps=v["T"])
-    average, last = literal.algorithm_6(gradient, w0, batches, v["C"], plan.lr, plan.weights, literal.ball(v["R"]))
+    average, last = literal.algorithm_6(
+        gradient, w0, batches, v["C"], plan.lr, plan.weights, literal.ball(v["R"])
+    )
     np.testing.assert_allclose(average, vector.expected["average"], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(last, vector.expected["last"], rtol=1e-9, atol=1e-12)
 
@@ -73,7 +75,10 @@ def test_algorithm_12_follows_the_vectors(vector):
 
 @cases("aggregate_select")
 def test_the_choice_among_copies_follows_the_vectors(vector):
-    assert literal.select_central([np.array(y) for y in vector.inputs["Y"]]) == vector.expected["index"]
+    assert (
+        literal.select_central([np.array(y) for y in vector.inputs["Y"]])
+        == vector.expected["index"]
+    )
 
 
 def test_noise_moves_each_reference_by_what_its_first_step_says():
@@ -88,12 +93,18 @@ def test_noise_moves_each_reference_by_what_its_first_step_says():
         literal.algorithm_6(gradient, w0, [[0]], 9.0, [0.5], [1.0], noise=noise)[0], [-0.5, -0.5]
     )
     phase = literal.Phase(clip=9.0, steps=1, reg=2.0)
-    np.testing.assert_allclose(literal.algorithm_4(gradient, w0, [[0]], [phase], noise=[noise])[0], [-0.5, -0.5])
+    np.testing.assert_allclose(
+        literal.algorithm_4(gradient, w0, [[0]], [phase], noise=[noise])[0], [-0.5, -0.5]
+    )
     prox = literal.soft_threshold(0.0)
-    np.testing.assert_allclose(literal.algorithm_8(gradient, w0, [[0]], 9.0, 0.5, prox, noise), [-0.5, -0.5])
+    np.testing.assert_allclose(
+        literal.algorithm_8(gradient, w0, [[0]], 9.0, 0.5, prox, noise), [-0.5, -0.5]
+    )
     np.testing.assert_allclose(literal.algorithm_12([[1.0, 0.0]], 1, 9.0, before=noise), [1.0, 1.0])
     three = [[[0], [0], [0]]]
-    chosen = literal.boosted(gradient, w0, three, [phase], noise=[[[np.zeros(2)], [np.array([9.0, 9.0])], noise]])
+    chosen = literal.boosted(
+        gradient, w0, three, [phase], noise=[[[np.zeros(2)], [np.array([9.0, 9.0])], noise]]
+    )
     np.testing.assert_allclose(chosen[0], [-0.5, 0.0])
 
 

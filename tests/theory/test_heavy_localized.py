@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.reference.papers.heavy_tailed import boosted_copies, localized_schedule_paper, reduction_sizes
+from tests.reference.papers.heavy_tailed import (
+    boosted_copies,
+    localized_schedule_paper,
+    reduction_sizes,
+)
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.heavy_tailed.boosted import boosted_failure, boosted_localized_schedule
@@ -29,7 +33,14 @@ from torch_dpsco.theory.heavy_tailed.reduction import (
     sc_reduction_sizes_full,
 )
 
-TASK = {"n": 5000, "dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "diameter": 2.0}
+TASK = {
+    "n": 5000,
+    "dim": 10,
+    "rho": 0.5,
+    "moment_order": 2.0,
+    "second_moment": 1.0,
+    "diameter": 2.0,
+}
 TIGHT = TASK | {"moment_2k": 1.5, "max_steps": None}
 BOOSTED = TASK | {"moment": 1.3, "max_steps": None}
 REDUCED = TIGHT | {"strong_convexity": 0.5}
@@ -41,7 +52,9 @@ PLANS = [
     (reduction_schedule, REDUCED),
 ]
 ALL_PLANS = pytest.mark.parametrize(
-    ("planner", "task"), PLANS, ids=["ball-free", "ball", "boosted", "boosted ball-free", "reduction"]
+    ("planner", "task"),
+    PLANS,
+    ids=["ball-free", "ball", "boosted", "boosted ball-free", "reduction"],
 )
 LAWS = st.fixed_dictionaries(
     {
@@ -76,7 +89,11 @@ def is_count(found, x):
 
 def exact_ballfree(task, r2k, counts):
     """(A_i, C_i, sigma_i, T_i) of docs/proofs/heavy_tailed.md#localized-schedule and the sum of its bound."""
-    k, d, S = mpmath.mpf(task["moment_order"]), task["dim"], mpmath.mpf(sensitivity_factor(task["adjacency"]))
+    k, d, S = (
+        mpmath.mpf(task["moment_order"]),
+        task["dim"],
+        mpmath.mpf(sensitivity_factor(task["adjacency"])),
+    )
     rho, total, rows = mpmath.mpf(task["rho"]), mpmath.mpf(0), []
     for i, T in enumerate(counts, start=1):
         m = task["n"] // 2**i
@@ -87,7 +104,9 @@ def exact_ballfree(task, r2k, counts):
         C = r2k * (((k - 1) / k) ** k / min(a, mpmath.mpf(1))) ** (1 / k)
         A = exact_bias(r2k, k, C) + a * C
         rows.append((A, C, S * C / m * mpmath.sqrt(T / (2 * rho)), T))
-        total += (2 * mpmath.mpf(task["second_moment"]) ** 2 / m + 4 * A**2) / mpmath.mpf(8) ** (i - 1)
+        total += (2 * mpmath.mpf(task["second_moment"]) ** 2 / m + 4 * A**2) / mpmath.mpf(8) ** (
+            i - 1
+        )
     return rows, total
 
 
@@ -96,13 +115,20 @@ def test_the_ballfree_schedule_agrees_with_40_digits(task):
     found = localized_schedule_ballfree(**task, moment_2k=3.0)
     with mpmath.workdps(40):
         assert len(found.phases) == task["n"].bit_length() - 1
-        rows, total = exact_ballfree(task, mpmath.mpf(3), [phase.uncapped_steps for phase in found.phases])
+        rows, total = exact_ballfree(
+            task, mpmath.mpf(3), [phase.uncapped_steps for phase in found.phases]
+        )
         D = mpmath.mpf(task["diameter"])
         assert found.bound == pytest.approx(float(D * mpmath.sqrt(2 * total)), rel=1e-9)
         for i, (phase, (A, C, sigma, T)) in enumerate(zip(found.phases, rows, strict=True)):
             lam = 8**i * mpmath.sqrt(2 * total) / D
             assert phase.steps == T
-            for value, exact in ((phase.error, A), (phase.clip, C), (phase.noise_std, sigma), (phase.reg, lam)):
+            for value, exact in (
+                (phase.error, A),
+                (phase.clip, C),
+                (phase.noise_std, sigma),
+                (phase.reg, lam),
+            ):
                 assert value == pytest.approx(float(exact), rel=1e-9)
             assert phase.radius == math.inf
         tail = task["second_moment"] * found.phases[-1].error / found.phases[-1].reg
@@ -120,7 +146,10 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
         r = mpmath.mpf(3.0 / shrink)
         ell = n.bit_length() - 1
         Lb = r * (ell * mpmath.sqrt(n)) ** (1 / (2 * k))
-        rho, total = mpmath.mpf(task["rho"]) * (2 / mpmath.mpf(sensitivity_factor(task["adjacency"]))) ** 2, 0
+        rho, total = (
+            mpmath.mpf(task["rho"]) * (2 / mpmath.mpf(sensitivity_factor(task["adjacency"]))) ** 2,
+            0,
+        )
         for i, phase in enumerate(found.phases):
             m = n // 2 ** (i + 1)
             q = 8 * task["dim"] / (mpmath.mpf(m) ** 2 * rho)
@@ -128,10 +157,16 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
             T = phase.steps
             assert is_count(phase.uncapped_steps, 4 * (1 + Lb / C) ** 2 / q)
             assert min(phase.uncapped_steps, task["max_steps"] or math.inf) == T
-            A2 = exact_bias(r, k, C) ** 2 + q * C**2 * mpmath.mpf(T) / (T + 1) + 4 * (C + Lb) ** 2 / mpmath.mpf(T + 1)
+            A2 = (
+                exact_bias(r, k, C) ** 2
+                + q * C**2 * mpmath.mpf(T) / (T + 1)
+                + 4 * (C + Lb) ** 2 / mpmath.mpf(T + 1)
+            )
             assert phase.error == pytest.approx(float(mpmath.sqrt(A2)), rel=1e-9)
             assert phase.clip == pytest.approx(float(C), rel=1e-9)
-            assert phase.radius == pytest.approx(min(task["diameter"], float(Lb) / phase.reg), rel=1e-9)
+            assert phase.radius == pytest.approx(
+                min(task["diameter"], float(Lb) / phase.reg), rel=1e-9
+            )
             total += (2 * mpmath.mpf(task["second_moment"]) ** 2 / m + 4 * A2) / mpmath.mpf(8) ** i
         D = mpmath.mpf(task["diameter"])
         assert found.bound == pytest.approx(float(D * mpmath.sqrt(2 * total)), rel=1e-9)
@@ -140,10 +175,14 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
     assert found.tail == pytest.approx(tail, rel=1e-9)
 
 
-@pytest.mark.parametrize(("conservative", "constants"), [(True, (48, 12, 144, 72, 3)), (False, (4, 1, 1, 8, 1))])
+@pytest.mark.parametrize(
+    ("conservative", "constants"), [(True, (48, 12, 144, 72, 3)), (False, (4, 1, 1, 8, 1))]
+)
 @pytest.mark.parametrize("ball", [True, False])
 def test_the_boosted_schedule_agrees_with_40_digits(conservative, constants, ball):
-    found = boosted_localized_schedule(**BOOSTED | {"copies": 3, "conservative": conservative, "ball": ball})
+    found = boosted_localized_schedule(
+        **BOOSTED | {"copies": 3, "conservative": conservative, "ball": ball}
+    )
     g, o, b, s, reach = constants
     with mpmath.workdps(40):
         total, r, rho, d = mpmath.mpf(0), mpmath.mpf(1.3), mpmath.mpf(0.5), 10
@@ -176,7 +215,9 @@ def test_every_phase_costs_rho_and_no_more(planner, task, change, adjacency):
     schedule = planner(**task | change, adjacency=adjacency)
     assert schedule.records == sum(phase.n * phase.copies for phase in schedule.phases) <= task["n"]
     for phase in schedule.phases:
-        sensitivity = Fraction(sensitivity_factor(adjacency)) * Fraction(phase.clip) / phase.batch_size
+        sensitivity = (
+            Fraction(sensitivity_factor(adjacency)) * Fraction(phase.clip) / phase.batch_size
+        )
         cost = phase.steps * sensitivity**2 / (2 * Fraction(phase.noise_std) ** 2)
         assert Fraction(task["rho"]) * (1 - Fraction(1, 2**46)) <= cost <= Fraction(task["rho"])
         assert phase.batch_size == phase.n
@@ -184,9 +225,19 @@ def test_every_phase_costs_rho_and_no_more(planner, task, change, adjacency):
 
 
 def test_the_published_schedule_costs_half_of_the_squared_epsilon():
-    for phase in localized_schedule_paper(n=1000, dim=3, paper_epsilon=0.8, moment_order=2.0, moment_2k=1.5, lr=0.1):
-        cost = phase.steps * (2 * Fraction(phase.clip) / phase.n) ** 2 / (2 * Fraction(phase.noise_std) ** 2)
-        assert Fraction(0.32) * (1 - Fraction(1, 2**45)) <= cost <= Fraction(0.32) * (1 + Fraction(1, 2**50))
+    for phase in localized_schedule_paper(
+        n=1000, dim=3, paper_epsilon=0.8, moment_order=2.0, moment_2k=1.5, lr=0.1
+    ):
+        cost = (
+            phase.steps
+            * (2 * Fraction(phase.clip) / phase.n) ** 2
+            / (2 * Fraction(phase.noise_std) ** 2)
+        )
+        assert (
+            Fraction(0.32) * (1 - Fraction(1, 2**45))
+            <= cost
+            <= Fraction(0.32) * (1 + Fraction(1, 2**50))
+        )
         assert step_fraction(phase, 0) == step_fraction(phase, 9) == pytest.approx(1 / phase.n)
 
 
@@ -204,7 +255,10 @@ def test_half_the_sensitivity_is_worth_four_budgets(planner, task):
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @ALL_PLANS
 def test_a_lambda_of_ones_own_keeps_clip_noise_and_steps_and_drops_the_bound(planner, task):
-    default, own = planner(**task | {"max_steps": 50}), planner(**task | {"max_steps": 50}, reg=0.05)
+    default, own = (
+        planner(**task | {"max_steps": 50}),
+        planner(**task | {"max_steps": 50}, reg=0.05),
+    )
     assert own.reg == 0.05
     assert own.bound is own.tail is own.risk_bound is None
     assert default.risk_bound == default.bound + default.tail
@@ -212,7 +266,12 @@ def test_a_lambda_of_ones_own_keeps_clip_noise_and_steps_and_drops_the_bound(pla
     if planner is not reduction_schedule:
         assert [phase.reg for phase in own.phases] == [0.05 * 8**i for i in range(own.phases_count)]
     for one, other in zip(default.phases, own.phases, strict=True):
-        assert (one.clip, one.noise_std, one.steps, one.n) == (other.clip, other.noise_std, other.steps, other.n)
+        assert (one.clip, one.noise_std, one.steps, one.n) == (
+            other.clip,
+            other.noise_std,
+            other.steps,
+            other.n,
+        )
 
 
 def test_the_chosen_lambda_minimizes_the_bound():
@@ -228,17 +287,27 @@ def test_a_cap_is_never_silent():
     with pytest.warns(UtilityWarning, match="max_steps=20 cuts phase 1 short of its"):
         capped = localized_schedule(**TIGHT | {"max_steps": 20})
     assert capped.capped
-    assert [phase.uncapped_steps for phase in capped.phases] == [p.steps for p in localized_schedule(**TIGHT).phases]
+    assert [phase.uncapped_steps for phase in capped.phases] == [
+        p.steps for p in localized_schedule(**TIGHT).phases
+    ]
     with pytest.warns(UtilityWarning, match="max_steps=20"):
         boosted_localized_schedule(**BOOSTED | {"max_steps": 20})
-    assert localized_schedule_ballfree(**TIGHT | {"max_steps": 20}).capped  # its bound says what the cap costs
+    assert localized_schedule_ballfree(
+        **TIGHT | {"max_steps": 20}
+    ).capped  # its bound says what the cap costs
     assert not localized_schedule_ballfree(**TIGHT).capped
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 def test_a_cap_makes_the_bound_with_balls_grow_with_the_data_and_the_ballfree_one_not():
     """A linear regression: D = 4, rt_2 = 27, rt_4 = 33, T_max = 2000, at eps = 1, delta = 1e-5."""
-    law = {"dim": 10, "moment_order": 2.0, "second_moment": 27.0, "moment_2k": 33.0, "diameter": 4.0}
+    law = {
+        "dim": 10,
+        "moment_order": 2.0,
+        "second_moment": 27.0,
+        "moment_2k": 33.0,
+        "diameter": 4.0,
+    }
     rho = 0.0362  # the exact Gaussian conversion of (1, 1e-5): mu^2/2
     tight = [localized_schedule(n=n, rho=rho, **law).bound for n in (4000, 16000)]
     free = [localized_schedule_ballfree(n=n, rho=rho, **law).bound for n in (4000, 16000)]
@@ -289,7 +358,14 @@ def test_parts_of_the_reduction_double_and_are_disjoint(n):
 
 
 def test_exact_powers_count_exactly():
-    assert [len(sc_reduction_sizes_full(n)) for n in (16, 17, 256, 257, 65536, 65537)] == [2, 3, 3, 4, 4, 5]
+    assert [len(sc_reduction_sizes_full(n)) for n in (16, 17, 256, 257, 65536, 65537)] == [
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("n", [5000, 10**9])
@@ -316,7 +392,9 @@ def test_the_reduction_beats_localization_on_large_data():
     """The rate is that of localization, squared."""
     law = REDUCED | {"n": 10**8, "moment_order": 4.0}
     plain = {name: value for name, value in law.items() if name != "strong_convexity"}
-    assert reduction_schedule(**law).risk_bound < localized_schedule_ballfree(**plain).risk_bound / 20
+    assert (
+        reduction_schedule(**law).risk_bound < localized_schedule_ballfree(**plain).risk_bound / 20
+    )
 
 
 def test_the_reduction_is_skipped_for_tiny_data_and_takes_a_lambda_that_doubles():
@@ -325,7 +403,9 @@ def test_the_reduction_is_skipped_for_tiny_data_and_takes_a_lambda_that_doubles(
     firsts = [own.phases[i].reg for i in (0, 5, 11)]  # parts of 36, 73, 146 records: 5, 6, 7 phases
     assert firsts == pytest.approx([0.05, 0.1, 0.2])
     distant = reduction_schedule(**REDUCED | {"diameter": math.inf})
-    assert distant.risk_bound == pytest.approx(reduction_schedule(**REDUCED).risk_bound)  # rt_1/mu is 2
+    assert distant.risk_bound == pytest.approx(
+        reduction_schedule(**REDUCED).risk_bound
+    )  # rt_1/mu is 2
     halves = reduction_schedule(**REDUCED, sizes=[1000, 4000])
     assert halves.phases[9].n == 2000
 
@@ -387,13 +467,22 @@ def test_full_batches_give_the_ballfree_schedule():
 
 
 def test_sampling_adds_its_variance_and_smaller_batches_need_more_of_the_bound():
-    law = {"n": 1024, "dim": 1, "moment_order": 2.0, "second_moment": 1.0, "moment_2k": 1.5, "diameter": 2.0}
+    law = {
+        "n": 1024,
+        "dim": 1,
+        "moment_order": 2.0,
+        "second_moment": 1.0,
+        "moment_2k": 1.5,
+        "diameter": 2.0,
+    }
     sizes = halved_sizes(1024)
 
     def made(fraction):
         batches = [max(1, size // fraction) for size in sizes]
         steps = [4096] * len(sizes)
-        return localized_schedule_minibatch(**law, batch_sizes=batches, steps=steps, noise_multipliers=[1.0] * 10)
+        return localized_schedule_minibatch(
+            **law, batch_sizes=batches, steps=steps, noise_multipliers=[1.0] * 10
+        )
 
     bounds = [made(fraction).bound for fraction in (1, 4, 16, 64)]
     assert bounds == sorted(bounds)

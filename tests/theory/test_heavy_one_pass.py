@@ -32,7 +32,9 @@ CONVEX = TASK | {"smoothness": 1.0, "diameter": 2.0}
 STRONG = TASK | {"smoothness": 1.0, "strong_convexity": 0.1, "diameter": 2.0}
 PROXIMAL = TASK | {"smoothness": 1.0, "pl_constant": 0.1, "initial_gap": 2.0}
 PLANS = [(accelerated_plan, CONVEX), (strongly_convex_plan, STRONG), (proximal_pl_plan, PROXIMAL)]
-ALL_PLANS = pytest.mark.parametrize(("planner", "task"), PLANS, ids=["accelerated", "strongly convex", "proximal"])
+ALL_PLANS = pytest.mark.parametrize(
+    ("planner", "task"), PLANS, ids=["accelerated", "strongly convex", "proximal"]
+)
 
 
 # Formulas.
@@ -70,19 +72,31 @@ def test_the_accelerated_plan_agrees_with_40_digits(n, d, T, rho, k, adjacency):
         B = ((x - 1) ** (x - 1) / x**x) * r**x / C ** (x - 1)
         sigma = S * C / s / mpmath.sqrt(2 * mpmath.mpf(rho))
         V = mpmath.mpf(r2) ** 2 / s + d * sigma**2
-        eta = max(2 * mpmath.mpf(beta), mpmath.sqrt((V + B**2) * T * (T + 1) * (2 * T + 1) / 12) / D)
+        eta = max(
+            2 * mpmath.mpf(beta), mpmath.sqrt((V + B**2) * T * (T + 1) * (2 * T + 1) / 12) / D
+        )
         bound = 2 * eta * D**2 / (T * (T + 1))
         root = mpmath.sqrt((V + B**2) * (2 * T + 1) / (3 * T * (T + 1)))
         shown = 4 * beta * mpmath.mpf(D) ** 2 / (T * (T + 1)) + 2 * D * root + B * D
     assert found.batch_size == s
-    wanted = {"clip": C, "bias": B, "noise_std": sigma, "variance": V, "inverse_lr": eta, "bound": shown}
+    wanted = {
+        "clip": C,
+        "bias": B,
+        "noise_std": sigma,
+        "variance": V,
+        "inverse_lr": eta,
+        "bound": shown,
+    }
     for name, value in wanted.items():
         assert getattr(found, name) == pytest.approx(float(value), rel=1e-11), name
     assert bound + (2 * T + 1) * (V + B**2) / (6 * eta) + B * D <= shown * (1 + 1e-12)
     assert found.lr == pytest.approx(float(1 / (2 * eta)), rel=1e-11)
 
 
-@given(st.floats(1.0, 1e8) | st.sampled_from([1.0, 1.0 + 1e-15, 1.0 + 1e-9, 2.0, 1e8]), st.integers(1, 400))
+@given(
+    st.floats(1.0, 1e8) | st.sampled_from([1.0, 1.0 + 1e-15, 1.0 + 1e-9, 2.0, 1e8]),
+    st.integers(1, 400),
+)
 @example(1.0, 1)
 @example(1.0 + 2**-52, 1)
 @example(1e8, 1)
@@ -112,7 +126,9 @@ def test_coefficients_of_the_strongly_convex_bound_agree_with_40_digits(kappa, T
 
 
 def test_the_search_finds_an_integer_near_the_minimum_within_the_allowed_steps():
-    assert abs(least_steps(lambda T: abs(T - 777), most=1000) - 777) <= 8  # the grid of 400 is 1.7 % apart here
+    assert (
+        abs(least_steps(lambda T: abs(T - 777), most=1000) - 777) <= 8
+    )  # the grid of 400 is 1.7 % apart here
     assert least_steps(lambda T: abs(T - 77), most=1000) == 77
     assert least_steps(lambda T: -T, most=30) == 30
     assert least_steps(lambda T: -T, most=10**7) == 100_000
@@ -130,24 +146,38 @@ def test_the_chosen_steps_have_nearly_the_least_bound(planner, task):
 
 
 def test_the_bounds_of_the_specification_are_reproduced():
-    task = {"dim": 50, "rho": 0.5, "smoothness": 1.0, "diameter": 2.0, "moment": 1.0, "moment_order": 2.0}
+    task = {
+        "dim": 50,
+        "rho": 0.5,
+        "smoothness": 1.0,
+        "diameter": 2.0,
+        "moment": 1.0,
+        "moment_order": 2.0,
+    }
     plans = [accelerated_plan(n=n, **task) for n in (10**3, 10**4, 10**5, 10**6)]
     # floor(n/T) records a batch make 14 steps better than 15 at n = 1000, which n/T records would
     assert [plan.steps for plan in plans] == [14, 25, 41, 69]
     wanted = (0.701, 0.249, 0.0885, 0.0316)
-    assert all(plan.bound == pytest.approx(bound, rel=1e-2) for plan, bound in zip(plans, wanted, strict=True))
+    assert all(
+        plan.bound == pytest.approx(bound, rel=1e-2)
+        for plan, bound in zip(plans, wanted, strict=True)
+    )
 
 
 def test_linear_losses_take_one_step():
     plan = accelerated_plan(**CONVEX | {"smoothness": 0.0})
     assert plan.steps == 1
-    assert plan.bound <= min(accelerated_plan(**CONVEX | {"smoothness": 0.0}, steps=T).bound for T in (2, 3, 10, 100))
+    assert plan.bound <= min(
+        accelerated_plan(**CONVEX | {"smoothness": 0.0}, steps=T).bound for T in (2, 3, 10, 100)
+    )
 
 
 @pytest.mark.parametrize("k", [2.0, 3.0, 10.0])
 @ALL_PLANS
 def test_bounds_fall_at_the_proved_rates(planner, task, k):
-    rate = {accelerated_plan: max(-0.5, -4 * (k - 1) / (5 * k - 1))}.get(planner, -min(1.0, 2 * (k - 1) / k))
+    rate = {accelerated_plan: max(-0.5, -4 * (k - 1) / (5 * k - 1))}.get(
+        planner, -min(1.0, 2 * (k - 1) / k)
+    )
     small, large = (planner(**task | {"n": n, "moment_order": k}).bound for n in (10**8, 10**10))
     assert math.log(large / small) / math.log(100) == pytest.approx(rate, abs=0.1)
 
@@ -172,7 +202,9 @@ def test_infinite_variance_is_refused_or_bounded_by_that_of_the_clipped_mean(pla
     assert plan.variance - noise == pytest.approx(math.sqrt(plan.clip) / plan.batch_size, rel=1e-9)
     near = planner(**task | {"moment_order": 1.0 + 1e-9}, allow_infinite_variance=True, steps=3)
     assert math.isfinite(near.bound)
-    assert near.bias == pytest.approx(1.0, rel=1e-6)  # no moment beyond the first: the bias does not vanish
+    assert near.bias == pytest.approx(
+        1.0, rel=1e-6
+    )  # no moment beyond the first: the bias does not vanish
 
 
 @ALL_PLANS
@@ -238,11 +270,17 @@ def test_the_published_mode_is_proved_for_replace_one_only_and_never_better(plan
 
 def test_the_published_numbers_enter_the_plans():
     plan = accelerated_plan(**CONVEX, mode="paper")
-    task = {name: CONVEX[name] for name in ("n", "dim", "moment", "moment_order")} | {"paper_epsilon": 1.0}
-    assert plan.steps == math.ceil(accelerated_steps_paper(**task, smoothness=1.0, diameter=2.0)) == 8
+    task = {name: CONVEX[name] for name in ("n", "dim", "moment", "moment_order")} | {
+        "paper_epsilon": 1.0
+    }
+    assert (
+        plan.steps == math.ceil(accelerated_steps_paper(**task, smoothness=1.0, diameter=2.0)) == 8
+    )
     assert plan.clip == pytest.approx(accelerated_clip_paper(**task, steps=8), rel=1e-12)
     strong = strongly_convex_plan(**STRONG, mode="paper", steps=5)
-    assert strong.clip == pytest.approx((1e8 / 100) ** 0.25, rel=1e-12)  # (eps^2 n^2/(d T))^(1/(2k))
+    assert strong.clip == pytest.approx(
+        (1e8 / 100) ** 0.25, rel=1e-12
+    )  # (eps^2 n^2/(d T))^(1/(2k))
     proximal = proximal_pl_plan(**PROXIMAL, mode="paper", steps=5)
     assert proximal.clip == pytest.approx((1e4 / (math.sqrt(20) * 5)) ** 0.5, rel=1e-12)
     assert accelerated_plan(**CONVEX | {"smoothness": 0.0}, mode="paper").steps == 1
@@ -281,7 +319,12 @@ def test_bad_values_are_named(planner, task, change, message):
         (accelerated_plan, CONVEX, {"diameter": math.inf}, "diameter must be finite"),
         (accelerated_plan, CONVEX, {"diameter": 0.0}, "diameter must be > 0"),
         (accelerated_plan, CONVEX, {"smoothness": -1.0}, "smoothness must be >= 0"),
-        (strongly_convex_plan, STRONG, {"strong_convexity": 2.0}, "strong_convexity must be <= smoothness=1"),
+        (
+            strongly_convex_plan,
+            STRONG,
+            {"strong_convexity": 2.0},
+            "strong_convexity must be <= smoothness=1",
+        ),
         (strongly_convex_plan, STRONG, {"strong_convexity": 0.0}, "strong_convexity must be > 0"),
         (strongly_convex_plan, STRONG, {"diameter": -1.0}, "diameter must be > 0"),
         (proximal_pl_plan, PROXIMAL, {"pl_constant": 2.0}, "pl_constant must be <= smoothness=1"),

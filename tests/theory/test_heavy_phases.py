@@ -33,7 +33,11 @@ class Phase:
         exact = self.slope * np.array([1.0, 0, 0]) + self.curvature * w
         away = w - self.best
         unit = away / np.maximum(np.linalg.norm(away, axis=1, keepdims=True), 1e-12)
-        direction = {"out": -unit, "away": np.array([[1.0, 0, 0]]), "across": np.array([[0, 1.0, 0]])}[self.kind]
+        direction = {
+            "out": -unit,
+            "away": np.array([[1.0, 0, 0]]),
+            "across": np.array([[0, 1.0, 0]]),
+        }[self.kind]
         mean = exact + self.bias * direction
         assert np.linalg.norm(mean, axis=1).max() <= 1 + 1e-9
         return mean
@@ -44,7 +48,9 @@ class Phase:
         for t in range(steps):
             noisy = self.clipped_mean(w) + self.std * self.generator.standard_normal(w.shape)
             w = w - fraction(t) / self.reg * (noisy + self.reg * w)
-            w = w * np.minimum(1.0, radius / np.maximum(np.linalg.norm(w, axis=1, keepdims=True), 1e-12))
+            w = w * np.minimum(
+                1.0, radius / np.maximum(np.linalg.norm(w, axis=1, keepdims=True), 1e-12)
+            )
         return np.linalg.norm(w - self.best, axis=1)
 
     def excess(self, distances):
@@ -67,7 +73,9 @@ def test_a_phase_within_a_ball_stays_below_its_bounds(bias, noise, kind, steps):
     radius = 1.5 / phase.reg  # holds the minimizer
     square = ((1.0 + phase.reg * radius) ** 2 + noise) / phase.reg**2
     distances = phase.run(steps, lambda t: 2 / (t + 2), radius)
-    assert phase.excess(distances) <= square * (1.0 if steps == 1 else 4 / (3 * (steps + 1))) * SLACK
+    assert (
+        phase.excess(distances) <= square * (1.0 if steps == 1 else 4 / (3 * (steps + 1))) * SLACK
+    )
     assert np.mean(distances**2) <= (4 * square / (steps + 1) + (bias / phase.reg) ** 2) * SLACK
     distances = phase.run(steps, lambda t: 1 / (t + 1), radius)
     assert phase.excess(distances) <= square / steps * SLACK

@@ -15,9 +15,19 @@ from torch_dpsco.theory.heavy_tailed.localized import (
     localized_schedule,
     localized_schedule_ballfree,
 )
-from torch_dpsco.theory.heavy_tailed.reduction import localized_schedule_minibatch, reduction_schedule
+from torch_dpsco.theory.heavy_tailed.reduction import (
+    localized_schedule_minibatch,
+    reduction_schedule,
+)
 
-TASK = {"n": 5000, "dim": 10, "rho": 0.5, "moment_order": 2.0, "second_moment": 1.0, "diameter": 2.0}
+TASK = {
+    "n": 5000,
+    "dim": 10,
+    "rho": 0.5,
+    "moment_order": 2.0,
+    "second_moment": 1.0,
+    "diameter": 2.0,
+}
 TIGHT = TASK | {"moment_2k": 1.5, "max_steps": None}
 BOOSTED = TASK | {"moment": 1.3, "max_steps": None}
 REDUCED = TIGHT | {"strong_convexity": 0.5}
@@ -29,7 +39,9 @@ PLANS = [
     (reduction_schedule, REDUCED),
 ]
 ALL_PLANS = pytest.mark.parametrize(
-    ("planner", "task"), PLANS, ids=["ball-free", "ball", "boosted", "boosted ball-free", "reduction"]
+    ("planner", "task"),
+    PLANS,
+    ids=["ball-free", "ball", "boosted", "boosted ball-free", "reduction"],
 )
 
 
@@ -61,20 +73,42 @@ def test_bad_values_are_named(planner, task, change, message):
     ("call", "message"),
     [
         (lambda: localized_schedule(**TIGHT | {"diameter": math.inf}), "diameter must be finite"),
-        (lambda: localized_schedule_ballfree(**TIGHT | {"diameter": math.inf}), "diameter must be finite"),
+        (
+            lambda: localized_schedule_ballfree(**TIGHT | {"diameter": math.inf}),
+            "diameter must be finite",
+        ),
         (lambda: localized_schedule(**TIGHT | {"moment_2k": 0.0}), "moment_2k must be > 0"),
         (lambda: localized_schedule_ballfree(**TIGHT | {"moment_2k": 0.0}), "must be > 0"),
-        (lambda: localized_schedule(**TIGHT | {"min_phase": 3000}), "min_phase must be <= n/2=2500"),
-        (lambda: boosted_localized_schedule(**BOOSTED | {"copies": 0}), "copies must be an integer >= 1"),
+        (
+            lambda: localized_schedule(**TIGHT | {"min_phase": 3000}),
+            "min_phase must be <= n/2=2500",
+        ),
+        (
+            lambda: boosted_localized_schedule(**BOOSTED | {"copies": 0}),
+            "copies must be an integer >= 1",
+        ),
         (lambda: boosted_localized_schedule(**BOOSTED | {"copies": 2501}), "n must be >= 5002"),
         (lambda: boosted_localized_schedule(**BOOSTED | {"phases": 13}), "phases must be <= 12"),
         (lambda: boosted_localized_schedule(**BOOSTED | {"moment": 0.0}), "moment must be > 0"),
-        (lambda: reduction_schedule(**REDUCED | {"strong_convexity": 0.0}), "strong_convexity must be > 0"),
-        (lambda: reduction_schedule(**REDUCED, sizes=[4000, 1001]), "sizes must hold parts of at most n=5000"),
-        (lambda: reduction_sizes(1), "n must be >= 2"),
-        (lambda: localized_schedule_paper(n=1, dim=1, paper_epsilon=1, moment_order=2, moment_2k=1, lr=1), "n must be"),
         (
-            lambda: localized_schedule_paper(n=9, dim=1, paper_epsilon=1, moment_order=2, moment_2k=1, lr=1, power=0.5),
+            lambda: reduction_schedule(**REDUCED | {"strong_convexity": 0.0}),
+            "strong_convexity must be > 0",
+        ),
+        (
+            lambda: reduction_schedule(**REDUCED, sizes=[4000, 1001]),
+            "sizes must hold parts of at most n=5000",
+        ),
+        (lambda: reduction_sizes(1), "n must be >= 2"),
+        (
+            lambda: localized_schedule_paper(
+                n=1, dim=1, paper_epsilon=1, moment_order=2, moment_2k=1, lr=1
+            ),
+            "n must be",
+        ),
+        (
+            lambda: localized_schedule_paper(
+                n=9, dim=1, paper_epsilon=1, moment_order=2, moment_2k=1, lr=1, power=0.5
+            ),
             "power must be >= 1",
         ),
         (lambda: LocalizedSchedule(phases=(), rho=1.0), "phases must hold at least one phase"),
@@ -97,7 +131,14 @@ def test_bad_values_of_single_functions_are_named(call, message):
     ],
 )
 def test_bad_minibatches_are_named(change, message):
-    law = {"n": 4, "dim": 1, "moment_order": 2.0, "second_moment": 1.0, "moment_2k": 1.5, "diameter": 2.0}
+    law = {
+        "n": 4,
+        "dim": 1,
+        "moment_order": 2.0,
+        "second_moment": 1.0,
+        "moment_2k": 1.5,
+        "diameter": 2.0,
+    }
     given = {"batch_sizes": [1, 1], "steps": [4, 4], "noise_multipliers": [1.0, 1.0]}
     with pytest.raises(ValueError, match=message):
         localized_schedule_minibatch(**law | given | change)
@@ -106,4 +147,9 @@ def test_bad_minibatches_are_named(change, message):
 def test_a_condition_names_the_way_out():
     with pytest.raises(ConditionError, match="pass allow_infinite_variance=True"):
         localized_schedule_ballfree(**TIGHT | {"moment_order": 1.5})
-    assert localized_schedule_ballfree(**TIGHT | {"moment_order": 1.5}, allow_infinite_variance=True).bound > 0
+    assert (
+        localized_schedule_ballfree(
+            **TIGHT | {"moment_order": 1.5}, allow_infinite_variance=True
+        ).bound
+        > 0
+    )

@@ -34,10 +34,18 @@ class Family:
 def hinge(q):
     def slope(score, label):
         margin = 1 - label * score
-        return np.where(margin > 0, -label * q * np.maximum(margin, 0) ** (q - 1), 0).astype(score.dtype)
+        return np.where(margin > 0, -label * q * np.maximum(margin, 0) ** (q - 1), 0).astype(
+            score.dtype
+        )
 
     promises = LossPromises(
-        q - 1, q, lambda r: q * (1 + r) ** (q - 1), loss_at_zero=1.0, glm=True, score_offset=1.0, grad_at_zero=q
+        q - 1,
+        q,
+        lambda r: q * (1 + r) ** (q - 1),
+        loss_at_zero=1.0,
+        glm=True,
+        score_offset=1.0,
+        grad_at_zero=q,
     )
     return Family(slope, promises, lambda rng, n: rng.choice([-1.0, 1.0], n))
 
@@ -65,7 +73,9 @@ def run(family, features, labels, batches, lr, batch_size, radius, dtype=np.floa
     w, iterates = np.zeros(features.shape[1], dtype), []
     for step, batch in zip(lr, batches, strict=True):
         iterates.append(w)
-        with np.errstate(invalid="ignore"):  # numpy's product may flag lanes of registers that hold no number of ours
+        with np.errstate(
+            invalid="ignore"
+        ):  # numpy's product may flag lanes of registers that hold no number of ours
             scores = features[batch] @ w
         assert np.isfinite(scores).all()
         slopes = family.slope(scores, labels[batch]) / dtype(batch_size)
@@ -80,14 +90,23 @@ def records(rng, family, n, dim):
     x = rng.normal(size=(n, dim))
     if rng.random() < 0.5:  # near each other, or along few directions
         x = rng.normal(size=(1, dim)) + 0.1 * x
-    x *= (BOUND_X * rng.choice([1.0, 0.5], (n, 1)) / np.linalg.norm(x, axis=1, keepdims=True)) * (1 - 1e-7)
+    x *= (BOUND_X * rng.choice([1.0, 0.5], (n, 1)) / np.linalg.norm(x, axis=1, keepdims=True)) * (
+        1 - 1e-7
+    )
     return x, family.labels(rng, n)
 
 
 def attack(rng, family, sampler, bounded, dtype, unit_roundoff, hit_constant=2):
     """Returns the largest ratio of a distance of averages to its bound, for one random pair of neighbors."""
-    n, dim, batch_size, epochs = int(rng.integers(4, 40)), int(rng.integers(1, 6)), int(rng.integers(1, 4)), 2
-    promises = replace(family.promises, radius=float(rng.choice([0.3, 1.0])) if bounded else math.inf)
+    n, dim, batch_size, epochs = (
+        int(rng.integers(4, 40)),
+        int(rng.integers(1, 6)),
+        int(rng.integers(1, 4)),
+        2,
+    )
+    promises = replace(
+        family.promises, radius=float(rng.choice([0.3, 1.0])) if bounded else math.inf
+    )
     per_epoch = -(-n // batch_size)
     steps = per_epoch * epochs
     largest = 0.999 / promises.holder_constant if promises.holder_exponent == 1 else 1.0
@@ -105,7 +124,10 @@ def attack(rng, family, sampler, bounded, dtype, unit_roundoff, hit_constant=2):
         batches = [order[k : k + batch_size] for order in orders for k in range(0, n, batch_size)]
     else:
         batches = [rng.choice(n, batch_size, replace=False) for _ in range(steps)]
-    one, other = (run(family, *data, batches, lr, batch_size, promises.radius, dtype) for data in (first, second))
+    one, other = (
+        run(family, *data, batches, lr, batch_size, promises.radius, dtype)
+        for data in (first, second)
+    )
     worst = 0.0
     last = np.zeros(steps)
     last[-1] = 1.0
@@ -143,15 +165,22 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_pair_of_neighbors_moves_an_average_by_more_than_the_bound(name, bounded, sampler):
     rng = np.random.default_rng(sum(map(ord, name + sampler)))
-    worst = max(attack(rng, FAMILIES[name], sampler, bounded, np.float64, DOUBLE) for _ in range(40))
+    worst = max(
+        attack(rng, FAMILIES[name], sampler, bounded, np.float64, DOUBLE) for _ in range(40)
+    )
     assert worst > 0.2  # the attack is not toothless
 
 
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zero_out(name, bounded):
+def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zero_out(
+    name, bounded
+):
     rng = np.random.default_rng(sum(map(ord, name)))
-    worst = max(attack(rng, FAMILIES[name], "shuffle", bounded, np.float64, DOUBLE, hit_constant=1) for _ in range(40))
+    worst = max(
+        attack(rng, FAMILIES[name], "shuffle", bounded, np.float64, DOUBLE, hit_constant=1)
+        for _ in range(40)
+    )
     assert worst > 0.2
 
 
@@ -178,7 +207,13 @@ def test_the_growth_with_the_root_of_the_steps_is_real_at_exponent_zero():
     distance = float(np.linalg.norm(one[-1] - other[-1]))
     last = np.zeros(dim + 2)
     last[-1] = 1.0
-    numbers = {"holder_exponent": 0.0, "holder_constant": 2.0, "batch_size": 1, "hit_constant": 2, "glm": True}
+    numbers = {
+        "holder_exponent": 0.0,
+        "holder_constant": 2.0,
+        "batch_size": 1,
+        "hit_constant": 2,
+        "glm": True,
+    }
     path = run_path(lr, 1.0, weights=last, **numbers)
     assert distance == pytest.approx(0.38, abs=0.002)
     assert realized(path, [0]) == pytest.approx(0.42, abs=0.002)
@@ -211,11 +246,21 @@ def test_rounding_in_single_precision_exceeds_the_bound_of_real_numbers_but_not_
     last[-1] = 1.0
     distances = {}
     for dtype in (np.float32, np.float64):
-        one, other = (run(family, features, y, batches, lr, 1, math.inf, dtype) for y in (labels, replaced))
+        one, other = (
+            run(family, features, y, batches, lr, 1, math.inf, dtype) for y in (labels, replaced)
+        )
         distances[dtype] = abs(float(one[-1, 0] - other[-1, 0]))
     limit = {
         roundoff: realized(
-            output_path(family.promises, lr, batch_size=1, hit_constant=2, dim=1, unit_roundoff=roundoff, weights=last),
+            output_path(
+                family.promises,
+                lr,
+                batch_size=1,
+                hit_constant=2,
+                dim=1,
+                unit_roundoff=roundoff,
+                weights=last,
+            ),
             [1],
         )
         for roundoff in (None, DOUBLE, SINGLE)
@@ -229,18 +274,25 @@ def test_a_kink_turns_one_ulp_of_the_score_into_the_whole_jump_and_the_bound_pay
     """|w.x| with w.x = 0 exactly, summed in two orders: the computed signs differ, so the step expands by 2 eta."""
     x = np.array([0.1, 0.2, -0.3]) / 4
     w = np.array([1.0, 1.0, 1.0])
-    forward, backward = (x[0] * w[0] + x[1] * w[1]) + x[2] * w[2], x[0] * w[0] + (x[1] * w[1] + x[2] * w[2])
+    forward, backward = (
+        (x[0] * w[0] + x[1] * w[1]) + x[2] * w[2],
+        x[0] * w[0] + (x[1] * w[1] + x[2] * w[2]),
+    )
     assert forward != backward
     arithmetic = Arithmetic(dim=3, batch_size=1)
     assert abs(forward - backward) <= 2 * arithmetic.score_error(math.sqrt(3)) * np.linalg.norm(x)
 
 
 @pytest.mark.parametrize(("q", "sharpness"), [(1.0, 0.99), (1.25, 0.3), (1.5, 0.01), (1.9, 0.0)])
-def test_wrong_scores_expand_a_step_by_no_more_than_the_forms_allow_and_the_eight_is_sharp(q, sharpness, monkeypatch):
+def test_wrong_scores_expand_a_step_by_no_more_than_the_forms_allow_and_the_eight_is_sharp(
+    q, sharpness, monkeypatch
+):
     """Errors of the score of 1e-3, far more than any arithmetic makes, are handed to the class; |w.x|^q at x = 1."""
     alpha, constant, step, error, bound = q - 1, q * 2 ** (2 - q), 0.05, 1e-3, q * 3.0 ** (q - 1)
     monkeypatch.setattr(Arithmetic, "score_error", lambda self, radius: 0.0 * radius + error)
-    forms = Arithmetic(1, 1).errors(np.full(1, step), np.ones(1), np.full(1, bound), alpha, constant, True)
+    forms = Arithmetic(1, 1).errors(
+        np.full(1, step), np.ones(1), np.full(1, bound), alpha, constant, True
+    )
     path = run_path(
         np.full(3, step),
         bound,
@@ -251,7 +303,9 @@ def test_wrong_scores_expand_a_step_by_no_more_than_the_forms_allow_and_the_eigh
         weights=[0, 0, 1],
         glm=True,
     )
-    allowed = [form.scale * path.drift**2 + float(form.squared[0]) for form in forms]  # drift = a here
+    allowed = [
+        form.scale * path.drift**2 + float(form.squared[0]) for form in forms
+    ]  # drift = a here
 
     def slope(score):
         return q * np.sign(score) * np.abs(score) ** (q - 1)
@@ -274,7 +328,10 @@ def test_in_double_precision_rounding_costs_less_than_one_percent():
             lr = np.full(n, 0.5 * n ** (-0.75 if promises.holder_exponent == 0 else -0.5))
             exact, computed = (
                 path_sensitivity(
-                    output_path(promises, lr, batch_size=1, hit_constant=2, dim=dim, unit_roundoff=roundoff), n
+                    output_path(
+                        promises, lr, batch_size=1, hit_constant=2, dim=dim, unit_roundoff=roundoff
+                    ),
+                    n,
                 )
                 for roundoff in (None, DOUBLE)
             )

@@ -31,23 +31,38 @@ def patterns(path, rate):
 
 def enumerated(path, rate, sigma, epsilon, inflation=0.0):
     return math.fsum(
-        p * gaussian_delta((d + k * inflation) / sigma, epsilon) for p, d, k in patterns(path, rate) if d > 0
+        p * gaussian_delta((d + k * inflation) / sigma, epsilon)
+        for p, d, k in patterns(path, rate)
+        if d > 0
     )
 
 
-@given(st.integers(1, 9), st.floats(0.01, 1.0), st.floats(0.1, 4.0), st.floats(0.0, 3.0), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(1, 9),
+    st.floats(0.01, 1.0),
+    st.floats(0.1, 4.0),
+    st.floats(0.0, 3.0),
+    st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=60, deadline=None)
-def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(size, rate, sigma, epsilon, seed):
+def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(
+    size, rate, sigma, epsilon, seed
+):
     rng = np.random.default_rng(seed)
     path = RunPath(drift=float(rng.uniform(0, 0.5)), hits=rng.uniform(0.0, 1.0, size), cap=math.inf)
     exact = enumerated(path, rate, sigma, epsilon)
     ours = uniform_delta(sigma, path, rate, epsilon)
     assert ours >= exact * (1 - 1e-12)
-    assert ours <= enumerated(path, rate, sigma, epsilon, inflation=path.hits.max() / 256) * (1 + 1e-9) + 1e-30
+    assert (
+        ours
+        <= enumerated(path, rate, sigma, epsilon, inflation=path.hits.max() / 256) * (1 + 1e-9)
+        + 1e-30
+    )
     count = count_law(path, rate).delta(sigma, epsilon)
     assert count >= ours * (1 - 1e-9) or count == pytest.approx(ours, rel=0.02)
     largest = [
-        binom.pmf(k, size, rate) * gaussian_delta((path.drift + k * path.hits.max()) / sigma, epsilon)
+        binom.pmf(k, size, rate)
+        * gaussian_delta((path.drift + k * path.hits.max()) / sigma, epsilon)
         for k in range(1, size + 1)
     ]
     assert count == pytest.approx(math.fsum(largest), rel=1e-9, abs=1e-30)
@@ -56,10 +71,18 @@ def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(size, rate,
 @pytest.mark.slow
 @given(st.integers(2, 600), st.floats(1e-3, 0.2), st.floats(0.1, 5.0), st.floats(-10, -3))
 @settings(max_examples=25, deadline=None)
-def test_the_noise_has_the_delta_asked_for_and_hardly_less_does_not(steps, rate, epsilon, log_delta):
+def test_the_noise_has_the_delta_asked_for_and_hardly_less_does_not(
+    steps, rate, epsilon, log_delta
+):
     delta = 10**log_delta
     path = run_path(
-        np.full(steps, 0.05), 1.0, holder_exponent=0.5, holder_constant=1.0, batch_size=1, hit_constant=2, glm=True
+        np.full(steps, 0.05),
+        1.0,
+        holder_exponent=0.5,
+        holder_constant=1.0,
+        batch_size=1,
+        hit_constant=2,
+        glm=True,
     )
     sigma = uniform_sigma(path, rate, epsilon, delta) if (steps - 1) * rate > 2 * delta else None
     if sigma is not None:
@@ -76,7 +99,9 @@ def test_many_steps_in_blocks_are_never_below_and_two_percent_above_the_law_of_s
         law = np.convolve(law, step)[:4000]
     moved = 0.01 + np.arange(law.size) / 300
     for sigma in (1.0, 3.0):
-        below = math.fsum(p * gaussian_delta(m / sigma, 1.0) for p, m in zip(law[1:], moved[1:], strict=True))
+        below = math.fsum(
+            p * gaussian_delta(m / sigma, 1.0) for p, m in zip(law[1:], moved[1:], strict=True)
+        )
         assert below <= uniform_delta(sigma, path, 2e-3, 1.0)
         assert uniform_delta(sigma * 1.02, path, 2e-3, 1.0) < below
 
@@ -122,10 +147,14 @@ def test_the_curve_of_the_mixture_is_never_below_the_exact_one(epsilon, log_mu):
 def test_the_renyi_bound_is_the_sum_over_patterns_or_above(rate):
     path = RunPath(drift=0.2, hits=np.array([0.7, 0.1, 0.4, 0.3]), cap=1.2)
     for order, sigma in itertools.product([1.5, 2.0, 16.0], [0.5, 3.0]):
-        exact = math.fsum(p * math.exp(order * (order - 1) * d**2 / (2 * sigma**2)) for p, d, _ in patterns(path, rate))
+        exact = math.fsum(
+            p * math.exp(order * (order - 1) * d**2 / (2 * sigma**2))
+            for p, d, _ in patterns(path, rate)
+        )
         largest = [0.0, *np.minimum(0.2 + np.cumsum([0.7, 0.4, 0.3, 0.1]), 1.2)]
         by_count = math.fsum(
-            binom.pmf(k, 4, rate) * math.exp(order * (order - 1) * d**2 / (2 * sigma**2)) for k, d in enumerate(largest)
+            binom.pmf(k, 4, rate) * math.exp(order * (order - 1) * d**2 / (2 * sigma**2))
+            for k, d in enumerate(largest)
         )
         ours = uniform_rdp(order, sigma, path, rate)
         assert ours >= math.log(exact) / (order - 1)
@@ -149,7 +178,9 @@ def test_a_delta_that_would_let_the_answer_out_without_noise_is_refused():
 
 
 def test_one_step_needs_no_noise():
-    path = run_path([0.1], 1.0, holder_exponent=0.0, holder_constant=1.0, batch_size=1, hit_constant=2)
+    path = run_path(
+        [0.1], 1.0, holder_exponent=0.0, holder_constant=1.0, batch_size=1, hit_constant=2
+    )
     assert uniform_sigma(path, 0.5, 1.0, 1e-6) == 0.0
     assert uniform_delta(1.0, path, 0.5, 1.0) == 0.0
     assert uniform_rdp(2.0, 1.0, path, 0.5) == 0.0

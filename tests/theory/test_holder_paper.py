@@ -10,7 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import rdp_epsilon_classic, rdp_wor_gaussian_closed_form
-from tests.reference.papers.holder import feasibility_threshold_paper, gradient_noise_paper, search_gradient_noise_paper
+from tests.reference.papers.holder import (
+    feasibility_threshold_paper,
+    gradient_noise_paper,
+    search_gradient_noise_paper,
+)
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian
 from torch_dpsco.errors import ConditionError, InfeasibleError
@@ -40,7 +44,9 @@ def test_the_conditions_are_those_of_the_closed_form_and_its_conversion_returns_
 @given(sizes, st.integers(1, 4), st.integers(1, 10**7), epsilons, deltas)
 @example(10000, 1, 10000, 1.0, 1e-8)
 @settings(max_examples=60)
-def test_the_searched_split_satisfies_both_conditions_when_evaluated_again(n, batch_size, steps, epsilon, delta):
+def test_the_searched_split_satisfies_both_conditions_when_evaluated_again(
+    n, batch_size, steps, epsilon, delta
+):
     batch_size = min(batch_size, n)
     try:
         found = search_split_paper(n, batch_size, steps, epsilon, delta)
@@ -55,13 +61,20 @@ def test_the_searched_split_satisfies_both_conditions_when_evaluated_again(n, ba
 
 @pytest.mark.parametrize(
     ("n", "batch_size", "steps", "epsilon", "delta"),
-    [(1000, 1, 1000, 2.0, 1e-6), (10000, 1, 10000, 4.0, 1e-8), (50000, 1, 10**8, 0.5, 1e-9), (100, 1, 100, 2.6, 1e-4)],
+    [
+        (1000, 1, 1000, 2.0, 1e-6),
+        (10000, 1, 10000, 4.0, 1e-8),
+        (50000, 1, 10**8, 0.5, 1e-9),
+        (100, 1, 100, 2.6, 1e-4),
+    ],
 )
 def test_no_other_split_has_less_noise(n, batch_size, steps, epsilon, delta):
     least = search_gradient_noise_paper(n, batch_size, steps, epsilon, delta)
     draws = np.random.default_rng(0).uniform(-15, 15, 4000)
     rivals = [
-        gradient_noise_paper(n, batch_size, steps, epsilon, delta, 1 / (1 + math.exp(-x)), grad_bound=1.0)
+        gradient_noise_paper(
+            n, batch_size, steps, epsilon, delta, 1 / (1 + math.exp(-x)), grad_bound=1.0
+        )
         for x in draws
     ]
     feasible = [noise.ratio_squared for noise in rivals if noise.condition_a and noise.condition_b]
@@ -71,13 +84,23 @@ def test_no_other_split_has_less_noise(n, batch_size, steps, epsilon, delta):
 
 @pytest.mark.parametrize(
     ("n", "epsilon", "paper", "tight"),
-    [(1000, 2.0, 1.74, 0.753), (10000, 1.0, 2.56, 0.936), (10000, 4.0, 1.01, 0.549), (100000, 1.0, 2.31, 1.018)],
+    [
+        (1000, 2.0, 1.74, 0.753),
+        (10000, 1.0, 2.56, 0.936),
+        (10000, 4.0, 1.01, 0.549),
+        (100000, 1.0, 2.31, 1.018),
+    ],
 )
-def test_measured_noise_of_the_paper_is_twice_that_of_the_tight_accounting(n, epsilon, paper, tight):
+def test_measured_noise_of_the_paper_is_twice_that_of_the_tight_accounting(
+    n, epsilon, paper, tight
+):
     ratio = math.sqrt(search_gradient_noise_paper(n, 1, n, epsilon, n**-2.0))
     assert ratio == pytest.approx(paper, abs=0.005)
     grid = default_orders()
-    assert rdp_epsilon(grid, n * rdp_wor_gaussian(1 / n, 1.002 * tight, grid), n**-2.0).epsilon <= epsilon
+    assert (
+        rdp_epsilon(grid, n * rdp_wor_gaussian(1 / n, 1.002 * tight, grid), n**-2.0).epsilon
+        <= epsilon
+    )
 
 
 def test_measured_split_for_sixty_thousand_records():
@@ -97,7 +120,9 @@ def test_the_unconstrained_split_minimizes_the_noise(epsilon, delta):
     assert 0.5 < best < 1
 
     def noise(split: float) -> float:
-        return gradient_noise_paper(1000, 1, 1000, epsilon, delta, split, grad_bound=1.0).ratio_squared
+        return gradient_noise_paper(
+            1000, 1, 1000, epsilon, delta, split, grad_bound=1.0
+        ).ratio_squared
 
     assert noise(best) <= min(noise(best * 0.99), noise(best + 0.01 * (1 - best))) * (1 + 1e-14)
     k = math.log(1 / delta) / epsilon
@@ -129,7 +154,9 @@ def test_the_threshold_of_the_lemma_is_far_from_necessary():
 
 
 def test_infeasible_targets_name_the_way_out():
-    with pytest.raises(InfeasibleError, match=r'n=500, batch_size=1, steps=50000, epsilon=1, .*mode="tight"'):
+    with pytest.raises(
+        InfeasibleError, match=r'n=500, batch_size=1, steps=50000, epsilon=1, .*mode="tight"'
+    ):
         search_gradient_noise_paper(500, 1, 50000, 1.0, 1e-5)
 
 
@@ -147,7 +174,15 @@ def test_infeasible_targets_name_the_way_out():
     ],
 )
 def test_arguments_out_of_range_are_named(change, message):
-    good = {"n": 100, "batch_size": 1, "steps": 10, "epsilon": 1.0, "delta": 1e-5, "split": 0.5, "grad_bound": 1.0}
+    good = {
+        "n": 100,
+        "batch_size": 1,
+        "steps": 10,
+        "epsilon": 1.0,
+        "delta": 1e-5,
+        "split": 0.5,
+        "grad_bound": 1.0,
+    }
     with pytest.raises(ValueError, match=message):
         gradient_noise_paper(**{**good, **change})
 

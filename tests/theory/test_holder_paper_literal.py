@@ -69,6 +69,8 @@ def test_literal_runs_stay_below_the_tight_and_the_tight_below_the_paper_bound()
         tight = path.drift + path.hits[hit].sum() if hit.size else 0.0
         assert np.linalg.norm(one - two) <= tight <= limit
         # with zero noise both algorithms are the same run
-        same, again = paper.algorithm_2(gradient(y), dim, radius, eta, indices, np.zeros((steps, dim)))
+        same, again = paper.algorithm_2(
+            gradient(y), dim, radius, eta, indices, np.zeros((steps, dim))
+        )
         assert np.array_equal(first, again)
         assert np.array_equal(one, same)

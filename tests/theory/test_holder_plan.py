@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
-from tests.reference.papers.holder import log_expansion_constant, self_bounding_constant, uniform_delta
+from tests.reference.papers.holder import (
+    log_expansion_constant,
+    self_bounding_constant,
+    uniform_delta,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.holder.paper import log_iterate_constant, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.holder.paper import (
+    log_iterate_constant,
+    output_sensitivity_paper,
+    output_sigma_paper,
+)
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_exponent, steps_theorem
 from torch_dpsco.theory.holder.stability import path_sensitivity
 from torch_dpsco.theory.output_sgd.plan import _Request, balanced_output_lr, plan_output
@@ -27,7 +35,14 @@ def hinge(q, radius=1.0):
         return q * (1 + r) ** (q - 1)
 
     return LossPromises(
-        q - 1, q, grad_bound, grad_at_zero=q, loss_at_zero=1.0, radius=radius, glm=True, score_offset=1.0
+        q - 1,
+        q,
+        grad_bound,
+        grad_at_zero=q,
+        loss_at_zero=1.0,
+        radius=radius,
+        glm=True,
+        score_offset=1.0,
     )
 
 
@@ -46,7 +61,9 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
 def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, paper, fixed, shuffled):
     wanted = {("paper", "fixed"): paper, ("tight", "fixed"): fixed, ("tight", "shuffled"): shuffled}
     for (mode, sampling), sigma in wanted.items():
-        plan = plan_output(hinge(q), n=n, mode=mode, sampling=sampling, lr=0.5 * n**power, epochs=1, **TASK)
+        plan = plan_output(
+            hinge(q), n=n, mode=mode, sampling=sampling, lr=0.5 * n**power, epochs=1, **TASK
+        )
         assert plan.noise_scale == pytest.approx(sigma, rel=0.01)
         assert plan.steps == n
         assert 0 <= plan.rounding_share < 1e-5
@@ -59,7 +76,9 @@ def test_a_plan_pays_for_its_path_as_it_is_computed(q, radius, adjacency):
     n, task = 300, TASK | {"batch_size": 7}
     promises = hinge(q, radius)
     for sampling in ("shuffled", "fixed"):
-        plan = plan_output(promises, n=n, sampling=sampling, adjacency=adjacency, distance=1.0, **task)
+        plan = plan_output(
+            promises, n=n, sampling=sampling, adjacency=adjacency, distance=1.0, **task
+        )
         path = output_path(
             promises,
             np.full(plan.steps, plan.lr),
@@ -90,7 +109,9 @@ def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}
     best = plan_output(promises, **task)
     epochs = best.steps // 2000
-    request = _Request(promises, 2000, 1, 20, 1.0, 1e-6, None, "replace_one", None, "shuffled", "tight")
+    request = _Request(
+        promises, 2000, 1, 20, 1.0, 1e-6, None, "replace_one", None, "shuffled", "tight"
+    )
     assert best.lr == balanced_output_lr(request, epochs)
     for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0):
         if q == 2.0 and best.lr * factor > 1.0:
@@ -114,11 +135,18 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
 
-@pytest.mark.parametrize("kind", [{}, {"sampling": "fixed"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"sampling": "fixed"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}]
+)
 def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind):
     with pytest.raises(ConditionError, match="steps must be >= 2"):
         plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1} | kind))
-    assert plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})).noise_scale > 0
+    assert (
+        plan_output(
+            hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})
+        ).noise_scale
+        > 0
+    )
 
 
 REFUSED = [
@@ -126,7 +154,11 @@ REFUSED = [
     ({"mode": "paper", "adjacency": "zero_out"}, AdjacencyError, "replace_one only"),
     ({"mode": "paper", "sampling": "shuffled"}, ConditionError, "sampling='fixed'"),
     ({"mode": "paper", "batch_size": 2}, ConditionError, "batch_size=1"),
-    ({"mode": "paper", "lr": [0.01] * 50 + [0.02] * 50, "epochs": 1}, ConditionError, "one step size"),
+    (
+        {"mode": "paper", "lr": [0.01] * 50 + [0.02] * 50, "epochs": 1},
+        ConditionError,
+        "one step size",
+    ),
     ({"mode": "paper", "lr": 0.9}, ConditionError, "lr must be < min"),
     ({"sampling": "poisson"}, ValueError, "sampling must be one of"),
     ({"batch_size": 101}, ValueError, "batch_size must be at most n"),
@@ -186,7 +218,13 @@ def literal_paper(alpha, constant, at_zero, radius, lr, steps, n, epsilon, delta
         return mpmath.sqrt(2 * mpmath.log(mpmath.mpf("2.5") / delta) * square) / epsilon
 
 
-@given(st.floats(0.0, 1.0), st.floats(0.1, 5.0), st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.1, 4.0))
+@given(
+    st.floats(0.0, 1.0),
+    st.floats(0.1, 5.0),
+    st.integers(1, 10**6),
+    st.integers(1, 10**6),
+    st.floats(0.1, 4.0),
+)
 def test_the_noise_of_algorithm_1_is_the_printed_one_rounded_up(alpha, constant, steps, n, epsilon):
     arguments = (alpha, constant, 1.2, 1.5, 0.09 / constant, steps, n, epsilon, 1e-6)
     ours = output_sigma_paper(*arguments[:3], None, *arguments[3:])
@@ -203,7 +241,10 @@ def test_the_noise_of_algorithm_1_is_refused_where_its_lemma_fails(delta, edge):
 
     def enough(epsilon):
         mu = epsilon / math.sqrt(2 * math.log(2.5 / delta))
-        return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu) <= delta / 2
+        return (
+            ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
+            <= delta / 2
+        )
 
     for epsilon in (0.01, 0.5, 1.0, 3.0, edge - 2e-3):
         assert enough(epsilon)
@@ -217,7 +258,9 @@ def test_the_noise_of_algorithm_1_is_refused_where_its_lemma_fails(delta, edge):
 def test_constants_of_the_paper_overflow_in_no_limit_and_agree_at_both():
     assert log_iterate_constant(1.0, 4.0, 1.0, 0.5) == 0.0
     assert log_iterate_constant(0.0, 2.0, 1.0, 0.0) == pytest.approx(math.log(9.0))
-    assert math.exp(log_iterate_constant(0.9, 4.0, 1.0, 1.0)) == pytest.approx(0.1 / 1.9 * 4.0**20 + 2, rel=1e-9)  # E5
+    assert math.exp(log_iterate_constant(0.9, 4.0, 1.0, 1.0)) == pytest.approx(
+        0.1 / 1.9 * 4.0**20 + 2, rel=1e-9
+    )  # E5
     assert 1e4 < log_iterate_constant(0.9999, 4.0, 1.0, 1.0) < math.inf
     assert log_expansion_constant(1.0, 4.0) == -math.inf
     assert self_bounding_constant(1e-12, 2.0, 5.0) == pytest.approx(2.0, rel=1e-9)
@@ -232,7 +275,9 @@ def test_the_iterate_constant_is_what_the_papers_long_formula_simplifies_to(alph
     c = self_bounding_constant(alpha, constant, 1.0)
     long = (1 - alpha) / (1 + alpha) * c ** (2 * (1 + alpha) / (1 - alpha))
     long *= (alpha / (1 + alpha)) ** (2 * alpha / (1 - alpha))
-    assert math.exp(log_iterate_constant(alpha, constant, 1.0, loss)) == pytest.approx(long + 2 * loss, rel=1e-10)
+    assert math.exp(log_iterate_constant(alpha, constant, 1.0, loss)) == pytest.approx(
+        long + 2 * loss, rel=1e-10
+    )
 
 
 # Schedules.
@@ -249,15 +294,32 @@ def test_exponents_meet_one_where_the_papers_cases_do():
 
 
 def test_theorem_12_takes_the_reciprocal_so_that_steps_shrink_with_their_number():
-    numbers = {"n": 1000, "dim": 10, "epsilon": 1.0, "delta": 1e-6, "failure": 0.1, "holder_exponent": 0.5}
+    numbers = {
+        "n": 1000,
+        "dim": 10,
+        "epsilon": 1.0,
+        "delta": 1e-6,
+        "failure": 0.1,
+        "holder_exponent": 0.5,
+    }
     one, ten = (lr_theorem(12, steps=steps, **numbers) for steps in (1000, 10_000))
     assert one == pytest.approx(10 * ten)
     # 1/(T max) balances: as printed, max/T, it would be below 1/T, which its own assumption eta > 1/T excludes (E7)
     assert one > 1 / 1000
 
 
-@pytest.mark.parametrize("changes", [{"theorem": 11}, {"n": 1}, {"delta": 0.0}, {"failure": 1.0}, {"steps": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"theorem": 11}, {"n": 1}, {"delta": 0.0}, {"failure": 1.0}, {"steps": 0}]
+)
 def test_schedules_refuse_what_is_out_of_range(changes):
-    numbers = {"theorem": 9, "n": 10, "dim": 1, "epsilon": 1.0, "delta": 0.1, "failure": 0.1, "steps": 5}
+    numbers = {
+        "theorem": 9,
+        "n": 10,
+        "dim": 1,
+        "epsilon": 1.0,
+        "delta": 0.1,
+        "failure": 0.1,
+        "steps": 5,
+    }
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
         lr_theorem(**(numbers | {"holder_exponent": 0.5} | changes))

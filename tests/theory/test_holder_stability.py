@@ -10,7 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.reference.papers.holder import expansion, radius_growth, radius_schedule, shuffled_sensitivity
+from tests.reference.papers.holder import (
+    expansion,
+    radius_growth,
+    radius_schedule,
+    shuffled_sensitivity,
+)
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.holder.stability import iterate_bounds, path_sensitivity, run_path
 
@@ -22,7 +27,11 @@ def high_precision_expansion(alpha: float, constant: float, lr: float, glm: bool
     if alpha == 1:
         return mpmath.mpf(0)
     a, product = mpmath.mpf(alpha), mpmath.mpf(constant) * mpmath.mpf(lr)
-    factor = mpmath.mpf(1) if alpha == 0 else (a / (1 + a) if glm else mpmath.mpf("0.5")) ** (a / (1 - a))
+    factor = (
+        mpmath.mpf(1)
+        if alpha == 0
+        else (a / (1 + a) if glm else mpmath.mpf("0.5")) ** (a / (1 - a))
+    )
     return mpmath.sqrt((1 - a) / (1 + a)) * factor * product ** (1 / (1 - a))
 
 
@@ -54,7 +63,9 @@ def test_smooth_losses_do_not_expand_up_to_two_over_the_smoothness():
         expansion(1.0, 4.0, 0.5001)
 
 
-@pytest.mark.parametrize("function", [lambda: expansion(0.999, 4.0, 1.0), lambda: radius_growth(0.999, 4.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    "function", [lambda: expansion(0.999, 4.0, 1.0), lambda: radius_growth(0.999, 4.0, 1.0, 1.0)]
+)
 def test_an_overflow_says_that_the_step_size_is_too_large_for_this_alpha(function):
     with pytest.raises(ConditionError, match="step size too large for this alpha"):
         function()
@@ -64,18 +75,32 @@ def double_sum(lr, bounds, weights, alpha, constant, glm, scale, steps_per_epoch
     """The bound of the spec, (*) and section 7, as it stands: O(T^2) in high precision; steps count from 1."""
     steps = len(lr)
     squares = [high_precision_expansion(alpha, constant, x, glm) ** 2 for x in lr]
-    drift = mpmath.fsum(weights[t - 1] * mpmath.sqrt(mpmath.fsum(squares[1 : t - 1])) for t in range(1, steps + 1))
+    drift = mpmath.fsum(
+        weights[t - 1] * mpmath.sqrt(mpmath.fsum(squares[1 : t - 1])) for t in range(1, steps + 1)
+    )
     hits = [
-        mpmath.mpf(scale) * lr[s - 1] * bounds[s - 1] * mpmath.fsum(weights[t - 1] for t in range(s + 1, steps + 1))
+        mpmath.mpf(scale)
+        * lr[s - 1]
+        * bounds[s - 1]
+        * mpmath.fsum(weights[t - 1] for t in range(s + 1, steps + 1))
         for s in range(1, steps)
     ]
     epochs = [hits[k : k + steps_per_epoch] for k in range(0, len(hits), steps_per_epoch)]
     return drift, hits, drift + mpmath.fsum(max(epoch) for epoch in epochs)
 
 
-@given(st.integers(1, 40), st.integers(1, 15), st.integers(0, 2**32 - 1), exponents, st.booleans(), st.integers(1, 5))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 15),
+    st.integers(0, 2**32 - 1),
+    exponents,
+    st.booleans(),
+    st.integers(1, 5),
+)
 @settings(max_examples=60, deadline=None)
-def test_the_path_agrees_with_the_double_sum_and_is_never_below_it(steps, per_epoch, seed, alpha, glm, batch_size):
+def test_the_path_agrees_with_the_double_sum_and_is_never_below_it(
+    steps, per_epoch, seed, alpha, glm, batch_size
+):
     rng = np.random.default_rng(seed)
     constant = float(rng.uniform(0.1, 3.0))
     lr, bounds = rng.uniform(0.01, 0.3, steps), rng.uniform(0.1, 5.0, steps)
@@ -91,13 +116,19 @@ def test_the_path_agrees_with_the_double_sum_and_is_never_below_it(steps, per_ep
         glm=glm,
     )
     with mpmath.workdps(30):
-        drift, hits, total = double_sum(lr, bounds, weights, alpha, constant, glm, 2 / batch_size, per_epoch)
+        drift, hits, total = double_sum(
+            lr, bounds, weights, alpha, constant, glm, 2 / batch_size, per_epoch
+        )
         tiny = mpmath.mpf(10) ** -150  # squares below 1e-308 vanish
         assert drift - tiny <= path.drift <= drift * (1 + mpmath.mpf("1e-6")) + tiny
         for ours, exact in zip(path.hits, hits, strict=True):
             assert exact <= ours <= exact * (1 + mpmath.mpf("1e-12"))
         sensitivity = path_sensitivity(path, per_epoch)
-        assert (total - tiny if steps > 1 else 0) <= sensitivity <= total * (1 + mpmath.mpf("1e-6")) + tiny
+        assert (
+            (total - tiny if steps > 1 else 0)
+            <= sensitivity
+            <= total * (1 + mpmath.mpf("1e-6")) + tiny
+        )
 
 
 @given(st.integers(2, 60), st.integers(1, 6), st.integers(1, 8))
@@ -118,7 +149,9 @@ def test_one_step_returns_zero_without_any_sensitivity():
 
 def test_the_diameter_of_the_feasible_set_caps_the_sensitivity():
     constants = {"holder_exponent": 0.0, "holder_constant": 1.0, "batch_size": 1, "hit_constant": 2}
-    free, capped = (run_path(np.full(50, 1.0), 1.0, **constants, radius=radius) for radius in (math.inf, 0.5))
+    free, capped = (
+        run_path(np.full(50, 1.0), 1.0, **constants, radius=radius) for radius in (math.inf, 0.5)
+    )
     assert path_sensitivity(free, 50) > 1.0
     assert 1.0 <= path_sensitivity(capped, 50) <= 1.0 + 1e-14
 
@@ -184,7 +217,9 @@ def test_radii_are_those_of_the_recursion_and_in_blocks_at_most_two_percent_abov
 def test_the_schedule_at_exponent_zero_uses_the_jump_as_gradient_bound():
     radii = radius_schedule(0.0, 1.0, 1.5, 1.0, 0.05, 400)
     assert radii[1:21] == pytest.approx(0.05 * np.arange(1, 21), rel=1e-12)
-    assert radii[-1] == pytest.approx(naive_radii([0.05] * 400, lambda r: 1.0, [0.1025] * 400)[-1], rel=1e-11)
+    assert radii[-1] == pytest.approx(
+        naive_radii([0.05] * 400, lambda r: 1.0, [0.1025] * 400)[-1], rel=1e-11
+    )
 
 
 def test_a_smooth_loss_on_an_unbounded_domain_needs_smaller_steps():
@@ -201,12 +236,23 @@ def test_no_run_on_an_unbounded_domain_leaves_its_radii(q):
         x = rng.normal(size=3)
         x /= np.linalg.norm(x)
         radii, _ = iterate_bounds(
-            lr, lambda r: q * (1 + r) ** (q - 1), holder_exponent=q - 1, holder_constant=q, loss_at_zero=1.0
+            lr,
+            lambda r: q * (1 + r) ** (q - 1),
+            holder_exponent=q - 1,
+            holder_constant=q,
+            loss_at_zero=1.0,
         )
         w = np.zeros(3)
         for t, step in enumerate(lr):
             assert np.linalg.norm(w) <= radii[t]
             reached = max(reached, np.linalg.norm(w) / radii[t] if t else 0.0)
             towards = x if rng.random() < 0.8 else -x
-            w = w + step * q * max(0.0, 1 - float(towards @ w)) ** (q - 1) * (float(towards @ w) < 1) * towards
+            w = (
+                w
+                + step
+                * q
+                * max(0.0, 1 - float(towards @ w)) ** (q - 1)
+                * (float(towards @ w) < 1)
+                * towards
+            )
     assert reached > 0.99

@@ -44,7 +44,12 @@ def exact_c(reg, smoothness):
 
 
 def chi_density(t, k):
-    return mp.mpf(2) ** (1 - mp.mpf(k) / 2) / mp.gamma(mp.mpf(k) / 2) * t ** (k - 1) * mp.exp(-t * t / 2)
+    return (
+        mp.mpf(2) ** (1 - mp.mpf(k) / 2)
+        / mp.gamma(mp.mpf(k) / 2)
+        * t ** (k - 1)
+        * mp.exp(-t * t / 2)
+    )
 
 
 @pytest.mark.slow
@@ -57,7 +62,9 @@ def test_profiles_are_never_below_their_high_precision_values(epsilon, mu):
 
 
 @pytest.mark.parametrize("k", [2, 5, 40])
-@pytest.mark.parametrize(("epsilon", "sigma"), [(0.2, 1.0), (1.0, 4.0), (3.0, 3.0), (1.0, 0.6), (0.05, 40.0)])
+@pytest.mark.parametrize(
+    ("epsilon", "sigma"), [(0.2, 1.0), (1.0, 4.0), (3.0, 3.0), (1.0, 0.6), (0.05, 40.0)]
+)
 def test_quadratures_are_never_below_the_integral(k, epsilon, sigma):
     s, left = 1 / mp.mpf(sigma), mp.mpf(epsilon) - mp.mpf("0.04") - 1 / mp.mpf(sigma) ** 2 / 2
     start = max(mp.mpf(0), left / s)
@@ -75,7 +82,13 @@ def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsi
     s, left = 1 / mp.mpf(sigma), mp.mpf(epsilon) - exact_c(2.0, 0.01)
     corner = (left - s * s / 2) / s
     width = mp.mpf(mu_out) / s
-    cuts = [-s / 2, *(corner + j * width for j in (-40, -12, -4, -1, 0, 1, 4, 12, 40)), corner + 3, corner + 12, 40]
+    cuts = [
+        -s / 2,
+        *(corner + j * width for j in (-40, -12, -4, -1, 0, 1, 4, 12, 40)),
+        corner + 3,
+        corner + 12,
+        40,
+    ]
     cuts = sorted({max(-s / 2, cut) for cut in cuts})
     with mp.workdps(60):
         tail = mp.quad(lambda t: mp.npdf(t) * exact_profile(left - s * s / 2 - s * t, mu_out), cuts)
@@ -101,7 +114,9 @@ def test_renyi_curves_are_never_below_their_high_precision_values(order, sigma):
 def test_the_renyi_curve_of_several_dimensions_is_not_below_its_integral():
     for k in (2, 9):
         t = mp.mpf(4) * mp.mpf("0.25")
-        moment = mp.quad(lambda r, k=k, t=t: chi_density(r, k) * mp.exp(t * r), [0, 1, 3, 6, 12, 40])
+        moment = mp.quad(
+            lambda r, k=k, t=t: chi_density(r, k) * mp.exp(t * r), [0, 1, 3, 6, 12, 40]
+        )
         exact = mp.mpf("0.1") + mp.mpf("0.25") ** 2 / 2 + mp.log(moment) / 4
         assert exact <= op.objpert_rdp_general(5, 4.0, 0.1, 1.0, k) <= exact * (1 + mp.mpf("1e-8"))
 
@@ -217,11 +232,15 @@ def test_without_output_noise_amp_is_objective_perturbation(epsilon, sigma, adja
     assert deltas == sorted(deltas)
     assert deltas[0] == pytest.approx(exact, rel=2e-3 if exact > 1e-30 else 1.0)
     assert deltas[0] >= exact * (1 - 1e-9)
-    assert amp_delta(*arguments, 1e-5) == pytest.approx(objpert_delta(*arguments), rel=2e-3, abs=1e-30)
+    assert amp_delta(*arguments, 1e-5) == pytest.approx(
+        objpert_delta(*arguments), rel=2e-3, abs=1e-30
+    )
 
 
 @pytest.mark.parametrize("mu_out", [0.01, 0.3])
-@pytest.mark.parametrize(("epsilon", "sigma"), [(0.05, 100.0), (1.0, 5.35), (1.0, 0.7), (4.0, 1.2), (20.0, 0.4)])
+@pytest.mark.parametrize(
+    ("epsilon", "sigma"), [(0.05, 100.0), (1.0, 5.35), (1.0, 0.7), (4.0, 1.2), (20.0, 0.4)]
+)
 def test_amp_lies_between_its_closed_forms(epsilon, sigma, mu_out):
     """docs/proofs/objective.md#integrals: known without quadrature where epsilon - c is many times mu_out."""
     reg, s = op.objpert_reg(epsilon, 0.25), math.nextafter(1 / sigma, math.inf)
@@ -248,7 +267,10 @@ def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):
     reg = op.objpert_reg(epsilon, 0.25)
     c = op.log_det(reg, 0.25)
     cases = [
-        (objpert_sigma(epsilon, delta, reg, 1.0, 0.25), lambda s: objpert_delta(epsilon, s, reg, 1.0, 0.25)),
+        (
+            objpert_sigma(epsilon, delta, reg, 1.0, 0.25),
+            lambda s: objpert_delta(epsilon, s, reg, 1.0, 0.25),
+        ),
         (
             objpert_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, "replace_one"),
             lambda s: objpert_delta_monotone(epsilon, s, reg, 1.0, 0.25, "replace_one"),
@@ -308,7 +330,11 @@ class Line:
     def log_density(self, records, theta):
         value, curve = self.slopes(records, theta)
         b = -(value + self.reg * theta)
-        return -(b**2) / (2 * self.sigma**2) - math.log(self.sigma * math.sqrt(2 * math.pi)) + np.log(curve + self.reg)
+        return (
+            -(b**2) / (2 * self.sigma**2)
+            - math.log(self.sigma * math.sqrt(2 * math.pi))
+            + np.log(curve + self.reg)
+        )
 
     def grid(self, records):
         reach = (9 * self.sigma + len(records) + 1) / self.reg
@@ -372,7 +398,9 @@ def test_a_record_at_the_end_of_its_slope_attains_the_monotone_theorem_without_d
     weight = theta[1] - theta[0]
     log_p, log_q = line.log_density([(1.0, 40.0)], theta), line.log_density([], theta)
     for epsilon in (0.1, 0.5, 1.0):
-        assert divergences(log_p, log_q, weight, epsilon)[0] == pytest.approx(gaussian_delta(0.5, epsilon), rel=1e-4)
+        assert divergences(log_p, log_q, weight, epsilon)[0] == pytest.approx(
+            gaussian_delta(0.5, epsilon), rel=1e-4
+        )
 
 
 def test_the_determinant_is_needed():
@@ -397,11 +425,15 @@ def test_no_replaced_record_of_a_line_passes_the_bound():
         log_q = line.log_density([*records, second], theta)
         c = op.log_det(reg, line.smoothness())
         for epsilon in (c, c + 0.3, c + 1.5):
-            bound = objpert_delta_monotone(epsilon, sigma, reg, 1.0, line.smoothness(), "replace_one")
+            bound = objpert_delta_monotone(
+                epsilon, sigma, reg, 1.0, line.smoothness(), "replace_one"
+            )
             general = objpert_delta_general(epsilon, sigma, c, 2.0, 2)
             assert max(divergences(log_p, log_q, weight, epsilon)) <= min(bound, general) + 1e-6
         for order in (1.3, 4.0):
-            curve = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness(), "replace_one")
+            curve = monotone.objpert_rdp_dominating(
+                order, sigma, reg, 1.0, line.smoothness(), "replace_one"
+            )
             for one, other in ((log_p, log_q), (log_q, log_p)):
                 moment = np.exp(order * one + (1 - order) * other)
                 assert math.log(moment.sum() * weight) / (order - 1) <= curve + 1e-5
@@ -456,7 +488,11 @@ def plane_log_density(records, reg, sigma, width, first, second):
         p = 0.5 * (1 + np.tanh((a * first + b * second - offset) / (2 * width)))
         curve = p * (1 - p) / width
         gradient = [gradient[0] + (p - 1) * a, gradient[1] + (p - 1) * b]
-        hessian = [hessian[0] + curve * a * a, hessian[1] + curve * a * b, hessian[2] + curve * b * b]
+        hessian = [
+            hessian[0] + curve * a * a,
+            hessian[1] + curve * a * b,
+            hessian[2] + curve * b * b,
+        ]
     square = gradient[0] ** 2 + gradient[1] ** 2
     determinant = hessian[0] * hessian[2] - hessian[1] ** 2
     return -square / (2 * sigma**2) - math.log(2 * math.pi * sigma**2) + np.log(determinant)
@@ -466,7 +502,11 @@ def plane_log_density(records, reg, sigma, width, first, second):
 def test_no_records_of_a_plane_pass_the_bounds(replaced):
     rng = np.random.default_rng(4)
     for _ in range(10):
-        reg, sigma, width = 10 ** rng.uniform(-0.2, 0.5), 10 ** rng.uniform(0.0, 0.5), 10 ** rng.uniform(-0.5, 0.3)
+        reg, sigma, width = (
+            10 ** rng.uniform(-0.2, 0.5),
+            10 ** rng.uniform(0.0, 0.5),
+            10 ** rng.uniform(-0.5, 0.3),
+        )
         angles = rng.uniform(0, 2 * math.pi, 4)
         directions = [(math.cos(angle), math.sin(angle)) for angle in angles]
         records = [(direction, rng.uniform(-3, 3)) for direction in directions[:2]]
@@ -484,7 +524,10 @@ def test_no_records_of_a_plane_pass_the_bounds(replaced):
             ahead, back = divergences(log_p, log_q, weight, epsilon)
             if replaced:
                 bound = objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta, "replace_one")
-                assert max(ahead, back) <= min(bound, objpert_delta_general(epsilon, sigma, c, 2.0, 2)) + 2e-4
+                assert (
+                    max(ahead, back)
+                    <= min(bound, objpert_delta_general(epsilon, sigma, c, 2.0, 2)) + 2e-4
+                )
             else:
                 assert ahead <= objpert_delta_monotone(epsilon, sigma, reg, 1.0, beta) + 2e-4
                 assert back <= gaussian_delta(1 / sigma, epsilon) + 2e-4
@@ -509,7 +552,9 @@ def test_the_pure_mechanism_spends_epsilon_and_no_more():
         assert loss <= epsilon * (1 + 1e-12)
         attained = max(attained, loss / epsilon)
     assert attained > 0.8
-    assert op.objpert_pure_rate(1.0, 1.0, 1.0, 0.25, "replace_one") == pytest.approx(0.5 * 0.776856449, rel=1e-8)
+    assert op.objpert_pure_rate(1.0, 1.0, 1.0, 0.25, "replace_one") == pytest.approx(
+        0.5 * 0.776856449, rel=1e-8
+    )
 
 
 @settings(max_examples=30)
@@ -565,12 +610,21 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
         (lambda: objpert_delta(1.0, 1.0, 0.0, 1.0, 0.25), "reg must be > 0"),
         (lambda: objpert_delta(1.0, 1.0, 1.0, math.inf, 0.25), "lipschitz must be finite"),
         (lambda: objpert_delta(1.0, 1.0, 1.0, 1.0, -1.0), "smoothness must be >= 0"),
-        (lambda: objpert_delta_monotone(1.0, 1.0, 1.0, 1.0, 0.25, "remove"), "adjacency must be one of"),
+        (
+            lambda: objpert_delta_monotone(1.0, 1.0, 1.0, 1.0, 0.25, "remove"),
+            "adjacency must be one of",
+        ),
         (lambda: objpert_delta_general(1.0, 1.0, -0.1, 1.0, 2), "log_det must be >= 0"),
-        (lambda: objpert_delta_general(1.0, 1.0, 0.1, 1.0, 0), "subspace_dim must be an integer >= 1"),
+        (
+            lambda: objpert_delta_general(1.0, 1.0, 0.1, 1.0, 0),
+            "subspace_dim must be an integer >= 1",
+        ),
         (lambda: amp_delta(1.0, 1.0, 1.0, 1.0, 0.25, -1.0), "mu_out must be >= 0"),
         (lambda: op.objpert_rdp(1.0, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
-        (lambda: monotone.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
+        (
+            lambda: monotone.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25),
+            "order must be finite and > 1",
+        ),
         (lambda: objpert_sigma(0.0, 1e-6, 1.0, 1.0, 0.25), "epsilon must be > 0"),
         (lambda: objpert_sigma(1.0, 0.0, 1.0, 1.0, 0.25), "delta must be in"),
         (lambda: objpert_sigma_monotone(1.0, 1.0, 1.0, 1.0, 0.25), "delta must be in"),
@@ -587,7 +641,9 @@ def test_arguments_out_of_range_are_named(call, message):
 def test_a_determinant_without_weight_leaves_the_gaussian_mechanism():
     """beta = 0: linear losses, where the whole mechanism is Gaussian noise on the sum of gradients."""
     for order in (1.5, 20.0):
-        assert monotone.objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(order / 18, rel=1e-10)
+        assert monotone.objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
+            order / 18, rel=1e-10
+        )
     assert monotone.objpert_delta_monotone(0.5, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
         gaussian_delta(1 / 3, 0.5), rel=1e-9
     )

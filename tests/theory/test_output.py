@@ -66,8 +66,12 @@ def test_the_erm_sensitivity_is_the_exact_ratio_rounded_up(lipschitz, mu, n):
         ours = Fraction(erm_sensitivity(lipschitz, mu, n, adjacency))
         assert factor * exact <= ours <= factor * exact * (1 + Fraction(1, 10**14))
     # a diameter counts for a replaced record only, and is not capped
-    assert erm_sensitivity(lipschitz, mu, n, "add_remove", 9.0) == erm_sensitivity(lipschitz, mu, n, "add_remove")
-    assert Fraction(erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (Fraction(mu) * n)
+    assert erm_sensitivity(lipschitz, mu, n, "add_remove", 9.0) == erm_sensitivity(
+        lipschitz, mu, n, "add_remove"
+    )
+    assert Fraction(erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (
+        Fraction(mu) * n
+    )
     assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == erm_sensitivity(lipschitz, mu, n)
 
 
@@ -98,7 +102,9 @@ def test_two_points_with_a_kink_attain_the_sensitivity(n):
     moved = abs(ends[0] - ends[1])
     assert moved == pytest.approx(2 * r, rel=1e-9)
     assert moved <= erm_sensitivity(kink, mu, n)  # the regularizer cancels: L = c suffices
-    assert moved / erm_sensitivity(kink * (1 + 1 / n), mu, n) == pytest.approx(n / (n + 1), rel=1e-9)
+    assert moved / erm_sensitivity(kink * (1 + 1 / n), mu, n) == pytest.approx(
+        n / (n + 1), rel=1e-9
+    )
 
 
 def test_no_pair_of_quadratics_moves_further():
@@ -146,7 +152,10 @@ def laplace_profile(centers, other, scale, epsilon):
     grid = np.linspace(-400 * scale, 400 * scale, 400_001)
 
     def density(mixture):
-        return sum(weight * np.exp(-np.abs(grid - center) / scale) / (2 * scale) for center, weight in mixture)
+        return sum(
+            weight * np.exp(-np.abs(grid - center) / scale) / (2 * scale)
+            for center, weight in mixture
+        )
 
     p, q = density(centers), density(other)
     return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * (grid[1] - grid[0]))
@@ -195,7 +204,11 @@ def test_the_radius_is_the_least_of_the_bounds_and_holds():
         y = np.sign(rng.normal(size=n)) * 0.8
         w = np.linalg.norm(huber_minimizer(x, y, lam))
         rho = minimizer_radius(lam, lipschitz=1.0, loss_at_zero=0.32)
-        assert w <= rho == min(minimizer_radius(lam, lipschitz=1.0), minimizer_radius(lam, loss_at_zero=0.32))
+        assert (
+            w
+            <= rho
+            == min(minimizer_radius(lam, lipschitz=1.0), minimizer_radius(lam, loss_at_zero=0.32))
+        )
     assert minimizer_radius(0.1, lipschitz=1.0, radius=2.0) == 2.0
 
 
@@ -244,10 +257,14 @@ def test_the_clipped_residual_has_its_constants(bound, clip, seed):
 def test_the_smoothness_of_the_clipped_residual_is_attained():
     for bound, clip in ((1.0, 0.2), (2.0, 0.9), (1.0, 0.5), (1.0, 3.0)):
         p = min(0.5, clip / bound)
-        assert p * (1 - p) * bound**2 == pytest.approx(residual_clip_constants(bound, clip)[1], rel=1e-12)
+        assert p * (1 - p) * bound**2 == pytest.approx(
+            residual_clip_constants(bound, clip)[1], rel=1e-12
+        )
 
 
-@given(st.floats(0.1, 3.0), st.floats(0.0, 6.0), st.integers(0, 10**6), st.sampled_from(["l2", "linf"]))
+@given(
+    st.floats(0.1, 3.0), st.floats(0.0, 6.0), st.integers(0, 10**6), st.sampled_from(["l2", "linf"])
+)
 def test_no_pair_of_robust_gradients_is_further_apart(bound, attack, seed, norm):
     rng = np.random.default_rng(seed)
     dim = 3
@@ -256,7 +273,9 @@ def test_no_pair_of_robust_gradients_is_further_apart(bound, attack, seed, norm)
     shared = w / np.linalg.norm(w) if norm == "l2" else np.sign(w)
     gradients = [rng.choice([0.0, rng.uniform(), 1.0]) * (row - attack * shared) for row in (x, z)]
     rule = {"norm": norm, "dim": dim}
-    assert np.linalg.norm(gradients[0] - gradients[1]) <= adversarial_gradient_diameter(bound, attack, **rule)
+    assert np.linalg.norm(gradients[0] - gradients[1]) <= adversarial_gradient_diameter(
+        bound, attack, **rule
+    )
     assert np.linalg.norm(gradients[0]) <= adversarial_lipschitz(bound, attack, **rule)
 
 
@@ -285,7 +304,9 @@ def test_the_smoothed_norm_has_its_smoothness(norm):
             return -(x - attack * direction) / (1 + math.exp(w @ x - attack * length))
 
         step = 1e-6
-        jacobian = np.stack([(gradient(w + step * e) - gradient(w - step * e)) / (2 * step) for e in np.eye(dim)])
+        jacobian = np.stack(
+            [(gradient(w + step * e) - gradient(w - step * e)) / (2 * step) for e in np.eye(dim)]
+        )
         largest = max(largest, float(np.abs(np.linalg.eigvals(jacobian)).max()))
     assert 0.3 * limit < largest <= limit * (1 + 1e-6)
 
@@ -354,7 +375,9 @@ def test_the_tight_weights_minimize_their_bounds(delta):
             lam = math.exp(log_lam)
             return part(lam) + lam * R * R / 2
 
-        best = minimize_scalar(bound, bounds=(math.log(reg) - 3, math.log(reg) + 3), method="bounded")
+        best = minimize_scalar(
+            bound, bounds=(math.log(reg) - 3, math.log(reg) + 3), method="bounded"
+        )
         assert math.exp(best.x) == pytest.approx(reg, rel=1e-3)
         assert risk == pytest.approx(bound(math.log(reg)), rel=1e-9)
         assert risk <= best.fun * (1 + 1e-9)
@@ -370,11 +393,15 @@ def test_both_branches_of_the_cubic_solve_it():
             assert R * R * lam**3 / 2 == pytest.approx(right, rel=1e-9)
 
 
-@pytest.mark.parametrize(("n", "epsilon", "delta"), [(1000, 1.0, 0.0), (1000, 1.0, 1e-6), (10**5, 0.1, 1e-8)])
+@pytest.mark.parametrize(
+    ("n", "epsilon", "delta"), [(1000, 1.0, 0.0), (1000, 1.0, 1e-6), (10**5, 0.1, 1e-8)]
+)
 def test_the_tight_bounds_are_below_the_papers(n, epsilon, delta):
     args = {"n": n, "dim": 10, "epsilon": epsilon, "delta": delta}
     assert risk_convex_erm(1.0, 2.0, **args) < risk_convex_erm(1.0, 2.0, mode="paper", **args)
-    assert risk_smooth_erm(1.0, 2.0, 0.25, **args) < risk_smooth_erm(1.0, 2.0, 0.25, mode="paper", **args)
+    assert risk_smooth_erm(1.0, 2.0, 0.25, **args) < risk_smooth_erm(
+        1.0, 2.0, 0.25, mode="paper", **args
+    )
 
 
 def test_the_slopes_of_the_bounds_in_n():
@@ -383,7 +410,9 @@ def test_the_slopes_of_the_bounds_in_n():
 
     args = (10, 1.0, 1e-6)
     assert slope(lambda n: risk_strongly_convex(1.0, 0.1, n, *args)) == pytest.approx(-1)
-    assert slope(lambda n: risk_strongly_convex(1.0, 0.1, n, *args, smoothness=1.0)) == pytest.approx(-2)
+    assert slope(
+        lambda n: risk_strongly_convex(1.0, 0.1, n, *args, smoothness=1.0)
+    ) == pytest.approx(-2)
     assert slope(lambda n: risk_convex_erm(1.0, 1.0, n, *args)) == pytest.approx(-1 / 2)
     assert slope(lambda n: risk_smooth_erm(1.0, 1.0, 1.0, n, *args)) == pytest.approx(-2 / 3)
 
@@ -393,7 +422,9 @@ def test_the_excess_risk_of_noise_on_a_quadratic_is_within_its_bound():
     n, dim, mu, L = 500, 7, 0.5, 1.0
     sigma = gaussian_sigma(1.0, 1e-6, erm_sensitivity(L, mu, n))
     exact = mu / 2 * dim * sigma**2
-    assert risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu) == pytest.approx(exact, rel=1e-9)
+    assert risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu) == pytest.approx(
+        exact, rel=1e-9
+    )
     off = risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, distance=1e-3)
     assert off > exact + mu / 2 * 1e-6
     more = risk_strongly_convex(L, mu, n, dim, 1.0, 1e-6, smoothness=mu, population=True)
@@ -431,7 +462,13 @@ def test_the_budget_covers_single_precision_sums(sums):
             total = pairwise(rows)
         error = np.linalg.norm(total / np.float32(n) + np.float32(lam) * w - exact)
         budget = gradient_rounding(
-            n, d, lipschitz=1.0, smoothness=0.25, reg=lam, norm=float(np.linalg.norm(exact_w)), sums=sums
+            n,
+            d,
+            lipschitz=1.0,
+            smoothness=0.25,
+            reg=lam,
+            norm=float(np.linalg.norm(exact_w)),
+            sums=sums,
         )
         assert 0 < error <= budget * 2.0**29
 
@@ -453,9 +490,16 @@ def test_the_budget_covers_a_subtracted_target():
     ours = np.clip((x @ w - target) + np.float32(3333.0), -1, 1)
     error = np.linalg.norm((x.astype(float).T @ (ours - exact)) / n)
     bound = float(np.linalg.norm(x, axis=1).max())
-    rule = {"lipschitz": bound, "smoothness": bound**2, "reg": 0.0, "norm": float(np.linalg.norm(w))}
+    rule = {
+        "lipschitz": bound,
+        "smoothness": bound**2,
+        "reg": 0.0,
+        "norm": float(np.linalg.norm(w)),
+    }
     assert error > gradient_rounding(n, d, **rule) * 2.0**29
-    assert error <= gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
+    assert (
+        error <= gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
+    )
 
 
 def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
@@ -467,17 +511,29 @@ def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
     w = (rng.normal(size=d) * 1000).astype(np.float32)
     margin = x.astype(float) @ w.astype(float)
     exact = np.maximum(0, 1e-3 - margin + np.round(margin)).mean()
-    ours = np.maximum(np.float32(0), np.float32(1e-3) - x @ w + np.round(margin).astype(np.float32)).mean()
+    ours = np.maximum(
+        np.float32(0), np.float32(1e-3) - x @ w + np.round(margin).astype(np.float32)
+    ).mean()
     error = abs(float(ours) - exact)
-    budget = gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1.0, norm=float(np.linalg.norm(w)))
+    budget = gap_rounding(
+        n, d, primal=exact, dual=0.0, lipschitz=1.0, norm=float(np.linalg.norm(w))
+    )
     assert gap_rounding(n, d, primal=exact, dual=0.0, lipschitz=1e-9, norm=0.0) * 2.0**29 < error
     assert error <= budget * 2.0**29
 
 
 def test_sums_need_fewer_terms_the_better_they_are_formed():
     for n in (1, 2, 1024, 1025, 10**6):
-        assert sum_terms(n, "pairwise") <= sum_terms(n, "blocks") <= max(n, sum_terms(n, "plain")) + 1
-    assert [sum_terms(n, "blocks") for n in (1, 1024, 1025, 2048, 2049)] == [1, 1024, 1025, 1025, 1026]
+        assert (
+            sum_terms(n, "pairwise") <= sum_terms(n, "blocks") <= max(n, sum_terms(n, "plain")) + 1
+        )
+    assert [sum_terms(n, "blocks") for n in (1, 1024, 1025, 2048, 2049)] == [
+        1,
+        1024,
+        1025,
+        1025,
+        1026,
+    ]
 
 
 def test_the_weights_of_a_sum_scale_its_budget():
@@ -505,7 +561,9 @@ def test_the_default_tolerance_costs_its_share_of_noise():
     delta = erm_sensitivity(1.0, 0.01, 1000)
     for kinked, share in ((False, 1e-3), (True, 0.05)):
         tolerance = solver_tolerance(delta, 0.01, kinked)
-        assert certified_sensitivity(delta, 0.01, tolerance) == pytest.approx((1 + share) * delta, rel=1e-12)
+        assert certified_sensitivity(delta, 0.01, tolerance) == pytest.approx(
+            (1 + share) * delta, rel=1e-12
+        )
 
 
 # Refusals.
@@ -541,7 +599,10 @@ def test_constants_that_must_be_positive_are_refused_otherwise(bad):
         (lambda: erm_sensitivity(1.0, 1.0, 0), "n must be an integer >= 1"),
         (lambda: erm_sensitivity(1.0, 1.0, 2.5), "n must be an integer"),
         (lambda: erm_sensitivity(1.0, 1.0, 10, "remove"), "adjacency must be one of"),
-        (lambda: erm_sensitivity(1.0, 1.0, 10, gradient_diameter=0.0), "gradient_diameter must be > 0"),
+        (
+            lambda: erm_sensitivity(1.0, 1.0, 10, gradient_diameter=0.0),
+            "gradient_diameter must be > 0",
+        ),
         (lambda: expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 0.0), "failure must be in"),
         (lambda: expected_suboptimal_sensitivity(0.1, 1.0, 0.1, 1.0), "failure must be in"),
         (lambda: reg_convex_erm(1.0, 1.0, 10, 2, 1.0, 0.5, mode="paper"), "delta must be in"),

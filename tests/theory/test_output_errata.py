@@ -15,7 +15,12 @@ from tests.reference.papers.output import (
     risk_strongly_convex,
     subgradient_steps,
 )
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma, gaussian_sigma_zhao, zhao_constant
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_delta,
+    gaussian_sigma,
+    gaussian_sigma_zhao,
+    zhao_constant,
+)
 from torch_dpsco.linear.objectives import Adversarial, Tilted
 from torch_dpsco.losses import Logistic
 from torch_dpsco.theory.linear.output import erm_sensitivity, noise_norms, suboptimal_sensitivity
@@ -23,7 +28,9 @@ from torch_dpsco.theory.linear.tilted import tilted_sensitivity
 
 
 @pytest.mark.parametrize(("reach", "loss"), [(0.05, 3.7), (0.1, 12.6), (0.5, 92.0), (1.0, 194.0)])
-def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(reach: float, loss: float) -> None:
+def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(
+    reach: float, loss: float
+) -> None:
     """E1: with probability p the solver is off by `reach`, to the side of one record; far to the right it shows."""
     mu, lipschitz, n, epsilon = 1.0, 1.0, 1000, 1.0
     alpha = lipschitz**2 / (mu * n**2)
@@ -38,13 +45,21 @@ def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(reac
     assert loss > 3 * epsilon
 
 
-@pytest.mark.parametrize(("epsilon", "delta", "true"), [(1.0, 1e-5, 7.4e-5), (5.0, 1e-5, 7.0e-4), (0.1, 1e-5, 6.3e-6)])
-def test_the_printed_density_of_algorithm_7_halves_the_variance(epsilon: float, delta: float, true: float) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "true"), [(1.0, 1e-5, 7.4e-5), (5.0, 1e-5, 7.0e-4), (0.1, 1e-5, 6.3e-6)]
+)
+def test_the_printed_density_of_algorithm_7_halves_the_variance(
+    epsilon: float, delta: float, true: float
+) -> None:
     """E2: exp(-2 epsilon^2 |z|^2 / (Delta^2 (c + sqrt(c^2 + epsilon))^2)); the proof has no 2."""
     c = zhao_constant(delta)
-    exponent = 2 * epsilon**2 / (c + math.sqrt(c * c + epsilon)) ** 2  # = 1 / (2 sigma^2) at Delta = 1
+    exponent = (
+        2 * epsilon**2 / (c + math.sqrt(c * c + epsilon)) ** 2
+    )  # = 1 / (2 sigma^2) at Delta = 1
     printed = math.sqrt(1 / (2 * exponent))
-    assert printed == pytest.approx(gaussian_sigma_zhao(epsilon, delta, 1.0) / math.sqrt(2), rel=1e-9)
+    assert printed == pytest.approx(
+        gaussian_sigma_zhao(epsilon, delta, 1.0) / math.sqrt(2), rel=1e-9
+    )
     assert gaussian_delta(1 / printed, epsilon) == pytest.approx(true, rel=0.02)
     assert gaussian_delta(1 / gaussian_sigma_zhao(epsilon, delta, 1.0), epsilon) <= delta
 
@@ -63,13 +78,19 @@ def test_a_maximum_of_smooth_losses_has_a_kink() -> None:
     """E4: one record at 0 under an l2 attack: log(1 + exp(rho |w|)); the gradient jumps by rho at w = 0."""
     rho = 0.5
     zero = torch.zeros(1, 2, dtype=torch.float64)
-    attacked = Adversarial(Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1)
+    attacked = Adversarial(
+        Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1
+    )
     assert attacked.smoothness is None
     step = torch.tensor([1e-9, 0.0], dtype=torch.float64)
     jump = attacked.value_and_gradient(step)[1] - attacked.value_and_gradient(-step)[1]
-    assert float(jump.norm()) == pytest.approx(rho, rel=1e-6)  # 2 rho |phi'(0)|, however small the step
+    assert float(jump.norm()) == pytest.approx(
+        rho, rel=1e-6
+    )  # 2 rho |phi'(0)|, however small the step
     # a public smoothing of the norm mends it: from 1e-9 on both sides the gradient moves by no more than promised
-    mended = Adversarial(Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1, smoothing=1e-3)
+    mended = Adversarial(
+        Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1, smoothing=1e-3
+    )
     change = mended.value_and_gradient(step)[1] - mended.value_and_gradient(-step)[1]
     assert float(change.norm()) <= mended.smoothness * 2e-9 * (1 + 1e-9)
 
@@ -121,7 +142,9 @@ def test_the_square_that_corollary_2_2_needs_is_that_of_the_whole_sum(epsilon: f
         assert 4 * c * c < value <= (2 * c + math.sqrt(epsilon)) ** 2
         assert value > 2 * c + math.sqrt(epsilon)  # without the square it is no bound
     for dim in (1, 7):
-        assert noise_norms(dim, epsilon, 1e-6)[1] == pytest.approx(dim * gaussian_sigma(epsilon, 1e-6, 1.0) ** 2)
+        assert noise_norms(dim, epsilon, 1e-6)[1] == pytest.approx(
+            dim * gaussian_sigma(epsilon, 1e-6, 1.0) ** 2
+        )
 
 
 def test_the_smooth_risk_of_a_tilted_mean_grows_as_the_square_of_its_largest_weight() -> None:
@@ -143,7 +166,9 @@ def test_the_ratio_of_pure_noise_is_no_bound_on_gaussian_noise(dim: int) -> None
     noise, q = noise_norms(dim, epsilon, delta)[0], paper_ratio(n, dim, epsilon, delta)
     assert dim / epsilon < noise <= q * n
     printed = math.sqrt(dim / (epsilon * n)) + 1 / math.sqrt(n)
-    assert reg_convex_population(1.0, 1.0, n, dim, epsilon, 0.0, mode="paper") == pytest.approx(printed)
+    assert reg_convex_population(1.0, 1.0, n, dim, epsilon, 0.0, mode="paper") == pytest.approx(
+        printed
+    )
     assert reg_convex_population(1.0, 1.0, n, dim, epsilon, delta, mode="paper") > printed
 
 

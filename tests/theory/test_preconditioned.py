@@ -57,11 +57,18 @@ def test_eigenvalues_that_noise_hides_are_known_by_their_mean():
     assert 0 < hidden < math.inf
 
 
-@given(st.integers(1, 10**4), st.integers(1, 500), st.floats(-3.0, 1.0).map(lambda x: 10**x), st.integers(10, 10**6))
+@given(
+    st.integers(1, 10**4),
+    st.integers(1, 500),
+    st.floats(-3.0, 1.0).map(lambda x: 10**x),
+    st.integers(10, 10**6),
+)
 def test_the_share_is_what_the_steps_need(dim, scores, mu, n):
     curvature = 0.25 if scores == 1 else 1 / scores
     steps, share, clip = preconditioned_numbers(mu, n, dim, scores, curvature)
-    longest = 4 * math.sqrt(2 * dim) * curvature / clip  # horizon over the largest step, at a share of one half
+    longest = (
+        4 * math.sqrt(2 * dim) * curvature / clip
+    )  # horizon over the largest step, at a share of one half
     assert 32 <= steps <= 128
     assert 0.02 <= share <= 0.2
     if 0.02 < share < 0.2:
@@ -74,7 +81,9 @@ def test_the_share_is_what_the_steps_need(dim, scores, mu, n):
 
 def test_a_clip_of_yours_is_kept():
     assert preconditioned_numbers(0.1, 1000, 10, 1, 0.25, clip=0.3).clip == 0.3
-    wide, narrow = (preconditioned_numbers(0.1, 1000, 300, 2, 0.5, clip=clip) for clip in (1.0, 0.5))
+    wide, narrow = (
+        preconditioned_numbers(0.1, 1000, 300, 2, 0.5, clip=clip) for clip in (1.0, 0.5)
+    )
     assert narrow.steps > wide.steps
 
 

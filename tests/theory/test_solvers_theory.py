@@ -50,7 +50,9 @@ def test_dual_ascent_reaches_its_distance_on_every_data_set():
         reached, exact = fista(x, lam, steps), fista(x, lam, 8_000)
         worst = max(worst, float(np.linalg.norm(reached - exact)) / distance)
     assert 1e-4 < worst <= 1.0
-    assert dual_ascent_steps(1.0, 0.01, 0.5, excess=2.0) == pytest.approx(2 * dual_ascent_steps(1.0, 0.01, 0.5), abs=2)
+    assert dual_ascent_steps(1.0, 0.01, 0.5, excess=2.0) == pytest.approx(
+        2 * dual_ascent_steps(1.0, 0.01, 0.5), abs=2
+    )
 
 
 def fista(x, lam, steps):
@@ -80,7 +82,9 @@ def test_the_subgradient_method_reaches_its_accuracy_on_average():
         for t in range(1, steps + 1):
             average += 2 * t / (steps * (steps + 1)) * w
             shift = rng.choice([-0.5, 0.5])
-            w = float(np.clip(w - 2 / (mu * (t + 1)) * (np.sign(w - shift) + mu * w), -radius, radius))
+            w = float(
+                np.clip(w - 2 / (mu * (t + 1)) * (np.sign(w - shift) + mu * w), -radius, radius)
+            )
         total += (abs(average - 0.5) + abs(average + 0.5)) / 2 + mu / 2 * average**2 - 0.5
     assert total / 60 <= accuracy
 

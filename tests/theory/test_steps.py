@@ -26,7 +26,9 @@ def loop(slope, start, h, m, steps, noise=None, project=lambda z: z):
 
 
 @given(POSITIVE, POSITIVE, st.integers(1, 500))
-def test_the_horizon_is_the_distance_over_the_noise_unless_steps_are_too_few(horizon, smoothness, steps):
+def test_the_horizon_is_the_distance_over_the_noise_unless_steps_are_too_few(
+    horizon, smoothness, steps
+):
     pace = theory.smooth_pace(horizon, steps, smoothness)
     size = pace.lr / (1 - pace.momentum)
     assert size * steps == pytest.approx(min(horizon, steps**2 / (5 * smoothness)), rel=1e-9)
@@ -81,7 +83,13 @@ def test_momentum_is_the_heavy_ball():
 @pytest.mark.parametrize("ball", [math.inf, 1.0])
 def test_the_risk_of_a_run_with_momentum_is_below_the_bound(weights, m, ball):
     """A kink in 4 dimensions, means of 300 runs; the bound holds for the mean, whose standard error is added."""
-    draw, steps, h, level, target = np.random.default_rng(1), 60, 0.4, 0.5, np.array([0.6, -0.6, 0.0, 0.0])
+    draw, steps, h, level, target = (
+        np.random.default_rng(1),
+        60,
+        0.4,
+        0.5,
+        np.array([0.6, -0.6, 0.0, 0.0]),
+    )
 
     def slope(w):
         return np.sign(w - target) / 2
@@ -92,12 +100,18 @@ def test_the_risk_of_a_run_with_momentum_is_below_the_bound(weights, m, ball):
     runs = []
     squares = []
     for _ in range(300):
-        at = loop(slope, np.zeros(4), h, m, steps, draw.normal(0, level, (steps, 4)), project)[:steps]
+        at = loop(slope, np.zeros(4), h, m, steps, draw.normal(0, level, (steps, 4)), project)[
+            :steps
+        ]
         share = np.ones(steps) if weights == "uniform" else np.arange(1, steps + 1)
         runs.append(np.abs((share @ at) / share.sum() - target).sum() / 2)
         squares.append(np.mean([slope(w) @ slope(w) for w in at]))
     start, distance = np.abs(target).sum() / 2, np.linalg.norm(target)
-    bound = distance**2 / (2 * h * steps) + h / 2 * (np.mean(squares) + 4 * level**2) + m / (1 - m) * start / steps
+    bound = (
+        distance**2 / (2 * h * steps)
+        + h / 2 * (np.mean(squares) + 4 * level**2)
+        + m / (1 - m) * start / steps
+    )
     bound *= 1 if weights == "uniform" else 2.1
     assert np.mean(runs) - 5 * np.std(runs) / math.sqrt(300) < bound
     assert np.mean(runs) > bound / 40  # the bound is about this run
@@ -128,7 +142,10 @@ def test_distances_are_steps_and_targets():
 
 
 def test_noise_of_all_steps_does_not_depend_on_their_number_on_full_batches():
-    levels = [theory.noise_of_mean(3.0 * math.sqrt(T), 2.0, 1000, T, 25, sampled=False) for T in (1, 10, 400)]
+    levels = [
+        theory.noise_of_mean(3.0 * math.sqrt(T), 2.0, 1000, T, 25, sampled=False)
+        for T in (1, 10, 400)
+    ]
     assert levels == pytest.approx([2.0 * 3.0 * 5.0 / 1000] * 3)
     more = theory.noise_of_mean(3.0, 2.0, 100, 4, 25, sampled=True)
     assert more == pytest.approx(2.0 / 2 * math.hypot(3.0 * 5 / 100, 1 / (4 * 10)))
@@ -136,7 +153,9 @@ def test_noise_of_all_steps_does_not_depend_on_their_number_on_full_batches():
 
 
 @given(st.floats(1.0, 1e6), POSITIVE, st.booleans())
-def test_one_pass_has_the_least_number_of_batches_that_the_horizon_admits(horizon, smoothness, momentum):
+def test_one_pass_has_the_least_number_of_batches_that_the_horizon_admits(
+    horizon, smoothness, momentum
+):
     T = theory.one_pass_steps(horizon, smoothness, momentum)
 
     def fits(steps):

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from tests.reference.papers.output import tilted_sensitivity_paper, tilted_smoothness
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.linear.output import erm_sensitivity
-from torch_dpsco.theory.linear.tilted import tilted_max_weight, tilted_sensitivity, tilted_strong_convexity
+from torch_dpsco.theory.linear.tilted import (
+    tilted_max_weight,
+    tilted_sensitivity,
+    tilted_strong_convexity,
+)
 
 tilts = st.floats(-20.0, 20.0)
 
@@ -29,7 +33,9 @@ def test_no_weight_exceeds_the_bound(tilt, loss_range, n, seed):
 def test_the_bound_on_the_weight_is_attained_and_has_its_limits():
     for tilt, ends in ((0.7, (3.0, 0.0)), (-0.7, (0.0, 3.0))):
         weights = np.exp(tilt * np.array([ends[0], *[ends[1]] * 9]))
-        assert weights[0] / weights.sum() == pytest.approx(tilted_max_weight(tilt, 3.0, 10), rel=1e-13)
+        assert weights[0] / weights.sum() == pytest.approx(
+            tilted_max_weight(tilt, 3.0, 10), rel=1e-13
+        )
     assert tilted_max_weight(0.0, 5.0, 8) == pytest.approx(1 / 8)
     assert tilted_max_weight(3.0, 5.0, 1) == 1.0
     assert tilted_max_weight(1e6, 5.0, 10**6) == 1.0
@@ -74,7 +80,10 @@ def test_no_replaced_record_moves_the_minimizer_further(tilt):
         x[1:] = x[1] if trial % 3 == 0 else x[1:]
         other = x.copy()
         other[0] = -x[0] if trial % 2 else sphere(rng, 1, 2)[0]
-        worst = max(worst, float(np.linalg.norm(minimizer(x, tilt, lam) - minimizer(other, tilt, lam))) / bound)
+        worst = max(
+            worst,
+            float(np.linalg.norm(minimizer(x, tilt, lam) - minimizer(other, tilt, lam))) / bound,
+        )
     assert 0.02 < worst <= 1.0
 
 
@@ -95,16 +104,24 @@ def test_no_added_record_moves_the_minimizer_further(tilt):
 def test_the_first_record_is_covered_by_its_length():
     """Gradients close to a long one: from no record to one the minimizer moves by L / lam, however small D is."""
     lam, lipschitz, diameter = 0.5, 2.0, 0.1
-    bound = tilted_sensitivity(1.0, 1.0, None, lipschitz, lam, gradient_diameter=diameter, adjacency="add_remove")
+    bound = tilted_sensitivity(
+        1.0, 1.0, None, lipschitz, lam, gradient_diameter=diameter, adjacency="add_remove"
+    )
     assert bound >= lipschitz / lam
     assert bound == pytest.approx(lipschitz / lam)
-    known = tilted_sensitivity(1.0, 1.0, None, lipschitz, lam, diameter, adjacency="add_remove", n_min=1)
+    known = tilted_sensitivity(
+        1.0, 1.0, None, lipschitz, lam, diameter, adjacency="add_remove", n_min=1
+    )
     assert known < diameter / lam
 
 
 def test_without_tilt_it_is_the_mean():
-    assert tilted_sensitivity(0.0, 2.0, 50, 1.5, 0.2) == pytest.approx(erm_sensitivity(1.5, 0.2, 50))
-    assert tilted_sensitivity(1e-9, 2.0, 50, 1.5, 0.2) == pytest.approx(erm_sensitivity(1.5, 0.2, 50))
+    assert tilted_sensitivity(0.0, 2.0, 50, 1.5, 0.2) == pytest.approx(
+        erm_sensitivity(1.5, 0.2, 50)
+    )
+    assert tilted_sensitivity(1e-9, 2.0, 50, 1.5, 0.2) == pytest.approx(
+        erm_sensitivity(1.5, 0.2, 50)
+    )
     assert tilted_smoothness(0.0, 1.5, 0.7) == pytest.approx(0.7)
     assert tilted_strong_convexity(0.0, 1.5, 0.7) == 0.7
 
@@ -121,19 +138,30 @@ def test_the_curvature_bounds_hold_and_are_attained():
     for tilt in (2.0, -0.05):
 
         def objective(w, tilt=tilt):
-            return np.log(np.mean(np.exp(tilt * lipschitz * w * np.array([1.0, -1.0])))) / tilt + lam * w * w / 2
+            return (
+                np.log(np.mean(np.exp(tilt * lipschitz * w * np.array([1.0, -1.0])))) / tilt
+                + lam * w * w / 2
+            )
 
         curvature = (objective(step) + objective(-step) - 2 * objective(0.0)) / step**2
         if tilt > 0:
             assert curvature == pytest.approx(tilted_smoothness(tilt, lipschitz, lam), rel=1e-5)
         else:
-            assert curvature == pytest.approx(tilted_strong_convexity(tilt, lipschitz, lam), rel=1e-5)
+            assert curvature == pytest.approx(
+                tilted_strong_convexity(tilt, lipschitz, lam), rel=1e-5
+            )
 
 
 def test_a_small_diameter_replaces_the_length():
-    assert tilted_strong_convexity(-0.5, 1.0, 0.3, gradient_diameter=1.0) == pytest.approx(0.3 - 0.5 * 0.25)
-    assert tilted_smoothness(0.5, 1.0, 0.3, gradient_diameter=1.0) == pytest.approx(0.3 + 0.5 * 0.25)
-    assert tilted_smoothness(0.5, 1.0, 0.3, gradient_diameter=5.0) == tilted_smoothness(0.5, 1.0, 0.3)
+    assert tilted_strong_convexity(-0.5, 1.0, 0.3, gradient_diameter=1.0) == pytest.approx(
+        0.3 - 0.5 * 0.25
+    )
+    assert tilted_smoothness(0.5, 1.0, 0.3, gradient_diameter=1.0) == pytest.approx(
+        0.3 + 0.5 * 0.25
+    )
+    assert tilted_smoothness(0.5, 1.0, 0.3, gradient_diameter=5.0) == tilted_smoothness(
+        0.5, 1.0, 0.3
+    )
     half = tilted_sensitivity(0.5, 1.0, 10, 1.0, 0.3, gradient_diameter=1.0)
     assert half == pytest.approx(tilted_sensitivity(0.5, 1.0, 10, 1.0, 0.3) / 2)
 
@@ -158,9 +186,18 @@ def test_a_tilt_that_costs_the_convexity_is_refused():
         (lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 0.0), "strong_convexity must be > 0"),
         (lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, -1.0), "gradient_diameter must be > 0"),
         (lambda: tilted_sensitivity(1.0, 1.0, None, 1.0, 1.0), "n must be given"),
-        (lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, adjacency="remove"), "adjacency must be one of"),
-        (lambda: tilted_sensitivity(1.0, 1.0, None, 1.0, 1.0, adjacency="add_remove", n_min=0), "n_min must be"),
-        (lambda: tilted_sensitivity(1.0, -1.0, None, 1.0, 1.0, adjacency="add_remove"), "loss_range must be"),
+        (
+            lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, adjacency="remove"),
+            "adjacency must be one of",
+        ),
+        (
+            lambda: tilted_sensitivity(1.0, 1.0, None, 1.0, 1.0, adjacency="add_remove", n_min=0),
+            "n_min must be",
+        ),
+        (
+            lambda: tilted_sensitivity(1.0, -1.0, None, 1.0, 1.0, adjacency="add_remove"),
+            "loss_range must be",
+        ),
         (lambda: tilted_sensitivity_paper(-1.0, 1.0, 10, 1.0, 1.0), "tilt must be > 0"),
     ],
 )

@@ -27,7 +27,11 @@ from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_of_ball
-from torch_dpsco.theory.user_level.schedules import published_noise_std, schedule_paper, user_localized_schedule
+from torch_dpsco.theory.user_level.schedules import (
+    published_noise_std,
+    schedule_paper,
+    user_localized_schedule,
+)
 from torch_dpsco.theory.user_level.sensitivity import bernoulli_sensitivity
 
 # -- E2: the published algorithm is not private at the level claimed ------------------------------------------------
@@ -48,7 +52,9 @@ def attack(b1: float, b2: float, noise_std: float) -> tuple[float, float, float]
     """
     D, E = [rows(625, 0.0)] * 10 + [rows(624, -3.0)], [rows(625, -3.0)] * 10 + [rows(624, 0.0)]
     assert all((a[1:] == b[1:]).all() for a, b in zip(D, E, strict=True))
-    gaps = [[concentration_score(x, TAU) - 4 * N / 5 for x in (data[0], data[-1])] for data in (D, E)]
+    gaps = [
+        [concentration_score(x, TAU) - 4 * N / 5 for x in (data[0], data[-1])] for data in (D, E)
+    ]
     p, q = (sequence_probability(first, last, 10, b1, b2) for first, last in gaps)
     assert (inclusion(D[0], TAU) == 1).all()
     assert (inclusion(E[0], TAU) == 1).all()
@@ -191,9 +197,13 @@ def test_the_literal_methods_descend_on_a_quadratic_and_stop_where_users_disagre
     def query(theta, j):
         return theta - optimum[j]
 
-    found = algorithm_3(query, range(64), np.zeros(3), 200, 0.2, OutlierRemoval(64, 0.5), ball(10.0))
+    found = algorithm_3(
+        query, range(64), np.zeros(3), 200, 0.2, OutlierRemoval(64, 0.5), ball(10.0)
+    )
     assert np.linalg.norm(found - 1.0) < 0.1
-    spread = algorithm_3(query, range(64), np.zeros(3), 200, 0.2, OutlierRemoval(64, 1e-9), ball(10.0))
+    spread = algorithm_3(
+        query, range(64), np.zeros(3), 200, 0.2, OutlierRemoval(64, 1e-9), ball(10.0)
+    )
     assert (spread == 0).all()
     phases = [LiteralPhase(16, 50, 0.0, 0.2, 0.5, 1.0), LiteralPhase(32, 50, 0.0, 0.2, 0.5, 1.0)]
     assert np.linalg.norm(algorithm_4(query, range(64), phases, np.zeros(3), 10.0, 50) - 1.0) < 0.2
@@ -206,7 +216,9 @@ def test_the_phases_of_the_library_are_those_of_the_transcription():
     assert ours.phase_users == tuple(phase.users for phase in literal)
     for phase, radius in zip(literal, ours.radii, strict=True):
         assert radius == pytest.approx(phase.start_radius, rel=1e-12)
-        made = schedule_paper(phase.users, 4, 10, **task, lipschitz=1.5, radius=radius, steps=phase.steps)
+        made = schedule_paper(
+            phase.users, 4, 10, **task, lipschitz=1.5, radius=radius, steps=phase.steps
+        )
         assert made.default_steps == phase.steps
         assert made.lr == pytest.approx(phase.lr, rel=1e-12)
         assert made.pair_radius == pytest.approx(phase.tau, rel=1e-12)

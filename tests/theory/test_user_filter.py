@@ -61,7 +61,9 @@ def mp_delta(plan: UserFilterPlan, epsilon: float) -> mp.mpf:
 def events(plan: UserFilterPlan) -> list:
     """What a filtered phase charges."""
     mean = Gaussian(plan.noise_std, {"replace_one": plan.sensitivity}, failure=plan.step_failure)
-    test = AboveThreshold(plan.threshold_scale, plan.query_scale, {"replace_one": plan.score_sensitivity})
+    test = AboveThreshold(
+        plan.threshold_scale, plan.query_scale, {"replace_one": plan.score_sensitivity}
+    )
     return [test, Repeat(mean, plan.steps), Failure(plan.failure, "transcript")]
 
 
@@ -119,12 +121,19 @@ def test_a_plan_names_unit_and_adjacency():
 
 def test_bad_passes_are_not_more_frequent_than_the_plan_says():
     """Binomial tail 1e-6 on 200,000 runs whose scores all lie just below H; the failure is made likely for that."""
-    plan = dataclasses.replace(PLAN, score_floor=PLAN.threshold - 8 * PLAN.query_scale, ramp_end=1500, delta=0.9)
+    plan = dataclasses.replace(
+        PLAN, score_floor=PLAN.threshold - 8 * PLAN.query_scale, ramp_end=1500, delta=0.9
+    )
     rng, runs = np.random.default_rng(3), 200_000
     nu = np.full(runs, -math.inf)
     for _ in range(plan.steps):
         nu = np.maximum(nu, rng.laplace(scale=plan.query_scale, size=runs))
-    bad = int((plan.score_floor + nu >= plan.threshold + rng.laplace(scale=plan.threshold_scale, size=runs)).sum())
+    bad = int(
+        (
+            plan.score_floor + nu
+            >= plan.threshold + rng.laplace(scale=plan.threshold_scale, size=runs)
+        ).sum()
+    )
     assert bad > 1000
     assert binom.ppf(1e-6, runs, plan.failure) <= bad <= binom.isf(1e-6, runs, plan.failure)
 
@@ -134,7 +143,11 @@ def test_honest_runs_halt_no_more_often_than_asked_for():
     nu = np.full(runs, math.inf)
     for _ in range(PLAN.steps):
         nu = np.minimum(nu, rng.laplace(scale=PLAN.query_scale, size=runs))
-    halts = int((0.99 * 2000 + nu < PLAN.threshold + rng.laplace(scale=PLAN.threshold_scale, size=runs)).sum())
+    halts = int(
+        (
+            0.99 * 2000 + nu < PLAN.threshold + rng.laplace(scale=PLAN.threshold_scale, size=runs)
+        ).sum()
+    )
     assert PLAN.halt_probability() == pytest.approx(0.01, rel=1e-9)
     assert 300 < halts <= binom.isf(1e-6, runs, 0.01)
     assert PLAN.halt_probability(2000.0) < 0.01 < PLAN.halt_probability(1900.0)
@@ -157,21 +170,35 @@ def test_honest_runs_halt_no_more_often_than_asked_for():
 def test_the_table_of_noises(n, T, epsilon, delta, published, ours, unfiltered):
     """Section 4.5, in units of tau/n at typical score n: never more noise, never below that without a filter."""
     plan = calibrate_filter(
-        n_users=n, steps=T, epsilon=epsilon, delta=delta, pair_radius=1.0, typical_score=n, halt_probability=0.01
+        n_users=n,
+        steps=T,
+        epsilon=epsilon,
+        delta=delta,
+        pair_radius=1.0,
+        typical_score=n,
+        halt_probability=0.01,
     )
     least = clipping_noise_std(n, T, epsilon, delta, 1.0)
     assert least < plan.noise_std
     assert 0.94 * ours < plan.noise_std * n < 1.015 * ours
     assert least * n == pytest.approx(unfiltered, rel=0.02)
     with pytest.warns(UtilityWarning, match="not a proved calibration"):
-        assert published_noise_std(n, T, epsilon, delta, 1.0) * n == pytest.approx(published, rel=0.01)
+        assert published_noise_std(n, T, epsilon, delta, 1.0) * n == pytest.approx(
+            published, rel=0.01
+        )
 
 
 def test_the_filter_needs_gradients_several_times_the_spread_to_win():
     """The table of docs/user_level.md, rounded: T = 60, epsilon = 2."""
     for n, ratio in ((3000, 3.7), (10**4, 2.1), (3 * 10**4, 1.5), (10**5, 1.25)):
         plan = calibrate_filter(
-            n_users=n, steps=60, epsilon=2.0, delta=1e-6, pair_radius=1.0, typical_score=n, halt_probability=0.01
+            n_users=n,
+            steps=60,
+            epsilon=2.0,
+            delta=1e-6,
+            pair_radius=1.0,
+            typical_score=n,
+            halt_probability=0.01,
         )
         assert break_even_clip(plan) == pytest.approx(ratio, rel=0.1)
 
@@ -212,7 +239,9 @@ def test_noise_falls_with_users_and_budget_and_grows_with_steps_and_radius():
 
 
 def test_many_users_pay_for_the_gaussian_alone():
-    plan = calibrate_filter(n_users=10**9, steps=100, epsilon=1.0, delta=1e-6, pair_radius=1.0, typical_score=10**9)
+    plan = calibrate_filter(
+        n_users=10**9, steps=100, epsilon=1.0, delta=1e-6, pair_radius=1.0, typical_score=10**9
+    )
     assert plan.noise_std == pytest.approx(clipping_noise_std(10**9, 100, 1.0, 1e-6, 1.0), rel=0.03)
 
 

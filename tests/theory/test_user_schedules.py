@@ -29,7 +29,13 @@ from torch_dpsco.theory.user_level.schedules import best_steps, filtered_schedul
 
 # -- schedules -----------------------------------------------------------------------------------------------------
 
-SETTING = {"lipschitz": 2.0, "radius": 3.0, "n_items": 5000, "dim": 7, "noise_std_per_root_step": 0.02}
+SETTING = {
+    "lipschitz": 2.0,
+    "radius": 3.0,
+    "n_items": 5000,
+    "dim": 7,
+    "noise_std_per_root_step": 0.02,
+}
 
 
 @pytest.mark.parametrize("steps", [1, 50, 3000])
@@ -37,7 +43,9 @@ def test_the_step_size_minimizes_the_bound(steps):
     made = schedule(**SETTING, steps=steps)
     noise = SETTING["dim"] * steps * SETTING["noise_std_per_root_step"] ** 2
     A = (4.0 + noise) / 2 + 8 * math.sqrt(steps) + 16 * steps / 5000
-    found = minimize_scalar(lambda log_lr: 9 / (2 * math.exp(log_lr) * steps) + math.exp(log_lr) * A, (-9, 0))
+    found = minimize_scalar(
+        lambda log_lr: 9 / (2 * math.exp(log_lr) * steps) + math.exp(log_lr) * A, (-9, 0)
+    )
     assert made.bound == pytest.approx(found.fun, rel=1e-9)
     assert made.lr == pytest.approx(math.exp(found.x), rel=1e-5)
 
@@ -53,7 +61,14 @@ def test_more_steps_than_the_best_number_gain_little():
 
 def test_a_calibrated_schedule_has_its_own_steps_and_bound():
     made = filtered_schedule(
-        n_users=20_000, items_per_user=50, dim=1000, epsilon=1.0, delta=1e-6, lipschitz=1.0, radius=1.0, pair_radius=1.0
+        n_users=20_000,
+        items_per_user=50,
+        dim=1000,
+        epsilon=1.0,
+        delta=1e-6,
+        lipschitz=1.0,
+        radius=1.0,
+        pair_radius=1.0,
     )
     sigma_1 = made.plan.noise_std / math.sqrt(made.plan.steps)
     again = schedule(1.0, 1.0, 10**6, made.plan.steps, 1000, sigma_1)
@@ -73,7 +88,10 @@ PHASES = {
 def test_the_most_phases_that_are_feasible_are_taken():
     plan = localized_user_plan(n_users=4000, **PHASES)
     assert [phase.users for phase in plan.phases] == [500, 1000, 2000]
-    with pytest.raises(InfeasibleError, match=r"phase 1 of 4 \(250 of 4000 users\): .* smallest n_users that works is"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"phase 1 of 4 \(250 of 4000 users\): .* smallest n_users that works is",
+    ):
         localized_user_plan(n_users=4000, **PHASES, phases=4)
     assert localized_user_plan(n_users=4000, **PHASES, phases=2).phases_count == 2
     with pytest.raises(InfeasibleError, match=r"phase 1 of 1 \(200 of 400 users\)"):
@@ -137,14 +155,20 @@ def test_the_score_of_honest_users_falls_by_two_for_each_isolated_one():
     x = np.zeros(100)
     x[:7] = np.arange(7) * 10.0 + 50
     score = (np.abs(x[:, None] - x[None]) <= 1).sum() / 100
-    assert typical_score(100, isolated=7, share=1.0) <= score <= typical_score(100, isolated=7, share=1.0) + 0.6
+    assert (
+        typical_score(100, isolated=7, share=1.0)
+        <= score
+        <= typical_score(100, isolated=7, share=1.0) + 0.6
+    )
 
 
 def test_the_private_search_is_epsilon_private():
     search = pair_radius_search(50, 0.7, 0.1)
     assert search.candidates[1] / search.candidates[0] == pytest.approx(1.25)
     assert search.target == max(45.0, 49.5 - 4 * math.log(64) / 0.7)
-    larger = pair_radius_search(2000, 0.5, 0.1)  # above all distances with 1 % at most: so far below n it must be
+    larger = pair_radius_search(
+        2000, 0.5, 0.1
+    )  # above all distances with 1 % at most: so far below n it must be
     assert larger.target == 2000 - 4 * math.log(6400) / 0.5 > 0.9 * 2000
     assert pair_radius_search(10**6, 2.0, 0.1).target == 0.99 * 10**6 - 4 * math.log(64) / 2
     rng = np.random.default_rng(2)
@@ -172,8 +196,12 @@ def test_sketches_fail_as_rarely_as_the_chi_square_says():
 
 
 def test_clipping_costs_twice_as_much_for_a_replaced_user():
-    assert clipped_sensitivity(2.0, 50, "replace_one") == 2 * clipped_sensitivity(2.0, 50, "add_remove")
-    one, two = (clipping_noise_std(100, 10, 1.0, 1e-6, 1.0, kind) for kind in ("zero_out", "replace_one"))
+    assert clipped_sensitivity(2.0, 50, "replace_one") == 2 * clipped_sensitivity(
+        2.0, 50, "add_remove"
+    )
+    one, two = (
+        clipping_noise_std(100, 10, 1.0, 1e-6, 1.0, kind) for kind in ("zero_out", "replace_one")
+    )
     assert two == pytest.approx(2 * one)
     with pytest.raises(ValueError, match="sample_rate must be"):
         clipped_sensitivity(1.0, 10, "add_remove", 1.5)
@@ -215,7 +243,10 @@ def test_the_marginal_of_the_ball_has_all_digits(dim, radius, share):
     with mp.workdps(40):
         r, t = mp.mpf(radius), mp.mpf(radius * share)
         x = min(mp.mpf(1), abs(t) / r)
-        tail = mp.betainc(mp.mpf(dim + 1) / 2, mp.mpf(1) / 2, 0, (1 - x) * (1 + x), regularized=True) / 2
+        tail = (
+            mp.betainc(mp.mpf(dim + 1) / 2, mp.mpf(1) / 2, 0, (1 - x) * (1 + x), regularized=True)
+            / 2
+        )
         exact = tail if t < 0 else 1 - tail
         # near the surface the rounding of t/r alone, 2^-53, moves the tail by up to (d + 1) 2^-53/(1 - x) of it
         rounding = mp.mpf(8 * (dim + 1)) * mp.mpf(2) ** -53 / max(1 - x, mp.mpf(2) ** -53)
@@ -231,7 +262,9 @@ def test_points_of_the_ball_follow_the_marginal(dim):
     cdf = np.vectorize(lambda t: ball_marginal_cdf(dim, 1.5, t))
     assert kstest(y[:, 0], cdf).pvalue > 1e-6
     assert y[:, 0].var() == pytest.approx(ball_marginal_variance(dim, 1.5), rel=0.06)
-    assert np.linalg.norm(y, axis=1).mean() == pytest.approx(smoothing_bias(1.0, dim, 1.5), rel=0.02)
+    assert np.linalg.norm(y, axis=1).mean() == pytest.approx(
+        smoothing_bias(1.0, dim, 1.5), rel=0.02
+    )
 
 
 def test_the_marginal_ends_at_the_radius():

@@ -57,7 +57,11 @@ def test_the_two_radius_coefficient_is_never_below_its_exact_value(setting):
     M = math.ceil(H)
     if b <= M - 1:
         exact = 2 * (1 + (n - M) / (b - Fraction(n + 1, 2))) / M
-        assert exact <= Fraction(filter_coefficient_two_radius(n, H, b)) <= exact * (1 + Fraction(1, 10**12))
+        assert (
+            exact
+            <= Fraction(filter_coefficient_two_radius(n, H, b))
+            <= exact * (1 + Fraction(1, 10**12))
+        )
         assert filter_coefficient_two_radius(n, H) <= filter_coefficient_two_radius(n, H, b)
 
 
@@ -86,15 +90,22 @@ def test_agreement_of_all_costs_what_averaging_costs():
 def test_the_two_radius_filter_wins_at_low_scores_and_loses_at_high_ones():
     n = 10**4
     for share, better in ((0.65, "two"), (0.85, "two"), (0.88, "same"), (0.95, "same")):
-        same, two = best_ramp_end(n, share * n).coefficient, filter_coefficient_two_radius(n, share * n)
+        same, two = (
+            best_ramp_end(n, share * n).coefficient,
+            filter_coefficient_two_radius(n, share * n),
+        )
         assert ("two" if two < same else "same") == better
 
 
 def test_the_figures_of_the_specification_for_random_membership():
     n, b = 10**4, 20_000 // 3
     for share, random, fixed in ((0.68, 112, 16.3), (0.8, 80, 8.3), (0.95, 46, 3.6)):
-        assert bernoulli_sensitivity(n, share * n, b, 1e-12, 1.0) * n == pytest.approx(random, rel=0.01)
-        best = min(best_ramp_end(n, share * n).coefficient, filter_coefficient_two_radius(n, share * n))
+        assert bernoulli_sensitivity(n, share * n, b, 1e-12, 1.0) * n == pytest.approx(
+            random, rel=0.01
+        )
+        best = min(
+            best_ramp_end(n, share * n).coefficient, filter_coefficient_two_radius(n, share * n)
+        )
         assert 2 * best * n == pytest.approx(fixed, rel=0.02)
 
 
@@ -104,7 +115,9 @@ def test_mismatches_are_counted_exactly(count, percent, digits):
     mass = [math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(count + 1)]
     exact = next(k for k in range(count + 1) if 1 - sum(mass[: k + 1]) <= failure)
     found = bernoulli_mismatch(count, float(p), float(failure))
-    assert found == exact or (found == exact + 1 and abs(1 - sum(mass[: exact + 1]) - failure) < failure / 10**8)
+    assert found == exact or (
+        found == exact + 1 and abs(1 - sum(mass[: exact + 1]) - failure) < failure / 10**8
+    )
 
 
 def test_no_mismatch_where_none_can_differ():
@@ -116,7 +129,10 @@ def test_no_mismatch_where_none_can_differ():
     ("call", "message"),
     [
         (lambda: filter_coefficient(3, 3.0, 2), "n must be >= 4"),
-        (lambda: filter_coefficient(10, 9.0, 10), r"ramp_end must be an integer in \(\(n\+1\)/2, n-1\] = \(5.5, 9\]"),
+        (
+            lambda: filter_coefficient(10, 9.0, 10),
+            r"ramp_end must be an integer in \(\(n\+1\)/2, n-1\] = \(5.5, 9\]",
+        ),
         (lambda: filter_coefficient(10, 9.0, 5), "ramp_end must be an integer in"),
         (lambda: filter_coefficient(10, 9.0, 7.5), "ramp_end must be an integer"),
         (lambda: filter_coefficient(10, 7.0, 8), "ramp_end must be <= score_floor=7"),
@@ -126,7 +142,10 @@ def test_no_mismatch_where_none_can_differ():
         (lambda: best_ramp_end(100, 50.6), "score_floor must be >= 51"),
         (lambda: filter_coefficient_two_radius(100, 50.9), "score_floor must be > 51"),
         (lambda: filter_coefficient_two_radius(100, 80.0, 80), "ramp_end must be <= ceil"),
-        (lambda: bernoulli_sensitivity(100, 66.0, 66, 1e-6, 1.0), "score_floor must be > ramp_end=66"),
+        (
+            lambda: bernoulli_sensitivity(100, 66.0, 66, 1e-6, 1.0),
+            "score_floor must be > ramp_end=66",
+        ),
         (lambda: bernoulli_sensitivity(100, 80.0, 66, 0.0, 1.0), "failure must be in"),
         (lambda: bernoulli_sensitivity(100, 80.0, 66, 1e-6, 0.0), "pair_radius must be > 0"),
         (lambda: bernoulli_mismatch(-1, 0.5, 0.1), "count must be an integer >= 0"),
@@ -155,7 +174,9 @@ class Pairs:
         """Neighbors of each cluster's members and of user 1, everyone included."""
         gap = np.abs(self.position[:, :, None] - self.position[:, None, :])
         near = np.abs(self.position - user[:, None]) <= radius
-        return ((gap <= radius) * self.size[:, None, :]).sum(2) + near, 1 + (near * self.size).sum(1)
+        return ((gap <= radius) * self.size[:, None, :]).sum(2) + near, 1 + (near * self.size).sum(
+            1
+        )
 
     def score(self, user):
         common, own = self.counts(user, 1.0)
@@ -175,7 +196,9 @@ def random_pairs(rng, n, many):
     position = rng.integers(-6, 7, (many, CLUSTERS)) / 2.0
     position[::2, 0] = 0.0
     cut = np.sort(rng.integers(0, n, (many, CLUSTERS - 1)), axis=1)
-    cut[::2] = n - 1 - np.sort(rng.integers(0, 1 + n // 3, (len(cut[::2]), CLUSTERS - 1)), axis=1)[:, ::-1]
+    cut[::2] = (
+        n - 1 - np.sort(rng.integers(0, 1 + n // 3, (len(cut[::2]), CLUSTERS - 1)), axis=1)[:, ::-1]
+    )
     size = np.diff(cut, axis=1, prepend=0, append=n - 1)
     user = rng.integers(-6, 7, (2, many)) / 2.0
     user[rng.random((2, many)) < 0.1] = FAR
@@ -205,7 +228,9 @@ def ratios(pairs, filter, rng):
     H = np.maximum(pairs.score(pairs.before), pairs.score(pairs.after))
     if filter == "same":
         best = np.minimum(np.floor(H), n - 1)
-        b = np.where(rng.random(len(H)) < 0.7, np.round((n + a) / 2), rng.integers(int(a) + 1, n, len(H)))
+        b = np.where(
+            rng.random(len(H)) < 0.7, np.round((n + a) / 2), rng.integers(int(a) + 1, n, len(H))
+        )
         b = np.minimum(b, best)
         valid = b > a
         b = np.where(valid, b, n - 1)
@@ -223,7 +248,9 @@ def ratios(pairs, filter, rng):
     def weight(counts):
         return np.clip((counts - a) / (b - a)[:, None], 0, 1)
 
-    moves = np.abs(pairs.mean(pairs.before, radius, weight) - pairs.mean(pairs.after, radius, weight))
+    moves = np.abs(
+        pairs.mean(pairs.before, radius, weight) - pairs.mean(pairs.after, radius, weight)
+    )
     return np.where(valid, moves / bound, 0.0), H, b
 
 
@@ -237,7 +264,9 @@ def search(filter, n, many, rounds, seed):
         for name, values in (("any", ratio), ("low", low)):
             k = int(values.argmax())
             best[name] = max(best[name], (float(values[k]), float(H[k]), int(b[k])))
-        pairs = moved(rng, pairs, np.concatenate([np.argsort(ratio)[-200:], np.argsort(low)[-200:]]))
+        pairs = moved(
+            rng, pairs, np.concatenate([np.argsort(ratio)[-200:], np.argsort(low)[-200:]])
+        )
     return best
 
 
@@ -249,7 +278,11 @@ def check_search(filter, sizes, many, rounds):
             assert ratio <= 1 + 1e-9, (n, H, b)
             reached[name] = max(reached[name], ratio)
             if ratio > 0:  # the formula of this file is that of the library
-                own = filter_coefficient(n, H, b) if filter == "same" else filter_coefficient_two_radius(n, H, b)
+                own = (
+                    filter_coefficient(n, H, b)
+                    if filter == "same"
+                    else filter_coefficient_two_radius(n, H, b)
+                )
                 assert own > 0
     return reached
 
@@ -280,14 +313,21 @@ def test_the_search_would_refute_a_bound_that_is_five_percent_too_small():
     assert max(ratios(pairs, "same", rng)[0].max(), ratios(pairs, "two", rng)[0].max()) > 0.95
 
 
-@given(st.integers(4, 12), st.integers(1, 3), st.sampled_from(["same", "two"]), st.randoms(use_true_random=False))
+@given(
+    st.integers(4, 12),
+    st.integers(1, 3),
+    st.sampled_from(["same", "two"]),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=200)
 def test_no_pair_of_free_points_exceeds_the_bounds(n, dim, filter, random):
     """Points on a coarse lattice of up to three dimensions, most of them close together."""
     far = np.array([FAR] + [0.0] * (dim - 1))
 
     def point():
-        return np.array([random.choice((-2.0, -1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0)) for _ in range(dim)])
+        return np.array(
+            [random.choice((-2.0, -1.0, -0.5, 0.0, 0.0, 0.0, 0.5, 1.0, 2.0)) for _ in range(dim)]
+        )
 
     rows = np.stack([point() for _ in range(n)])
     other = rows.copy()
@@ -299,7 +339,9 @@ def test_no_pair_of_free_points_exceeds_the_bounds(n, dim, filter, random):
     H, a = max(counts(rows, 1.0).sum(), counts(other, 1.0).sum()) / n, (n + 1) / 2
     try:
         b, coefficient = (
-            best_ramp_end(n, H) if filter == "same" else (math.ceil(H) - 1, filter_coefficient_two_radius(n, H))
+            best_ramp_end(n, H)
+            if filter == "same"
+            else (math.ceil(H) - 1, filter_coefficient_two_radius(n, H))
         )
     except ConditionError:
         return
@@ -318,7 +360,10 @@ def test_membership_probabilities_of_common_users_differ_by_at_most_the_bound():
     a = (n + 1) / 2
     pairs = random_pairs(rng, n, 20_000)
     H = np.maximum(pairs.score(pairs.before), pairs.score(pairs.after))
-    p, q = (np.clip((pairs.counts(user, 2.0)[0] - a) / (b - a), 0, 1) for user in (pairs.before, pairs.after))
+    p, q = (
+        np.clip((pairs.counts(user, 2.0)[0] - a) / (b - a), 0, 1)
+        for user in (pairs.before, pairs.after)
+    )
     differ = ((p != q) * pairs.size).sum(1)
     good = np.ceil(H) >= b + 1
     assert good.sum() > 1000

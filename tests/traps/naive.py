@@ -90,7 +90,9 @@ def opacus_script(
         module=model,
         optimizer=optimizer(model.parameters()),
         criterion=criterion,
-        data_loader=DataLoader(TensorDataset(x), batch_size=batch_size or len(x), num_workers=workers),
+        data_loader=DataLoader(
+            TensorDataset(x), batch_size=batch_size or len(x), num_workers=workers
+        ),
         noise_multiplier=noise,
         max_grad_norm=1.0,
         loss_reduction=reduction,

@@ -24,7 +24,9 @@ WORKERS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:D
 
 
 def in_parts(script: Script, size: int) -> BatchMemoryManager:
-    return BatchMemoryManager(data_loader=script.loader, max_physical_batch_size=size, optimizer=script.optimizer)
+    return BatchMemoryManager(
+        data_loader=script.loader, max_physical_batch_size=size, optimizer=script.optimizer
+    )
 
 
 # -- T3 ---------------------------------------------------------------------------------------------------------------
@@ -43,22 +45,32 @@ def naive_release_after_an_interruption(first: float) -> Tensor:
 Parts = Callable[[dp.PrivateOptimizer, Any], Iterable[Any]]
 PARTS: dict[str, Parts] = {
     "loader": lambda ours, data: ours.loader(data, steps=1, physical_batch_size=1),
-    "PhysicalBatches": lambda ours, data: dp.sampling.PhysicalBatches(ours.loader(data, steps=1), 1),
-    "PhysicalBatches of a DataLoader": lambda ours, data: dp.sampling.PhysicalBatches(own_loader(ours, data), 1),
+    "PhysicalBatches": lambda ours, data: dp.sampling.PhysicalBatches(
+        ours.loader(data, steps=1), 1
+    ),
+    "PhysicalBatches of a DataLoader": lambda ours, data: dp.sampling.PhysicalBatches(
+        own_loader(ours, data), 1
+    ),
     "BatchMemoryManager": lambda ours, data: managed(ours, ours.loader(data, steps=1)),
     "BatchMemoryManager of a DataLoader": lambda ours, data: managed(ours, own_loader(ours, data)),
 }
 
 
 def own_loader(ours: dp.PrivateOptimizer, data: Any, workers: int = 0) -> DataLoader[Any]:
-    return ours.bind(DataLoader(data, batch_sampler=make_sampler(ours.design, steps=1), num_workers=workers))
+    return ours.bind(
+        DataLoader(data, batch_sampler=make_sampler(ours.design, steps=1), num_workers=workers)
+    )
 
 
 def managed(ours: dp.PrivateOptimizer, loader: Any, size: int = 1) -> Iterable[Any]:
-    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=ours).__enter__()
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=size, optimizer=ours
+    ).__enter__()
 
 
-def release_after_an_interruption(first: float, rows: str, parts_of: Parts) -> tuple[Tensor, dp.PrivateOptimizer]:
+def release_after_an_interruption(
+    first: float, rows: str, parts_of: Parts
+) -> tuple[Tensor, dp.PrivateOptimizer]:
     model = scores(1, rows)
     ours = make_optimizer(model, dp.Full(2))
     parts = parts_of(ours, column(first, 0.0))
@@ -146,7 +158,9 @@ def naive_rank(rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[li
     return [(batch // 2).tolist() for batch in sampler]
 
 
-def test_t13_ranks_draw_different_places_and_no_empty_batch_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t13_ranks_draw_different_places_and_no_empty_batch_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """T13: training on two processes by Poisson sampling, and batches that turn out to be empty.
 
     Opacus 1.6: the distributed sampler skips empty batches: of 30 planned ones, one rank makes 21 and the other 23;
@@ -195,7 +209,12 @@ def public_numbers(n_records: int, rows: str) -> tuple[float, int, float, int]:
         if len(x):
             divisors.append(len(x) / mean.item())
     assert max(divisors) - min(divisors) < 1e-2
-    return loader.design.batch_size / loader.design.n, steps, round(divisors[0], 2), len(ours.accountant)
+    return (
+        loader.design.batch_size / loader.design.n,
+        steps,
+        round(divisors[0], 2),
+        len(ours.accountant),
+    )
 
 
 @ROWS

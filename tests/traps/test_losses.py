@@ -43,7 +43,9 @@ def total(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs * targets).sum()
 
 
-def naive_clipped_sum(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], first: float) -> float:
+def naive_clipped_sum(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], first: float
+) -> float:
     """Returns the sum of the clipped rows (clip 1) of nine records, the first of which is replaced."""
     naive = GradSampleModule(model, loss_reduction="sum")
     x = torch.tensor([[first], *[[10.0]] * 8])
@@ -56,12 +58,17 @@ def naive_clipped_sum(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
 
 
 # model, loss, and how far the sum of the clipped rows of an Opacus user moves
-COUPLED = {"tilted loss": (lambda: plain(start=1.0), tilted, 8.0), "batch mean in the model": (Centered, total, 7.0)}
+COUPLED = {
+    "tilted loss": (lambda: plain(start=1.0), tilted, 8.0),
+    "batch mean in the model": (Centered, total, 7.0),
+}
 
 
 @ROWS
 @pytest.mark.parametrize("coupled", list(COUPLED))
-def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(rows: str, coupled: str) -> None:
+def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(
+    rows: str, coupled: str
+) -> None:
     """T7: a loss or model in which one record changes the gradients of the others (tilted, contrastive, batch mean).
 
     Opacus 1.6: no error; replacing one of nine records moves the sum of the clipped rows by 8.0 (tilted loss) or 7.0
@@ -74,7 +81,10 @@ def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(ro
     sums = [naive_clipped_sum(build(), loss, first) for first in (10.0 - 1e-3, 40.0)]
     assert abs(sums[1] - sums[0]) == pytest.approx(moved, abs=1e-4)
 
-    model, data = dp.attach(build(), rows=rows, loss_reduction="sum"), TensorDataset(torch.rand(9, 1), torch.ones(9, 1))
+    model, data = (
+        dp.attach(build(), rows=rows, loss_reduction="sum"),
+        TensorDataset(torch.rand(9, 1), torch.ones(9, 1)),
+    )
     ours = make_optimizer(model, dp.Full(9), noise=1.0)
     critical = dp.doctor(model, loss, ours.loader(data), ours).critical
     assert [finding.name for finding in critical] == ["coupled-records"]
@@ -176,6 +186,10 @@ def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> 
     for size in (2, 3, 4, 7):
         data = -0.4 * size / 4
         assert regularized(size, rows, reg=0.1) == pytest.approx(1.0 + data - 0.1 * 1.0, abs=1e-6)
-        assert regularized(size, rows, reg=0.0, prox=dp.prox.Ball(0.1)) == pytest.approx(-0.1, abs=1e-6)
+        assert regularized(size, rows, reg=0.0, prox=dp.prox.Ball(0.1)) == pytest.approx(
+            -0.1, abs=1e-6
+        )
         expected = max(1.0 + data - 0.1, 0.0)  # soft threshold lr * 0.1
-        assert regularized(size, rows, reg=0.0, prox=dp.prox.L1(0.1)) == pytest.approx(expected, abs=1e-6)
+        assert regularized(size, rows, reg=0.0, prox=dp.prox.L1(0.1)) == pytest.approx(
+            expected, abs=1e-6
+        )

@@ -78,7 +78,9 @@ def test_an_oracle_serves_one_optimizer() -> None:
     oracle = dp.oracles.Clipped(clip=1.0, noise_multiplier=0.0, batch_size=4)
 
     def make() -> dp.PrivateOptimizer:
-        return dp.PrivateOptimizer(scores(1).parameters(), 1.0, oracle=oracle, rule=dp.rules.SGD(), design=dp.Full(4))
+        return dp.PrivateOptimizer(
+            scores(1).parameters(), 1.0, oracle=oracle, rule=dp.rules.SGD(), design=dp.Full(4)
+        )
 
     make()
     with pytest.raises(SequenceError, match="oracle is another optimizer's"):
@@ -94,7 +96,9 @@ def test_a_shallow_copy_of_an_optimizer_is_refused() -> None:
 def test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise() -> None:
     model = scores(1)
     ours = make_optimizer(model, Undeclared(1), noise=1.0)
-    model(torch.ones(1, 1)).sum().backward()  # torch refuses it in the child of a process that compiled
+    model(
+        torch.ones(1, 1)
+    ).sum().backward()  # torch refuses it in the child of a process that compiled
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

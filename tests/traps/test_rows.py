@@ -41,7 +41,9 @@ def release_with(record: list[float], rows: str) -> tuple[Tensor, dp.PrivateOpti
 
 
 @ROWS
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e20, 1e38], ids=["nan", "inf", "overflow", "far overflow"])
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, 1e20, 1e38], ids=["nan", "inf", "overflow", "far overflow"]
+)
 def test_t05_a_record_that_is_not_finite_changes_its_own_row_only(rows: str, bad: float) -> None:
     """T5: one record holds a NaN or an infinity, or is so large that its gradient overflows.
 
@@ -70,7 +72,9 @@ def test_t05_a_record_that_is_not_finite_changes_its_own_row_only(rows: str, bad
 
 def naive_ghost_release(record: float) -> float:
     """Returns what a ghost-clipping run releases whose user keeps the original loss."""
-    naive = opacus_script(torch.tensor([[record], [0.0], [0.0], [0.0]]), reduction="mean", mode="ghost")
+    naive = opacus_script(
+        torch.tensor([[record], [0.0], [0.0], [0.0]]), reduction="mean", mode="ghost"
+    )
     naive.criterion = Scores("mean")
     return sum(move.item() for move in naive.epoch())
 
@@ -99,7 +103,9 @@ def test_t06_no_loss_goes_past_the_clip(rows: str) -> None:
     for ghost in (opacus_script(torch.ones(4, 1), reduction="mean", mode="ghost").model, plain()):
         ours = make_optimizer(ghost, Undeclared(4))
         ghost(torch.full((4, 1), 1000.0)).mean().backward()
-        with pytest.raises(SequenceError, match=r"per-sample gradients are missing .*dp.attach\(model\)"):
+        with pytest.raises(
+            SequenceError, match=r"per-sample gradients are missing .*dp.attach\(model\)"
+        ):
             ours.step()
         assert not next(ghost.parameters()).any()
         assert len(ours.accountant) == ours.steps == 0
@@ -113,7 +119,11 @@ def test_t06_the_clip_holds_for_losses_with_a_column(rows: str, shape: tuple[int
     x = torch.full((16, 1), 100.0)
     module = GradSampleModuleFastGradientClipping(plain(), loss_reduction="sum", max_grad_norm=1.0)
     optimizer = DPOptimizerFastGradientClipping(
-        sgd(module.parameters()), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=16, loss_reduction="sum"
+        sgd(module.parameters()),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=16,
+        loss_reduction="sum",
     )
     DPTensorFastGradientClipping(module, optimizer, module(x).reshape(shape), "sum").backward()
     naive = next(module.parameters()).grad.item()
@@ -207,9 +217,16 @@ def test_t12_seeding_torch_repeats_neither_noise_nor_batches(rows: str) -> None:
             epochs.append(step(model, ours, x) - x.sum(0) / 10)
     assert abs(torch.corrcoef(torch.stack(epochs))[0, 1]) < 5 / 1000**0.5
     assert not torch.equal(*batches)
-    kind = {"problem": dp.Problem(lipschitz=1.0), "noise_multiplier": 1.0, "batch_size": 10, "n": 20}
+    kind = {
+        "problem": dp.Problem(lipschitz=1.0),
+        "noise_multiplier": 1.0,
+        "batch_size": 10,
+        "n": 20,
+    }
     with pytest.warns(UtilityWarning, match="generator= makes the noise repeatable"):
-        dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(lr=1.0, **kind), generator=torch.Generator())
+        dp.HolderSGD(
+            model.parameters(), dp.HolderSGD.plan(lr=1.0, **kind), generator=torch.Generator()
+        )
     with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
         dp.sampling.PoissonSampler(dp.Poisson(10, 20), seed=0)
 

@@ -40,7 +40,11 @@ def row(number: int, tests: dict[str, str]) -> str:
     """Returns the line of a trap: one of its tests has three paragraphs on it."""
     (text,) = filter(None, tests.values())
     trap, opacus, here = (" ".join(part.split()) for part in text.split("\n\n"))
-    cells = [trap.removeprefix(f"T{number}: "), opacus.removeprefix("Opacus 1.6: "), here.removeprefix("Here: ")]
+    cells = [
+        trap.removeprefix(f"T{number}: "),
+        opacus.removeprefix("Opacus 1.6: "),
+        here.removeprefix("Here: "),
+    ]
     assert cells[0] != trap
     assert cells[1] != opacus
     assert cells[2] != here

@@ -56,11 +56,17 @@ def wrapped_by_make_private(design: Any) -> tuple[nn.Module, dp.PrivateOptimizer
     return model, ours, wrapped
 
 
-def wrapped_by_hand(rows: str) -> Callable[[Any], tuple[nn.Module, dp.PrivateOptimizer, DPOptimizer]]:
+def wrapped_by_hand(
+    rows: str,
+) -> Callable[[Any], tuple[nn.Module, dp.PrivateOptimizer, DPOptimizer]]:
     def wrap(design: Any) -> tuple[nn.Module, dp.PrivateOptimizer, DPOptimizer]:
         model = scores(1, rows)
         ours = make_optimizer(model, design, noise=1.0)
-        return model, ours, DPOptimizer(ours, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1)
+        return (
+            model,
+            ours,
+            DPOptimizer(ours, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1),
+        )
 
     return wrap
 
@@ -86,7 +92,9 @@ def test_t01_a_private_optimizer_cannot_be_wrapped_by_opacus(wrap: Any, design: 
     model, ours, wrapped = wrap(design)
     if not isinstance(design, Undeclared):
         next(iter(ours.loader(column(100.0))))
-    with pytest.raises(SequenceError, match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)"):
+    with pytest.raises(
+        SequenceError, match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)"
+    ):
         backward_and_step(model, wrapped)
     assert_nothing_happened(model, ours)
 
@@ -116,7 +124,9 @@ def test_t02_no_hook_takes_the_place_of_the_accountant(rows: str) -> None:
         step(model, ours, x)
     assert calls == ["before", "after"] * 8
     assert len(ours.accountant) == ours.steps == 8
-    assert ours.accountant.get_mu() == pytest.approx(2 * 8**0.5)  # noise 1, sensitivity 2 (replace_one), 8 steps
+    assert ours.accountant.get_mu() == pytest.approx(
+        2 * 8**0.5
+    )  # noise 1, sensitivity 2 (replace_one), 8 steps
     with pytest.raises(PrivacyError, match="accountant is fixed at construction"):
         ours.accountant = dp.Accountant()
 
@@ -125,7 +135,9 @@ def test_t02_no_hook_takes_the_place_of_the_accountant(rows: str) -> None:
 
 
 @ROWS
-def test_t10_copies_of_an_optimizer_work_and_harm_no_other(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t10_copies_of_an_optimizer_work_and_harm_no_other(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """T10: `copy.deepcopy(optimizer)`, pickle, and torch's hooks of optimizers.
 
     Opacus 1.6: the copy fails, and from then on `step()` of EVERY DPOptimizer in the process raises AttributeError; so
@@ -204,7 +216,16 @@ def naive_run_with_a_smaller_noise(record: float) -> tuple[float, float]:
     return naive.step(torch.tensor([[record]])).item(), naive.epsilon
 
 
-FIXED_ATTRIBUTES = ["oracle", "design", "accountant", "adjacency", "schedule", "rule", "prox", "reg"]
+FIXED_ATTRIBUTES = [
+    "oracle",
+    "design",
+    "accountant",
+    "adjacency",
+    "schedule",
+    "rule",
+    "prox",
+    "reg",
+]
 FIXED_NUMBERS = ["noise_multiplier", "batch_size", "clip", "fixed_clip"]
 
 
@@ -223,7 +244,10 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     naive.backward(RECORD)
     naive.optimizer.original_optimizer.step()
     assert (naive.weight.item(), naive.epsilon) == (-100.0, 0.0)
-    (there, epsilon), (without, _) = naive_run_with_a_smaller_noise(1.0), naive_run_with_a_smaller_noise(0.0)
+    (there, epsilon), (without, _) = (
+        naive_run_with_a_smaller_noise(1.0),
+        naive_run_with_a_smaller_noise(0.0),
+    )
     assert without - there == pytest.approx(1.0, abs=1e-4)
     assert epsilon == pytest.approx(4.73, abs=0.01)
 
@@ -231,7 +255,9 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     oracle = dp.oracles.Clipped(clip=1.0, noise_multiplier=1.0, batch_size=1)
     rule = dp.rules.TorchRule(inner)
-    ours = dp.PrivateOptimizer(inner.param_groups, 1.0, oracle=oracle, rule=rule, design=Undeclared(1))
+    ours = dp.PrivateOptimizer(
+        inner.param_groups, 1.0, oracle=oracle, rule=rule, design=Undeclared(1)
+    )
     model(RECORD).sum().backward()
     assert model.weight.grad is None
     with pytest.raises(SequenceError, match="a plain optimizer must not step on an attached model"):

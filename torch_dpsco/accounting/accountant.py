@@ -16,7 +16,15 @@ from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.grouped import replace_one_epsilon
-from torch_dpsco.accounting.ledger.book import FOREIGN, Book, History, foreign_book, history_of, read_state, write_state
+from torch_dpsco.accounting.ledger.book import (
+    FOREIGN,
+    Book,
+    History,
+    foreign_book,
+    history_of,
+    read_state,
+    write_state,
+)
 from torch_dpsco.accounting.ledger.file import LedgerFile
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import locked
@@ -93,17 +101,23 @@ class Accountant(OpacusFace):
     ) -> None:
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
-            adjacency, unit = budget.adjacency, budget.unit
+            adjacency = budget.adjacency
+            unit = budget.unit
             make_filter(budget)  # may raise, and must before a file is opened
         super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
         # with the number of events that they are of
-        self._answers: dict[tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]] = {}
+        self._answers: dict[
+            tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
+        ] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise PrivacyError("an accountant must not be pickled: a copy would spend unseen; save state_dict() instead")
+        raise PrivacyError(
+            "an accountant must not be pickled: a copy would spend unseen; save state_dict()"
+            " instead"
+        )
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -146,24 +160,32 @@ class Accountant(OpacusFace):
 
     def _required_budget(self, asked: str) -> Budget:
         if self._budget is None:
-            raise ValueError(f"budget must be set to say what is {asked} (got None): ask get_epsilon(delta)")
+            raise ValueError(
+                f"budget must be set to say what is {asked} (got None): ask get_epsilon(delta)"
+            )
         return self._budget
 
     def _so_far(self, delta: float) -> float:
-        return self.get_epsilon(delta) if len(self) else 0.0  # an adaptive budget quotes its target even then
+        return (
+            self.get_epsilon(delta) if len(self) else 0.0
+        )  # an adaptive budget quotes its target even then
 
     @locked
     def __repr__(self) -> str:
         delta, limit = (
-            (NO_BUDGET_DELTA, "") if self._budget is None else (self._budget.delta, f" of {self._budget.epsilon:g}")
+            (NO_BUDGET_DELTA, "")
+            if self._budget is None
+            else (self._budget.delta, f" of {self._budget.epsilon:g}")
         )
         try:
-            epsilon = rounded_up(self._so_far(delta))  # PRIVACY: quoted (test_the_repr_never_shows_less_than_was_spent)
+            epsilon = rounded_up(
+                self._so_far(delta)
+            )  # PRIVACY: quoted (test_the_repr_never_shows_less_than_was_spent)
         except DpscoError:
             epsilon = "not proved"
         return (
-            f"Accountant(epsilon {epsilon}{limit} at delta {rounded_up(delta)} under {self.adjacency}, "
-            f"events: {len(self)}, unit: {self.unit})"
+            f"Accountant(epsilon {epsilon}{limit} at delta {rounded_up(delta)} under"
+            f" {self.adjacency}, events: {len(self)}, unit: {self.unit})"
         )
 
     @typed
@@ -201,8 +223,8 @@ class Accountant(OpacusFace):
             # PRIVACY: batches of another law are never accounted as Poisson
             # (test_poisson_false_and_misspelled_keywords_are_refused)
             raise ValueError(
-                "poisson must be True (got False): call accountant.bind(loader) on a loader that shuffles, or record "
-                "events that say how batches were drawn"
+                "poisson must be True (got False): call accountant.bind(loader) on a loader that"
+                " shuffles, or record events that say how batches were drawn"
             )
         if eps_error is not None:
             check.positive(eps_error=eps_error)
@@ -213,7 +235,9 @@ class Accountant(OpacusFace):
         # (test_a_tensor_as_delta_is_read_each_time)
         delta = below_one(delta=delta)
         if alphas is not None:
-            return epsilon_at_orders(lambda level: self.ledger.cost(adjacency, level), alphas, delta)
+            return epsilon_at_orders(
+                lambda level: self.ledger.cost(adjacency, level), alphas, delta
+            )
         # an adaptive answer is that of the budget
         key = (delta, adjacency, method or "best", bool(allow_group), self.budget)
         length, known = self._answers.get(key, (-1, 0.0))
@@ -255,7 +279,9 @@ class Accountant(OpacusFace):
 
     @typed
     @locked
-    def get_mu(self, *, adjacency: Adjacency | None = None, delta_min: float | None = None) -> float:
+    def get_mu(
+        self, *, adjacency: Adjacency | None = None, delta_min: float | None = None
+    ) -> float:
         """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
 
         Args:
@@ -276,12 +302,15 @@ class Accountant(OpacusFace):
             return math.sqrt(cost.mu_squared)
         if delta_min is None or cost.fails:
             raise ValueError(
-                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon instead, or "
-                "get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
+                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon"
+                " instead, or get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
             )
         found = self.ledger.mu(adjacency, delta_min)
         if found is None:
-            raise ValueError("mu must come from loss distributions, and some event has none: ask get_epsilon instead")
+            raise ValueError(
+                "mu must come from loss distributions, and some event has none: ask get_epsilon"
+                " instead"
+            )
         return found
 
     @typed
@@ -295,7 +324,10 @@ class Accountant(OpacusFace):
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
         if cost.zcdp is None or cost.zcdp[0] or cost.fails:
-            raise ValueError("rho must be exact: the ledger holds sampled or failing events, ask get_epsilon instead")
+            raise ValueError(
+                "rho must be exact: the ledger holds sampled or failing events, ask get_epsilon"
+                " instead"
+            )
         return cost.zcdp[1]
 
     @typed
@@ -316,14 +348,23 @@ class Accountant(OpacusFace):
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self._budget.quoted_delta
             if self._budget.risk is not None and math.isinf(self.get_epsilon(delta)):
-                delta = self._budget.delta  # events that are one point of a curve say nothing at another delta
-        report = make_report(self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead)
+                delta = (
+                    self._budget.delta
+                )  # events that are one point of a curve say nothing at another delta
+        report = make_report(
+            self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead
+        )
         if self.adaptive:
             report = self._adaptive_report(report)
-        return replace(report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id)
+        return replace(
+            report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id
+        )
 
     def _adaptive_report(self, report: PrivacyReport) -> PrivacyReport:
-        epsilons = {adjacency: self.get_epsilon(report.delta, adjacency=adjacency) for adjacency in report.epsilons}
+        epsilons = {
+            adjacency: self.get_epsilon(report.delta, adjacency=adjacency)
+            for adjacency in report.epsilons
+        }
         fixed = "noise, rates and number of steps"  # what does not hold here
         return replace(
             report,
@@ -338,9 +379,15 @@ class Accountant(OpacusFace):
     def _doubts(self) -> Iterator[str]:
         asserted = self._config.get("asserted", 0)
         if asserted:
-            yield f"sampling of {asserted} steps asserted, not verified: accountant.bind(loader) was not called"
+            yield (
+                f"sampling of {asserted} steps asserted, not verified: accountant.bind(loader) was"
+                " not called"
+            )
         if self.suspicious_sampling:
-            yield "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be under-reported"
+            yield (
+                "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be"
+                " under-reported"
+            )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -361,9 +408,12 @@ class Accountant(OpacusFace):
         if len(self) > self._config.get("stepped", 0) or self._journal.file is not None:
             # PRIVACY: (test_history_cannot_be_assigned_over_authorized_events)
             raise PrivacyError(
-                "history must not replace events that were authorized, recorded or filed: make a new one"
+                "history must not replace events that were authorized, recorded or filed: make a"
+                " new one"
             )
-        self._journal.replace(foreign_book(history, secrets.token_hex(16), self._config["adjacency"], self.unit))
+        self._journal.replace(
+            foreign_book(history, secrets.token_hex(16), self._config["adjacency"], self.unit)
+        )
         self._forget_answers()
 
     def _forget_answers(self) -> None:
@@ -385,7 +435,9 @@ class Accountant(OpacusFace):
         return destination
 
     @locked
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, import_foreign: bool = False) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, import_foreign: bool = False
+    ) -> None:
         """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
         Args:
@@ -397,18 +449,26 @@ class Accountant(OpacusFace):
             PrivacyError: the two states are of different histories, so that neither knows all charges; equal counts are
                 no proof of a common history.
         """
-        state, mine = cast(Any, state_dict), self._config
+        state = cast(Any, state_dict)
+        mine = self._config
         known = isinstance(state, Mapping) and state.get("mechanism")
         if check.flag(import_foreign=import_foreign) and known in FOREIGN:
             if "history" not in state:
                 raise ValueError("history must be in the state of an Opacus accountant")
-            book = foreign_book(state["history"], secrets.token_hex(16), mine["adjacency"], self.unit)
+            book = foreign_book(
+                state["history"], secrets.token_hex(16), mine["adjacency"], self.unit
+            )
         else:
             book = read_state(state)
         for field in ("adjacency", "unit"):
             given = book.config.get(field)
-            if given != mine[field] and None not in (given if field == "adjacency" else "", mine[field]):
-                raise ValueError(f"{field} must be {mine[field]!r}, this accountant's (got {given!r})")
+            if given != mine[field] and None not in (
+                given if field == "adjacency" else "",
+                mine[field],
+            ):
+                raise ValueError(
+                    f"{field} must be {mine[field]!r}, this accountant's (got {given!r})"
+                )
         book.config["adjacency"] = book.config["adjacency"] or mine["adjacency"]
         self._journal.load(book)
         self._forget_answers()
@@ -429,7 +489,9 @@ class Accountant(OpacusFace):
             self._journal.file.close()
 
 
-def _opened(adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool) -> Journal:
+def _opened(
+    adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool
+) -> Journal:
     """Returns an empty journal, or that of a ledger file."""
     book = Book(config={"adjacency": adjacency, "unit": unit})
     if path is None:

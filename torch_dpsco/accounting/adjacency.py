@@ -35,8 +35,12 @@ Sens: TypeAlias = "Mapping[Adjacency, float] | tuple[tuple[Adjacency, float], ..
 def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
     """Returns sensitivities in one order, so that events are hashable and equal ones compare equal."""
     pairs: Any = tuple(sens.items()) if isinstance(sens, Mapping) else sens
-    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"sens must map adjacencies to sensitivities, as {{'replace_one': 2.0}} (got {sens!r})")
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(
+            f"sens must map adjacencies to sensitivities, as {{'replace_one': 2.0}} (got {sens!r})"
+        )
     if not pairs:
         raise ValueError("sens must name at least one adjacency (got none)")
     found = {check_adjacency(a): check.nonnegative(sens=s) for a, s in pairs}

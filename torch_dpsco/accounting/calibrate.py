@@ -40,7 +40,9 @@ def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
         >>> largest(lambda count: count**2 - 1000.0, limit=10**6)
         31
     """
-    low, high, step = 0, max(1, guess), max(1, guess // 8)
+    low = 0
+    high = max(1, guess)
+    step = max(1, guess // 8)
     seen: dict[int, float] = {}
 
     def known(count: int) -> float:
@@ -51,10 +53,12 @@ def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
         return seen[count]
 
     while high <= limit and known(high) <= 0:
-        high, step = high + step, 2 * step
+        high = high + step
+        step = 2 * step
     high = min(high, limit + 1)
     if low >= 1 and high <= limit and high - low > 1:
-        first, last = low, high
+        first = low
+        last = high
         ratio = high / low
 
         def at(part: float) -> float:
@@ -66,11 +70,18 @@ def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
     return low
 
 
-_LOWEST, _HIGHEST = 1e-3, 1e8
+_LOWEST = 1e-3
+_HIGHEST = 1e8
 
 
 def design_epsilon(
-    noise_multiplier: float, delta: float, *, design: Design, steps: int, adjacency: Adjacency, method: str = "best"
+    noise_multiplier: float,
+    delta: float,
+    *,
+    design: Design,
+    steps: int,
+    adjacency: Adjacency,
+    method: str = "best",
 ) -> float:
     """Returns epsilon at delta of `steps` draws of clipped sums with this noise.
 
@@ -101,7 +112,9 @@ def epoch_steps(design: Design, epochs: float) -> int:
         (93, 118)
     """
     if check.positive(epochs=epochs) == int(epochs):
-        return int(epochs) * design.batches  # what a loop over that many iterations of the loader makes
+        return (
+            int(epochs) * design.batches
+        )  # what a loop over that many iterations of the loader makes
     return math.ceil(epochs * design.n / design.batch_size - 1e-9)
 
 
@@ -141,23 +154,31 @@ def noise_multiplier(
     check.between(1e-12, 1.0, rtol=rtol)
 
     def epsilon_at(noise: float, method: str = method) -> float:
-        return design_epsilon(noise, delta, design=design, steps=releases, adjacency=adjacency, method=method)
+        return design_epsilon(
+            noise, delta, design=design, steps=releases, adjacency=adjacency, method=method
+        )
 
     if isinstance(design, Assigned) and design.amplification and method in ("best", "pld"):
         passes = math.ceil(releases / design.batches)
-        return allocation_noise(epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes)
-    cheap = "rdp" if method in ("best", "pld") else method  # never below what the method says, and much faster
+        return allocation_noise(
+            epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes
+        )
+    cheap = (
+        "rdp" if method in ("best", "pld") else method
+    )  # never below what the method says, and much faster
     high = 1.0
     while high < _HIGHEST and epsilon_at(high, cheap) > epsilon:
         high = min(2.0 * high, _HIGHEST)
     if high == _HIGHEST and epsilon_at(high) > epsilon:
         raise InfeasibleError(
-            f"epsilon must be >= {rounded_up(epsilon_at(high))}, the smallest that {releases} steps reach at "
-            f"delta={delta:g} with any noise up to {_HIGHEST:g} (got {epsilon:g}); take fewer steps or a larger delta"
+            f"epsilon must be >= {rounded_up(epsilon_at(high))}, the smallest that {releases} steps"
+            f" reach at delta={delta:g} with any noise up to {_HIGHEST:g} (got {epsilon:g}); take"
+            " fewer steps or a larger delta"
         )
     low = high / 2.0
     while epsilon_at(low, cheap) <= epsilon or epsilon_at(low) <= epsilon:
-        high, low = low, low / 2.0
+        high = low
+        low = low / 2.0
         if low < _LOWEST:
             return high
 
@@ -166,7 +187,11 @@ def noise_multiplier(
         return max(-50.0, min(50.0, math.log(spent / epsilon))) if spent > 0 else -50.0
 
     tolerance = rtol / 4.0
-    root = float(scipy.optimize.brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52))
+    root = float(
+        scipy.optimize.brentq(
+            excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52
+        )
+    )
     noise = math.exp(root) * (1.0 + tolerance)
     # PRIVACY: only what meets the target (test_only_noise_that_was_seen_to_meet_the_target_is_returned)
     while noise < high and epsilon_at(noise) > epsilon:
@@ -176,7 +201,13 @@ def noise_multiplier(
 
 @typed
 def max_steps(
-    epsilon: float, delta: float, *, noise_multiplier: float, design: Design, adjacency: Adjacency, limit: int = 2**40
+    epsilon: float,
+    delta: float,
+    *,
+    noise_multiplier: float,
+    design: Design,
+    adjacency: Adjacency,
+    limit: int = 2**40,
 ) -> int:
     """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does.
 
@@ -190,7 +221,14 @@ def max_steps(
 
     def excess(steps: int, method: str = "best") -> float:
         return (
-            design_epsilon(noise_multiplier, delta, design=design, steps=steps, adjacency=adjacency, method=method)
+            design_epsilon(
+                noise_multiplier,
+                delta,
+                design=design,
+                steps=steps,
+                adjacency=adjacency,
+                method=method,
+            )
             - epsilon
         )
 

@@ -34,7 +34,12 @@ from torch_dpsco.accounting.adjacency import (
     check_adjacency,
 )
 from torch_dpsco.accounting.analysis.allocation_rdp import allocation_renyi
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, rdp_delta, rdp_epsilon, zcdp_epsilon
+from torch_dpsco.accounting.analysis.convert import (
+    epsilon_with_failures,
+    rdp_delta,
+    rdp_epsilon,
+    zcdp_epsilon,
+)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
@@ -53,8 +58,13 @@ from torch_dpsco.theory.linear.objective_monotone import objpert_rdp_dominating
 
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 7  # orders up to 2^20
-_SCALARS, _SURVIVAL = 7, 3  # numbers of a row behind its Renyi curve; place of log_survival, from the end
-_MANY_LAWS = 64  # laws of all combinations of parts, beyond which they take more than about half a second
+_SCALARS, _SURVIVAL = (
+    7,
+    3,
+)  # numbers of a row behind its Renyi curve; place of log_survival, from the end
+_MANY_LAWS = (
+    64  # laws of all combinations of parts, beyond which they take more than about half a second
+)
 
 
 @lru_cache(maxsize=_MAX_LEVEL + 1)
@@ -66,7 +76,9 @@ def orders_at(level: int) -> FloatArray:
     small orders, and those above 2^8 take two thirds of the time.
     """
     if level <= 1:
-        dense = np.concatenate([np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]])
+        dense = np.concatenate(
+            [np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]]
+        )
         grid = np.union1d(default_orders(), dense)
         grid = grid[grid <= 2.0**8] if level == 0 else grid
     else:
@@ -181,13 +193,18 @@ def _(event: stated.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
 @_cost.register
 def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
     if event.k > 1 and adjacency == REPLACE_ONE:
-        raise AdjacencyError(f"{event} is not defined under replace_one: no tight pair is proved for several records")
+        raise AdjacencyError(
+            f"{event} is not defined under replace_one: no tight pair is proved for several records"
+        )
     if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
         scale = event.q * event.k * (2.0 if adjacency == REPLACE_ONE else 1.0)
         return _cost(Gaussian(event.noise_multiplier, {adjacency: scale}), adjacency, orders)
-    q, noise = event.q, event.noise_multiplier
+    q = event.q
+    noise = event.noise_multiplier
     if event.k > 1:
-        both = (rdp_poisson_gaussian_group(q, noise, event.k, orders, way) for way in ("remove", "add"))
+        both = (
+            rdp_poisson_gaussian_group(q, noise, event.k, orders, way) for way in ("remove", "add")
+        )
         return Cost(np.maximum(*both))
     if adjacency == REPLACE_ONE:
         return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
@@ -198,7 +215,9 @@ def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -
 @_cost.register
 def _(event: events.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
     if adjacency == ADD_REMOVE:
-        raise AdjacencyError(f"{event} is not defined under add_remove: its batch size depends on the data set size")
+        raise AdjacencyError(
+            f"{event} is not defined under add_remove: its batch size depends on the data set size"
+        )
     if event.batch_size == event.dataset_size:
         return _cost(Gaussian(event.noise_multiplier, {adjacency: 2.0}), adjacency, orders)
     rate = event.batch_size / event.dataset_size
@@ -212,7 +231,9 @@ def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) 
         return _cost(Gaussian(event.noise, {adjacency: sensitivity}), adjacency, orders)
     # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
     return Cost(
-        allocation_renyi(event.noise, event.steps, orders, adjacency), None, (0.0, _rho(event.noise, adjacency))
+        allocation_renyi(event.noise, event.steps, orders, adjacency),
+        None,
+        (0.0, _rho(event.noise, adjacency)),
     )
 
 
@@ -225,7 +246,12 @@ def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) 
     if math.isinf(epsilon):
         return Cost(np.full_like(orders, math.inf), None, (0.0, math.inf), math.inf)
     mu_squared = 0.0 if epsilon == 0 else None
-    return Cost(rdp_pure(epsilon, orders) if rdp is None else rdp, mu_squared, (0.0, rho_pure(epsilon)), epsilon)
+    return Cost(
+        rdp_pure(epsilon, orders) if rdp is None else rdp,
+        mu_squared,
+        (0.0, rho_pure(epsilon)),
+        epsilon,
+    )
 
 
 @_cost.register
@@ -234,7 +260,9 @@ def _(event: events.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
     sensitivity = event.sensitivity(adjacency)
     if sensitivity == 0 or event.scale == 0:
         return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
-    return _of_pure(sensitivity / event.scale, orders, rdp_laplace(event.scale / sensitivity, orders))
+    return _of_pure(
+        sensitivity / event.scale, orders, rdp_laplace(event.scale / sensitivity, orders)
+    )
 
 
 @_cost.register
@@ -242,7 +270,9 @@ def _(event: events.AboveThreshold, adjacency: Adjacency, orders: FloatArray) ->
     sensitivity = event.sensitivity(adjacency)
     if sensitivity == 0 or min(event.b_threshold, event.b_query) == 0:
         return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
-    epsilon = above_threshold_epsilon(event.b_threshold, event.b_query, sensitivity, event.num_positives)
+    epsilon = above_threshold_epsilon(
+        event.b_threshold, event.b_query, sensitivity, event.num_positives
+    )
     return _of_pure(epsilon, orders)
 
 
@@ -259,7 +289,9 @@ def _(event: stated.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 @_cost.register
 def _(event: stated.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return _of_pure(event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None)
+    return _of_pure(
+        event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None
+    )
 
 
 @_cost.register
@@ -321,7 +353,11 @@ class Laws(Protocol):
 
 
 def epsilon_of(
-    cost_at: Callable[[int], Cost], delta: float, laws: Laws, method: str = "best", enough: float = 0.0
+    cost_at: Callable[[int], Cost],
+    delta: float,
+    laws: Laws,
+    method: str = "best",
+    enough: float = 0.0,
 ) -> Evaluation:
     """Converts a cost into epsilon at delta.
 
@@ -356,15 +392,27 @@ def epsilon_of(
     epsilon = epsilon_with_failures(
         delta, converted, coupling=cost.failure, transcript=cost.transcript, per_side=cost.per_side
     )
-    return replace(found, epsilon=epsilon) if math.isfinite(epsilon) else Evaluation(math.inf, "failure")
+    return (
+        replace(found, epsilon=epsilon)
+        if math.isfinite(epsilon)
+        else Evaluation(math.inf, "failure")
+    )
 
 
 def _converted(
     cost_at: Callable[[int], Cost], delta: float, laws: Laws, method: str, enough: float = 0.0
 ) -> Evaluation:
     cost = cost_at(0)
-    if cost.mu_squared is not None and method in ("best", "gdp", "pld"):  # exact: nothing is below it
-        exact = math.inf if math.isinf(cost.mu_squared) else gaussian_epsilon(math.sqrt(cost.mu_squared), delta)
+    if cost.mu_squared is not None and method in (
+        "best",
+        "gdp",
+        "pld",
+    ):  # exact: nothing is below it
+        exact = (
+            math.inf
+            if math.isinf(cost.mu_squared)
+            else gaussian_epsilon(math.sqrt(cost.mu_squared), delta)
+        )
         return Evaluation(exact, "gdp")
     if method == "pld":
         tightest = laws.epsilon(delta)
@@ -379,7 +427,9 @@ def _converted(
     return min(found, key=lambda evaluation: evaluation.epsilon)
 
 
-def _cheap(cost_at: Callable[[int], Cost], cost: Cost, delta: float, method: str) -> Iterator[Evaluation]:
+def _cheap(
+    cost_at: Callable[[int], Cost], cost: Cost, delta: float, method: str
+) -> Iterator[Evaluation]:
     if method in ("best", "rdp"):
         yield _rdp_evaluation(cost_at, delta)
     if cost.zcdp is not None and method in ("best", "zcdp"):
@@ -399,7 +449,11 @@ def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> floa
         tightest = laws.delta(epsilon, _MANY_LAWS) if delta > 0 else None
         delta = delta if tightest is None else min(delta, tightest)
     else:
-        delta = 1.0 if math.isinf(cost.mu_squared) else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
+        delta = (
+            1.0
+            if math.isinf(cost.mu_squared)
+            else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
+        )
     delta0 = cost.failure
     sides = (1.0 + math.exp(min(epsilon, 700.0))) * cost.per_side
     return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript + sides)
@@ -441,7 +495,8 @@ def objective_curve(
         >>> curve.adjacencies, curve.values[0] < 0.01
         (('add_remove', 'zero_out'), True)
     """
-    adjacency, mu_out = check_adjacency(adjacency), check.nonnegative(mu_out=mu_out)
+    adjacency = check_adjacency(adjacency)
+    mu_out = check.nonnegative(mu_out=mu_out)
     determinant = log_det(reg, smoothness)
 
     def divergence(order: float) -> float:

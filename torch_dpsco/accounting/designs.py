@@ -91,7 +91,9 @@ class Design(ABC):
         """
         return Repeat(self.draw_event(base, Draw(0)), draws)
 
-    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
         """Returns the event of the draws start, .., stop - 1 of a run.
 
         Args:
@@ -100,8 +102,14 @@ class Design(ABC):
             bases: event of the query, in each part for designs that have parts of their own.
             partition: of a one-pass design, by which the ledger knows what was drawn before.
         """
-        if self.one_pass:  # batches cost the same, each on records of its own: one stands for all that are left
-            return self.draw_event(bases[0], Draw(0, partition, str(start))) if stop > start else Sequential(())
+        if (
+            self.one_pass
+        ):  # batches cost the same, each on records of its own: one stands for all that are left
+            return (
+                self.draw_event(bases[0], Draw(0, partition, str(start)))
+                if stop > start
+                else Sequential(())
+            )
         return self.event(bases[0], stop - start)
 
     def draws_left(self, draw: int) -> int:
@@ -131,8 +139,8 @@ def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
     if not isinstance(base, Gaussian):
         # PRIVACY: (test_sampling_amplifies_gaussian_queries_only)
         raise AdjacencyError(
-            f"design must be Disjoint, Shuffled or Parts for this query, for which no amplification by sampling is "
-            f"proved (got {type(base).__name__})"
+            "design must be Disjoint, Shuffled or Parts for this query, for which no amplification"
+            f" by sampling is proved (got {type(base).__name__})"
         )
     if base.failure:
         # PRIVACY: the events of sampled batches hold no failure (test_sampled_designs_refuse_a_failure)
@@ -187,7 +195,9 @@ class Fixed(SizedDesign):
         if isinstance(base, NonPrivate):
             return base
         # WORGaussian takes the noise per clip norm; a replaced row moves the sum by twice that
-        return WORGaussian(2.0 * noise_ratio(base, REPLACE_ONE), self.batch_size, self.n, is_exact(base))
+        return WORGaussian(
+            2.0 * noise_ratio(base, REPLACE_ONE), self.batch_size, self.n, is_exact(base)
+        )
 
 
 def positional_event(base: BaseEvent) -> BaseEvent:
@@ -202,15 +212,21 @@ def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEven
     if isinstance(base, Gaussian):
         return base.only(*([a for a in adjacencies if a in dict(base.sens)] or adjacencies))
     if isinstance(base, Sequential):
-        return Sequential(tuple(_restricted(cast(BaseEvent, event), adjacencies) for event in base.events))
+        return Sequential(
+            tuple(_restricted(cast(BaseEvent, event), adjacencies) for event in base.events)
+        )
     if isinstance(base, Repeat):
         return Repeat(_restricted(cast(BaseEvent, base.event), adjacencies), base.n)
-    if isinstance(base, (AboveThreshold, Failure)):  # with a sensitivity per adjacency; for all adjacencies
+    if isinstance(
+        base, (AboveThreshold, Failure)
+    ):  # with a sensitivity per adjacency; for all adjacencies
         return base
     if isinstance(base, Stated):
         kept = tuple(a for a in base.adjacencies if a in adjacencies)
         return cast(BaseEvent, replace(base, adjacencies=kept))
-    raise AdjacencyError(f"a query on one batch must be a Gaussian or a stated event (got {type(base).__name__})")
+    raise AdjacencyError(
+        f"a query on one batch must be a Gaussian or a stated event (got {type(base).__name__})"
+    )
 
 
 class CutDesign(SizedDesign):
@@ -232,7 +248,9 @@ class Shuffled(CutDesign):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
-        return Repeat(positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch))
+        return Repeat(
+            positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch)
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +262,9 @@ class Disjoint(CutDesign):
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})")
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})"
+            )
         return Repeat(positional_event(base), min(draws, 1))
 
 
@@ -282,7 +302,9 @@ class Undeclared(Design):
     @property
     def n(self) -> int:  # type: ignore[override]
         """Not declared."""
-        raise ValueError("n was not declared: give n= (Poisson sampling) or design= to the optimizer")
+        raise ValueError(
+            "n was not declared: give n= (Poisson sampling) or design= to the optimizer"
+        )
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""

@@ -24,7 +24,16 @@ from typing import Any, TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency, Sens, below_one, sorted_sens
-from torch_dpsco.accounting.stated import GDP, ZCDP, ApproxDP, ApproxZCDP, Failure, KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.stated import (
+    GDP,
+    ZCDP,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
+    KNorm,
+    Pure,
+    RDPCurve,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError
 
 # where they have their default
@@ -69,11 +78,15 @@ class Gaussian(_Query, _Gaussian):
 
     def __post_init__(self) -> None:
         # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
-        check.fields(self, sens=sorted_sens, sigma=check.nonnegative, failure=below_one, exact=check.flag)
+        check.fields(
+            self, sens=sorted_sens, sigma=check.nonnegative, failure=below_one, exact=check.flag
+        )
 
     def only(self, *adjacencies: Adjacency) -> Gaussian:
         """Returns the event restricted to some adjacencies (a sampling design may support fewer than the query)."""
-        return Gaussian(self.sigma, {a: self.sensitivity(a) for a in adjacencies}, self.failure, self.exact)
+        return Gaussian(
+            self.sigma, {a: self.sensitivity(a) for a in adjacencies}, self.failure, self.exact
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,7 +108,13 @@ class PoissonGaussian(_Gaussian):
     def __post_init__(self) -> None:
         rate = partial(check.between, 0.0, 1.0)
         # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
-        check.fields(self, noise_multiplier=check.nonnegative, q=rate, k=check.positive_count, exact=check.flag)
+        check.fields(
+            self,
+            noise_multiplier=check.nonnegative,
+            q=rate,
+            k=check.positive_count,
+            exact=check.flag,
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,7 +140,9 @@ class WORGaussian(_Gaussian):
         check.fields(self, noise_multiplier=check.nonnegative)
         check.fields(self, dataset_size=check.positive_count, batch_size=check.positive_count)
         if self.batch_size > self.dataset_size:
-            raise ValueError(f"batch_size must be <= dataset_size={self.dataset_size} (got {self.batch_size})")
+            raise ValueError(
+                f"batch_size must be <= dataset_size={self.dataset_size} (got {self.batch_size})"
+            )
         # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
         check.flag(exact=self.exact)
 
@@ -150,7 +171,9 @@ class RandomAllocation(_Gaussian):
     exact: bool = False
 
     def __post_init__(self) -> None:
-        check.fields(self, noise_multiplier=check.nonnegative, steps=check.positive_count, exact=check.flag)
+        check.fields(
+            self, noise_multiplier=check.nonnegative, steps=check.positive_count, exact=check.flag
+        )
         check.fields(self, releases=check.positive_count)
         if self.used is not None and check.positive_count(used=self.used) > self.steps:
             raise ValueError(f"used must be <= steps={self.steps} (got {self.used})")
@@ -253,11 +276,15 @@ class Parallel:
             raise ValueError(f"parts must map names to events (got {self.parts!r})")
         pairs = tuple(self.parts.items()) if isinstance(self.parts, Mapping) else self.parts
         if any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"parts must be pairs of a name and its events (got {check.shown(self.parts)})")
+            raise ValueError(
+                f"parts must be pairs of a name and its events (got {check.shown(self.parts)})"
+            )
         parts = {str(name): _members(parts=events) for name, events in pairs}
         if len(parts) < len(pairs):
             # PRIVACY: 1 and "1" are one name in a ledger file (test_two_parts_of_one_name_are_refused)
-            raise ValueError(f"parts must have names that differ as text (got {[name for name, _ in pairs]})")
+            raise ValueError(
+                f"parts must have names that differ as text (got {[name for name, _ in pairs]})"
+            )
         object.__setattr__(self, "parts", tuple(sorted(parts.items(), key=lambda part: part[0])))
         partition: object = self.partition
         if not isinstance(partition, str) or not partition:
@@ -265,7 +292,10 @@ class Parallel:
         check.choice(("positional", "keyed"), partition_kind=self.partition_kind)
         # PRIVACY: "no" is true (test_a_public_key_is_never_granted_by_a_word)
         if check.flag(key_public=self.key_public) and self.partition_kind != "keyed":
-            raise ValueError(f"key_public must be False for a {self.partition_kind} partition (got {self.key_public})")
+            raise ValueError(
+                f"key_public must be False for a {self.partition_kind} partition (got"
+                f" {self.key_public})"
+            )
 
     def items(self) -> tuple[tuple[str, tuple[Event, ...]], ...]:
         """Returns (part, events) pairs in the order of the part names."""
@@ -303,7 +333,9 @@ def _members(**field: Any) -> tuple[Event, ...]:
 def _checked(event: object) -> Event:
     """Returns an event, which checks its own numbers; raises ValueError for all else. The ledger checks subclasses."""
     if not isinstance(event, _EVENTS):
-        raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})")
+        raise ValueError(
+            f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})"
+        )
     return cast(Event, event)
 
 
@@ -332,7 +364,13 @@ _SHAPES: dict[str, type[Any]] = {
     "values": list,
     "adjacencies": list,
 }
-_WORDS = ("partition", "partition_kind", "kind", "key_public", "exact")  # strings that are no numbers
+_WORDS = (
+    "partition",
+    "partition_kind",
+    "kind",
+    "key_public",
+    "exact",
+)  # strings that are no numbers
 
 
 def scaled_noise(event: Event, factor: float) -> Event:
@@ -351,7 +389,10 @@ def scaled_noise(event: Event, factor: float) -> Event:
     if isinstance(event, Sequential):
         return Sequential(tuple(scaled_noise(inner, factor) for inner in event.events))
     if isinstance(event, Parallel):
-        parts = {part: tuple(scaled_noise(inner, factor) for inner in inside) for part, inside in event.items()}
+        parts = {
+            part: tuple(scaled_noise(inner, factor) for inner in inside)
+            for part, inside in event.items()
+        }
         return dataclasses.replace(event, parts=parts)
     if isinstance(event, (PoissonGaussian, WORGaussian, RandomAllocation)):
         return dataclasses.replace(event, noise_multiplier=event.noise_multiplier * factor)
@@ -361,7 +402,9 @@ def scaled_noise(event: Event, factor: float) -> Event:
         return dataclasses.replace(event, scale=event.scale * factor)
     if isinstance(event, KNorm):
         return dataclasses.replace(event, eps=event.eps / factor)
-    raise ConditionError(f"noise must be known to the event to be scaled (got {type(event).__name__})")
+    raise ConditionError(
+        f"noise must be known to the event to be scaled (got {type(event).__name__})"
+    )
 
 
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:
@@ -390,18 +433,28 @@ def event_from_json(data: dict[str, Any]) -> Event:
         ValueError: unknown type, or a bad, missing or unknown field.
     """
     if data.get("count", 1) != 1:
-        return Repeat(event_from_json({key: value for key, value in data.items() if key != "count"}), data["count"])
+        return Repeat(
+            event_from_json({key: value for key, value in data.items() if key != "count"}),
+            data["count"],
+        )
     cls = next((cls for name, cls in _CLASSES.items() if name == data.get("type")), None)
     if cls is None:
-        raise ValueError(f"event type must be one of {', '.join(_CLASSES)} (got {data.get('type')!r})")
+        raise ValueError(
+            f"event type must be one of {', '.join(_CLASSES)} (got {data.get('type')!r})"
+        )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     # PRIVACY: a field from elsewhere may raise the cost or restrict the event (test_an_unknown_field_is_refused)
     unknown = data.keys() - fields.keys() - {"type", "count"}
     if unknown:
-        raise ValueError(f"event {cls.__name__} must have no field but its own (got {', '.join(sorted(unknown))})")
+        raise ValueError(
+            f"event {cls.__name__} must have no field but its own (got"
+            f" {', '.join(sorted(unknown))})"
+        )
     for name, field in fields.items():
         if name not in data and field.default is dataclasses.MISSING:
-            raise ValueError(f"event {cls.__name__} must have the field {name!r} (got {sorted(data)})")
+            raise ValueError(
+                f"event {cls.__name__} must have the field {name!r} (got {sorted(data)})"
+            )
     given = {name: _decoded(cls, name, data[name]) for name in fields if name in data}
     event: Event = cls(**given)
     return event

@@ -51,20 +51,26 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
         return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
     cost = ledger.cost(ADD_REMOVE)
     if cost.mu_squared is not None and not cost.fails:
-        mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (1.0 + 2.0**-50)  # the square root rounds
+        mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (
+            1.0 + 2.0**-50
+        )  # the square root rounds
         return gaussian_epsilon(mu, delta)
 
     def excess(epsilon: float) -> float:
         spent = group_approx_dp_delta(epsilon, ledger.delta(epsilon, ADD_REMOVE), 2)
         return max(-1e3, math.log(spent / delta)) if spent > 0 else -1e3
 
-    low, high = 0.0, min(_LARGEST, max(1e-3, ledger.epsilon(delta, ADD_REMOVE)))
+    low = 0.0
+    high = min(_LARGEST, max(1e-3, ledger.epsilon(delta, ADD_REMOVE)))
     if excess(low) <= 0:
         return 0.0
     while excess(high) > 0:
         if high == _LARGEST:
             return math.inf
-        low, high = high, min(_LARGEST, 1.5 * high)
-    single = float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
+        low = high
+        high = min(_LARGEST, 1.5 * high)
+    single = (
+        float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
+    )
     # PRIVACY: only what was seen to hold (test_a_replaced_record_is_one_removed_and_one_added)
     return 2.0 * (single if single < high and excess(single) <= 0 else high)

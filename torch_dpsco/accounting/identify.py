@@ -75,9 +75,10 @@ def identify(loader: Any) -> Design:
     design = _own_design(loader)
     if design is None:
         raise UnknownSamplerError(
-            f"loader must draw by a sampler of torch_dpsco (got {_names(loader)}). Ways out: optimizer.loader(dataset) "
-            f"draws Poisson batches; DataLoader(dataset, batch_sampler=PoissonSampler(...)) keeps your own loader; or "
-            f"build the optimizer without n= and design=, which claims no amplification"
+            f"loader must draw by a sampler of torch_dpsco (got {_names(loader)}). Ways out:"
+            " optimizer.loader(dataset) draws Poisson batches; DataLoader(dataset,"
+            " batch_sampler=PoissonSampler(...)) keeps your own loader; or build the optimizer"
+            " without n= and design=, which claims no amplification"
         )
     return design
 
@@ -94,14 +95,19 @@ def recognize(loader: Any) -> Design:
     """
     design = _own_design(loader)
     # a subclass that iterates in its own way may drop, repeat or join batches
-    if design is None and isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+    if (
+        design is None
+        and isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+    ):
         design = _foreign_design(loader.batch_sampler)
     if design is None:
         raise UnknownSamplerError(
-            f"loader must draw in a known way (got {_names(loader)}). Ways out: draw Poisson batches, by "
-            f"make_private(..., poisson_sampling=True) or DataLoader(dataset, batch_sampler=PoissonSampler(...)); "
-            f"declare the events yourself by accountant.record(event) instead of the hook; or claim no amplification "
-            f"with DataLoader(dataset, batch_size=..., shuffle=True), whose steps count as unsampled"
+            f"loader must draw in a known way (got {_names(loader)}). Ways out: draw Poisson"
+            " batches, by make_private(..., poisson_sampling=True) or DataLoader(dataset,"
+            " batch_sampler=PoissonSampler(...)); declare the events yourself by"
+            " accountant.record(event) instead of the hook; or claim no amplification with"
+            " DataLoader(dataset, batch_size=..., shuffle=True), whose steps count as unsampled"
         )
     return design
 
@@ -126,8 +132,9 @@ def _foreign_design(sampler: Any) -> Design | None:
         return RatePoisson(_drawn_rate(sampler.sample_rate), sampler.num_samples)
     if type(sampler) in of_opacus("utils.uniform_sampler.DistributedUniformWithReplacementSampler"):
         raise UnknownSamplerError(
-            "loader must draw in one process (got DistributedUniformWithReplacementSampler, which leaves empty batches "
-            "out, so that the number of steps tells about the data); use a world of size 1"
+            "loader must draw in one process (got DistributedUniformWithReplacementSampler, which"
+            " leaves empty batches out, so that the number of steps tells about the data); use a"
+            " world of size 1"
         )
     if type(sampler) is BatchSampler:
         return _pass_design(sampler)
@@ -146,12 +153,15 @@ def _drawn_rate(rate: float) -> float:
 
 def _pass_design(sampler: BatchSampler) -> Design | None:
     """Returns the design of batches cut from one pass without replacement."""
-    inner, batch_size = sampler.sampler, sampler.batch_size
+    inner = sampler.sampler
+    batch_size = sampler.batch_size
     if type(inner) is SequentialSampler:
         n = len(inner)
     elif type(inner) is RandomSampler:
         n = len(inner.data_source)
-        if inner.replacement or inner.num_samples != n:  # another number joins parts of two permutations
+        if (
+            inner.replacement or inner.num_samples != n
+        ):  # another number joins parts of two permutations
             return None
     else:
         return None
@@ -160,4 +170,6 @@ def _pass_design(sampler: BatchSampler) -> Design | None:
 
 def _names(loader: Any) -> str:
     parts = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-    return " > ".join([type(loader).__name__, *(type(part).__name__ for part in parts if part is not None)])
+    return " > ".join(
+        [type(loader).__name__, *(type(part).__name__ for part in parts if part is not None)]
+    )

@@ -25,7 +25,12 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.events import PoissonGaussian, RandomAllocation, SimpleEvent, WORGaussian
+from torch_dpsco.accounting.events import (
+    PoissonGaussian,
+    RandomAllocation,
+    SimpleEvent,
+    WORGaussian,
+)
 from torch_dpsco.accounting.noise_levels import spread_of
 from torch_dpsco.accounting.stated import Failure
 
@@ -76,15 +81,20 @@ class ComposedLaws:
     """
 
     def __init__(self, counts: Callable[[], _Places], adjacency: Adjacency) -> None:
-        self._counts, self._adjacency = counts, adjacency
+        self._counts = counts
+        self._adjacency = adjacency
 
     def epsilon(self, delta: float, most: float = math.inf) -> float | None:
         """Returns epsilon at delta; None without a figure, or if it takes more than `most` laws."""
-        return self._worst(lambda laws: None if (r := pld_epsilon(laws, delta)) is None else r.epsilon, most)
+        return self._worst(
+            lambda laws: None if (r := pld_epsilon(laws, delta)) is None else r.epsilon, most
+        )
 
     def delta(self, epsilon: float, most: float = math.inf) -> float | None:
         """Returns delta at epsilon; None without a figure, or if it takes more than `most` laws."""
-        return self._worst(lambda laws: None if (r := pld_delta(laws, epsilon)) is None else r.delta, most)
+        return self._worst(
+            lambda laws: None if (r := pld_delta(laws, epsilon)) is None else r.delta, most
+        )
 
     def mu(self, delta_min: float) -> float | None:
         """Returns a mu that covers the curve where delta >= delta_min (see `pld_gdp`); None without a figure."""
@@ -95,8 +105,12 @@ class ComposedLaws:
         if parts is None or math.prod(map(len, parts)) > _MOST_COMBINATIONS:
             return None
         # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
-        combinations = [tuple(pair for part in chosen for pair in part) for chosen in product(*parts)]
-        if sum(law.mu is None for laws in combinations for law, _ in laws) > most:  # Gaussians merge into one
+        combinations = [
+            tuple(pair for part in chosen for pair in part) for chosen in product(*parts)
+        ]
+        if (
+            sum(law.mu is None for laws in combinations for law, _ in laws) > most
+        ):  # Gaussians merge into one
             return None
         found = [read(laws) for laws in combinations]
         known = [figure for figure in found if figure is not None]
@@ -114,7 +128,10 @@ class ComposedLaws:
         for (partition, _), counts in self._counts().items():
             laws: dict[LossLaw, int] = {}
             sampled = 0
-            if math.isfinite(most) and sum(1 for _ in islice(self._sampled(counts), int(most) + 1)) > most:
+            if (
+                math.isfinite(most)
+                and sum(1 for _ in islice(self._sampled(counts), int(most) + 1)) > most
+            ):
                 return None  # before any of them is asked what it costs
             for event, times in counts.items():
                 known = laws_of(event, self._adjacency)

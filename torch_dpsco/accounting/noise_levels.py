@@ -32,7 +32,8 @@ from torch_dpsco.accounting.events import PoissonGaussian, SimpleEvent, WORGauss
 MANY = 64  # different noises, beyond which their curves are not computed one by one
 _LEVELS = 64  # per factor of 2
 _WHOLE = 1 << 20  # of which a share is a number
-_LEAST, _LARGEST = 2.0**-10, 2.0**40
+_LEAST = 2.0**-10
+_LARGEST = 2.0**40
 _STEEP = 500.0  # exponent beyond which the larger of two curves is taken
 
 
@@ -43,7 +44,10 @@ def spread_of(event: SimpleEvent, adjacency: Adjacency) -> float | None:
         >>> spread_of(PoissonGaussian(1.0, 0.01), "add_remove"), spread_of(PoissonGaussian(1.0, 1.0), "add_remove")
         (0.5, None)
     """
-    if not isinstance(event, (PoissonGaussian, WORGaussian)) or not _LEAST < event.noise_multiplier < _LARGEST:
+    if (
+        not isinstance(event, (PoissonGaussian, WORGaussian))
+        or not _LEAST < event.noise_multiplier < _LARGEST
+    ):
         return None
     if isinstance(event, WORGaussian):
         return 1.0 if event.batch_size < event.dataset_size else None
@@ -68,12 +72,15 @@ class Levels:
     """
 
     def __init__(self, adjacency: Adjacency, level: int) -> None:
-        self._adjacency, self._level = adjacency, level
+        self._adjacency = adjacency
+        self._level = level
         self._known: dict[SimpleEvent, tuple[_Key, int, int]] = {}  # with share and times
         self._filled: dict[_Key, tuple[int, int]] = {}  # releases, and the sum of their shares
         self._rows: dict[_Key, FloatArray] = {}
         self._total: FloatArray | None = None  # of the rows
-        self._curves: dict[_Key, tuple[FloatArray, FloatArray]] = {}  # (a - 1) D_a at the upper level, and the rise
+        self._curves: dict[
+            _Key, tuple[FloatArray, FloatArray]
+        ] = {}  # (a - 1) D_a at the upper level, and the rise
 
     def put(self, event: SimpleEvent, times: int) -> None:
         """Sets how often a sampled event happened, >= 1; raises AdjacencyError if it has no guarantee."""
@@ -107,8 +114,14 @@ class Levels:
         assert isinstance(event, (PoissonGaussian, WORGaussian))
         noise = event.noise_multiplier
         place = math.floor(_LEVELS * math.log2(noise))
-        place += (_noise(place + 1) <= noise) - (_noise(place) > noise)  # where the logarithm was rounded
-        sampling = (event.q, event.k) if isinstance(event, PoissonGaussian) else (event.batch_size, event.dataset_size)
+        place += (_noise(place + 1) <= noise) - (
+            _noise(place) > noise
+        )  # where the logarithm was rounded
+        sampling = (
+            (event.q, event.k)
+            if isinstance(event, PoissonGaussian)
+            else (event.batch_size, event.dataset_size)
+        )
         key = (*sampling, place)
         if key not in self._curves:
             lower, upper = (self._curve(event, _noise(k)) for k in (place, place + 1))
@@ -151,4 +164,8 @@ def _share(noise: float, place: int, spread: float) -> int:
     """Returns the share of the lower level in 2^20, rounded up by more than its error."""
     area, low, whole = _areas(place, spread)
     # PRIVACY: rounded up (test_many_noises_cost_no_less_than_each_by_itself)
-    return min(_WHOLE, math.ceil(_WHOLE * (area(spread / math.sqrt(2) / noise) - low) / whole) + 1) if whole else _WHOLE
+    return (
+        min(_WHOLE, math.ceil(_WHOLE * (area(spread / math.sqrt(2) / noise) - low) / whole) + 1)
+        if whole
+        else _WHOLE
+    )

@@ -36,7 +36,9 @@ _SAME_SIZES = 30
 _LEAST_VARIANCE = 4.0
 
 
-def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], delta: float) -> float:
+def epsilon_at_orders(
+    cost_at: Callable[[int], Cost], alphas: Iterable[float], delta: float
+) -> float:
     """Returns epsilon from Renyi orders given by the caller, each read at the next larger order of the grid.
 
     The Renyi divergence increases with its order, so that this is an upper bound.
@@ -45,11 +47,16 @@ def epsilon_at_orders(cost_at: Callable[[int], Cost], alphas: Iterable[float], d
         ValueError: no order, or one out of (1.01, 2^14], or events with failure probabilities.
     """
     orders = [check.order(alphas=alpha) for alpha in alphas]
-    grid, cost = orders_at(1), cost_at(1)
+    grid = orders_at(1)
+    cost = cost_at(1)
     if not orders or not all(_LEAST_ORDER < order <= grid[-1] for order in orders):
-        raise ValueError(f"alphas must be in ({_LEAST_ORDER}, {grid[-1]:g}], at least one (got {orders})")
+        raise ValueError(
+            f"alphas must be in ({_LEAST_ORDER}, {grid[-1]:g}], at least one (got {orders})"
+        )
     if cost.fails:
-        raise ValueError("alphas must not be given for events with failure probabilities: leave them out")
+        raise ValueError(
+            "alphas must not be given for events with failure probabilities: leave them out"
+        )
     places = np.searchsorted(grid, orders)
     pairs = zip(cost.rdp[places], orders, strict=True)
     return max(0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs))
@@ -71,7 +78,8 @@ class OpacusFace(Spending):
         super().__init__(journal, budget)
         self._design: Design | None = None
         self._step_event: tuple[float, float, Event] | None = None
-        self._same_sizes, self._last_size = 0, -1
+        self._same_sizes = 0
+        self._last_size = -1
         self._warned_of_several = False
 
     @classmethod
@@ -111,9 +119,13 @@ class OpacusFace(Spending):
             sample_rate: Poisson rate in [0, 1].
         """
         known = self._step_event
-        plain = type(noise_multiplier) is float and type(sample_rate) is float  # a tensor could change its value
+        plain = (
+            type(noise_multiplier) is float and type(sample_rate) is float
+        )  # a tensor could change its value
         if known is None or not plain or known[0] != noise_multiplier or known[1] != sample_rate:
-            event = self._event_of(noise_multiplier, check.between(0.0, 1.0, sample_rate=sample_rate), 1)
+            event = self._event_of(
+                noise_multiplier, check.between(0.0, 1.0, sample_rate=sample_rate), 1
+            )
             known = (noise_multiplier, sample_rate, event)
             self._step_event = known if plain else None
         self._spend_step(known[2], happened=True)
@@ -122,7 +134,9 @@ class OpacusFace(Spending):
     def _spend_step(self, event: Event, *, happened: bool) -> None:
         """Charges a step; even past the budget if it has happened."""
         marks = ("stepped", "asserted") if self._design is None else ("stepped",)
-        note = Note(marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE)
+        note = Note(
+            marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE
+        )
         charge = self._charge if happened else self._authorize
         charge(self._placed(event), 1, note)
 
@@ -137,8 +151,8 @@ class OpacusFace(Spending):
             return PoissonGaussian(noise, max(asserted, design.sample_rate), batches)
         if batches != 1:
             raise SequenceError(
-                f"accumulated batches must be 1 for a loader that is not Poisson (got {batches}): a record could be in "
-                f"two of them"
+                f"accumulated batches must be 1 for a loader that is not Poisson (got {batches}): a"
+                " record could be in two of them"
             )
         base = clipped_gaussian(noise)
         if design.positional or design.one_pass:
@@ -155,7 +169,9 @@ class OpacusFace(Spending):
         Args:
             sample_rate: Poisson rate of one batch, in [0, 1].
         """
-        sample_rate = check.between(0.0, 1.0, sample_rate=sample_rate)  # by this name the doctor finds it
+        sample_rate = check.between(
+            0.0, 1.0, sample_rate=sample_rate
+        )  # by this name the doctor finds it
 
         def hook(optimizer: Any) -> None:
             try:
@@ -175,9 +191,9 @@ class OpacusFace(Spending):
         if batches > 1 and not self._warned_of_several:
             self._warned_of_several = True
             warnings.warn(
-                f"{batches} accumulated batches are charged as a mixture over how many of them hold a record, which "
-                f"costs more than one batch of their size and has no replace_one guarantee; use BatchMemoryManager "
-                f"to split one large batch instead",
+                f"{batches} accumulated batches are charged as a mixture over how many of them hold"
+                " a record, which costs more than one batch of their size and has no replace_one"
+                " guarantee; use BatchMemoryManager to split one large batch instead",
                 UtilityWarning,
                 stacklevel=4,
             )
@@ -191,16 +207,21 @@ class OpacusFace(Spending):
         With a variance n q (1 - q) > 4 no size has probability above 0.25, so that 30 equal ones have below 1e-17.
         """
         rows = getattr(optimizer.params[0], "grad_sample", None)
-        partial = getattr(optimizer, "_is_last_step_skipped", False)  # the rows are the last part of a batch
+        partial = getattr(
+            optimizer, "_is_last_step_skipped", False
+        )  # the rows are the last part of a batch
         size = -1 if partial or not isinstance(rows, Tensor) else len(rows)
-        self._same_sizes = self._same_sizes + 1 if size >= 0 and size == self._last_size else int(size >= 0)
+        self._same_sizes = (
+            self._same_sizes + 1 if size >= 0 and size == self._last_size else int(size >= 0)
+        )
         self._last_size = size
         if self._same_sizes == _SAME_SIZES and size * (1.0 - rate) > _LEAST_VARIANCE:
             self.suspect()
             warnings.warn(
-                f"batches look fixed-size: {_SAME_SIZES} steps in a row had {size} rows each, which Poisson sampling "
-                f"at rate {rate:.6g} does not do; if they are, epsilon is under-reported: call "
-                f"accountant.bind(loader), or make_private(..., poisson_sampling=True)",
+                f"batches look fixed-size: {_SAME_SIZES} steps in a row had {size} rows each, which"
+                f" Poisson sampling at rate {rate:.6g} does not do; if they are, epsilon is"
+                " under-reported: call accountant.bind(loader), or make_private(...,"
+                " poisson_sampling=True)",
                 UserWarning,
                 stacklevel=5,
             )

@@ -29,7 +29,14 @@ from torch_dpsco.accounting.designs import (
     SizedDesign,
     positional_event,
 )
-from torch_dpsco.accounting.events import Event, Gaussian, Parallel, RandomAllocation, Repeat, Sequential
+from torch_dpsco.accounting.events import (
+    Event,
+    Gaussian,
+    Parallel,
+    RandomAllocation,
+    Repeat,
+    Sequential,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,18 +114,25 @@ class Assigned(SizedDesign):
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})")
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})"
+            )
         return Repeat(self._whole(base), math.ceil(draws / self.batches))
 
-    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
         """Returns the event of the draws start, .., stop - 1: that of all passes that they touch."""
         if stop <= start:
             return Sequential(())
-        first, last = start // self.batches, (stop - 1) // self.batches
+        first = start // self.batches
+        last = (stop - 1) // self.batches
         if self.amplifies(bases[0]):
             return Repeat(self._whole(bases[0]), last - first + 1)
         draws = [max(start, k * self.batches) for k in range(first, last + 1)]
-        events = [self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k)) for k in draws]
+        events = [
+            self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k)) for k in draws
+        ]
         return events[0] if len(events) == 1 else Sequential(tuple(events))
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
@@ -127,13 +141,21 @@ class Assigned(SizedDesign):
             # PRIVACY: of the whole pass, since a prefix that outputs have chosen is no cheaper
             # (test_a_pass_that_is_stopped_early_was_charged_as_a_whole)
             return self._whole(base)
-        name = draw.partition if draw.index < self.batches else f"{draw.partition}/{draw.index // self.batches}"
+        name = (
+            draw.partition
+            if draw.index < self.batches
+            else f"{draw.partition}/{draw.index // self.batches}"
+        )
         # PRIVACY: the key is drawn per record, whatever the record is, so that a replaced one keeps it
         # (test_assigned_batches_hold_under_every_adjacency)
         return Parallel({draw.part: (base,)}, name, "keyed", key_public=True)
 
     def _whole(self, base: BaseEvent) -> BaseEvent:
-        return RandomAllocation(base.sigma, self.batches, exact=base.exact) if self.amplifies(base) else base
+        return (
+            RandomAllocation(base.sigma, self.batches, exact=base.exact)
+            if self.amplifies(base)
+            else base
+        )
 
 
 @dataclass(frozen=True)
@@ -170,10 +192,14 @@ class Cyclic(CutDesign):
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
         return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
-    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
         """Returns the event of the draws start, .., stop - 1, of the batches that come most often."""
         if stop <= start:
             return Sequential(())
@@ -182,7 +208,9 @@ class Cyclic(CutDesign):
             start % self.batches: math.ceil((stop - start) / self.batches),
         }
         base = positional_event(bases[0])
-        return Parallel({str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition)
+        return Parallel(
+            {str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition
+        )
 
 
 @dataclass(frozen=True)
@@ -209,18 +237,31 @@ class Parts(Design):
     parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
     n: int
     positional = one_pass = ordered = True
-    inner: ClassVar[tuple[type[Design], ...]] = (Full, Poisson, Fixed, Disjoint, Assigned)  # designs of a part
+    inner: ClassVar[tuple[type[Design], ...]] = (
+        Full,
+        Poisson,
+        Fixed,
+        Disjoint,
+        Assigned,
+    )  # designs of a part
 
     def __post_init__(self) -> None:
         check_fields(self)
         check.fields(self, n=check.positive_count)
-        object.__setattr__(self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts))
+        object.__setattr__(
+            self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts)
+        )
         if not self.parts or not all(isinstance(design, self.inner) for design, _ in self.parts):
             names = ", ".join(kind.__name__ for kind in self.inner)
-            raise ValueError(f"parts must be ({names}; draws) pairs, at least one (got {self.parts})")
+            raise ValueError(
+                f"parts must be ({names}; draws) pairs, at least one (got {self.parts})"
+            )
         for design, draws in self.parts:
             if design.one_pass and draws > design.steps_per_epoch:
-                raise ValueError(f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got {draws})")
+                raise ValueError(
+                    f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got"
+                    f" {draws})"
+                )
             if isinstance(design, Assigned) and not design.amplification:
                 _require_one_pass(design)
         used = sum(design.n for design, _ in self.parts)
@@ -254,7 +295,9 @@ class Parts(Design):
             k -= draws
         raise ValueError(f"draw must be < {self.steps_per_epoch} (got {draw})")
 
-    def between(self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned") -> Event:
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
         """Returns the event of the draws start, .., stop - 1, given the query's event in each part."""
         first = 0
         used: dict[str, tuple[Event, ...]] = {}
@@ -269,11 +312,18 @@ class Parts(Design):
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
         if {type(design) for design, _ in self.parts} != {Full}:
             return self.between(0, draws, [base] * len(self.parts))
-        starts = accumulate([draws for _, draws in self.parts], initial=0)  # a form that needs no partition
-        most = max(min(count, max(0, draws - start)) for (_, count), start in zip(self.parts, starts, strict=False))
+        starts = accumulate(
+            [draws for _, draws in self.parts], initial=0
+        )  # a form that needs no partition
+        most = max(
+            min(count, max(0, draws - start))
+            for (_, count), start in zip(self.parts, starts, strict=False)
+        )
         return Repeat(positional_event(base), most)
 
     @property
@@ -283,7 +333,10 @@ class Parts(Design):
 
     def without_amplification(self) -> Parts:
         """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
-        known = [(replace(d, amplification=False) if isinstance(d, Assigned) else d, k) for d, k in self.parts]
+        known = [
+            (replace(d, amplification=False) if isinstance(d, Assigned) else d, k)
+            for d, k in self.parts
+        ]
         return replace(self, parts=tuple(known))
 
     def covers(self, base: BaseEvent, draw: Draw) -> int:
@@ -355,7 +408,9 @@ class AssignedParts(Parts):
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
         if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})")
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
         return self.between(0, draws, [base] * len(self.parts))
 
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
@@ -371,4 +426,7 @@ def _require_one_pass(design: Assigned) -> None:
     if design.passes > 1:
         # PRIVACY: a batch of one pass and one of another have records in common, and would count as disjoint
         # (test_a_part_is_assigned_to_batches_once)
-        raise ValueError(f"passes must be 1 for a part that is cut further, where none is amplified (got {design})")
+        raise ValueError(
+            "passes must be 1 for a part that is cut further, where none is amplified (got"
+            f" {design})"
+        )

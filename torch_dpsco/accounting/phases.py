@@ -52,13 +52,18 @@ class Phase:
         _require_no_generator()
         open_now = self._phases.place
         if open_now is not None:
-            raise SequenceError(f"a phase on part {open_now.part!r} is open: phases must not be nested")
+            raise SequenceError(
+                f"a phase on part {open_now.part!r} is open: phases must not be nested"
+            )
         self._token = self._opened.set(self)
 
     def __exit__(self, *_: Any) -> None:
-        token, self._token = self._token, None
+        token = self._token
+        self._token = None
         if token is not None:
-            with contextlib.suppress(ValueError, RuntimeError):  # left in another context: closed there all the same
+            with contextlib.suppress(
+                ValueError, RuntimeError
+            ):  # left in another context: closed there all the same
                 self._opened.reset(token)
 
     def is_here(self) -> bool:
@@ -78,11 +83,14 @@ class Phase:
 def _require_no_generator() -> None:
     """Raises SequenceError where a phase would stay open while the callers of a generator run."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__:  # as of an ExitStack
+    while (
+        frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__
+    ):  # as of an ExitStack
         frame = frame.f_back
     if frame.f_code.co_flags & _GENERATORS:
         # PRIVACY: they would be charged to the part too (test_a_phase_is_not_opened_in_a_generator)
         raise SequenceError(
-            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs between two of its "
-            f"values would be charged to the part; open it around what is charged, or return accountant.phase(...)"
+            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs"
+            " between two of its values would be charged to the part; open it around what is"
+            " charged, or return accountant.phase(...)"
         )

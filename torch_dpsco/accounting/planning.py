@@ -57,7 +57,9 @@ class PlannedEvents:
     open: Event | None = None
 
     @classmethod
-    def closing(cls, declared: Iterable[tuple[Event, int | None]], first: Event, count: int) -> PlannedEvents:
+    def closing(
+        cls, declared: Iterable[tuple[Event, int | None]], first: Event, count: int
+    ) -> PlannedEvents:
         """Returns the plan of a run that was declared, as (event, steps or None), and begins with an event."""
         finite = [Repeat(event, steps) for event, steps in declared if steps is not None]
         repeated = list(dict.fromkeys(unit_of(event) for event, steps in declared if steps is None))
@@ -72,7 +74,9 @@ class PlannedEvents:
             return cls(open=units.pop())
         # PRIVACY: a record is in one part of each partition, not of all together
         # (test_partitions_of_two_plans_are_not_taken_for_one)
-        return cls(tuple(_renamed(event, f"plan {k}") for k, event in enumerate(plan.fixed)), plan.open)
+        return cls(
+            tuple(_renamed(event, f"plan {k}") for k, event in enumerate(plan.fixed)), plan.open
+        )
 
     @classmethod
     def of(cls, ledger: Ledger) -> PlannedEvents:
@@ -96,10 +100,16 @@ class PlannedEvents:
         if times is None:
             return None
         if self.open is None or isinstance(self.open, SimpleEvent):
-            return Sequential((*self.fixed, *([Repeat(self.open, times)] if self.open is not None else [])))
-        return Sequential((*self.fixed, *(_renamed(self.open, f"repetition {k}") for k in range(times))))
+            return Sequential(
+                (*self.fixed, *([Repeat(self.open, times)] if self.open is not None else []))
+            )
+        return Sequential(
+            (*self.fixed, *(_renamed(self.open, f"repetition {k}") for k in range(times)))
+        )
 
-    def _repetitions(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> int | None:
+    def _repetitions(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> int | None:
         """Returns how often the open event must be repeated to cover a ledger with the event; None if none will do."""
         fixed, slots = _shape(Ledger(self.fixed))
         once, more = _shape(Ledger([self.open] if self.open is not None else ()))
@@ -117,8 +127,14 @@ class PlannedEvents:
                 uses[place] += _copies(parts, more[place])
             else:
                 for kind in {kind for held in parts.values() for kind in held}:
-                    asked[kind] = asked.get(kind, 0) + max(held.get(kind, 0) for held in parts.values())
-        excess = {kind: times - fixed.get(kind, 0) for kind, times in asked.items() if times > fixed.get(kind, 0)}
+                    asked[kind] = asked.get(kind, 0) + max(
+                        held.get(kind, 0) for held in parts.values()
+                    )
+        excess = {
+            kind: times - fixed.get(kind, 0)
+            for kind, times in asked.items()
+            if times > fixed.get(kind, 0)
+        }
         rates = [times / once[kind] if kind in once else math.inf for kind, times in excess.items()]
         needed = max([*uses, *rates], default=0.0)
         return None if needed == math.inf else math.ceil(needed)
@@ -134,7 +150,10 @@ class PlannedEvents:
     def from_row(cls, row: Mapping[str, Any]) -> PlannedEvents:
         """Builds a plan from primitives."""
         once = row["open"]
-        return cls(tuple(map(event_from_json, row["fixed"])), None if once is None else event_from_json(once))
+        return cls(
+            tuple(map(event_from_json, row["fixed"])),
+            None if once is None else event_from_json(once),
+        )
 
 
 def unit_of(event: Event) -> Event:
@@ -143,7 +162,9 @@ def unit_of(event: Event) -> Event:
     return next(iter(kinds)) if len(kinds) == 1 else event
 
 
-def _shape(ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[_Counts, list[_Parts]]:
+def _shape(
+    ledger: Ledger, event: Event | None = None, count: int = 1
+) -> tuple[_Counts, list[_Parts]]:
     """Returns what all records meet, and what the parts of each partition hold, in the order of their first events."""
     partitions: dict[str, _Parts] = {}
     counts = ledger.counts(event, count)
@@ -179,7 +200,11 @@ def _renamed(event: Event, tag: str) -> Event:
         return Repeat(_renamed(event.event, tag), event.n)
     if isinstance(event, Sequential):
         return Sequential(tuple(_renamed(inner, tag) for inner in event.events))
-    return replace(event, partition=f"{event.partition} of {tag}") if isinstance(event, Parallel) else event
+    return (
+        replace(event, partition=f"{event.partition} of {tag}")
+        if isinstance(event, Parallel)
+        else event
+    )
 
 
 _ADAPTIVE = "mode='rdp' or 'rdp-mixture'; full batches: 'gdp'"
@@ -222,11 +247,18 @@ class Planning:
         """Follows a new budget or book."""
         self._closed: PlannedEvents | None = None  # the plan, as far as it is known
         # number of events of a ledger that is a part of the plan's fixed ones, these, and whether they fit the budget
-        self._covered, self._fixed, self._fixed_fits = -1, cast(_Counts, {}), False
+        self._covered = -1
+        self._fixed = cast(_Counts, {})
+        self._fixed_fits = False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
         rule = self._budget
-        if rule is not None and rule.delta > 0 and not rule.adaptive and self._config.get("mode") == "gdp":
+        if (
+            rule is not None
+            and rule.delta > 0
+            and not rule.adaptive
+            and self._config.get("mode") == "gdp"
+        ):
             rule = replace(rule, mode="gdp", schedule=None)
         self._rule = rule  # the budget in the mode that it is in
         self._filter: Filter | None = None if rule is None else make_filter(rule)
@@ -238,8 +270,9 @@ class Planning:
             # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
             modes = _ADAPTIVE if self._rule.delta > 0 else "mode='pure'"
             raise PrivacyError(
-                f"budget must be adaptive for events that depend on what was released before (got mode "
-                f"{self._rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon is an odometer"
+                "budget must be adaptive for events that depend on what was released before (got"
+                f" mode {self._rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon"
+                " is an odometer"
             )
 
     @typed
@@ -263,7 +296,9 @@ class Planning:
         budget = self._budget
         if budget is not None and budget.mode == "planned" and budget.schedule is not None:
             if len(self):
-                raise SequenceError(f"steps must be declared before the first event ({len(self)} were charged)")
+                raise SequenceError(
+                    f"steps must be declared before the first event ({len(self)} were charged)"
+                )
             declaring = budget.declaring(event, check.count(steps=steps))
             make_filter(declaring)  # may raise
             self._budget = declaring
@@ -274,7 +309,9 @@ class Planning:
     @locked
     def expect(self, event: Event, steps: int | None) -> None:
         """Declares what an optimizer plans; a budget with a schedule, which its owner has written, stays as it is."""
-        if not self._journal.interrupted:  # it may resume a run that was planned; each charge is checked again
+        if (
+            not self._journal.interrupted
+        ):  # it may resume a run that was planned; each charge is checked again
             self.require_planned(event)
         self._declared.append((event, steps if steps is None else check.count(steps=steps)))
 
@@ -286,23 +323,28 @@ class Planning:
         if not self._plan().names(event) and not self._gaussian(event):
             # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
             raise PrivacyError(
-                f"event must be planned before the first release (got {event}, after {len(self)} events of another "
-                f"plan): under mode 'planned' no output may choose what comes next. Build all optimizers of the "
-                f"accountant, or call accountant.declare(event, steps), before anything is released; or take "
-                f"Budget(..., {_ADAPTIVE}), or no budget"
+                f"event must be planned before the first release (got {event}, after {len(self)}"
+                " events of another plan): under mode 'planned' no output may choose what comes"
+                " next. Build all optimizers of the accountant, or call accountant.declare(event,"
+                f" steps), before anything is released; or take Budget(..., {_ADAPTIVE}), or no"
+                " budget"
             )
 
     @property
     def _keeps_plan(self) -> bool:
         """Whether events must be planned; at delta = 0 the sum holds for events chosen on the way too."""
         rule = self._rule
-        return rule is not None and rule.mode == "planned" and rule.schedule is None and rule.delta > 0
+        return (
+            rule is not None and rule.mode == "planned" and rule.schedule is None and rule.delta > 0
+        )
 
     def _plan(self) -> PlannedEvents:
         """Returns the plan that the first charge closed."""
         if self._closed is None:
             row = self._config.get("plan")
-            self._closed = PlannedEvents.of(self.ledger) if row is None else PlannedEvents.from_row(row)
+            self._closed = (
+                PlannedEvents.of(self.ledger) if row is None else PlannedEvents.from_row(row)
+            )
         return self._closed
 
     def _is_planned(self, event: Event, count: int) -> bool:
@@ -322,17 +364,26 @@ class Planning:
         """Returns whether the ledger with the event is known to be a part of the plan's fixed events."""
         if self._covered != len(self):
             return False
-        fixed, changed = self._fixed, self.ledger.changed(event, count)
+        fixed = self._fixed
+        changed = self.ledger.changed(event, count)
         return all(not any(place) for place in changed) and all(
-            times <= fixed.get(simple, 0) for counts in changed.values() for simple, times in counts.items()
+            times <= fixed.get(simple, 0)
+            for counts in changed.values()
+            for simple, times in counts.items()
         )
 
     def _cover(self) -> None:
         """Notes whether the ledger as it is is a part of these, none of them on parts of the records."""
         fixed, partitions = _shape(Ledger(self._plan().fixed))
         asked, cut = _shape(self.ledger)
-        self._covered, self._fixed, self._fixed_fits = -1, fixed, False
-        if not partitions and not cut and all(times <= fixed.get(event, 0) for event, times in asked.items()):
+        self._covered = -1
+        self._fixed = fixed
+        self._fixed_fits = False
+        if (
+            not partitions
+            and not cut
+            and all(times <= fixed.get(event, 0) for event, times in asked.items())
+        ):
             assert self._rule is not None
             self._covered = len(self)
             self._fixed_fits = _fit_together(self._rule, Sequential(self._plan().fixed))
@@ -378,17 +429,19 @@ class Planning:
 
     def _require_room_for(self, plan: PlannedEvents) -> None:
         assert self._rule is not None
-        several = list(dict.fromkeys(unit_of(event) for event, steps in self._declared if steps is None))
+        several = list(
+            dict.fromkeys(unit_of(event) for event, steps in self._declared if steps is None)
+        )
         if len(several) > 1:
             raise SequenceError(
-                f"steps must be given for all but one of several plans on one budget (without: "
+                "steps must be given for all but one of several plans on one budget (without: "
                 f"{', '.join(map(str, several))})"
             )
         if plan.fixed and not _fit_together(self._rule, Sequential(plan.fixed)):
             raise BudgetExceeded(
-                f"the {len(plan.fixed)} plans declared on this accountant would together exceed the budget of "
-                f"epsilon={self._rule.epsilon:g} at delta={self._rule.delta:g}; declare fewer steps, or make a new "
-                f"accountant if some of them are not wanted"
+                f"the {len(plan.fixed)} plans declared on this accountant would together exceed the"
+                f" budget of epsilon={self._rule.epsilon:g} at delta={self._rule.delta:g}; declare"
+                " fewer steps, or make a new accountant if some of them are not wanted"
             )
 
     def _close(self, plan: PlannedEvents) -> None:
@@ -415,7 +468,9 @@ class Planning:
         """
         assert self._rule is not None
         plan = self._plan()
-        cost = Ledger((*plan.fixed, *(e for e in (plan.open, event) if e is not None))).cost(self._rule.adjacency)
+        cost = Ledger((*plan.fixed, *(e for e in (plan.open, event) if e is not None))).cost(
+            self._rule.adjacency
+        )
         return cost.mu_squared is not None and not cost.fails
 
 

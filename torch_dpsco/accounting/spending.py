@@ -14,7 +14,13 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.filters import make_filter
 from torch_dpsco.accounting.calibrate import largest
-from torch_dpsco.accounting.events import Event, Parallel, RandomAllocation, Sequential, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    Event,
+    Parallel,
+    RandomAllocation,
+    Sequential,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.accounting.ledger.store import LOCK, locked
 from torch_dpsco.accounting.phases import Phase, Phases, Place
@@ -103,15 +109,29 @@ class Spending(Planning):
     @locked
     def budget(self, budget: Budget | None) -> None:
         for known in (self._rule, budget):
-            if len(self) and budget != self._budget and known is not None and (known.adaptive or known.schedule):
+            if (
+                len(self)
+                and budget != self._budget
+                and known is not None
+                and (known.adaptive or known.schedule)
+            ):
                 # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
-                raise PrivacyError(f"budget must be fixed before the first event in this mode (got {budget})")
+                raise PrivacyError(
+                    f"budget must be fixed before the first event in this mode (got {budget})"
+                )
         if len(self) and budget is None and self._budget is not None:
             # PRIVACY: what is charged without it would keep no plan (test_a_budget_is_not_taken_away_once_charged)
-            raise PrivacyError("budget must not be taken away once something was charged: raise it, or make a new one")
+            raise PrivacyError(
+                "budget must not be taken away once something was charged: raise it, or make a"
+                " new one"
+            )
         fixed = self._config["adjacency"]
-        if budget is not None and (fixed not in (None, budget.adjacency) or budget.unit != self.unit):
-            raise PrivacyError(f"budget must be for {self.adjacency!r} and {self.unit!r}, the accountant's")
+        if budget is not None and (
+            fixed not in (None, budget.adjacency) or budget.unit != self.unit
+        ):
+            raise PrivacyError(
+                f"budget must be for {self.adjacency!r} and {self.unit!r}, the accountant's"
+            )
         if budget is not None:
             make_filter(budget)  # may raise
             self._config["adjacency"] = budget.adjacency
@@ -128,7 +148,9 @@ class Spending(Planning):
         self._config["adjacency"] = self.adjacency
 
     @typed
-    def phase(self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False) -> Phase:
+    def phase(
+        self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
+    ) -> Phase:
         """Charges the events inside of a block to one part of a partition of the records.
 
         It belongs to the thread and the task (of asyncio and the like) that enter it. What others charge meanwhile
@@ -184,7 +206,8 @@ class Spending(Planning):
             count: how often, >= 0.
             adaptive: whether its parameters were chosen from what was released before.
         """
-        event, count = self._placed(event), check.count(count=count)
+        event = self._placed(event)
+        count = check.count(count=count)
         with self._planning(event, count, count, refuse=False):
             self._charge(event, count, Note(("adaptive",) if adaptive else ()))
 
@@ -218,12 +241,19 @@ class Spending(Planning):
             planned = check.positive_count(planned=planned)
         adaptive = check.flag(adaptive=adaptive)
         if not isinstance(releases, (Mapping, type(None))):
-            raise ValueError(f"releases must be a mapping of runs to numbers (got {check.shown(releases)})")
+            raise ValueError(
+                f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"
+            )
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:
             if adaptive:
                 self.require_adaptive()
-            self._authorize(self._placed(event), count, Note(("adaptive",) if adaptive else (), releases), planned)
+            self._authorize(
+                self._placed(event),
+                count,
+                Note(("adaptive",) if adaptive else (), releases),
+                planned,
+            )
 
     def _authorize(self, event: Event, count: int, note: Note = _NO_NOTE, planned: int = 1) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
@@ -236,7 +266,9 @@ class Spending(Planning):
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
         known, left = self._allowance or (None, 0)
-        if known == (event, self._rule, len(self)) and count <= left:  # equal events are decided once
+        if (
+            known == (event, self._rule, len(self)) and count <= left
+        ):  # equal events are decided once
             self._charge(event, count, note)
         else:
             with self._planning(event, count, planned, refuse=True):
@@ -247,7 +279,9 @@ class Spending(Planning):
     def _charge(self, event: Event, count: int, note: Note = _NO_NOTE) -> None:
         undecided = self._config["adjacency"] is None
         if undecided:
-            self._config["adjacency"] = note.adjacency  # before the charge: the first line of a ledger file names it
+            self._config["adjacency"] = (
+                note.adjacency
+            )  # before the charge: the first line of a ledger file names it
         added = 0
         try:
             added = self._journal.charge(event, count, note.marks, note.releases)
@@ -257,14 +291,21 @@ class Spending(Planning):
         if self._is_inside(event, count, note):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
             # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
-            passes = [(e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)]
+            passes = [
+                (e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)
+            ]
             for one, times in passes:
                 self._journal.charge(clipped_gaussian(one.noise), times)
 
     def _is_inside(self, event: Event, count: int, note: Note) -> bool:
         """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
         chosen = self.adaptive or "adaptive" in note.marks
-        return chosen and count > 0 and event != Sequential(()) and self._journal.book.in_pass(note.releases or ())
+        return (
+            chosen
+            and count > 0
+            and event != Sequential(())
+            and self._journal.book.in_pass(note.releases or ())
+        )
 
     def _require_outside(self, event: Event, count: int, note: Note) -> None:
         """Raises PrivacyError if it may."""
@@ -272,14 +313,20 @@ class Spending(Planning):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
-                "an event that may depend on what was released must not be charged while a pass of random allocation "
-                "is open: call finalize() on its optimizer first, or give it Assigned(..., amplification=False)"
+                "an event that may depend on what was released must not be charged while a pass of"
+                " random allocation is open: call finalize() on its optimizer first, or give it"
+                " Assigned(..., amplification=False)"
             )
 
     def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
         known, _ = self._allowance or (None, 0)
-        decided = known is not None and known[1:] == (budget, len(self))  # the ledger as it is was within the budget
-        alike = budget.mode == "planned" and budget.schedule is None and len(self.ledger.distinct) == 1
+        decided = known is not None and known[1:] == (
+            budget,
+            len(self),
+        )  # the ledger as it is was within the budget
+        alike = (
+            budget.mode == "planned" and budget.schedule is None and len(self.ledger.distinct) == 1
+        )
         if decided and alike and self.ledger.adds_nothing(event, count):
             return count
         if planned > count and self._admits(event, planned, decided):
@@ -289,7 +336,8 @@ class Spending(Planning):
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self.ledger, event, count))
             raise BudgetExceeded(
-                f"{count} x {event}: the plan that was declared before the first release holds no more of it"
+                f"{count} x {event}: the plan that was declared before the first release holds no"
+                " more of it"
             )
         return self._most(event) if known is not None and known[0] == event else count
 
@@ -327,4 +375,8 @@ class Spending(Planning):
     @property
     def _ended(self) -> bool:
         """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
-        return bool(self._config.get("adaptive")) and self._budget is not None and not self._budget.adaptive
+        return (
+            bool(self._config.get("adaptive"))
+            and self._budget is not None
+            and not self._budget.adaptive
+        )

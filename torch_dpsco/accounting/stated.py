@@ -24,7 +24,9 @@ class Stated:
             raise AdjacencyError(f"{self} is not stated for {adjacency}")
 
     def __post_init__(self) -> None:
-        check.fields(self, **{field.name: _CHECKS[field.name] for field in dataclasses.fields(self)})
+        check.fields(
+            self, **{field.name: _CHECKS[field.name] for field in dataclasses.fields(self)}
+        )
 
 
 def _stated(adjacencies: Any) -> tuple[Adjacency, ...]:
@@ -136,9 +138,12 @@ class RDPCurve(Stated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        orders, values = len(self.orders), len(self.values)
+        orders = len(self.orders)
+        values = len(self.values)
         if not orders or orders != values:
-            raise ValueError(f"orders and values must be equally many, >= 1 (got {orders} and {values})")
+            raise ValueError(
+                f"orders and values must be equally many, >= 1 (got {orders} and {values})"
+            )
         if any(later <= earlier for earlier, later in pairwise(self.orders)):
             raise ValueError(f"orders must increase (got {check.shown(self.orders)})")
 

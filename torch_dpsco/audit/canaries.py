@@ -26,7 +26,9 @@ Canary = tuple[Tensor, Tensor]
 
 
 @typed
-def canaries(count: int, *, like: Sequence[Any], bound_x: float, labels: Sequence[Any], seed: int = 0) -> list[Canary]:
+def canaries(
+    count: int, *, like: Sequence[Any], bound_x: float, labels: Sequence[Any], seed: int = 0
+) -> list[Canary]:
     """Returns records for an audit: inputs on the bound, orthogonal as far as there are dimensions, random labels.
 
     Args:
@@ -49,19 +51,27 @@ def canaries(count: int, *, like: Sequence[Any], bound_x: float, labels: Sequenc
     """
     check.positive_count(count=count)
     check.positive(bound_x=bound_x)
-    if len(like) != 2 or not isinstance(like[0], Tensor) or not like[0].is_floating_point() or not like[0].numel():
+    if (
+        len(like) != 2
+        or not isinstance(like[0], Tensor)
+        or not like[0].is_floating_point()
+        or not like[0].numel()
+    ):
         raise ValueError(
-            f"like must be a record (input, target) whose input is a floating tensor (got {type(like).__name__} of "
-            f"{', '.join(type(part).__name__ for part in like)})"
+            "like must be a record (input, target) whose input is a floating tensor (got"
+            f" {type(like).__name__} of {', '.join(type(part).__name__ for part in like)})"
         )
     if not len(labels):
         raise ValueError("labels must have a value (got none)")
-    template, target = like[0], torch.as_tensor(like[1])
+    template = like[0]
+    target = torch.as_tensor(like[1])
     generator = torch.Generator().manual_seed(check.count(seed=seed))
     dim = template.numel()
     made: list[Tensor] = []
     while len(made) < count:
-        raw = torch.randn(dim, min(dim, count - len(made)), generator=generator, dtype=torch.float64)
+        raw = torch.randn(
+            dim, min(dim, count - len(made)), generator=generator, dtype=torch.float64
+        )
         made += list(torch.linalg.qr(raw).Q.T)
     chosen = torch.randint(len(labels), (count,), generator=generator).tolist()
     return [
@@ -75,7 +85,11 @@ def canaries(count: int, *, like: Sequence[Any], bound_x: float, labels: Sequenc
 
 @typed
 def loss_scores(
-    model: nn.Module, loss: Callable[..., Any], canaries: Sequence[Any], *, before: nn.Module | None = None
+    model: nn.Module,
+    loss: Callable[..., Any],
+    canaries: Sequence[Any],
+    *,
+    before: nn.Module | None = None,
 ) -> NDArray[np.float64]:
     """Returns minus the loss of each canary, or by how much training has lowered it: what `result` takes as scores.
 
@@ -95,10 +109,18 @@ def loss_scores(
     return scores if before is None else scores + _losses(before, loss, canaries)
 
 
-def _losses(model: nn.Module, loss: Callable[..., Any], canaries: Sequence[Any]) -> NDArray[np.float64]:
+def _losses(
+    model: nn.Module, loss: Callable[..., Any], canaries: Sequence[Any]
+) -> NDArray[np.float64]:
     for canary in canaries:
-        if not isinstance(canary, (tuple, list)) or len(canary) != 2 or not isinstance(canary[0], Tensor):
-            raise ValueError(f"canaries must be pairs (input tensor, target) (got {type(canary).__name__})")
+        if (
+            not isinstance(canary, (tuple, list))
+            or len(canary) != 2
+            or not isinstance(canary[0], Tensor)
+        ):
+            raise ValueError(
+                f"canaries must be pairs (input tensor, target) (got {type(canary).__name__})"
+            )
     modes = {module: module.training for module in model.modules()}
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
@@ -111,7 +133,9 @@ def _losses(model: nn.Module, loss: Callable[..., Any], canaries: Sequence[Any])
         for module, mode in modes.items():
             module.training = mode
     if any(value.numel() != 1 or math.isnan(value.item()) for value in values):
-        raise ValueError("loss(outputs, targets) must be one number for a batch of one canary, not NaN")
+        raise ValueError(
+            "loss(outputs, targets) must be one number for a batch of one canary, not NaN"
+        )
     return np.array([value.item() for value in values])
 
 
@@ -152,7 +176,9 @@ def check_training(
     audit = OneRunAudit(canaries, guess_in=guess_in, guess_out=guess_out)
     parts = tuple(setup(audit.dataset(dataset)))
     if len(parts) < 3:
-        raise ValueError(f"setup must return (model, optimizer, loader, ...) (got {len(parts)} values)")
+        raise ValueError(
+            f"setup must return (model, optimizer, loader, ...) (got {len(parts)} values)"
+        )
     model, optimizer, loader = parts[:3]
     doctor(model, loss, loader, optimizer).raise_if()
     claimed = train(*parts)
@@ -163,7 +189,8 @@ def check_training(
     # PRIVACY: a check that cannot fail is none (test_a_claim_that_no_guesses_refute_is_refused)
     if not found.reach > claimed:
         raise ValueError(
-            f"canaries must be more, or delta or confidence lower, to refute anything: right guesses alone show "
-            f"epsilon {rounded_down(found.reach)}, and {rounded_up(claimed)} is claimed (got {len(canaries)} canaries)"
+            "canaries must be more, or delta or confidence lower, to refute anything: right"
+            f" guesses alone show epsilon {rounded_down(found.reach)}, and {rounded_up(claimed)} is"
+            f" claimed (got {len(canaries)} canaries)"
         )
     return found

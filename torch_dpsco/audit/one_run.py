@@ -76,16 +76,22 @@ class OneRunResult:
         return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
 
     def __str__(self) -> str:
-        mu = "" if self.mu_lower is None else f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
+        mu = (
+            ""
+            if self.mu_lower is None
+            else f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
+        )
         said = (
-            f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least {rounded_down(self.epsilon_lower)} "
-            f"at delta={self.delta:g} under add_remove: {self.correct} of {self.guesses} guesses about "
-            f"{self.canaries} canaries are right (at most {rounded_down(self.reach)} could be shown)."
+            f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least"
+            f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} under add_remove:"
+            f" {self.correct} of {self.guesses} guesses about {self.canaries} canaries are right"
+            f" (at most {rounded_down(self.reach)} could be shown)."
         )
         if self.claimed is None:
             return said
         return (
-            f"{said} The claim of epsilon {rounded_up(self.claimed)} is {'' if self.contradicts() else 'not '}refuted."
+            f"{said} The claim of epsilon {rounded_up(self.claimed)} is"
+            f" {'' if self.contradicts() else 'not '}refuted."
         )
 
 
@@ -95,12 +101,21 @@ def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
     missing = np.arange(1, correct + 1)
     masses = scipy.stats.binom.pmf(correct - missing, guesses, coin)
     # PRIVACY: delta pays for guesses that are right beyond the coins (test_delta_is_paid_for)
-    left = canaries * delta - np.concatenate([[0.0], np.cumsum(missing * masses)[:-1]]) if correct else np.zeros(0)
-    return float(scipy.stats.binom.sf(correct - 1, guesses, coin) + np.clip(left / missing, 0.0, masses).sum())
+    left = (
+        canaries * delta - np.concatenate([[0.0], np.cumsum(missing * masses)[:-1]])
+        if correct
+        else np.zeros(0)
+    )
+    return float(
+        scipy.stats.binom.sf(correct - 1, guesses, coin)
+        + np.clip(left / missing, 0.0, masses).sum()
+    )
 
 
 @typed
-def epsilon_of_guesses(correct: int, guesses: int, canaries: int, *, delta: float, confidence: float = 0.95) -> float:
+def epsilon_of_guesses(
+    correct: int, guesses: int, canaries: int, *, delta: float, confidence: float = 0.95
+) -> float:
     """Returns the lower bound on epsilon that `correct` right guesses about `canaries` fair coins show.
 
     Args:
@@ -120,7 +135,9 @@ def epsilon_of_guesses(correct: int, guesses: int, canaries: int, *, delta: floa
     _require(correct, guesses, canaries, confidence)
     if check.nonnegative(delta=delta) >= 1:
         raise ValueError(f"delta must be in [0, 1) (got {delta})")
-    return _largest(lambda epsilon: _chance(correct, guesses, canaries, epsilon, delta) <= 1.0 - confidence)
+    return _largest(
+        lambda epsilon: _chance(correct, guesses, canaries, epsilon, delta) <= 1.0 - confidence
+    )
 
 
 @typed
@@ -141,18 +158,22 @@ def mu_of_guesses(correct: int, guesses: int, canaries: int, *, confidence: floa
         (docs/proofs/audit.md#gaussian-differential-privacy).
     """
     _require(correct, guesses, canaries, confidence)
-    return _largest(lambda mu: _least_total(correct, guesses, canaries, mu, 1.0 - confidence) > 1.0 + _ROUNDING)
+    return _largest(
+        lambda mu: _least_total(correct, guesses, canaries, mu, 1.0 - confidence) > 1.0 + _ROUNDING
+    )
 
 
 def _least_total(correct: int, guesses: int, canaries: int, mu: float, tail: float) -> float:
     """Returns a lower bound on P(W >= 0) if P(W >= correct) >= tail under mu-GDP; above 1 it cannot be."""
-    right, wrong = tail * correct / canaries, tail * (guesses - correct) / canaries
+    right = tail * correct / canaries
+    wrong = tail * (guesses - correct) / canaries
     for count in range(correct - 1, -1, -1):
         # PRIVACY: no more wrong guesses than mu-GDP demands (test_true_mu_is_refuted_no_more_often_than_stated)
         more = float(ndtr(ndtri(right) - mu)) - wrong
         if more <= 0.0 or right > 1.0:
             break
-        right, wrong = right + more * count / (guesses - count), wrong + more
+        right = right + more * count / (guesses - count)
+        wrong = wrong + more
     return (right + wrong) * canaries / guesses
 
 
@@ -167,7 +188,8 @@ def _require(correct: int, guesses: int, canaries: int, confidence: float) -> No
 
 def _largest(refuted: Callable[[float], bool]) -> float:
     """Returns the end of what is refuted, from 0 up, rounded down."""
-    low, high = 0.0, _LARGEST
+    low = 0.0
+    high = _LARGEST
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
@@ -195,14 +217,16 @@ class OneRunAudit:
         The result is not private with respect to the canaries, which must not be anybody's records.
     """
 
-    def __init__(self, canaries: Sequence[Any], *, guess_in: int | None = None, guess_out: int | None = None) -> None:
+    def __init__(
+        self, canaries: Sequence[Any], *, guess_in: int | None = None, guess_out: int | None = None
+    ) -> None:
         quarter = -(-len(canaries) // 4)
         self.guess_in = quarter if guess_in is None else check.count(guess_in=guess_in)
         self.guess_out = self.guess_in if guess_out is None else check.count(guess_out=guess_out)
         if not 1 <= self.guess_in + self.guess_out <= len(canaries):
             raise ValueError(
-                f"guess_in + guess_out must be in [1, number of canaries], here {len(canaries)} (got {self.guess_in} + "
-                f"{self.guess_out})"
+                f"guess_in + guess_out must be in [1, number of canaries], here {len(canaries)}"
+                f" (got {self.guess_in} + {self.guess_out})"
             )
         self.canaries = list(canaries)
         self._coins = np.array([secrets.randbits(1) for _ in self.canaries], dtype=bool)
@@ -212,8 +236,8 @@ class OneRunAudit:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # PRIVACY: a copy would open the same coins again (test_an_audit_is_opened_by_no_copy)
         raise SequenceError(
-            "an audit must not be copied or pickled: its coins are opened once; hand on dataset(base), or make a new "
-            "OneRunAudit and train again"
+            "an audit must not be copied or pickled: its coins are opened once; hand on"
+            " dataset(base), or make a new OneRunAudit and train again"
         )
 
     @typed
@@ -245,20 +269,28 @@ class OneRunAudit:
             ValueError: an argument is out of range, or there is not one score a canary.
             SequenceError: the coins have been opened already, or this is a forked process.
         """
-        total, guesses = len(self.canaries), self.guess_in + self.guess_out
+        total = len(self.canaries)
+        guesses = self.guess_in + self.guess_out
         try:
             values = np.asarray(scores, dtype=np.float64)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"scores must be {total} numbers, one a canary (got {check.shown(scores)})") from error
+            raise ValueError(
+                f"scores must be {total} numbers, one a canary (got {check.shown(scores)})"
+            ) from error
         if values.shape != (total,) or np.isnan(values).any():
-            raise ValueError(f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})")
+            raise ValueError(
+                f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})"
+            )
         check.choice(("any", "gaussian"), family=family)
         if claimed is not None:
             check.nonnegative(claimed=claimed, allow_inf=True)
 
         def bounds(correct: int) -> tuple[float, float | None]:
             if family == "any":
-                return epsilon_of_guesses(correct, guesses, total, delta=delta, confidence=confidence), None
+                return (
+                    epsilon_of_guesses(correct, guesses, total, delta=delta, confidence=confidence),
+                    None,
+                )
             check.open_interval(0.0, 1.0, delta=delta)
             mu = mu_of_guesses(correct, guesses, total, confidence=confidence)
             return gaussian_epsilon(mu, delta) * (1.0 - _ROUNDING), mu
@@ -266,13 +298,19 @@ class OneRunAudit:
         reach, _ = bounds(guesses)
         # PRIVACY: a fork is a copy (test_an_audit_is_opened_by_no_copy)
         if os.getpid() != self._process:
-            raise SequenceError("result() must be called in the process that made the audit: coins are opened once")
+            raise SequenceError(
+                "result() must be called in the process that made the audit: coins are opened once"
+            )
         # PRIVACY: one look at the coins (test_coins_are_opened_once)
         if not self._look.acquire(blocking=False):
-            raise SequenceError("result() opens the coins once; make a new OneRunAudit and train again")
+            raise SequenceError(
+                "result() opens the coins once; make a new OneRunAudit and train again"
+            )
         order = np.argsort(values, kind="stable")
         right_out = np.count_nonzero(~self._coins[order[: self.guess_out]])
         right_in = np.count_nonzero(self._coins[order[total - self.guess_in :]])
         correct = int(right_out + right_in)
         bound, mu = bounds(correct)
-        return OneRunResult(bound, float(delta), float(confidence), total, guesses, correct, reach, mu, claimed)
+        return OneRunResult(
+            bound, float(delta), float(confidence), total, guesses, correct, reach, mu, claimed
+        )

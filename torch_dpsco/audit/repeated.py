@@ -98,9 +98,10 @@ class Audit:
     def __str__(self) -> str:
         pair = f"this {self.adjacency} pair" if self.adjacency else "this pair"
         said = (
-            f"With {100 * self.confidence:.6g} % confidence epsilon is at least {rounded_down(self.epsilon_lower)} at "
-            f"delta={self.delta:g} for {pair}: {self.hits} hits against {self.false_hits} false ones in {self.tested} "
-            f"tests each (at most {rounded_down(self.reach)} could be shown)."
+            f"With {100 * self.confidence:.6g} % confidence epsilon is at least"
+            f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} for {pair}: {self.hits}"
+            f" hits against {self.false_hits} false ones in {self.tested} tests each (at most"
+            f" {rounded_down(self.reach)} could be shown)."
         )
         if self.claimed is None:
             return said
@@ -125,10 +126,14 @@ def require_arguments(delta: float, trials: int, confidence: float) -> None:
 
 def judge(candidates: list[Sides], start: int, delta: float, confidence: float) -> Audit:
     """Chooses score, threshold and side on the outputs from `start` to the half, and tests that choice on the rest."""
-    trials, tail = len(candidates[0][0]), (1.0 - confidence) / 2.0
+    trials = len(candidates[0][0])
+    tail = (1.0 - confidence) / 2.0
     half = trials // 2
     tested = trials - half
-    choice = max((choose(sides, start, half, delta, tail) for sides in candidates), key=lambda choice: choice.bound)
+    choice = max(
+        (choose(sides, start, half, delta, tail) for sides in candidates),
+        key=lambda choice: choice.bound,
+    )
     threshold = np.array([choice.threshold])
     # PRIVACY: judged on outputs that had no say in the choice (test_a_bound_from_the_outputs_that_chose_it_is_false)
     hits, false_hits = (_above(side[half:], threshold) for side in choice.sides)
@@ -184,10 +189,16 @@ def _above(scores: Array, thresholds: Array) -> NDArray[np.int64]:
     return np.asarray(len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right"))
 
 
-def _epsilon_lower(hits: NDArray[np.int64], false_hits: NDArray[np.int64], n: int, delta: float, tail: float) -> Array:
+def _epsilon_lower(
+    hits: NDArray[np.int64], false_hits: NDArray[np.int64], n: int, delta: float, tail: float
+) -> Array:
     """Returns for each pair of counts out of n the bound of `audit`, each rate being wrong with probability <= tail."""
     low = np.where(hits > 0, scipy.stats.beta.ppf(tail, np.maximum(hits, 1), n - hits + 1), 0.0)
-    high = np.where(false_hits < n, scipy.stats.beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)), 1.0)
+    high = np.where(
+        false_hits < n,
+        scipy.stats.beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)),
+        1.0,
+    )
     ratios = np.maximum(low - delta, 0.0) / high, np.maximum(1.0 - high - delta, 0.0) / (1.0 - low)
     return np.asarray(np.log(np.maximum(np.maximum(*ratios), 1.0)))
 
@@ -206,7 +217,10 @@ def fitted_scores(first: Array, second: Array, fit: int) -> list[Sides]:
             return np.asarray(outputs @ (means[1] - means[0]))
 
         def gaussian(outputs: Array) -> Array:
-            squares = [(outputs - mean) ** 2 / variance for mean, variance in zip(means, variances, strict=True)]
+            squares = [
+                (outputs - mean) ** 2 / variance
+                for mean, variance in zip(means, variances, strict=True)
+            ]
             return np.asarray((squares[0] - squares[1]).sum(axis=1))
 
         scores = [(score(first), score(second)) for score in (linear, gaussian)]
@@ -216,7 +230,9 @@ def fitted_scores(first: Array, second: Array, fit: int) -> list[Sides]:
 
 def _require_finite(*arrays: Array) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
-        raise ValueError("outputs must not be so large that their squares overflow; give audit a score= instead")
+        raise ValueError(
+            "outputs must not be so large that their squares overflow; give audit a score= instead"
+        )
 
 
 def _whitened(first: Array, second: Array, fit: int) -> Sides:
@@ -226,12 +242,17 @@ def _whitened(first: Array, second: Array, fit: int) -> Sides:
     scale = np.maximum(spread.std(axis=0), _LEAST_SPREAD * np.abs(means[1] - means[0]))
     _require_finite(scale)
     scale[scale == 0.0] = 1.0
-    first, second, spread = (first - means[0]) / scale, (second - means[0]) / scale, spread / scale
+    first = (first - means[0]) / scale
+    second = (second - means[0]) / scale
+    spread = spread / scale
     dim = len(scale)
     if 4 * dim > fit:  # too few outputs for a covariance
         return first, second
     root = np.linalg.cholesky(spread.T @ spread / len(spread) + _LEAST_SPREAD * np.eye(dim))
-    return solve_triangular(root, first.T, lower=True).T, solve_triangular(root, second.T, lower=True).T
+    return (
+        solve_triangular(root, first.T, lower=True).T,
+        solve_triangular(root, second.T, lower=True).T,
+    )
 
 
 _Input = TypeVar("_Input")
@@ -327,7 +348,10 @@ def audit_outputs(first: Any, second: Any, *, delta: float, confidence: float = 
     """
     sides = _matrix("first", first), _matrix("second", second)
     if sides[0].shape != sides[1].shape:
-        raise ValueError(f"first and second must agree in number and size (got {sides[0].shape} and {sides[1].shape})")
+        raise ValueError(
+            f"first and second must agree in number and size (got {sides[0].shape} and"
+            f" {sides[1].shape})"
+        )
     trials = len(sides[0])
     require_arguments(delta, trials, confidence)
     quarter = trials // 4
@@ -341,12 +365,15 @@ def _matrix(name: str, outputs: Any) -> Array:
     try:
         matrix = np.asarray(outputs, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must hold numbers of one size (got {check.shown(outputs)})") from error
+        raise ValueError(
+            f"{name} must hold numbers of one size (got {check.shown(outputs)})"
+        ) from error
     if matrix.ndim == 0:
         raise ValueError(f"{name} must hold one output for each trial (got a single number)")
     if not np.isfinite(matrix).all():
         raise ValueError(
-            f"outputs must be finite (got others in {name}); give audit a score= that says what these are worth"
+            f"outputs must be finite (got others in {name}); give audit a score= that says what"
+            " these are worth"
         )
     return matrix.reshape(len(matrix), math.prod(matrix.shape[1:]))
 
@@ -360,7 +387,8 @@ def _vector(output: Any) -> Array:
         return np.asarray(output, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"outputs must be numbers, arrays, tensors or modules (got {type(output).__name__}); or give audit a score="
+            f"outputs must be numbers, arrays, tensors or modules (got {type(output).__name__}); or"
+            " give audit a score="
         ) from error
 
 
@@ -460,11 +488,15 @@ def audit_training(
         _train(model, optimizer, data, loss, steps)
         return float((flat(_trained(model)) - start) @ direction)
 
-    found = audit(run, pair, delta=delta, trials=trials, confidence=confidence, score=float, seed=seed)
+    found = audit(
+        run, pair, delta=delta, trials=trials, confidence=confidence, score=float, seed=seed
+    )
     return replace(found, adjacency=optimizer.adjacency, claimed=claimed)
 
 
-def _fresh(make: Callable[[], tuple[nn.Module, PrivateOptimizer]]) -> tuple[nn.Module, PrivateOptimizer]:
+def _fresh(
+    make: Callable[[], tuple[nn.Module, PrivateOptimizer]],
+) -> tuple[nn.Module, PrivateOptimizer]:
     model, optimizer = make()
     if not is_attached(model):
         attach(model)
@@ -472,24 +504,31 @@ def _fresh(make: Callable[[], tuple[nn.Module, PrivateOptimizer]]) -> tuple[nn.M
     require_same_parameters(model.train(), optimizer)
     if optimizer.steps or len(optimizer.accountant):
         raise SequenceError(
-            f"make() must return an optimizer that has made no step, with an accountant of its own (got "
-            f"{optimizer.steps} steps, {len(optimizer.accountant)} events)"
+            "make() must return an optimizer that has made no step, with an accountant of its own"
+            f" (got {optimizer.steps} steps, {len(optimizer.accountant)} events)"
         )
     return model, optimizer
 
 
 def _neighbors(
-    dataset: Dataset[Any], canary: tuple[Any, Any], other: tuple[Any, Any] | None, adjacency: Adjacency
+    dataset: Dataset[Any],
+    canary: tuple[Any, Any],
+    other: tuple[Any, Any] | None,
+    adjacency: Adjacency,
 ) -> tuple[Dataset[Any], Dataset[Any]]:
     size = len(dataset)  # type: ignore[arg-type]
     if adjacency == ADD_REMOVE:
         if other is not None:
-            raise AdjacencyError("other must be None under add_remove, where one data set has no canary at all")
+            raise AdjacencyError(
+                "other must be None under add_remove, where one data set has no canary at all"
+            )
         return dataset, _joined(canary, dataset)
     if adjacency == ZERO_OUT and other is None:
         raise AdjacencyError("other must be given under zero_out: a record without gradient")
     if not size:
-        raise ValueError(f"dataset must hold a record for the canary to take the place of under {adjacency}")
+        raise ValueError(
+            f"dataset must hold a record for the canary to take the place of under {adjacency}"
+        )
     rest = Subset(dataset, range(1, size))
     return _joined(dataset[0] if other is None else other, rest), _joined(canary, rest)
 
@@ -519,7 +558,9 @@ def _train(
     """Makes the steps and installs the answer: `fit` without its checks, which cost ten times a short run."""
     device = next(model.parameters()).device
     with optimizer:
-        for batch in optimizer.loader(dataset, steps=optimizer.schedule.steps if steps is None else steps):
+        for batch in optimizer.loader(
+            dataset, steps=optimizer.schedule.steps if steps is None else steps
+        ):
             optimizer.zero_grad()
             if optimizer.outstanding_rows:
                 inputs, targets = to_device(batch, device)

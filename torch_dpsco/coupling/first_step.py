@@ -22,12 +22,28 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.coupling.loss_trace import plain, trace_outputs
-from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, SyntheticBatches, changed_rows, compare, rows_first
+from torch_dpsco.coupling.mixing import (
+    SEED,
+    Leaf,
+    Mixed,
+    SyntheticBatches,
+    changed_rows,
+    compare,
+    rows_first,
+)
 from torch_dpsco.coupling.rollback import Memory, Refused, Untouched, attempt, seed_torch
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.passes import batch_sizes
 
-_SIZES = (7, 5, 11, 13, 17, 19, 23)  # of synthetic batches: the first that is no other size of the model's tensors
+_SIZES = (
+    7,
+    5,
+    11,
+    13,
+    17,
+    19,
+    23,
+)  # of synthetic batches: the first that is no other size of the model's tensors
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error
 _NOT_FOUND = "a part that was not found"
@@ -39,15 +55,16 @@ _UNSEEN = {
 }
 _PROBED = "checked by the probes of dp.doctor on made-up records: none reaches another"
 _FOUND = (
-    "records must not reach each other in the model (in {where}: with {what} as one of several made-up records, the "
-    "outputs of others changed): clipping one row at a time does not bound one record then; replace statistics of the "
-    "batch (x.mean(0), x.abs().max(), medians) by constants or by functions of one record (docs/pitfalls.md, coupled "
-    "records)"
+    "records must not reach each other in the model (in {where}: with {what} as one of several"
+    " made-up records, the outputs of others changed): clipping one row at a time does not bound"
+    " one record then; replace statistics of the batch (x.mean(0), x.abs().max(), medians) by"
+    " constants or by functions of one record (docs/pitfalls.md, coupled records)"
 )
 _REMEMBERS = (
-    "model must not remember earlier batches (after a batch of other made-up records its outputs for the same records "
-    "changed; look at {kept}): records of one batch would be in the rows of later ones, which no charge covers; "
-    "begin each forward with a fresh state, and take whole sequences in one forward (docs/pitfalls.md, stateful model)"
+    "model must not remember earlier batches (after a batch of other made-up records its outputs"
+    " for the same records changed; look at {kept}): records of one batch would be in the rows of"
+    " later ones, which no charge covers; begin each forward with a fresh state, and take whole"
+    " sequences in one forward (docs/pitfalls.md, stateful model)"
 )
 
 
@@ -62,13 +79,18 @@ class FirstStep:
 
     def __init__(self, asked: bool, reduction: str, dim: int) -> None:
         self.verdicts = dict(_UNSEEN) if asked else dict.fromkeys(_UNSEEN, _OFF)
-        self.reduction, self.forwards = reduction, 0
+        self.reduction = reduction
+        self.forwards = 0
         self.asked, self.probed = asked, False  # the doctor says whether it has compared rows
         self.hooked = False  # whether hooks on the model may change the gradients of its outputs
         self._open = dict.fromkeys(_UNSEEN, True)
-        self._before: Memory | None = None  # what the model kept before the forward that is looked at
+        self._before: Memory | None = (
+            None  # what the model kept before the forward that is looked at
+        )
         self._dim = dim
-        self._dims: list[int | None] | None = None  # of the model's outputs, as far as that was seen
+        self._dims: list[int | None] | None = (
+            None  # of the model's outputs, as far as that was seen
+        )
 
     @property
     def waits(self) -> bool:
@@ -94,7 +116,9 @@ class FirstStep:
         if self.asked and self._open["model"]:
             self._before = Memory(layers)
 
-    def look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def look(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """Looks at a model, after a training forward; returns its output, traced for a look at the loss.
 
         Raises:
@@ -102,7 +126,8 @@ class FirstStep:
         """
         self.forwards += 1
         self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if self._open["model"] and before is not None:
             self._look_at(model, args, kwargs, output, before)
         if not self._open["loss"]:
@@ -110,23 +135,48 @@ class FirstStep:
         dims = self._dims
         leaves = tree_leaves(output)
         if dims is None or len(dims) != len(leaves):
-            known = {len(t) for t in leaves if isinstance(t, Tensor) and t.dim()} if self._dim == 0 else set()
-            dims = [0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves]
+            known = (
+                {len(t) for t in leaves if isinstance(t, Tensor) and t.dim()}
+                if self._dim == 0
+                else set()
+            )
+            dims = [
+                0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves
+            ]
         return trace_outputs(self, output, dims)
 
     def _look_at(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Memory
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        before: Memory,
     ) -> None:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, PackedSequence))]
-        sizes = dict.fromkeys(t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim)
-        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists((args, kwargs))
+        leaves = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, (Tensor, PackedSequence))
+        ]
+        sizes = dict.fromkeys(
+            t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim
+        )
+        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists(
+            (args, kwargs)
+        )
         if not sizes or unknown or any(isinstance(leaf, PackedSequence) for leaf in leaves):
-            self.settle("model", "not checked, its inputs are no tensors with a row for each record")
+            self.settle(
+                "model", "not checked, its inputs are no tensors with a row for each record"
+            )
             return
         verdict = ""
-        for batch in (size for size in sizes if size):  # the batch is the size that the outputs follow
+        for batch in (
+            size for size in sizes if size
+        ):  # the batch is the size that the outputs follow
             calls = _Calls(model, args, kwargs, output, batch, self._dim, before)
-            verdict = calls.problem or self._compared(calls)  # PrivacyError leaves the part open: it comes again
+            verdict = calls.problem or self._compared(
+                calls
+            )  # PrivacyError leaves the part open: it comes again
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
                 break
@@ -168,23 +218,32 @@ class _Calls:
         dim: int,
         before: Memory,
     ) -> None:
-        self._model, self._batch, self._dim, self._before = model, batch, dim, before
+        self._model = model
+        self._batch = batch
+        self._dim = dim
+        self._before = before
         self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
         self._real = tree_leaves(output)
         self.dims: list[int | None] = [None] * len(self._real)  # where outputs have the batch
         sizes = {n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape}
         self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
         self._places = [
-            k for k, t in enumerate(self._inputs) if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
+            k
+            for k, t in enumerate(self._inputs)
+            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
         ]
         made = [self._inputs[k] for k in self._places]
         # a wrong index on an accelerator ends the process
         self._on_cpu = any(not t.is_floating_point() and t.device.type not in _SAFE for t in made)
         self.problem = ""
         if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
-            self.problem = "not checked, integers are made up on the CPU, where the model is too large to be copied"
+            self.problem = (
+                "not checked, integers are made up on the CPU, where the model is too large to be"
+                " copied"
+            )
         self.leaves = [
-            Leaf(self._shape(t.shape, self.rows), t.dtype, _CPU if self._on_cpu else t.device, dim) for t in made
+            Leaf(self._shape(t.shape, self.rows), t.dtype, _CPU if self._on_cpu else t.device, dim)
+            for t in made
         ]
         self._watched: list[_Watched] | None = None
 
@@ -211,7 +270,10 @@ class _Calls:
             ]
             for fill in (1, 0):
                 pool = SyntheticBatches(leaves, rows, fill)
-                runs = [attempt("two batches", partial(self._second, pool, scale)) for scale in (1.0, 1.0, 0.0)]
+                runs = [
+                    attempt("two batches", partial(self._second, pool, scale))
+                    for scale in (1.0, 1.0, 0.0)
+                ]
                 first, again, other = ([] if isinstance(run, Refused) else run for run in runs)
                 if first and again and other:  # else it takes no such batches
                     return not changed_rows(first, again) and bool(changed_rows(first, other))
@@ -221,7 +283,11 @@ class _Calls:
         """Returns the outputs for a batch after another one, whose records are times a number."""
         self._rewind()
         self._outputs(pool.batch({k: [scale] * pool.rows for k in range(len(pool.leaves))}))
-        return [rows_first(t, 0) for t in self._outputs(pool.batch({})) if isinstance(t, Tensor) and t.dim()]
+        return [
+            rows_first(t, 0)
+            for t in self._outputs(pool.batch({}))
+            if isinstance(t, Tensor) and t.dim()
+        ]
 
     def _rewind(self) -> None:
         self._state.rewind()
@@ -235,7 +301,11 @@ class _Calls:
             tensors = (*self._model.named_parameters(), *self._model.named_buffers())
             self._copy = {name: t.detach().cpu() for name, t in tensors}
         try:
-            with torch.no_grad(), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            with (
+                torch.no_grad(),
+                warnings.catch_warnings(),
+                torch.compiler.set_stance("force_eager"),
+            ):
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -263,7 +333,11 @@ class _Calls:
         """Returns where an output has the batch: there alone it has changed its size."""
         if not isinstance(made, Tensor) or not isinstance(real, Tensor) or made.dim() != real.dim():
             return None
-        differing = [d for d, sizes in enumerate(zip(made.shape, real.shape, strict=True)) if sizes[0] != sizes[1]]
+        differing = [
+            d
+            for d, sizes in enumerate(zip(made.shape, real.shape, strict=True))
+            if sizes[0] != sizes[1]
+        ]
         if len(differing) != 1 or differing[0] > self._dim:
             return None
         (d,) = differing
@@ -280,7 +354,9 @@ class _Calls:
                 runs.append(self._watched)
             for first, second in zip(*runs, strict=True):
                 if changed_rows(first.outputs, second.outputs):
-                    inside = changed_rows(first.inputs, second.inputs)  # then they met on the way to this module
+                    inside = changed_rows(
+                        first.inputs, second.inputs
+                    )  # then they met on the way to this module
                     name = first.name.rpartition(".")[0] if inside else first.name
                     kind = type(self._model.get_submodule(name)).__name__
                     return f"{kind} {name!r}" if name else f"the forward of {kind}"
@@ -294,12 +370,18 @@ class _Calls:
             watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
 
         for name, module in self._model.named_modules():
-            module.register_forward_hook(partial(note, name), with_kwargs=True)  # the next rewind() removes it
+            module.register_forward_hook(
+                partial(note, name), with_kwargs=True
+            )  # the next rewind() removes it
 
     def _records(self, tree: Any) -> list[Tensor]:
         found = []
         for t in tree_leaves(tree):
-            dims = [d for d in (self._dim, 0) if isinstance(t, Tensor) and d < t.dim() and t.shape[d] == self.rows]
+            dims = [
+                d
+                for d in (self._dim, 0)
+                if isinstance(t, Tensor) and d < t.dim() and t.shape[d] == self.rows
+            ]
             found += [rows_first(t.clone(), d) for d in dims[:1]]
         return found
 

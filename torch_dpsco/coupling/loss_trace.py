@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten, without_subclasses
+from torch_dpsco.compat import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    without_subclasses,
+)
 from torch_dpsco.coupling.mixing import MOST_CALLS, Call, Leaf, Ref, RepeatedLoss
 from torch_dpsco.coupling.rollback import RandomStreams
 from torch_dpsco.errors import PrivacyError
@@ -26,7 +32,17 @@ if TYPE_CHECKING:
     from torch_dpsco.coupling.first_step import FirstStep
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
-_OUT_OF_SIGHT = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "data_ptr"}
+_OUT_OF_SIGHT = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__array__",
+    "data_ptr",
+}
 _OUT_OF_SIGHT |= {"register_hook", "__set__"}
 _CPU = torch.device("cpu")
 
@@ -111,14 +127,22 @@ class _Trace:
     """
 
     def __init__(self, step: FirstStep, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
-        self._step, self._number = step, step.forwards
-        self._outputs = [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
-        self._rows, self._device = outputs[0].shape[dims[0]], outputs[0].device.type
+        self._step = step
+        self._number = step.forwards
+        self._outputs = [
+            Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)
+        ]
+        self._rows = outputs[0].shape[dims[0]]
+        self._device = outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
-        self.through: dict[Any, list[Any]] = {}  # their nodes in the graph of gradients, and those of what they took
+        self.through: dict[
+            Any, list[Any]
+        ] = {}  # their nodes in the graph of gradients, and those of what they took
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
         self._calls: list[Call] = []
-        self._elsewhere: dict[int, tuple[int, Tensor]] = {}  # by id, which stays theirs as long as they are here
+        self._elsewhere: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by id, which stays theirs as long as they are here
         self._places = len(outputs)
         self._lost: set[str] = set()
         self._ended = False
@@ -135,7 +159,9 @@ class _Trace:
     def _specified(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._ref(leaf)
-        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] == self._device):
+        if isinstance(leaf, torch.device) or (
+            isinstance(leaf, str) and leaf.split(":")[0] == self._device
+        ):
             return _CPU
         return leaf
 
@@ -144,20 +170,25 @@ class _Trace:
             return Ref(t._place)
         with without_subclasses():
             if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
-                self._lost.add("an operation of your own")  # an autograd.Function, say, or rows of another forward
+                self._lost.add(
+                    "an operation of your own"
+                )  # an autograd.Function, say, or rows of another forward
         return Ref(self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True)
 
     def note(self, func: Any, spec: Any, result: Any) -> None:
         """Notes an operation and its results."""
         name = getattr(func, "__name__", "")
-        tensors = [t for t in tree_leaves(result) if isinstance(t, Traced)]  # not `.grad` and its like
+        tensors = [
+            t for t in tree_leaves(result) if isinstance(t, Traced)
+        ]  # not `.grad` and its like
         if not tensors and name != "__setitem__":
             self._lost |= {name} & _OUT_OF_SIGHT
             return
         places = []
         for t in tensors:
             if not hasattr(t, "_trace"):
-                t._trace, t._place = self, self._places
+                t._trace = self
+                t._place = self._places
                 self._places += 1
             places.append(t._place)
         if len(self._calls) < MOST_CALLS:
@@ -182,13 +213,22 @@ class _Trace:
                     self._lost.add("autograd.Function")
             if weighted:
                 self._lost.add("a gradient given to backward()")
-            verdict, left = self._repeated(loss._place), sorted(self._lost)
-            self._step.settle("loss", f"{verdict}, but not what was done out of sight ({left})" if left else verdict)
+            verdict = self._repeated(loss._place)
+            left = sorted(self._lost)
+            self._step.settle(
+                "loss",
+                f"{verdict}, but not what was done out of sight ({left})" if left else verdict,
+            )
         self._ended = True
-        self._calls, self._elsewhere, self.ends, self.through = [], {}, set(), {}
+        self._calls = []
+        self._elsewhere = {}
+        self.ends = set()
+        self.through = {}
 
     def _repeated(self, root: int) -> str:
-        repeated = RepeatedLoss(self._outputs, [t for _, t in self._elsewhere.values()], self._calls, root)
+        repeated = RepeatedLoss(
+            self._outputs, [t for _, t in self._elsewhere.values()], self._calls, root
+        )
         streams = RandomStreams()
         try:
             with torch.enable_grad(), without_subclasses(), warnings.catch_warnings():
@@ -202,7 +242,8 @@ class _Trace:
 
     def _has_own_backward(self, root: Any) -> bool:
         """Whether a backward that torch does not know, and that is not repeated, lies between loss and outputs."""
-        seen, waiting = set(self.ends), [root]
+        seen = set(self.ends)
+        waiting = [root]
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
@@ -218,13 +259,15 @@ class _Trace:
         return False
 
     def _require_reduction(self, loss: Traced) -> None:
-        reduction, attached = self.reductions.get(loss._place, "none"), self._step.reduction
+        reduction = self.reductions.get(loss._place, "none")
+        attached = self._step.reduction
         if reduction not in ("none", attached):
             # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
             # (test_a_loss_by_record_must_reduce_as_the_model_was_attached)
             raise ValueError(
-                f"reduction of the loss must be {attached!r}, as the model was attached (got {reduction!r}): give both "
-                f"the same, or dp.attach(model, loss_reduction={reduction!r})"
+                f"reduction of the loss must be {attached!r}, as the model was attached (got"
+                f" {reduction!r}): give both the same, or dp.attach(model,"
+                f" loss_reduction={reduction!r})"
             )
 
 
@@ -243,12 +286,15 @@ def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> A
         if d is not None and type(t) is Tensor and t.requires_grad
     }
     if not picked:
-        step.verdicts["loss"] = "not checked, no output of the model is known to have a row for each record"
+        step.verdicts["loss"] = (
+            "not checked, no output of the model is known to have a row for each record"
+        )
         return output
     trace = _Trace(step, [leaves[k] for k in picked], list(picked.values()))
     for place, k in enumerate(picked):
         traced = leaves[k].as_subclass(Traced)
-        traced._trace, traced._place = trace, place
+        traced._trace = trace
+        traced._place = place
         with without_subclasses():
             trace.ends |= {leaves[k].grad_fn, traced.grad_fn}
         leaves[k] = traced

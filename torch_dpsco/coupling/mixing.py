@@ -25,10 +25,13 @@ from torch_dpsco.errors import PrivacyError
 
 CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
 SEED = 5_000_011  # of what is random in the functions, the same in each call
-_SMALL, _LARGE = 1e-3, 1e4
+_SMALL = 1e-3
+_LARGE = 1e4
 _HALF = (torch.float16, torch.bfloat16)
 _Scales = Mapping[int, Sequence[float]]
-_Run = Callable[[list[Tensor]], list[Tensor]]  # synthetic tensors -> what belongs to each record, records first
+_Run = Callable[
+    [list[Tensor]], list[Tensor]
+]  # synthetic tensors -> what belongs to each record, records first
 
 
 class Leaf(NamedTuple):
@@ -79,7 +82,8 @@ class SyntheticBatches:
     """
 
     def __init__(self, leaves: Sequence[Leaf], rows: int, fill: int) -> None:
-        self.leaves, self.rows = leaves, rows
+        self.leaves = leaves
+        self.rows = rows
         generator = torch.Generator().manual_seed(SEED)
         self._base = [_filled(leaf, float(fill), generator) for leaf in leaves]
 
@@ -91,25 +95,41 @@ class SyntheticBatches:
             if k in scales and leaf.dim is not None:
                 place = [self.rows if d == leaf.dim else 1 for d in range(len(leaf.shape))]
                 factors = torch.tensor(scales[k]).view(place)
-                values = values * factors if leaf.is_number else torch.where(factors == 0.0, 1.0 - values, values)
+                values = (
+                    values * factors
+                    if leaf.is_number
+                    else torch.where(factors == 0.0, 1.0 - values, values)
+                )
             made.append(values.to(leaf.device, leaf.dtype))
         return made
 
     def variants(self) -> Iterator[tuple[str, _Scales, _Scales]]:
         """Yields what the other record is, and the scales of the records without and with it."""
         rest = [1.0] * (self.rows - 1)
-        of_records = [(k, leaf) for k, leaf in enumerate(self.leaves) if leaf.dim is not None and not leaf.counts]
+        of_records = [
+            (k, leaf)
+            for k, leaf in enumerate(self.leaves)
+            if leaf.dim is not None and not leaf.counts
+        ]
         numbers = [k for k, leaf in of_records if leaf.is_number and not leaf.target]
         targets = [k for k, leaf in of_records if leaf.is_number and leaf.target]
         if numbers:
-            for scale, what in ((_SMALL, "a small one"), (_LARGE, "a large one"), (math.nan, "NaN"), (-1.0, "another")):
+            for scale, what in (
+                (_SMALL, "a small one"),
+                (_LARGE, "a large one"),
+                (math.nan, "NaN"),
+                (-1.0, "another"),
+            ):
                 yield what, {}, {k: [scale, *rest] for k in numbers}
             low = (self.rows - 1) // 2 + 1
             mixed = [_SMALL] * low + [_LARGE] * (self.rows - low)
             what = "a large one in place of the small one in the middle"
             yield what, dict.fromkeys(numbers, mixed), {k: [_LARGE, *mixed[1:]] for k in numbers}
         if targets:
-            for scale, what in ((0.5, "one with another target"), (_LARGE, "one with a large target")):
+            for scale, what in (
+                (0.5, "one with another target"),
+                (_LARGE, "one with a large target"),
+            ):
                 yield what, {}, {k: [scale, *rest] for k in targets}
         for k in (k for k, leaf in of_records if not leaf.is_number):
             yield "one with another integer", {}, {k: [0.0, *rest]}
@@ -118,7 +138,11 @@ class SyntheticBatches:
 def _filled(leaf: Leaf, fill: float, generator: torch.Generator) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
-    return 0.25 + 0.5 * torch.rand(leaf.shape, generator=generator) if leaf.is_number else torch.full(leaf.shape, fill)
+    return (
+        0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
+        if leaf.is_number
+        else torch.full(leaf.shape, fill)
+    )
 
 
 def rows_first(t: Tensor, dim: int) -> Tensor:
@@ -131,7 +155,9 @@ def changed_rows(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool | No
     found = None
     for first, second in zip(before, after, strict=True):
         tolerance = 3e-2 if first.dtype in _HALF else 1e-4
-        a, b = (t[1:].to(torch.complex128 if t.is_complex() else torch.float64) for t in (first, second))
+        a, b = (
+            t[1:].to(torch.complex128 if t.is_complex() else torch.float64) for t in (first, second)
+        )
         known = a.isfinite().all(1)
         if a.shape != b.shape or not a[known].numel():
             continue
@@ -153,9 +179,13 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
     def made(pool: SyntheticBatches, scales: _Scales) -> list[Tensor] | Refused:
         return attempt("made-up records", lambda: run(pool.batch(scales)))
 
-    for fill in (1, 0):  # the one may be no class, the other no length, and either may be a mask of everything
+    for fill in (
+        1,
+        0,
+    ):  # the one may be no class, the other no length, and either may be a mask of everything
         pool = SyntheticBatches(leaves, rows, fill)
-        base, again = made(pool, {}), made(pool, {})
+        base = made(pool, {})
+        again = made(pool, {})
         if isinstance(base, Refused) or isinstance(again, Refused):
             # only the kind: messages may quote shapes, and the size of a batch is private
             refused = next(one for one in (base, again) if isinstance(one, Refused))
@@ -171,7 +201,8 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
         return "not checked, the same made-up records give two answers"
     seen = 0
     for what, before, after in pool.variants():
-        first, second = made(pool, before) if before else base, made(pool, after)
+        first = made(pool, before) if before else base
+        second = made(pool, after)
         if isinstance(first, Refused) or isinstance(second, Refused):
             continue  # it takes no such records
         changed = changed_rows(first, second)
@@ -181,17 +212,28 @@ def compare(leaves: Sequence[Leaf], rows: int, run: _Run) -> Mixed | str:
     return CHECKED if seen else "not checked, it takes one kind of made-up records only"
 
 
-MOST_CALLS, _MOST_NUMBERS = 10_000, 2**24
-_PICKS = {"gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
+MOST_CALLS = 10_000
+_MOST_NUMBERS = 2**24
+_PICKS = {
+    "gather",
+    "take_along_dim",
+    "index_select",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "scatter",
+    "scatter_add",
+}
 _CPU = torch.device("cpu")
 _CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
 _INDEX = ", an index of records for their own numbers"
 _NOT_FOUND = "an operation that was not found"
 _FOUND = (
-    "records must not reach each other in the loss before its last sum or mean over the batch (at {op}: with {what} as "
-    "one of several made-up records, gradients of the others changed): clipping one row at a time does not bound one "
-    "record then; use loss = dp.per_record(...), which sees one record at a time, or replace statistics of the batch "
-    "by constants (docs/pitfalls.md, coupled records)"
+    "records must not reach each other in the loss before its last sum or mean over the batch (at"
+    " {op}: with {what} as one of several made-up records, gradients of the others changed):"
+    " clipping one row at a time does not bound one record then; use loss = dp.per_record(...),"
+    " which sees one record at a time, or replace statistics of the batch by constants"
+    " (docs/pitfalls.md, coupled records)"
 )
 
 
@@ -240,8 +282,13 @@ class RepeatedLoss:
         root: place of the loss.
     """
 
-    def __init__(self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int) -> None:
-        self._outputs, self._elsewhere, self._calls, self._root = outputs, elsewhere, calls, root
+    def __init__(
+        self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int
+    ) -> None:
+        self._outputs = outputs
+        self._elsewhere = elsewhere
+        self._calls = calls
+        self._root = root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]
 
@@ -251,7 +298,12 @@ class RepeatedLoss:
         if any(self._elsewhere[k].numel() != self._rows for k in picks):
             return "not checked, records may be picked by an index"
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        unclear = any(n == self._rows for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim)
+        unclear = any(
+            n == self._rows
+            for leaf in self._outputs
+            for d, n in enumerate(leaf.shape)
+            if d != leaf.dim
+        )
         others = [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
         leaves = [*self._outputs, *others]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
@@ -262,24 +314,31 @@ class RepeatedLoss:
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
-        if others and found == CHECKED:  # what can be told depends on the size of the batch, which may be private
+        if (
+            others and found == CHECKED
+        ):  # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
         return found + _INDEX if picks and found.startswith(CHECKED) else found
 
     def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
         constant = not dims or unclear or isinstance(t, nn.Parameter)
-        return Leaf(tuple(t.shape), t.dtype, _CPU, None if constant else dims[0], target=True, counts=counts)
+        return Leaf(
+            tuple(t.shape), t.dtype, _CPU, None if constant else dims[0], target=True, counts=counts
+        )
 
     def _indices_of_records(self) -> set[int]:
         """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y]."""
         found: set[int] = set()
         for call in self._calls:
-            name, used = name_of(call.func), [*call.args[1:], *call.kwargs.values()]
+            name = name_of(call.func)
+            used = [*call.args[1:], *call.kwargs.values()]
             if name in ("getitem", "setitem"):
                 parts = used[0] if isinstance(used[0], tuple) else (used[0],)
                 used = list(parts[self._dim : self._dim + 1])
-            elif name not in _PICKS or not any(type(leaf) is int and leaf == self._dim for leaf in used):
+            elif name not in _PICKS or not any(
+                type(leaf) is int and leaf == self._dim for leaf in used
+            ):
                 continue
             found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
         kinds = {k: self._elsewhere[k].dtype for k in found}
@@ -288,17 +347,21 @@ class RepeatedLoss:
     def _repeat(self, made: Sequence[Tensor]) -> dict[int, Any]:
         """Returns all results of the operations, by place."""
         seed_torch(SEED)
-        outputs, elsewhere = made[: len(self._outputs)], made[len(self._outputs) :]
+        outputs = made[: len(self._outputs)]
+        elsewhere = made[len(self._outputs) :]
         # they may be written to
         values: dict[int, Any] = {k: t.requires_grad_(True).clone() for k, t in enumerate(outputs)}
         for call in self._calls:
-            args, kwargs = tree_map(lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs))
+            args, kwargs = tree_map(
+                lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
+            )
             results = [t for t in tree_leaves(call.func(*args, **kwargs)) if isinstance(t, Tensor)]
             values.update(zip(call.places, results, strict=True))
         return values
 
     def _gradients(self, made: Sequence[Tensor]) -> list[Tensor]:
-        loss, outputs = self._repeat(made)[self._root].sum(), list(made[: len(self._outputs)])
+        loss = self._repeat(made)[self._root].sum()
+        outputs = list(made[: len(self._outputs)])
         found = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
         return [rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)]
 
@@ -315,7 +378,9 @@ class RepeatedLoss:
         kept = [k for k, t in first.items() if t.requires_grad]
         grads = []
         for values in (first, second):
-            found = torch.autograd.grad(values[self._root].sum(), [values[k] for k in kept], allow_unused=True)
+            found = torch.autograd.grad(
+                values[self._root].sum(), [values[k] for k in kept], allow_unused=True
+            )
             grads.append(dict(zip(kept, found, strict=True)))
         for call in reversed(self._calls):
             if any(self._moved(grads[0].get(k), grads[1].get(k)) for k in call.taken):
@@ -323,7 +388,12 @@ class RepeatedLoss:
         return _NOT_FOUND
 
     def _moved(self, first: Tensor | None, second: Tensor | None) -> bool:
-        if first is None or second is None or first.dim() <= self._dim or first.shape[self._dim] != self._rows:
+        if (
+            first is None
+            or second is None
+            or first.dim() <= self._dim
+            or first.shape[self._dim] != self._rows
+        ):
             return False
         return bool(changed_rows([rows_first(first, self._dim)], [rows_first(second, self._dim)]))
 

@@ -97,7 +97,9 @@ class Attributes:
     """The attributes of objects, with the contents of lists and dictionaries among them."""
 
     def __init__(self, things: Iterable[Any]) -> None:
-        self._objects = [(thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in things]
+        self._objects = [
+            (thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in things
+        ]
 
     def rewind(self) -> None:
         """Puts them back, but no values of tensors."""
@@ -128,11 +130,21 @@ class Memory:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        keepers = [*modules, *(value for m in modules for value in vars(m).values() if _is_keeper(value))]
+        keepers = [
+            *modules,
+            *(value for m in modules for value in vars(m).values() if _is_keeper(value)),
+        ]
         self.attributes = Attributes(keepers)
-        released = {id(t) for m in modules for holder in (m._parameters, m._buffers) for t in holder.values()}
+        released = {
+            id(t)
+            for m in modules
+            for holder in (m._parameters, m._buffers)
+            for t in holder.values()
+        }
         held = [value for keeper in keepers for value in vars(keeper).values()]
-        held += [item for value in held if isinstance(value, (list, dict)) for item in _items(value)]
+        held += [
+            item for value in held if isinstance(value, (list, dict)) for item in _items(value)
+        ]
         kept = [value for value in held if isinstance(value, Tensor) and id(value) not in released]
         self._values = [(t, t.detach().clone()) for t in kept]
 
@@ -156,10 +168,14 @@ class Untouched:
         self.streams = RandomStreams()
         self.modules = list(model.modules())
         self.params = list(model.parameters())
-        objects = {id(thing): thing for thing in _with_helpers([*self.modules, *self.params, *others])}
+        objects = {
+            id(thing): thing for thing in _with_helpers([*self.modules, *self.params, *others])
+        }
         self._attributes = Attributes(objects.values())
         attributes = [value for thing in objects.values() for value in vars(thing).values()]
-        self._generators = [(g, g.get_state()) for g in attributes if isinstance(g, torch.Generator)]
+        self._generators = [
+            (g, g.get_state()) for g in attributes if isinstance(g, torch.Generator)
+        ]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
         self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
@@ -191,7 +207,9 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if t.requires_grad or not same_values(t.detach(), saved):  # what is frozen may be memory that others read
+            if t.requires_grad or not same_values(
+                t.detach(), saved
+            ):  # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
 
     def clear(self, moved: Mapping[int, Tensor] = MappingProxyType({})) -> None:
@@ -216,12 +234,19 @@ class Untouched:
 
 def _contents(thing: Any) -> list[tuple[Any, Any]]:
     """Returns the lists and dictionaries among the attributes, with copies of what they hold."""
-    return [(value, value.copy()) for value in vars(thing).values() if isinstance(value, (dict, list))]
+    return [
+        (value, value.copy()) for value in vars(thing).values() if isinstance(value, (dict, list))
+    ]
 
 
 def _is_keeper(thing: Any) -> bool:
     ours = type(thing).__module__.startswith(_HELPERS)
-    return hasattr(thing, "__dict__") and not ours and not callable(thing) and not isinstance(thing, Tensor)
+    return (
+        hasattr(thing, "__dict__")
+        and not ours
+        and not callable(thing)
+        and not isinstance(thing, Tensor)
+    )
 
 
 def _items(container: Any) -> Iterable[Any]:
@@ -249,7 +274,9 @@ def _tensor_hooks(p: Tensor) -> Iterator[Any]:
             yield hooks
 
 
-def _tensors(modules: list[nn.Module]) -> Iterator[tuple[tuple[nn.Module, dict[str, Any], str], Tensor]]:
+def _tensors(
+    modules: list[nn.Module],
+) -> Iterator[tuple[tuple[nn.Module, dict[str, Any], str], Tensor]]:
     """Yields each tensor once, with the module, the dictionary and the name under which it is held."""
     seen: set[int] = set()
     for module in modules:

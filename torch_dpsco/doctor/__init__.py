@@ -69,10 +69,16 @@ def doctor(
         healthy: nothing found
     """
     check.made(loss=loss)
-    if isinstance(loader, str) or not (loader is None or hasattr(loader, "__iter__") or hasattr(loader, "__enter__")):
-        raise ValueError(f"loader must be what the loop iterates over, or None (got {check.shown(loader)})")
+    if isinstance(loader, str) or not (
+        loader is None or hasattr(loader, "__iter__") or hasattr(loader, "__enter__")
+    ):
+        raise ValueError(
+            f"loader must be what the loop iterates over, or None (got {check.shown(loader)})"
+        )
     if isinstance(optimizer, SolvedOptimizer):
-        return Diagnosis.of(())  # it reads records by itself: no model, loss or loader of the script is in its release
+        return Diagnosis.of(
+            ()
+        )  # it reads records by itself: no model, loss or loader of the script is in its release
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
     note(script, evidence)

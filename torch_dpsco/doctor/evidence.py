@@ -28,16 +28,25 @@ _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of f
 def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
     found = ""
-    consequence, limit = "many rows, which clipping one row at a time does not bound", _NO_MIX
+    consequence = "many rows, which clipping one row at a time does not bound"
+    limit = _NO_MIX
     if script.row_free is not None:
-        consequence, limit = "the gradients of many, which the noise does not cover", 1e-6  # in double precision
+        consequence, limit = (
+            "the gradients of many, which the noise does not cover",
+            1e-6,
+        )  # in double precision
     if evidence.mixing is not None and evidence.mixing > limit:
-        found = f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of their norm)"
-    moved, limit = evidence.moved, tolerance(evidence.rows)
+        found = (
+            f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of"
+            " their norm)"
+        )
+    moved = evidence.moved
+    limit = tolerance(evidence.rows)
     if moved.numel() and float(moved.max()) > limit:
         found = (
-            f"with another record 0, the gradients of {int((moved > limit).sum())} of the {evidence.size - 1} other "
-            f"records moved, by up to {float(moved.max()):.2g} of the largest row"
+            f"with another record 0, the gradients of {int((moved > limit).sum())} of the"
+            f" {evidence.size - 1} other records moved, by up to {float(moved.max()):.2g} of the"
+            " largest row"
         )
     for what, count in evidence.outliers:
         if count and not found:
@@ -46,8 +55,9 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
         yield critical(
             "coupled-records",
             f"{found}: one record is in {consequence}",
-            "compute loss and features from one record at a time: replace statistics of the batch (x.mean(0), "
-            "logsumexp over records, contrastive pairs) by constants or by functions of the record alone",
+            "compute loss and features from one record at a time: replace statistics of the batch"
+            " (x.mean(0), logsumexp over records, contrastive pairs) by constants or by functions"
+            " of the record alone",
         )
 
 
@@ -57,12 +67,15 @@ def movement(first: Pass, second: Pass, size: int) -> Tensor:
     return gaps / max(float(norms.nan_to_num(0.0, 0.0, 0.0).max()), 1e-30)
 
 
-def _apart(first: Mapping[str, Rows], second: Mapping[str, Rows], size: int) -> tuple[Tensor, Tensor]:
+def _apart(
+    first: Mapping[str, Rows], second: Mapping[str, Rows], size: int
+) -> tuple[Tensor, Tensor]:
     """Returns how far the rows of each record are from those in a second pass, and their norms; (size,) float64."""
     gaps, squares = torch.zeros(2, size, dtype=torch.float64)
     for name, rows in first.items():
         if len(rows) == size:
-            norms, others = rows.norms(), second.get(name)
+            norms = rows.norms()
+            others = second.get(name)
             squares += norms.square()
             if others is not None and len(others) == size:
                 # PRIVACY: what was finite and is not any more has moved, however it compares
@@ -94,7 +107,14 @@ def jumps(first: Pass, second: Pass, size: int) -> int:
     if not bool(known.any()):
         return 0
     norms = norms[known]
-    return int((~(gaps[known] <= 10 * tolerance(first.rows) * norms.clamp_min(float(norms.median()) + 1e-30))).sum())
+    return int(
+        (
+            ~(
+                gaps[known]
+                <= 10 * tolerance(first.rows) * norms.clamp_min(float(norms.median()) + 1e-30)
+            )
+        ).sum()
+    )
 
 
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
@@ -126,7 +146,11 @@ class Isolation:
         if self.company is None:
             return "it could not be checked on made-up records, since the model is random"
         verdict = "does NOT hold" if self.company else "holds"
-        others = [text for seen, text in ((self.size, "the number of rows"), (self.place, "their place")) if seen]
+        others = [
+            text
+            for seen, text in ((self.size, "the number of rows"), (self.place, "their place"))
+            if seen
+        ]
         moved = f"; bits depend on {' and '.join(others)}" if others else ""
         return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
@@ -135,12 +159,15 @@ def rows_to_probe(script: Script) -> int | None:
     """Returns the number of rows of the batches of a script, as far as they are probed; None if it has no fixed one."""
     if not script.attached or not isinstance(script.source, PrivateLoader):
         return None
-    slots, design = script.source.slots, script.source.design
+    slots = script.source.slots
+    design = script.source.design
     most = script.source.physical_batch_size or design.batch_size
     return max(2, min(_MOST, most if slots is None else slots.block))
 
 
-def remembered(model: nn.Module, device: torch.device, rows: int, probe: Callable[[], Isolation]) -> Isolation:
+def remembered(
+    model: nn.Module, device: torch.device, rows: int, probe: Callable[[], Isolation]
+) -> Isolation:
     """Returns what is known of a model with these threads, device, rows and kernels; probes it once."""
     findings = _known.setdefault(model, {})
     # PRIVACY: other kernels, another finding (test_a_finding_is_of_the_kernels_that_were_looked_at)
@@ -170,8 +197,11 @@ def look(row: Callable[[list[int], list[int], bool], list[Row]], pool: int, rows
         return Isolation(rows)
     (base,) = seen(rows, [0])
     sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
-    places, others = sorted({1, rows // 2, rows - 1} - {0}), 1 + (pool - 1) // 2
-    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]  # by place, or by company
+    places = sorted({1, rows // 2, rows - 1} - {0})
+    others = 1 + (pool - 1) // 2
+    differ = [
+        made for made in seen(rows, places, others) if _gap(base, made) != 0.0
+    ]  # by place, or by company
     return Isolation(
         rows,
         size=any(_gap(base, made) != 0.0 for made in sizes),
@@ -196,20 +226,24 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     found = evidence.isolation
     if found is None:
         return
-    if found.company and found.company < _NO_ROUNDING:  # more is coupling, which has a finding of its own
+    if (
+        found.company and found.company < _NO_ROUNDING
+    ):  # more is coupling, which has a finding of its own
         yield warning(
             "rows-not-isolated",
-            f"in batches of {found.rows} rows the last bits of a row depend on the other records, which a kink of the "
-            f"loss can make as large as it likes",
-            "torch.set_num_threads(1)  # or other kernels: torch.use_deterministic_algorithms(True)",
+            f"in batches of {found.rows} rows the last bits of a row depend on the other records,"
+            " which a kink of the loss can make as large as it likes",
+            "torch.set_num_threads(1)  # or other kernels:"
+            " torch.use_deterministic_algorithms(True)",
         )
-    loader, optimizer = script.source, script.ours
+    loader = script.source
+    optimizer = script.ours
     private = optimizer is not None and optimizer.sizes_are_private
     if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
         yield warning(
             "batches-not-filled-up",
-            "the last bits of a row depend on the number of rows in its batch, which is private: who is in a batch "
-            "moves the others",
+            "the last bits of a row depend on the number of rows in its batch, which is private:"
+            " who is in a batch moves the others",
             "optimizer.loader(dataset)  # without padding=False, and in place of a loader of yours",
         )
 
@@ -302,7 +336,9 @@ class Evidence:
     @property
     def shows_rows(self) -> bool:
         """Whether rows were compared, with another record 0, that are not all zero."""
-        return bool(self.moved.numel()) and any(bool(made.norms().any()) for made in self.rows.values())
+        return bool(self.moved.numel()) and any(
+            bool(made.norms().any()) for made in self.rows.values()
+        )
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

@@ -20,7 +20,9 @@ from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.common import CommonOptimizer
 
-_DEFAULT_SEED = 67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
+_DEFAULT_SEED = (
+    67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
+)
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
 
@@ -31,8 +33,10 @@ def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if script.optimizer is not None and private is None:
         yield critical(
             "not-private",
-            f"{type(script.optimizer).__name__} takes the gradients as they are: no clip, no noise, nothing accounted",
-            "model, optimizer, loader = dp.make_private(model, optimizer, loader, problem=..., budget=..., n=...)",
+            f"{type(script.optimizer).__name__} takes the gradients as they are: no clip, no noise,"
+            " nothing accounted",
+            "model, optimizer, loader = dp.make_private(model, optimizer, loader, problem=...,"
+            " budget=..., n=...)",
         )
 
 
@@ -48,7 +52,8 @@ def no_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if silent:
         yield critical(
             "no-noise",
-            f"{type(script.optimizer).__name__} adds no noise: what it releases is not private at all",
+            f"{type(script.optimizer).__name__} adds no noise: what it releases is not private"
+            " at all",
             "noise_multiplier > 0, or .plan(..., budget=dp.Budget(epsilon, delta))",
         )
 
@@ -60,7 +65,8 @@ def unattached_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
         fix = "dp.attach(model)" if script.ours is not None else "model = GradSampleModule(model)"
         yield error(
             "unattached-model",
-            f"nothing records per-sample gradients of {type(script.model).__name__}: the first step will stop there",
+            f"nothing records per-sample gradients of {type(script.model).__name__}: the first step"
+            " will stop there",
             f"{fix}  # before the first forward",
         )
 
@@ -76,18 +82,24 @@ def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
     parts = []
     if missing:
         parts.append(
-            f"the optimizer does not train {len(missing)} trainable parameters of the model ({missing[0]}, ...)"
+            f"the optimizer does not train {len(missing)} trainable parameters of the model"
+            f" ({missing[0]}, ...)"
         )
     if stale:
-        parts.append(f"it holds {len(stale)} parameters that are not the model's (the first of shape {stale[0]})")
+        parts.append(
+            f"it holds {len(stale)} parameters that are not the model's (the first of shape"
+            f" {stale[0]})"
+        )
     if not script.trainable:
         parts.append("the model has no trainable parameter")
     if parts:
         yield error(
             "stale-parameters",
-            "; ".join(parts) + ": they were replaced or unfrozen after the optimizer was built, or never given to it",
-            "change the model first (LoRA, new heads, freezing), then build the optimizer on the parameters that "
-            "require gradients, then attach or make_private",
+            "; ".join(parts)
+            + ": they were replaced or unfrozen after the optimizer was built, or never given"
+            " to it",
+            "change the model first (LoRA, new heads, freezing), then build the optimizer on the"
+            " parameters that require gradients, then attach or make_private",
         )
 
 
@@ -124,10 +136,11 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
             said += f" ({rate * size:.6g} of {size} records on average)"
         yield critical(
             "sampler-not-accounted",
-            f"{said}, but the loader draws by {drawn(script)}: amplification by Poisson sampling does not hold for it",
-            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns; or\n"
-            "optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=..., ...))\n"
-            "loader = optimizer.loader(dataset)",
+            f"{said}, but the loader draws by {drawn(script)}: amplification by Poisson sampling"
+            " does not hold for it",
+            "make_private(..., poisson_sampling=True), and iterate over the loader that it returns;"
+            " or\noptimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(n=...,"
+            " ...))\nloader = optimizer.loader(dataset)",
         )
     elif rate < drawn_rate * (1 - 1e-6):
         yield critical(
@@ -148,8 +161,9 @@ def expected_batch_size(script: Script, evidence: Evidence) -> Iterator[Finding]
     if abs(optimizer.expected_batch_size - expected) > 1 + 0.05 * expected:
         yield warning(
             "expected-batch-size",
-            f"gradients are divided by {optimizer.expected_batch_size:.6g}, but batches have {expected:.6g} records on "
-            f"average: the learning rate is off by {expected / optimizer.expected_batch_size:.3g}",
+            f"gradients are divided by {optimizer.expected_batch_size:.6g}, but batches have"
+            f" {expected:.6g} records on average: the learning rate is off by"
+            f" {expected / optimizer.expected_batch_size:.3g}",
             f"expected_batch_size={round(expected)}  # of a logical batch, not of a physical one",
         )
 
@@ -160,9 +174,11 @@ def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if opacus.is_split(script.loader) and workers:
         yield warning(
             "split-with-workers",
-            f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the optimizer's queue "
-            f"when an epoch is broken off, and then parts of two batches are released together",
-            "num_workers=0, or optimizer.loader(dataset, physical_batch_size=..., num_workers=...) of a dp optimizer",
+            f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the"
+            " optimizer's queue when an epoch is broken off, and then parts of two batches are"
+            " released together",
+            "num_workers=0, or optimizer.loader(dataset, physical_batch_size=..., num_workers=...)"
+            " of a dp optimizer",
         )
 
 
@@ -171,12 +187,17 @@ def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     optimizer = script.opacus_optimizer
     if optimizer is not None and opacus.accounted(optimizer.step_hook)[0] is None:
         hook = optimizer.step_hook
-        held = "step_hook is None" if hook is None else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
+        held = (
+            "step_hook is None"
+            if hook is None
+            else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
+        )
         yield critical(
             "no-accountant",
-            f"{held}: no step is accounted, and epsilon stays 0 whatever is released (there is one hook; attaching "
-            f"another removes the accountant)",
-            "hook = optimizer.step_hook\noptimizer.attach_step_hook(lambda opt: (hook(opt), mine(opt)))",
+            f"{held}: no step is accounted, and epsilon stays 0 whatever is released (there is one"
+            " hook; attaching another removes the accountant)",
+            "hook = optimizer.step_hook\noptimizer.attach_step_hook(lambda opt: (hook(opt),"
+            " mine(opt)))",
         )
 
 
@@ -186,10 +207,12 @@ def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if sources:
         yield critical(
             "fixed-seed",
-            "; ".join(sources) + ": noise or batches can be drawn again and subtracted; seeding again in each epoch "
+            "; ".join(sources)
+            + ": noise or batches can be drawn again and subtracted; seeding again in each epoch "
             "repeats the same noise",
-            "remove torch.manual_seed before training, or give make_private noise_generator=g with\n"
-            "g = torch.Generator(); g.seed()  # and seed= or generator= of torch_dpsco in tests only",
+            "remove torch.manual_seed before training, or give make_private noise_generator=g"
+            " with\ng = torch.Generator(); g.seed()  # and seed= or generator= of torch_dpsco in"
+            " tests only",
         )
 
 
@@ -210,7 +233,11 @@ def _seeds(script: Script) -> Iterator[str]:
 
 def _weak(user: str, generator: torch.Generator | None, device: torch.device) -> Iterator[str]:
     source = "torch's global generator" if generator is None else "a torch.Generator"
-    default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    default = (
+        torch.cuda.default_generators[device.index or 0]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
     seed = (generator or default).initial_seed()
     if seed == _DEFAULT_SEED and generator is not None:
         yield f"{user} comes from {source} that was never seeded: its seed is the constant {seed}"
@@ -226,25 +253,27 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if script.row_free is not None:
         yield critical(
             "grad-scaler",
-            f"the loss is multiplied by {scaler.get_scale():.6g}, and the noise is calibrated for the loss itself; "
-            f"steps that the scaler skips depend on the data",
+            f"the loss is multiplied by {scaler.get_scale():.6g}, and the noise is calibrated for"
+            " the loss itself; steps that the scaler skips depend on the data",
             "loss.backward(); optimizer.step()  # double precision needs no scaler",
         )
     elif script.opacus_optimizer is not None:
         yield critical(
             "grad-scaler",
-            f"rows come to the clip multiplied by the scale, {scaler.get_scale():.6g}, so that all are clipped; and "
-            f"whether a step is skipped depends on infinities in the private gradients",
-            "leave the scaler out under Opacus: loss.backward(); optimizer.step()\n"
-            "or use an optimizer of torch_dpsco, which takes the scale out of each row before the clip",
+            f"rows come to the clip multiplied by the scale, {scaler.get_scale():.6g}, so that all"
+            " are clipped; and whether a step is skipped depends on infinities in the private"
+            " gradients",
+            "leave the scaler out under Opacus: loss.backward(); optimizer.step()\nor use an"
+            " optimizer of torch_dpsco, which takes the scale out of each row before the clip",
         )
     elif script.ours is not None:
         steps = script.ours.schedule.steps or _USUAL_STEPS
         if scaler.get_growth_interval() < steps:
             yield warning(
                 "grad-scaler",
-                f"the scale will grow every {scaler.get_growth_interval()} steps of {steps}: infinities are never "
-                f"reported to it (that would be private), so that nothing makes it smaller again",
+                f"the scale will grow every {scaler.get_growth_interval()} steps of {steps}:"
+                " infinities are never reported to it (that would be private), so that nothing"
+                " makes it smaller again",
                 f"torch.amp.GradScaler(growth_interval={steps + 1})",
             )
 
@@ -255,8 +284,8 @@ def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding
     if kinds and script.opacus_optimizer is not None:
         yield warning(
             "half-precision-noise",
-            f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that precision, which the "
-            f"Gaussian analysis does not cover",
+            f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that"
+            " precision, which the Gaussian analysis does not cover",
             "keep the parameters in float32 (autocast for the forward only)",
         )
 
@@ -266,8 +295,10 @@ def undeclared_sampling(script: Script, evidence: Evidence) -> Iterator[Finding]
     if script.ours is not None and isinstance(script.ours.design, Undeclared):
         yield warning(
             "undeclared-sampling",
-            "the optimizer knows no sampling: each step is accounted as if it used all records, under replace_one only",
-            "give n= (Poisson batches) or sampling= to the plan, and loader = optimizer.loader(dataset)",
+            "the optimizer knows no sampling: each step is accounted as if it used all records,"
+            " under replace_one only",
+            "give n= (Poisson batches) or sampling= to the plan, and loader ="
+            " optimizer.loader(dataset)",
         )
 
 
@@ -277,7 +308,8 @@ def finalized_optimizer(script: Script, evidence: Evidence) -> Iterator[Finding]
     if isinstance(optimizer, CommonOptimizer) and optimizer.finalized:
         yield error(
             "finalized-optimizer",
-            f"the optimizer is finalized after {optimizer.steps} steps: its answer is installed, a step raises",
+            f"the optimizer is finalized after {optimizer.steps} steps: its answer is installed, a"
+            " step raises",
             "make a new optimizer on the same accountant (accountant=optimizer.accountant)",
         )
 
@@ -290,13 +322,21 @@ def private_optimizer_inside_opacus(script: Script, evidence: Evidence) -> Itera
     how = ""
     if isinstance(inner, CommonOptimizer):
         how = "it is an optimizer of torch_dpsco, which takes the raw gradients"
-    elif not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused) and reads:
-        how = "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample gradients"
+    elif (
+        not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused)
+        and reads
+    ):
+        how = (
+            "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample"
+            " gradients"
+        )
     if how:
         yield critical(
             "private-optimizer-inside-opacus",
-            f"DPOptimizer wraps {type(inner).__name__}; {how}, while the accountant records a private step",
-            "give make_private a plain torch optimizer; or use the private optimizer alone, with dp.attach(model)",
+            f"DPOptimizer wraps {type(inner).__name__}; {how}, while the accountant records a"
+            " private step",
+            "give make_private a plain torch optimizer; or use the private optimizer alone, with"
+            " dp.attach(model)",
         )
 
 
@@ -325,7 +365,9 @@ def drawn(script: Script) -> str:
     sampler = script.sampler
     inner = getattr(script.source if sampler is None else sampler, "sampler", None)
     size = getattr(sampler, "batch_size", None)
-    name = type(next((part for part in (inner, sampler) if part is not None), script.source)).__name__
+    name = type(
+        next((part for part in (inner, sampler) if part is not None), script.source)
+    ).__name__
     return f"{name} in batches of {size}" if isinstance(size, int) else name
 
 

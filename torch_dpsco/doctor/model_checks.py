@@ -39,9 +39,11 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if layers:
         yield critical(
             "batch-norm",
-            f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch, so that every "
-            f"record is in the gradient of every other, and running statistics leave with the model",
-            "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer and attach",
+            f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch,"
+            " so that every record is in the gradient of every other, and running statistics leave"
+            " with the model",
+            "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer"
+            " and attach",
         )
 
 
@@ -50,15 +52,20 @@ def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding
     wrong = {name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size}
     if wrong:
         flags = sorted(
-            {str(m.batch_first) for m in script.module.modules() if isinstance(getattr(m, "batch_first", 0), bool)}
+            {
+                str(m.batch_first)
+                for m in script.module.modules()
+                if isinstance(getattr(m, "batch_first", 0), bool)
+            }
         )
         layers = f"; layers with batch_first={' and '.join(flags)}" if flags else ""
         yield critical(
             "rows-are-not-records",
-            f"{evidence.size} records gave {some([f'{count} rows of {name}' for name, count in wrong.items()])}"
-            f"{layers}: each row is clipped by itself, so that a record with several counts several times",
-            "keep the batch in the first dimension of every layer's input: batch_first=True, no view(-1, dim) that "
-            "folds time into it, position embeddings expanded to the batch",
+            f"{evidence.size} records gave"
+            f" {some([f'{count} rows of {name}' for name, count in wrong.items()])}{layers}: each"
+            " row is clipped by itself, so that a record with several counts several times",
+            "keep the batch in the first dimension of every layer's input: batch_first=True, no"
+            " view(-1, dim) that folds time into it, position embeddings expanded to the batch",
         )
 
 
@@ -67,19 +74,24 @@ def changing_buffers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if evidence.buffers:
         yield critical(
             "changing-buffers",
-            f"a training forward changed {some(evidence.buffers)}, which is part of the model and gets no noise",
-            "use layers without running statistics (GroupNorm), or model.eval() for the layer that has them",
+            f"a training forward changed {some(evidence.buffers)}, which is part of the model and"
+            " gets no noise",
+            "use layers without running statistics (GroupNorm), or model.eval() for the layer that"
+            " has them",
         )
 
 
 def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The same batch must give the same rows whatever was seen before."""
-    carried = next((refused for refused in evidence.refused if isinstance(refused.error, CarriedStateError)), None)
+    carried = next(
+        (refused for refused in evidence.refused if isinstance(refused.error, CarriedStateError)),
+        None,
+    )
     if carried is not None:
         yield critical(
             "stateful-model",
-            "the loss gave outputs of one batch to the forward of the next one: records of one step are in the rows "
-            "of later ones, which nothing accounts for",
+            "the loss gave outputs of one batch to the forward of the next one: records of one step"
+            " are in the rows of later ones, which nothing accounts for",
             "begin each batch with a fresh state, or give whole sequences to one forward",
         )
     if evidence.drift is None or evidence.buffers:
@@ -88,17 +100,18 @@ def stateful_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if of_data > limit:
         yield critical(
             "stateful-model",
-            f"after another batch, the same records gave other gradients (by {of_data:.2g} of the largest row): "
-            f"records of one step are in the rows of later ones, which nothing accounts for",
+            f"after another batch, the same records gave other gradients (by {of_data:.2g} of the"
+            " largest row): records of one step are in the rows of later ones, which nothing"
+            " accounts for",
             "remove what a forward remembers of its inputs (moving averages, caches, memory banks)",
         )
     elif of_calls > limit:
         yield warning(
             "stateful-model",
-            f"the same batch gave other gradients the second time (by {of_calls:.2g} of the largest row), but whatever "
-            f"is remembered did not depend on the records",
-            "make what changes from call to call (a counter, power iterations) a function of the step number outside "
-            "of forward",
+            f"the same batch gave other gradients the second time (by {of_calls:.2g} of the largest"
+            " row), but whatever is remembered did not depend on the records",
+            "make what changes from call to call (a counter, power iterations) a function of the"
+            " step number outside of forward",
         )
 
 
@@ -122,19 +135,27 @@ def loss_reduction(script: Script, evidence: Evidence) -> Iterator[Finding]:
         kind = "mean"
     elif math.isclose(thrice - twice, twice - once, rel_tol=2 * close, abs_tol=1e-6):
         kind = "sum"
-    measured = f"a made-up batch has loss {once:.6g}, its double {twice:.6g}, its triple {thrice:.6g}"
+    measured = (
+        f"a made-up batch has loss {once:.6g}, its double {twice:.6g}, its triple {thrice:.6g}"
+    )
     declared = set(script.reductions.values())
     if not kind and not evidence.random_loss:
         yield _reduction(script, f"{measured}: this is neither a mean nor a sum over records")
     elif kind and declared and kind not in declared:
-        said = ", ".join(f"{name}(loss_reduction={value!r})" for name, value in script.reductions.items())
-        yield _reduction(script, f"{measured}: this is a {kind}, and {said}", f"declare loss_reduction={kind!r}")
+        said = ", ".join(
+            f"{name}(loss_reduction={value!r})" for name, value in script.reductions.items()
+        )
+        yield _reduction(
+            script, f"{measured}: this is a {kind}, and {said}", f"declare loss_reduction={kind!r}"
+        )
 
 
 def _reduction(
     script: Script, evidence: str, fix: str = "reduce the loss by .mean() or .sum() over records"
 ) -> Finding:
-    clips = script.row_free is None and (script.ours is None or isinstance(script.ours.oracle, ClippedMean))
+    clips = script.row_free is None and (
+        script.ours is None or isinstance(script.ours.oracle, ClippedMean)
+    )
     return Finding("error" if clips else "critical", "loss-reduction", evidence, fix)
 
 
@@ -142,16 +163,18 @@ def regularizer_in_loss(script: Script, evidence: Evidence) -> Iterator[Finding]
     """The gradient of the loss must be that of the rows."""
     found = [name for name in excess(evidence) if name not in _padded(script)]
     if found:
-        severity, effect = "error", "it is in no row, so that training leaves it out"
+        severity = "error"
+        effect = "it is in no row, so that training leaves it out"
         if script.ghost:
-            severity, effect = "critical", "it enters after the clip, weighted by the secret size of the batch"
+            severity = "critical"
+            effect = "it enters after the clip, weighted by the secret size of the batch"
         yield Finding(
             severity,
             "regularizer-in-loss",
-            f"the gradient of {some(found)} is not that of the per-sample gradients: a term of the loss on the "
-            f"weights, or a weight used outside of its layer; {effect}",
-            "remove the term from the loss and give reg= or prox= to the private optimizer (weight_decay= to a torch "
-            "optimizer under Opacus)",
+            f"the gradient of {some(found)} is not that of the per-sample gradients: a term of the"
+            f" loss on the weights, or a weight used outside of its layer; {effect}",
+            "remove the term from the loss and give reg= or prox= to the private optimizer"
+            " (weight_decay= to a torch optimizer under Opacus)",
         )
 
 
@@ -161,7 +184,8 @@ def padding_trained(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if found:
         yield error(
             "padding-trained",
-            f"the rows of {some(found)} train the vector of padding_idx, whose gradient torch leaves out",
+            f"the rows of {some(found)} train the vector of padding_idx, whose gradient torch"
+            " leaves out",
             "nn.Embedding(..., padding_idx=None), and h = h * (tokens != 0)[..., None] in forward",
         )
 
@@ -177,24 +201,42 @@ def excess(evidence: Evidence) -> list[str]:
 
     In ghost mode: whether the norms that clip are not those of the gradients that are released.
     """
-    base, gaps, sizes = evidence.base, {}, {}
+    base = evidence.base
+    gaps = {}
+    sizes = {}
     if base is None or not base.rows:
         return []
     if base.norms is not None:
         released = joint_norms(base.rows)
         gap = float((released - base.norms.double().cpu()).abs().max())
-        return ["the loss of each record"] if gap > 1e-2 * float(released.max().clamp_min(1e-30)) else []
+        return (
+            ["the loss of each record"]
+            if gap > 1e-2 * float(released.max().clamp_min(1e-30))
+            else []
+        )
     for name, rows in base.rows.items():
         total = base.totals[name]
         scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
-        expected = torch.zeros(()) if name in base.factored else rows.left.sum(0, dtype=torch.float64) * scale
+        expected = (
+            torch.zeros(())
+            if name in base.factored
+            else rows.left.sum(0, dtype=torch.float64) * scale
+        )
         gaps[name] = float((expected if total is None else total.double() - expected).norm())
         sizes[name] = float(rows.norms().sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding
-    slack = next(s for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2)) if tolerance(base.rows) <= rounding)
+    slack = next(
+        s
+        for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2))
+        if tolerance(base.rows) <= rounding
+    )
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
-    return [name for name, gap in gaps.items() if gap > slack * sizes[name] and gap > 1e-2 * slack * joint]
+    return [
+        name
+        for name, gap in gaps.items()
+        if gap > slack * sizes[name] and gap > 1e-2 * slack * joint
+    ]
 
 
 def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -211,17 +253,25 @@ def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
         (
             idle,
             "no gradient reaches them",
-            "freeze them with requires_grad_(False) before attach or make_private, or use them in the loss",
+            (
+                "freeze them with requires_grad_(False) before attach or make_private, or use them"
+                " in the loss"
+            ),
         ),
         (
             used,
             "they are used, but nothing records their rows",
-            "change the model (LoRA, new heads, unfreezing) before attach or make_private; use layers, no functions of "
-            "a bare weight",
+            (
+                "change the model (LoRA, new heads, unfreezing) before attach or make_private; use"
+                " layers, no functions of a bare weight"
+            ),
         ),
     ):
         if names:
-            found = f"no per-sample gradients for {some(names)}: {why}, and the first step will stop there"
+            found = (
+                f"no per-sample gradients for {some(names)}: {why}, and the first step will stop"
+                " there"
+            )
             yield error("unused-parameters", found, fix)
 
 
@@ -230,8 +280,16 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     refused = next((refused for refused in evidence.refused if in_place(refused.error)), None)
     if refused is not None:
         layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
-        where = f"layers with inplace=True: {some(layers)}" if layers else "no layer has inplace=True: look for x += y"
-        yield error("in-place-layers", f"{refused}; {where}", "nn.ReLU(inplace=False), and x = x + y instead of x += y")
+        where = (
+            f"layers with inplace=True: {some(layers)}"
+            if layers
+            else "no layer has inplace=True: look for x += y"
+        )
+        yield error(
+            "in-place-layers",
+            f"{refused}; {where}",
+            "nn.ReLU(inplace=False), and x = x + y instead of x += y",
+        )
 
 
 def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -239,12 +297,15 @@ def half_precision_rows(script: Script, evidence: Evidence) -> Iterator[Finding]
     coarse = coarse_setting(script.module.modules(), list(script.trainable.values()))
     halves = [name for name, made in evidence.rows.items() if made.dtype in HALF]
     if "mean" in script.reductions.values() and (halves or coarse is not None):
-        seen, off = f"rows of {some(halves)} are in half precision", "train them in float32"
+        seen = f"rows of {some(halves)} are in half precision"
+        off = "train them in float32"
         if coarse is not None and not halves:
-            seen, off = f"{coarse.setting} is in effect", coarse.cure
+            seen = f"{coarse.setting} is in effect"
+            off = coarse.cure
         yield critical(
             "half-precision-rows",
-            f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record comes or goes",
+            f"{seen} and the loss is a mean: the rounding of 1/B moves all rows when one record"
+            " comes or goes",
             f"use a loss that sums and loss_reduction='sum', or: {off}",
         )
 
@@ -259,8 +320,9 @@ def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
         if value is not None or scalars or not evidence.refused:
             yield critical(
                 "ghost-without-ghost-loss",
-                f"in ghost mode the loss must be the criterion that make_private returns (it returns "
-                f"{type(value).__name__}): no gradient is clipped, and the noise hides nothing",
+                "in ghost mode the loss must be the criterion that make_private returns (it"
+                f" returns {type(value).__name__}): no gradient is clipped, and the noise hides"
+                " nothing",
                 "model, optimizer, criterion, loader = "
                 "engine.make_private(..., criterion=criterion, grad_sample_mode='ghost')\n"
                 "loss = criterion(outputs, targets)",
@@ -270,23 +332,32 @@ def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if shape != (evidence.size,):
         yield critical(
             "ghost-loss-shape",
-            f"the criterion gives losses of shape {shape} for {evidence.size} records: multiplied by {evidence.size} "
-            f"clip factors they broadcast, and no record is clipped by its own factor",
-            "return one loss per record, shape (B,): loss.flatten(1).mean(1), or outputs.squeeze(1) before it",
+            f"the criterion gives losses of shape {shape} for {evidence.size} records: multiplied"
+            f" by {evidence.size} clip factors they broadcast, and no record is clipped by its own"
+            " factor",
+            "return one loss per record, shape (B,): loss.flatten(1).mean(1), or outputs.squeeze(1)"
+            " before it",
         )
 
 
 def not_probed(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Says what could not be looked at."""
-    fix = "run the doctor where one forward and backward work; record= gives it another record to imitate"
+    fix = (
+        "run the doctor where one forward and backward work; record= gives it another record to"
+        " imitate"
+    )
     half = any(half_precision_rows(script, evidence))
     for refused in evidence.refused:
         ours = isinstance(refused.error, PrivacyError)  # training would be refused too
-        explained = in_place(refused.error) or isinstance(refused.error, (NotScalarError, CarriedStateError))
+        explained = in_place(refused.error) or isinstance(
+            refused.error, (NotScalarError, CarriedStateError)
+        )
         if not explained and not (ours and (evidence.buffers or half)):
             yield Finding("error" if ours else "warning", "not-probed", str(refused), fix)
     if evidence.rows and not any(bool(rows.norms().any()) for rows in evidence.rows.values()):
-        yield warning("not-probed", "all gradients of the made-up batch are zero: they show nothing", fix)
+        yield warning(
+            "not-probed", "all gradients of the made-up batch are zero: they show nothing", fix
+        )
 
 
 def some(names: list[str]) -> str:

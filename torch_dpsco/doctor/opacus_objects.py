@@ -16,7 +16,10 @@ _POISSON = (
     "utils.uniform_sampler.UniformWithReplacementSampler",
     "utils.uniform_sampler.DistributedUniformWithReplacementSampler",
 )
-_GHOST = ("grad_sample.GradSampleHooksFastGradientClipping", "optimizers.DPOptimizerFastGradientClipping")
+_GHOST = (
+    "grad_sample.GradSampleHooksFastGradientClipping",
+    "optimizers.DPOptimizerFastGradientClipping",
+)
 _MAX_DEPTH = 4
 
 
@@ -54,7 +57,9 @@ def inner_module(model: nn.Module) -> nn.Module:
 
 def is_ghost_loss_value(value: Any) -> bool:
     """Returns whether it is what that criterion returns."""
-    return isinstance(value, of_opacus("utils.fast_gradient_clipping_utils.DPTensorFastGradientClipping"))
+    return isinstance(
+        value, of_opacus("utils.fast_gradient_clipping_utils.DPTensorFastGradientClipping")
+    )
 
 
 def _held(function: Any) -> Iterator[tuple[str, Any]]:
@@ -63,7 +68,9 @@ def _held(function: Any) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         yield from _held(function.__func__)
     elif isinstance(function, FunctionType):
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             try:
                 yield name, cell.cell_contents
             except ValueError:  # a variable that is not assigned yet
@@ -96,14 +103,17 @@ def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
 def underlying_loader(loader: Any) -> Any:
     """Returns the loader behind a BatchMemoryManager that was not entered."""
     return (
-        loader.data_loader if isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager")) else loader
+        loader.data_loader
+        if isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
+        else loader
     )
 
 
 def is_split(loader: Any) -> bool:
     """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
     splits = isinstance(
-        getattr(loader, "batch_sampler", None), of_opacus("utils.batch_memory_manager.BatchSplittingSampler")
+        getattr(loader, "batch_sampler", None),
+        of_opacus("utils.batch_memory_manager.BatchSplittingSampler"),
     )
     return splits or isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
 
@@ -123,4 +133,8 @@ def poisson_rate(sampler: Any) -> float | None:
 
 def bare_collate(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
     """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
-    return collate.wrapped_collator_fn if isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty")) else collate
+    return (
+        collate.wrapped_collator_fn
+        if isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
+        else collate
+    )

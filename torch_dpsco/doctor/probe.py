@@ -37,9 +37,15 @@ from torch_dpsco.rows import Tape
 from torch_dpsco.rows.attach import attach, first_step_of
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
-_SEED, _OTHER_SEED = 1_000_003, 2_000_003
-_SMALL, _LARGE = 1e-3, 1e4
-_OUTLIERS = {_SMALL: "a record 1000 times as small", _LARGE: "one 10,000 times as large", math.nan: "one of NaN"}
+_SEED = 1_000_003
+_OTHER_SEED = 2_000_003
+_SMALL = 1e-3
+_LARGE = 1e4
+_OUTLIERS = {
+    _SMALL: "a record 1000 times as small",
+    _LARGE: "one 10,000 times as large",
+    math.nan: "one of NaN",
+}
 _Scales = Sequence[float] | None  # of the inputs, by record
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
 
@@ -56,7 +62,8 @@ def examine(script: Script) -> Evidence:
     if not script.trainable or not script.has_record:
         return evidence
     # a criterion is switched to reduction="none" by Opacus while it runs
-    criterion, optimizer = getattr(script.loss, "criterion", None), script.opacus_optimizer or script.row_free
+    criterion = getattr(script.loss, "criterion", None)
+    optimizer = script.opacus_optimizer or script.row_free
     others = [script.loss, criterion, optimizer, script.hooks]
     state = Untouched(script.module, [thing for thing in others if hasattr(thing, "__dict__")])
     try:
@@ -76,13 +83,19 @@ def _synthetic_records(script: Script, *, other_targets: bool = True) -> Synthet
         ignored = getattr(script.loss, "ignore_index", None)
         ignored = ignored if isinstance(ignored, int) else None
         return SyntheticRecords(
-            script.first_record(), script.collate, device, other_targets=other_targets, ignored=ignored
+            script.first_record(),
+            script.collate,
+            device,
+            other_targets=other_targets,
+            ignored=ignored,
         )
 
     return attempt("making up a batch from the first record", build)
 
 
-def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords) -> None:
+def _examine(
+    script: Script, evidence: Evidence, state: Untouched, synthetic: SyntheticRecords
+) -> None:
     evidence.size = synthetic.size
     generator = torch.Generator().manual_seed(_SEED)
     # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
@@ -92,12 +105,16 @@ def _examine(script: Script, evidence: Evidence, state: Untouched, synthetic: Sy
     if script.attached or script.hooks is not None:
         probe.look_at_rows()
     else:
-        attached = attempt("dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False))
+        attached = attempt(
+            "dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False)
+        )
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
         if not evidence.rows:  # layers without rows: what remains are sums
             kept = script.row_free is None  # only hooks would be in the way
-            evidence.refused = [refused for refused in evidence.refused if kept and in_place(refused.error)]
+            evidence.refused = [
+                refused for refused in evidence.refused if kept and in_place(refused.error)
+            ]
             probe.look_at_sums()
         if script.row_free is not None:
             probe.look_at_single_records()
@@ -117,7 +134,10 @@ class _Probe:
         synthetic: SyntheticRecords,
         start: Mapping[int, Tensor],
     ) -> None:
-        self.script, self.evidence, self.state, self.synthetic = script, evidence, state, synthetic
+        self.script = script
+        self.evidence = evidence
+        self.state = state
+        self.synthetic = synthetic
         self.start = start
         self.records = list(range(synthetic.size))
         self.others = [i + synthetic.size for i in self.records]
@@ -126,10 +146,13 @@ class _Probe:
 
     def look_at_rows(self) -> None:
         """Compares the rows of a batch with those after changes that must not move them."""
-        evidence, module = self.evidence, self.script.module
+        evidence = self.evidence
+        module = self.script.module
         # a model that was plain is attached for the probe, with sums: not what `reductions` says
         attached: Any = module._dpsco if self.script.attached else None
-        evidence.mean_rows = attached.mean if attached else self.script.hooks.loss_reduction == "mean"
+        evidence.mean_rows = (
+            attached.mean if attached else self.script.hooks.loss_reduction == "mean"
+        )
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
         if not evidence.rows:
@@ -137,22 +160,35 @@ class _Probe:
         again = evidence.keep(self._pass(self.records, start=False))
         changed = self._pass([self.others[0], *self.records[1:]])
         if isinstance(changed, Refused):  # the loss may not take the other targets
-            self.synthetic = evidence.keep(_synthetic_records(self.script, other_targets=False)) or self.synthetic
+            self.synthetic = (
+                evidence.keep(_synthetic_records(self.script, other_targets=False))
+                or self.synthetic
+            )
             changed = self._pass([self.others[0], *self.records[1:]])
-        base, size, kept = evidence.base, self.synthetic.size, evidence.keep(changed)
+        base = evidence.base
+        size = self.synthetic.size
+        kept = evidence.keep(changed)
         if base is not None and kept is not None:
             evidence.moved = movement(base, kept, size)[1:]
         other = evidence.keep(self._pass(self.others))
-        after_other = None if other is None else evidence.keep(self._pass(self.records, start=False))
+        after_other = (
+            None if other is None else evidence.keep(self._pass(self.records, start=False))
+        )
         if base is not None and again is not None and after_other is not None:
-            evidence.drift = float(movement(again, after_other, size).max()), float(movement(base, again, size).max())
-        if self.synthetic.has_numbers:  # only now: a model that remembers a batch may not take one of another size
+            evidence.drift = (
+                float(movement(again, after_other, size).max()),
+                float(movement(base, again, size).max()),
+            )
+        if (
+            self.synthetic.has_numbers
+        ):  # only now: a model that remembers a batch may not take one of another size
             self._look_at_outliers()
         self._look_at_bits()
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes, places and companies."""
-        rows, script = rows_to_probe(self.script), self.script
+        rows = rows_to_probe(self.script)
+        script = self.script
         if rows is None:
             return
 
@@ -162,7 +198,9 @@ class _Probe:
             return [{name: made.at(k) for name, made in found.items()} for k in range(len(places))]
 
         device = next(iter(script.trainable.values())).device
-        known = partial(remembered, script.module, device, rows, lambda: look(row, len(self.records), rows))
+        known = partial(
+            remembered, script.module, device, rows, lambda: look(row, len(self.records), rows)
+        )
         found = attempt("comparing bits of rows", known)
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
@@ -193,7 +231,8 @@ class _Probe:
 
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
-        evidence, parts = self.evidence, [self.records[1:3], self.records[3:5]]
+        evidence = self.evidence
+        parts = [self.records[1:3], self.records[3:5]]
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
         if evidence.base is None:
@@ -203,7 +242,9 @@ class _Probe:
         totals = [_joined(p.totals) for p in passes if p is not None]
         if len(totals) == len(batches):
             gap = totals[0] - totals[1] - totals[2] + totals[3]
-            evidence.mixing = float(gap.norm() / sum(total.norm() for total in totals).clamp_min(1e-30))
+            evidence.mixing = float(
+                gap.norm() / sum(total.norm() for total in totals).clamp_min(1e-30)
+            )
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
@@ -213,7 +254,9 @@ class _Probe:
             return
         length = total.norm()
         other = evidence.keep(self._pass(self.records, seed=_OTHER_SEED))
-        evidence.randomness = 0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
+        evidence.randomness = (
+            0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
+        )
         if evidence.randomness > ROUNDING:
             return  # each pass would have other noise: nothing below could be told apart from it
         alone = self._alone()
@@ -225,12 +268,16 @@ class _Probe:
         self._follow({name: None if g is None else g / length for name, g in batch.totals.items()})
 
     def _follow(self, direction: Mapping[str, Tensor | None]) -> None:
-        optimizer, found, start = self.script.row_free, [], self.start
+        optimizer = self.script.row_free
+        found = []
+        start = self.start
         bound = optimizer.bounds[0] if optimizer is not None else None
         places = torch.tensor(_PLACES, dtype=torch.float64) * max(1.0, 1 / (bound or 1.0))
         for place in places.tolist():
             self.start = {
-                id(p): torch.zeros_like(p.data) if direction[name] is None else place * direction[name]
+                id(p): (
+                    torch.zeros_like(p.data) if direction[name] is None else place * direction[name]
+                )
                 for name, p in self.script.trainable.items()
             }
             found.append(self._alone())
@@ -269,7 +316,9 @@ class _Probe:
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
         self.state.clear(self.start)
         if self.script.attached:
-            first_step_of(self.script.module).asked = False  # it would look at synthetic records of synthetic records
+            first_step_of(
+                self.script.module
+            ).asked = False  # it would look at synthetic records of synthetic records
         for p in self.script.trainable.values():
             p.__dict__.pop("_norm_sample", None)
         # modules that the user keeps in evaluation mode stay there
@@ -287,7 +336,12 @@ class _Probe:
         return script.loss(script.module, batch)
 
     def _pass(
-        self, records: Sequence[int], scales: _Scales = None, seed: int = _SEED, *, start: bool = True
+        self,
+        records: Sequence[int],
+        scales: _Scales = None,
+        seed: int = _SEED,
+        *,
+        start: bool = True,
     ) -> Pass | Refused:
         """Makes a pass from the start, or after the one before."""
 
@@ -306,14 +360,17 @@ class _Probe:
             if isinstance(tape := getattr(p, "grad_factors", None), Tape):
                 tape.clear()
 
-    def _gradients(self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None) -> Pass:
+    def _gradients(
+        self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None
+    ) -> Pass:
         value = self._loss(records, scales)
         if opacus.is_ghost_loss_value(value):
             return self._ghost_gradients(value)
         params = self.script.trainable
         # not backward(): it would call hooks on the parameters, and nothing may stay in p.grad
         grads = torch.autograd.grad(_scalar(value), list(params.values()), allow_unused=True)
-        rows, factored = {}, set()
+        rows = {}
+        factored = set()
         for name, p in params.items():
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
@@ -327,7 +384,9 @@ class _Probe:
 
     def _ghost_gradients(self, value: Any) -> Pass:
         """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""
-        params, hooks, losses = self.script.trainable, self.script.hooks, value.loss_per_sample
+        params = self.script.trainable
+        hooks = self.script.hooks
+        losses = value.loss_per_sample
         every = list(params.values())
         reduced = losses.mean(0) if value.loss_reduction == "mean" else losses.sum(0)
         totals = torch.autograd.grad(reduced.sum(), every, retain_graph=True, allow_unused=True)
@@ -337,7 +396,10 @@ class _Probe:
             return Pass(value, found, {})
         norms = hooks.get_norm_sample().detach() if len(normed) == len(params) else None
         hooks.disable_hooks()
-        grads = [torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True) for loss in losses]
+        grads = [
+            torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True)
+            for loss in losses
+        ]
         hooks.enable_hooks()
         stacked = {
             name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
@@ -355,7 +417,11 @@ def _scalar(value: Any) -> Tensor:
 
 def _of_outputs(outputs: Any) -> Tensor:
     """Returns a stand-in for a loss that is not known: a sum over everything that the model puts out."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = [
+        leaf
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
     return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in leaves]).sum()
 
 
@@ -369,4 +435,6 @@ def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
 
 
 def _joined(totals: Any) -> Tensor:
-    return torch.cat([total.detach().double().flatten() for total in totals.values() if total is not None])
+    return torch.cat(
+        [total.detach().double().flatten() for total in totals.values() if total is not None]
+    )

@@ -24,15 +24,17 @@ _CLOSE = 1e-6  # relative, in double precision
 
 def foreign_loader(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Batches must come from the optimizer's own loader, which maps records into their bounds."""
-    optimizer, loader = script.row_free, script.loader
+    optimizer = script.row_free
+    loader = script.loader
     if optimizer is None or loader is None:
         return
     if not isinstance(loader, BoundedLoader) or script.sampler.log is not optimizer._log:
         # PRIVACY: (test_another_loader_than_the_optimizers_last_one_is_critical)
         yield critical(
             "sampler-not-accounted",
-            f"the loader ({type(loader).__name__}, which draws by {drawn(script)}) is not the last one that the "
-            f"optimizer made: the noise covers records within their bounds, in batches of {optimizer.design}",
+            f"the loader ({type(loader).__name__}, which draws by {drawn(script)}) is not the last"
+            " one that the optimizer made: the noise covers records within their bounds, in"
+            f" batches of {optimizer.design}",
             "loader = optimizer.loader(dataset)",
         )
 
@@ -59,8 +61,8 @@ def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if found:
         yield critical(
             "single-precision",
-            f"not in double precision: {some(found)}; the noise covers one record's effect and that of rounding in "
-            f"double precision, no larger one",
+            f"not in double precision: {some(found)}; the noise covers one record's effect and that"
+            " of rounding in double precision, no larger one",
             "model = model.double(), and no .float() or .half() in model and loss",
         )
 
@@ -70,8 +72,9 @@ def random_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if evidence.randomness > ROUNDING:
         yield critical(
             "random-gradients",
-            f"other random numbers moved the gradient of a made-up batch (by {evidence.randomness:.2g} of its norm): "
-            f"what is promised is one convex loss per record, and dropout scales features beyond their bound",
+            "other random numbers moved the gradient of a made-up batch (by"
+            f" {evidence.randomness:.2g} of its norm): what is promised is one convex loss per"
+            " record, and dropout scales features beyond their bound",
             "remove dropout, and noise on features or loss",
         )
 
@@ -83,14 +86,26 @@ def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Findi
     weights = {"mean": 1 / evidence.size, "sum": 1.0}
     declared = script.reductions[type(script.optimizer).__name__]
     if not math.isclose(evidence.weight, weights[declared], rel_tol=_CLOSE):
-        kind = next((k for k, weight in weights.items() if math.isclose(evidence.weight, weight, rel_tol=_CLOSE)), "")
+        kind = next(
+            (
+                k
+                for k, weight in weights.items()
+                if math.isclose(evidence.weight, weight, rel_tol=_CLOSE)
+            ),
+            "",
+        )
         # PRIVACY: (test_another_reduction_than_the_optimizers_is_critical)
         yield critical(
             "loss-reduction",
-            f"the gradient of a made-up batch of {evidence.size} is {evidence.weight:.6g} times the sum of those of "
-            f"its records, which is {f'a {kind}' if kind else 'neither a mean nor a sum'}, and the optimizer was made "
-            f"with loss_reduction={declared!r}",
-            f"declare loss_reduction={kind!r}" if kind else "reduce the loss by .mean() or .sum() over records",
+            f"the gradient of a made-up batch of {evidence.size} is {evidence.weight:.6g} times the"
+            " sum of those of its records, which is"
+            f" {f'a {kind}' if kind else 'neither a mean nor a sum'}, and the optimizer was made"
+            f" with loss_reduction={declared!r}",
+            (
+                f"declare loss_reduction={kind!r}"
+                if kind
+                else "reduce the loss by .mean() or .sum() over records"
+            ),
         )
 
 
@@ -100,35 +115,52 @@ def term_on_the_weights(script: Script, evidence: Evidence) -> Iterator[Finding]
     if found:
         yield critical(
             "regularizer-in-loss",
-            f"the gradient of {some(found)} is not the sum of those of the records: a term of the loss on the weights, "
-            f"or a weight used outside of its layer, for which the noise is not calibrated",
+            f"the gradient of {some(found)} is not the sum of those of the records: a term of the"
+            " loss on the weights, or a weight used outside of its layer, for which the noise is"
+            " not calibrated",
             "remove the term from the loss; loss.problem(..., radius=...) keeps weights small",
         )
 
 
 def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Convexity, and the size and change of gradients, must be as promised."""
-    optimizer, line = script.optimizer, evidence.line
+    optimizer = script.optimizer
+    line = evidence.line
     if line is None or not isinstance(optimizer, (BoltOnPSGD, HolderOutputSGD)):
         return
-    promises, parts = optimizer._plan.promises, []
-    slopes, norms = line.grads @ line.direction, line.grads.norm(dim=2)
+    promises = optimizer._plan.promises
+    parts = []
+    slopes = line.grads @ line.direction
+    norms = line.grads.norm(dim=2)
     fall = float((slopes[:, :-1] - slopes[:, 1:]).max() / norms.max().clamp_min(1e-30))
     if fall > _CLOSE:
-        parts.append(f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest gradient")
-    if optimizer.bounds[0] is not None:  # otherwise synthetic records may be beyond bounds that nobody enforces
-        apart = (line.places[:, None] - line.places).abs() ** promises.holder_exponent * promises.holder_constant
+        parts.append(
+            f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest"
+            " gradient"
+        )
+    if (
+        optimizer.bounds[0] is not None
+    ):  # otherwise synthetic records may be beyond bounds that nobody enforces
+        apart = (
+            line.places[:, None] - line.places
+        ).abs() ** promises.holder_exponent * promises.holder_constant
         change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(1e-30)
-        parts += _too_large("changes of the gradient are", float(change.max()), "what holder_constant promises")
+        parts += _too_large(
+            "changes of the gradient are", float(change.max()), "what holder_constant promises"
+        )
     if None not in optimizer.bounds:
         bounds = torch.tensor([promises.grad_bound(abs(place)) for place in line.places.tolist()])
-        parts += _too_large("gradients are", float((norms / bounds).max()), "what grad_bound promises")
+        parts += _too_large(
+            "gradients are", float((norms / bounds).max()), "what grad_bound promises"
+        )
     if parts:
         # PRIVACY: (test_a_model_that_is_not_what_was_promised_is_critical)
         yield critical(
             "broken-promise",
-            "; ".join(parts) + ": for made-up records within their bounds, so that the noise is too small",
-            "one Linear layer on the features as they are, and the loss whose .problem(...) the optimizer got",
+            "; ".join(parts)
+            + ": for made-up records within their bounds, so that the noise is too small",
+            "one Linear layer on the features as they are, and the loss whose .problem(...) the"
+            " optimizer got",
         )
 
 

@@ -18,7 +18,9 @@ class Rows:
     """
 
     def __init__(self, left: Tensor, right: Tensor | None = None) -> None:
-        self.left, self.right, self.dtype = left, right, left.dtype
+        self.left = left
+        self.right = right
+        self.dtype = left.dtype
 
     @classmethod
     def of(cls, block: Block) -> Rows:
@@ -44,7 +46,11 @@ class Rows:
 
     def norms(self) -> Tensor:
         """Returns their lengths, (B,) float64."""
-        return _lengths(self.left) if self.right is None else _lengths(self.left) * _lengths(self.right)
+        return (
+            _lengths(self.left)
+            if self.right is None
+            else _lengths(self.left) * _lengths(self.right)
+        )
 
     def gaps(self, other: Rows) -> Tensor:
         """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
@@ -52,11 +58,18 @@ class Rows:
             return _lengths(other.formed().double().sub_(self.formed()))
         # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
         b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
-        left, right = b - c, a - d
-        squares = (left.square().sum(1) * a.square().sum(1)).add_(c.square().sum(1) * right.square().sum(1))
-        return squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
+        left = b - c
+        right = a - d
+        squares = (left.square().sum(1) * a.square().sum(1)).add_(
+            c.square().sum(1) * right.square().sum(1)
+        )
+        return (
+            squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
+        )
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(
+        rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1
+    )
     return lengths.cpu()

@@ -127,7 +127,11 @@ class Script:
     @cached_property
     def source(self) -> Any:
         """The loader behind those that split or bound its batches."""
-        loader = self.loader._loader if isinstance(self.loader, (BoundedLoader, PhysicalBatches)) else self.loader
+        loader = (
+            self.loader._loader
+            if isinstance(self.loader, (BoundedLoader, PhysicalBatches))
+            else self.loader
+        )
         return opacus.underlying_loader(loader)
 
     @property
@@ -145,7 +149,9 @@ class Script:
         """Whether a record is known, to make up a batch from."""
         if self.record is not NO_RECORD:
             return True
-        return self.dataset is not None and (not hasattr(self.dataset, "__len__") or len(self.dataset) > 0)
+        return self.dataset is not None and (
+            not hasattr(self.dataset, "__len__") or len(self.dataset) > 0
+        )
 
     def first_record(self) -> Any:
         """Returns the record that shows shapes and dtypes."""
@@ -198,7 +204,11 @@ class Finding:
 
     def __str__(self) -> str:
         found = fill(self.evidence, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        parts = {"found": found, "fix": self.fix, "see": self.link}  # a fix is code, which keeps its lines
+        parts = {
+            "found": found,
+            "fix": self.fix,
+            "see": self.link,
+        }  # a fix is code, which keeps its lines
         lines = [f"  {key:<6} " + text.replace("\n", "\n" + 9 * " ") for key, text in parts.items()]
         return "\n".join([f"{self.severity.upper()}: {self.name.replace('-', ' ')}", *lines])
 
@@ -227,7 +237,13 @@ class Diagnosis:
     @typed
     def of(cls, findings: Iterable[Finding]) -> Diagnosis:
         """Returns the diagnosis of findings in any order; equal ones are kept once."""
-        return cls(tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity))))
+        return cls(
+            tuple(
+                sorted(
+                    dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)
+                )
+            )
+        )
 
     @property
     def healthy(self) -> bool:
@@ -257,7 +273,9 @@ class Diagnosis:
         return plots.figure("", plots.marks(self._counts(), names, SEVERITIES, places))
 
     def _counts(self) -> str:
-        counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
+        counts = {
+            severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES
+        }
         return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
 
     def __str__(self) -> str:

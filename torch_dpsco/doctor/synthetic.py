@@ -46,15 +46,22 @@ class SyntheticRecords:
         ignored: int | None = None,
     ) -> None:
         # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
-        self._record = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record)
-        self._collate, self._device = collate, device
+        self._record = tree_map(
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record
+        )
+        self._collate = collate
+        self._device = device
         leaves, structure = self._template(2)
         more = self._template(3)[0]
         # where all is made up, and for any number of records alike, the collate function is not asked again
         alike = len(more) == len(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
         self._structure = structure if alike else None
         self._dims = [
-            _batch_dim(leaf, other) if isinstance(leaf, Tensor) and isinstance(other, Tensor) else None
+            (
+                _batch_dim(leaf, other)
+                if isinstance(leaf, Tensor) and isinstance(other, Tensor)
+                else None
+            )
             for leaf, other in zip(leaves, more[: len(leaves)], strict=True)
         ]
         if all(dim is None for dim in self._dims):
@@ -77,7 +84,9 @@ class SyntheticRecords:
                 if dim is not None and leaf.is_floating_point():
                     self._scaled.add(place)
             else:
-                self._pools.append(_targets(shape, leaf.dtype, dim if other_targets else None, self.size, ignored))
+                self._pools.append(
+                    _targets(shape, leaf.dtype, dim if other_targets else None, self.size, ignored)
+                )
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
@@ -119,7 +128,9 @@ def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _targets(shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: int | None) -> Tensor:
+def _targets(
+    shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: int | None
+) -> Tensor:
     # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
     first = 1 if dtype.is_floating_point else 0
     targets = torch.full(shape, first).to(dtype)

@@ -43,7 +43,12 @@ from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.data import as_features, require_dtype, require_finite
-from torch_dpsco.estimators.protocol import BaseEstimator, NotFittedError, check_columns, read_columns
+from torch_dpsco.estimators.protocol import (
+    BaseEstimator,
+    NotFittedError,
+    check_columns,
+    read_columns,
+)
 from torch_dpsco.inference import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.linear import (
     LinearFit,
@@ -73,14 +78,14 @@ _CONSTANT = 0.3  # of the intercept beside rows of norm 1
 _CLEAR = 1e30  # eigenvalue of a stand-in for a Hessian, above all noise
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
-    "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are clipped to it. Add up "
-    "what a row can be at most by its code book (k features in [0, 1]: sqrt(k); a one-hot group: 1); never its largest "
-    "norm in the data"
+    "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are"
+    " clipped to it. Add up what a row can be at most by its code book (k features in [0, 1]:"
+    " sqrt(k); a one-hot group: 1); never its largest norm in the data"
 )
 _HOW_TO_COUNT = (
-    "a public number of records: the true one under replace_one; under add_remove, where the true one is private, one "
-    "of the size that was planned for (a power of ten will do). It sets the regularizer of some mechanisms and the cap "
-    "n_max = 2 n, never the noise of a record"
+    "a public number of records: the true one under replace_one; under add_remove, where the true"
+    " one is private, one of the size that was planned for (a power of ten will do). It sets the"
+    " regularizer of some mechanisms and the cap n_max = 2 n, never the noise of a record"
 )
 _Model = TypeVar("_Model", bound="LinearModel")
 
@@ -146,7 +151,9 @@ class LinearModel(BaseEstimator):
     secure: str | None = None
     accountant: Accountant | None = None
 
-    _in_parts: ClassVar[bool] = True  # whether the objective is a sum over records, which may come in parts
+    _in_parts: ClassVar[bool] = (
+        True  # whether the objective is a sum over records, which may come in parts
+    )
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Answers keywords of other libraries with ours."""
@@ -164,20 +171,26 @@ class LinearModel(BaseEstimator):
         """Targets in the form of `fit_linear`, and public weights by class or None; raises for shapes and dtypes."""
 
     @abstractmethod
-    def _shaped(self, weight: NDArray[np.float64], bias: NDArray[np.float64]) -> tuple[NDArray[np.float64], Any]:
+    def _shaped(
+        self, weight: NDArray[np.float64], bias: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
     def _classes(self) -> list[Any] | None:
         """Public labels; None where targets are numbers."""
         return None
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         """Further arguments of the `LinearTask`, as `_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
 
-    def fit(self: _Model, X: Any, y: Any = None, sample_weight: Any = None, groups: Any = None) -> _Model:
+    def fit(
+        self: _Model, X: Any, y: Any = None, sample_weight: Any = None, groups: Any = None
+    ) -> _Model:
         """Fits by one private release, with fresh noise, charged to the ledger before it is drawn.
 
         Args:
@@ -224,7 +237,8 @@ class LinearModel(BaseEstimator):
         else:
             fitted = fit_linear(plan, blocks, accountant=ledger)
         self.privacy_ = self._report_of(ledger)
-        self.plan_, self.mechanism_ = plan, plan.mechanism
+        self.plan_ = plan
+        self.mechanism_ = plan.mechanism
         self._install(fitted)
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
@@ -242,7 +256,9 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
-        plan = plan_linear(self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver)
+        plan = plan_linear(
+            self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver
+        )
         return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
 
     def preview(
@@ -297,19 +313,30 @@ class LinearModel(BaseEstimator):
         check.positive_count(dim=dim)
         check_fields(self, largest=1e100)
         self._require_given()
-        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit)
+        budget = Budget(
+            self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit
+        )
         given = Preparation(
             self._bound_on_rows(),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
-        n, prepare = check.positive_count(n=self.n), None
+        n = check.positive_count(n=self.n)
+        prepare = None
         warn_of_delta(budget, n, stacklevel=4)
         intervals = self._level_of_intervals(budget)
-        measured = check.choice(("auto", None), prepare=self.prepare) and budget.delta > 0 and self.secure is None
+        measured = (
+            check.choice(("auto", None), prepare=self.prepare)
+            and budget.delta > 0
+            and self.secure is None
+        )
         if measured and not intervals:  # measured units clip rows and targets
             prepare = self._measurements(given, n, dim, budget)
-        mu = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon / math.sqrt(dim)
+        mu = (
+            gaussian_mu(budget.epsilon, budget.delta)
+            if budget.delta > 0
+            else budget.epsilon / math.sqrt(dim)
+        )
         signal = signal_to_noise(mu, n, dim)
         rows = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if rows is given else _CONSTANT
@@ -335,9 +362,13 @@ class LinearModel(BaseEstimator):
 
     def _require_given(self) -> None:
         """Raises ValueError for all settings together that must be given and are not."""
-        missing = {name: how for name, how in self._required().items() if getattr(self, name) is None}
+        missing = {
+            name: how for name, how in self._required().items() if getattr(self, name) is None
+        }
         if len(missing) == 1:
-            raise ValueError("".join(f"{name} must be given: {how} (got None)" for name, how in missing.items()))
+            raise ValueError(
+                "".join(f"{name} must be given: {how} (got None)" for name, how in missing.items())
+            )
         if missing:
             *others, last = missing
             how_to = "; ".join(f"{name}: {how}" for name, how in missing.items())
@@ -351,14 +382,19 @@ class LinearModel(BaseEstimator):
         share = getattr(self, "intervals", None)
         if share is None:
             return 0.0
-        level = gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon  # the task refuses it
+        level = (
+            gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon
+        )  # the task refuses it
         return math.sqrt(check.open_interval(0.0, 1.0, intervals=share)) * level
 
-    def _measurements(self, given: Preparation, n: int, dim: int, budget: Budget) -> PrivatePreparation | None:
+    def _measurements(
+        self, given: Preparation, n: int, dim: int, budget: Budget
+    ) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
         if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept:
             return None  # of public units; so is the origin that a line without an intercept goes through
-        mu, wanted = gaussian_mu(budget.epsilon, budget.delta), self._wanted()
+        mu = gaussian_mu(budget.epsilon, budget.delta)
+        wanted = self._wanted()
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
         quantile, spreads, bound = (None, False, None) if wanted is None else wanted
         counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
@@ -391,7 +427,11 @@ class LinearModel(BaseEstimator):
         center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
         answer = fitted.weights.cpu().numpy() * self.units_.spread
         weight = answer[:, :dim] / scale
-        bias = answer[:, dim:].sum(1) * self.units_.rows.intercept - (weight * center).sum(1) + self.units_.location
+        bias = (
+            answer[:, dim:].sum(1) * self.units_.rows.intercept
+            - (weight * center).sum(1)
+            + self.units_.location
+        )
         self.coef_, self.intercept_ = self._shaped(weight, bias)
 
     # -- scores ------------------------------------------------------------------------------------------------------
@@ -403,21 +443,31 @@ class LinearModel(BaseEstimator):
     def _blocks(self, X: Any) -> Iterable[tuple[NDArray[np.float64], NDArray[np.float64]]]:
         """Yields scores (m, K) and norms of prepared rows (m,), block by block."""
         if not hasattr(self, "coef_"):
-            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: call fit before")
+            raise NotFittedError(
+                f"This {type(self).__name__} instance is not fitted yet: call fit before"
+            )
         features = torch.empty(X.shape) if is_sparse(X) else as_features(X)
         if len(features) == 0:
-            raise ValueError(f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict")
+            raise ValueError(
+                f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict"
+            )
         check_columns(self, X, features.shape[1])
         device = features.device
         weight = np.atleast_2d(self.coef_)
         # rows to predict are not private: the measured length of rows clips those that train only
         task = self.plan_.task
-        given = replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+        given = (
+            replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+        )
         center, scale = (values.numpy() for values in given.shift_and_scale)
         prepared = torch.from_numpy(weight * scale).to(device)
         # the score of the center, which lies at the origin of prepared rows
-        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(device)
-        for rows in (part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)):
+        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(
+            device
+        )
+        for rows in (
+            part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)
+        ):
             require_finite(rows)
             scores = given(rows) @ prepared.T + bias
             norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
@@ -428,9 +478,14 @@ class LinearModel(BaseEstimator):
     def report(self) -> Statement:
         """Returns what the last fit guarantees, in plain words, with all else on its ledger at that time."""
         if not hasattr(self, "privacy_"):
-            raise NotFittedError(f"This {type(self).__name__} instance is not fitted yet: nothing was released")
+            raise NotFittedError(
+                f"This {type(self).__name__} instance is not fitted yet: nothing was released"
+            )
         task = self.plan_.task
-        promises = ["All settings (bounds, center, scale, classes, n) were chosen without a look at these data."]
+        promises = [
+            "All settings (bounds, center, scale, classes, n) were chosen without a look at these"
+            " data."
+        ]
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
         n = task.n if self.plan_.search is None else self.plan_.search.n
@@ -457,17 +512,21 @@ class LinearModel(BaseEstimator):
             raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
             raise ConditionError(
-                f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y) spends 0.3 of the same "
-                f"budget on what they need (got a fit without)"
+                f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y)"
+                " spends 0.3 of the same budget on what they need (got a fit without)"
             )
-        task, dim, budget = self.plan_.task, self.plan_.task.dim, cast(Budget, self.plan_.budget)
+        task = self.plan_.task
+        dim = self.plan_.task.dim
+        budget = cast(Budget, self.plan_.budget)
         given = task.preparation
         center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
         # coefficients for raw features, as a linear map of prepared ones, and back
         to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
         to_raw[dim:, :dim] = -center / scale
         released = np.concatenate([np.ravel(self.coef_), np.ravel(self.intercept_)])[: task.width]
-        found, assumed = self._debiased(np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"]))
+        found, assumed = self._debiased(
+            np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"])
+        )
         names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
         return Summary.of(
             f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {task.adjacency}",
@@ -477,33 +536,49 @@ class LinearModel(BaseEstimator):
             released,
             level,
             *assumed,
-            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the model",
-            "all settings, and which features are in the model, were chosen without a look at these records",
-            "enough records for a normal law: see docs/inference.md for where the coverage was measured",
+            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the"
+            " model",
+            "all settings, and which features are in the model, were chosen without a look at these"
+            " records",
+            "enough records for a normal law: see docs/inference.md for where the coverage was"
+            " measured",
         )
 
-    def _debiased(self, prepared: NDArray[np.float64], hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
+    def _debiased(
+        self, prepared: NDArray[np.float64], hessian: Tensor
+    ) -> tuple[Debiased, tuple[str, ...]]:
         """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
         raise self._without_intervals()
 
     def _newton_step(
-        self, prepared: NDArray[np.float64], hessian: Tensor, variance: float = 1.0, width: float = 1.0
+        self,
+        prepared: NDArray[np.float64],
+        hessian: Tensor,
+        variance: float = 1.0,
+        width: float = 1.0,
     ) -> Debiased:
         """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
         plan = cast(ObjectivePlan, self.plan_)
-        stds = {"noise_std": plan.noise_scale, "output_std": plan.output_scale, "hessian_std": plan.hessian_scale}
+        stds = {
+            "noise_std": plan.noise_scale,
+            "output_std": plan.output_scale,
+            "hessian_std": plan.hessian_scale,
+        }
         rate = plan.task.preparation.bound / width
-        return debias(torch.from_numpy(prepared), hessian, reg=plan.reg, variance=variance, rate=rate, **stds)
+        return debias(
+            torch.from_numpy(prepared), hessian, reg=plan.reg, variance=variance, rate=rate, **stds
+        )
 
     def _without_intervals(self) -> ConditionError:
         return ConditionError(
-            f"{type(self).__name__} has no summary: confidence intervals are proved for LogisticRegression, "
-            f"HuberRegressor and Ridge (intervals=)"
+            f"{type(self).__name__} has no summary: confidence intervals are proved for"
+            " LogisticRegression, HuberRegressor and Ridge (intervals=)"
         )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it
-        tags.target_tags.required, tags.input_tags.sparse = True, self._in_parts
+        tags.target_tags.required = True
+        tags.input_tags.sparse = self._in_parts
         tags.non_deterministic = True
         return tags
 
@@ -512,18 +587,20 @@ def _when_shown(plan: LinearPlan) -> str:
     """Returns when intervals can be shown; raises ConditionError where public numbers say that they cannot."""
     task = plan.task
     assert task.smoothness is not None  # of plans with intervals
-    needed, each = needed_eigenvalue(task.width, plan.hessian_scale), task.smoothness / task.width
+    needed = needed_eigenvalue(task.width, plan.hessian_scale)
+    each = task.smoothness / task.width
     # a record adds at most the smoothness to the trace, of which the least eigenvalue is at most an equal share
     if task.most_records * each <= needed:
         raise ConditionError(
-            f"intervals must be of more records, fewer features, a larger epsilon or share, or a smaller bound_x: they "
-            f"need a least eigenvalue of the released Hessian above {needed:.3g}, and {task.most_records} records give "
-            f"at most {task.most_records * each:.3g}"
+            "intervals must be of more records, fewer features, a larger epsilon or share, or a"
+            " smaller bound_x: they need a least eigenvalue of the released Hessian above"
+            f" {needed:.3g}, and {task.most_records} records give at most"
+            f" {task.most_records * each:.3g}"
         )
     return (
-        f"intervals, if the least eigenvalue of the released Hessian is clearly above {needed:.3g}. {task.n} records "
-        f"as long as bound_x allows, in all directions alike, would give {task.n * each:.3g}, others less: intervals "
-        f"may be refused after they were paid for"
+        f"intervals, if the least eigenvalue of the released Hessian is clearly above {needed:.3g}."
+        f" {task.n} records as long as bound_x allows, in all directions alike, would give"
+        f" {task.n * each:.3g}, others less: intervals may be refused after they were paid for"
     )
 
 
@@ -535,11 +612,15 @@ def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:
         plan: of the fit.
         privacy: report that takes the place of that after the fit.
     """
-    made, task = model._unspent(), plan.task
+    made = model._unspent()
+    task = plan.task
     one = torch.eye(task.width, dtype=torch.float64)
-    weights, moments = torch.zeros(task.num_scores, task.width).double(), torch.zeros(task.width + 1).double()
+    weights = torch.zeros(task.num_scores, task.width).double()
+    moments = torch.zeros(task.width + 1).double()
     beside = (_CLEAR * one, moments) if task.curvature else (None, None)
-    made.plan_, made.mechanism_, made.privacy_ = plan, plan.mechanism, privacy
+    made.plan_ = plan
+    made.mechanism_ = plan.mechanism
+    made.privacy_ = privacy
     made._install(LinearFit(weights, Units(task.preparation), *beside))
     return made
 

@@ -54,10 +54,14 @@ def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | Ra
     if callable(X) or isinstance(X, Partitions):
         if y is not None or sample_weight is not None:
             raise ValueError(
-                f"X must be rows, since y or sample_weight is given: blocks have their own, and y=None beside them "
-                f"(got {shown(X)})"
+                "X must be rows, since y or sample_weight is given: blocks have their own, and"
+                f" y=None beside them (got {shown(X)})"
             )
-        return RawBlocks(lambda: _tensors(read, X())) if callable(X) else RawPartitions(X, partial(_tensors, read))
+        return (
+            RawBlocks(lambda: _tensors(read, X()))
+            if callable(X)
+            else RawPartitions(X, partial(_tensors, read))
+        )
     return RawBlocks(lambda: _tensors(read, [(X, y, sample_weight)])) if is_sparse(X) else None
 
 
@@ -71,12 +75,15 @@ def dense_rows(X: Any) -> Iterator[Tensor]:
     if not is_sparse(X):
         yield as_features(X)
         return
-    rows, step = X.tocsr(), max(1, _DENSE_ENTRIES // max(1, X.shape[1]))
+    rows = X.tocsr()
+    step = max(1, _DENSE_ENTRIES // max(1, X.shape[1]))
     for start in range(0, max(1, X.shape[0]), step):
         yield as_features(rows[start : start + step].toarray())
 
 
-def record_weights(given: Any, factors: Tensor | None, count: int, device: torch.device) -> Tensor | None:
+def record_weights(
+    given: Any, factors: Tensor | None, count: int, device: torch.device
+) -> Tensor | None:
     """Returns the weights of records in [0, 1], times factors by class; None for ones."""
     if given is None:
         return factors
@@ -88,10 +95,15 @@ def record_weights(given: Any, factors: Tensor | None, count: int, device: torch
 def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
     """Yields the records of blocks as tensors, with weights."""
     if not isinstance(blocks, Iterable):
-        raise ValueError(f"X must return an iterator over blocks when it is called (got {shown(blocks)})")
+        raise ValueError(
+            f"X must return an iterator over blocks when it is called (got {shown(blocks)})"
+        )
     for block in blocks:
         if not isinstance(block, (tuple, list)) or len(block) not in (2, 3):
-            raise ValueError(f"blocks must be pairs (X, y), or (X, y, sample_weight) (got {type(block).__name__})")
+            raise ValueError(
+                "blocks must be pairs (X, y), or (X, y, sample_weight) (got"
+                f" {type(block).__name__})"
+            )
         X, y, given = (*block, None)[:3]
         columns: tuple[Tensor, Tensor] | None = None
         start = 0
@@ -100,6 +112,13 @@ def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
                 count = X.shape[0] if is_sparse(X) else len(rows)
                 targets, factors = read(y, count, rows.device)
                 weights = record_weights(given, factors, count, rows.device)
-                columns = targets, torch.ones_like(targets, dtype=torch.float64) if weights is None else weights
-            yield rows, columns[0][start : start + len(rows)], columns[1][start : start + len(rows)].double()
+                columns = (
+                    targets,
+                    (torch.ones_like(targets, dtype=torch.float64) if weights is None else weights),
+                )
+            yield (
+                rows,
+                columns[0][start : start + len(rows)],
+                columns[1][start : start + len(rows)].double(),
+            )
             start += len(rows)

@@ -44,24 +44,31 @@ class Classifier(ClassifierMixin, LinearModel):
     class_weight: dict[Any, float] | None = None
 
     def _required(self) -> dict[str, str]:
-        return super()._required() | {"classes": "the public labels, as (0, 1); which occur is private"}
+        return super()._required() | {
+            "classes": "the public labels, as (0, 1); which occur is private"
+        }
 
     def _classes(self) -> list[Any]:
         self._require_given()
         if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
-            raise ValueError(f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})")
+            raise ValueError(
+                f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})"
+            )
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
-        if not all(isinstance(label, Hashable) for label in given) or len(set(given)) < max(2, len(given)):
+        if not all(isinstance(label, Hashable) for label in given) or len(set(given)) < max(
+            2, len(given)
+        ):
             raise ValueError(f"classes must be two or more different labels (got {given})")
         return given
 
     def _factors(self) -> list[float]:
         """Returns the weight of each class, and 1 for what is none."""
-        given, classes = self.class_weight, self._classes()
+        given = self.class_weight
+        classes = self._classes()
         if not isinstance(given, dict) or not set(given) <= set(classes):
             raise ValueError(
-                f"class_weight must be a dict of public weights in (0, 1] by label (got {given!r}); 'balanced' would "
-                f"count labels, which are private"
+                f"class_weight must be a dict of public weights in (0, 1] by label (got {given!r});"
+                " 'balanced' would count labels, which are private"
             )
         weights = [check.positive(class_weight=given.get(label, 1.0)) for label in classes]
         return [*(check.between(0.0, 1.0, class_weight=weight) for weight in weights), 1.0]
@@ -70,7 +77,10 @@ class Classifier(ClassifierMixin, LinearModel):
         codes = as_codes(y, self._classes(), count, device)
         if self.class_weight is None:
             return self._coded(codes), None
-        return self._coded(codes), torch.tensor(self._factors(), dtype=torch.float64, device=device)[codes]
+        return (
+            self._coded(codes),
+            torch.tensor(self._factors(), dtype=torch.float64, device=device)[codes],
+        )
 
     @abstractmethod
     def _coded(self, codes: Tensor) -> Tensor:
@@ -95,7 +105,9 @@ def _labels(classes: Sequence[Any]) -> NDArray[Any]:
     labels = np.asarray(classes)
     if labels.tolist() == list(classes):
         return labels
-    labels = np.empty(len(classes), dtype=object)  # of several kinds, which numpy would turn into one
+    labels = np.empty(
+        len(classes), dtype=object
+    )  # of several kinds, which numpy would turn into one
     labels[:] = classes
     return labels
 
@@ -105,13 +117,16 @@ class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
 
     def _required(self) -> dict[str, str]:
-        return super()._required() | {"classes": "the public labels, as (0, 1); which occur is private"}
+        return super()._required() | {
+            "classes": "the public labels, as (0, 1); which occur is private"
+        }
 
     def _classes(self) -> list[Any]:
         classes = super()._classes()
         if len(classes) != 2:
             raise ValueError(
-                f"classes must be two for {type(self).__name__} (got {len(classes)}): use SoftmaxRegression"
+                f"classes must be two for {type(self).__name__} (got {len(classes)}): use"
+                " SoftmaxRegression"
             )
         return classes
 
@@ -169,12 +184,16 @@ class LogisticRegression(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         if isinstance(self.residual_clip, str):
             check.choice(("auto",), residual_clip=self.residual_clip)
         if self.intervals is not None:
             if self.class_weight is not None:
-                raise ConditionError("class_weight must be None with intervals: it changes the model they are of")
+                raise ConditionError(
+                    "class_weight must be None with intervals: it changes the model they are of"
+                )
             return {"residual_clip": None if self.residual_clip == "auto" else self.residual_clip}
         if isinstance(self.residual_clip, str):
             # of users, mean gradients are clipped
@@ -183,7 +202,10 @@ class LogisticRegression(BinaryClassifier):
 
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         return self._newton_step(prepared, hessian), (
-            "the log-odds are linear in the features, and records are independent: else standard errors may be small",
+            (
+                "the log-odds are linear in the features, and records are independent: else"
+                " standard errors may be small"
+            ),
         )
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
@@ -332,7 +354,9 @@ class TiltedClassifier(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -373,5 +397,10 @@ class AdversarialClassifier(BinaryClassifier):
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Logistic()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
-        return {"attack_radius": check.positive(attack_radius=self.attack_radius), "attack_norm": self.attack_norm}
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
+        return {
+            "attack_radius": check.positive(attack_radius=self.attack_radius),
+            "attack_norm": self.attack_norm,
+        }

@@ -28,7 +28,11 @@ from torch_dpsco._validate import shown
 from torch_dpsco.estimators.protocol import DataConversionWarning
 
 _NUMBER = (bool, int, float, np.number, np.bool_)
-_OF_KIND: dict[str, Any] = {**dict.fromkeys("biuf", _NUMBER), "U": str, "S": bytes}  # what a label of a dtype can be
+_OF_KIND: dict[str, Any] = {
+    **dict.fromkeys("biuf", _NUMBER),
+    "U": str,
+    "S": bytes,
+}  # what a label of a dtype can be
 _READ_ONLY = "The given NumPy array is not writ"  # nothing here writes
 
 
@@ -52,11 +56,14 @@ def as_features(X: Any) -> Tensor:
         rows = _from_numpy(_as_array(X))
     if rows.dim() != 2:
         raise ValueError(
-            f"Expected 2D array, got {rows.dim()}D array instead: X must be (n, d). Reshape your data either using "
-            f"array.reshape(-1, 1) if it has a single feature or array.reshape(1, -1) if it is a single row"
+            f"Expected 2D array, got {rows.dim()}D array instead: X must be (n, d). Reshape your"
+            " data either using array.reshape(-1, 1) if it has a single feature or"
+            " array.reshape(1, -1) if it is a single row"
         )
     if rows.shape[1] == 0:
-        raise ValueError(f"X has 0 feature(s) (shape={tuple(rows.shape)}) while a minimum of 1 is required.")
+        raise ValueError(
+            f"X has 0 feature(s) (shape={tuple(rows.shape)}) while a minimum of 1 is required."
+        )
     return rows
 
 
@@ -66,11 +73,16 @@ def _as_array(X: Any) -> NDArray[Any]:
     if hasattr(X, "dtypes") and hasattr(X, "iloc"):
         for name, dtype in zip(X.columns, X.dtypes, strict=True):
             if getattr(dtype, "kind", "O") not in "biuf":
-                raise TypeError(f"column {name!r} must be of numbers (got {dtype}): encode it by public rules")
+                raise TypeError(
+                    f"column {name!r} must be of numbers (got {dtype}): encode it by public rules"
+                )
         single = all(dtype == np.float32 for dtype in X.dtypes)
         return np.asarray(X.to_numpy(dtype=np.float32 if single else np.float64, na_value=np.nan))
     if X is None or isinstance(X, (str, bytes)):
-        raise TypeError(f"X must be rows (n, d) with a dtype of numbers, as an array or a data frame (got {shown(X)})")
+        raise TypeError(
+            "X must be rows (n, d) with a dtype of numbers, as an array or a data frame (got"
+            f" {shown(X)})"
+        )
     array = np.asarray(X)
     if isinstance(X, Sequence) and array.dtype.kind not in "biuf" and array.ndim == 2:
         # PRIVACY: no item decides how others are read (test_one_item_does_not_change_how_other_rows_are_read)
@@ -86,7 +98,10 @@ def _require_real(name: str, is_complex: bool) -> None:
 def _from_numpy(array: NDArray[Any]) -> Tensor:
     _require_real("X", array.dtype.kind == "c")
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"X must have a dtype of numbers (got {array.dtype}): convert each value by a public rule")
+        raise TypeError(
+            f"X must have a dtype of numbers (got {array.dtype}): convert each value by a public"
+            " rule"
+        )
     if array.dtype.kind != "f" or array.dtype.itemsize not in (4, 8) or not array.dtype.isnative:
         array = array.astype(np.float64)
     if any(stride < 0 for stride in array.strides):
@@ -111,18 +126,21 @@ def _flat(values: Any, name: str, count: int, device: torch.device) -> Tensor | 
             column[index] = value
     else:
         column = np.asarray(values)
-    _require_real(name, column.is_complex() if isinstance(column, Tensor) else column.dtype.kind == "c")
+    _require_real(
+        name, column.is_complex() if isinstance(column, Tensor) else column.dtype.kind == "c"
+    )
     if column.ndim == 2 and column.shape[1] == 1:
         warnings.warn(
-            f"A column-vector {name} was passed when a 1d array was expected: it is read as shape (n_samples,)",
+            f"A column-vector {name} was passed when a 1d array was expected: it is read as shape"
+            " (n_samples,)",
             DataConversionWarning,
             stacklevel=4,
         )
         column = column.reshape(-1)
     if tuple(column.shape) != (count,):
         raise ValueError(
-            f"bad input shape {tuple(column.shape)} of {name}: X and {name} have inconsistent numbers of records, "
-            f"{name} should be a 1d array of {count}"
+            f"bad input shape {tuple(column.shape)} of {name}: X and {name} have inconsistent"
+            f" numbers of records, {name} should be a 1d array of {count}"
         )
     return column  # type: ignore[no-any-return]
 
@@ -154,11 +172,13 @@ def require_dtype(y: Any, classes: Sequence[Any] | None) -> None:
     """
     kind = "f" if isinstance(y, Tensor) else getattr(getattr(y, "dtype", None), "kind", "O")
     if classes is None and kind in ("U", "S"):
-        raise TypeError(f"y must have a dtype of numbers (got {y.dtype}): convert each value by a public rule")
+        raise TypeError(
+            f"y must have a dtype of numbers (got {y.dtype}): convert each value by a public rule"
+        )
     if classes and not any(isinstance(label, _OF_KIND.get(kind, object)) for label in classes):
         raise ValueError(
-            f"y must have labels among classes={shown(tuple(map(_plain, classes)))}, and {y.dtype} can hold none of "
-            f"them: give classes as they are in y"
+            f"y must have labels among classes={shown(tuple(map(_plain, classes)))}, and {y.dtype}"
+            " can hold none of them: give classes as they are in y"
         )
 
 
@@ -197,7 +217,9 @@ def as_codes(labels: Any, classes: Sequence[Any], count: int, device: torch.devi
         values, inverse = np.unique(column, return_inverse=True)
         places = np.array([_place(table, value) for value in values.tolist()] or [-1])
         return torch.from_numpy(places[inverse]).to(device)
-    return torch.tensor([_place(table, value) for value in column], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [_place(table, value) for value in column], dtype=torch.int64, device=device
+    )
 
 
 def _plain(name: Any) -> Any:

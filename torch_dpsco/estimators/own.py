@@ -41,7 +41,10 @@ class BaseEstimator:
         """Sets arguments of the constructor; raises ValueError for other names, and sets nothing then."""
         unknown = sorted(set(params) - set(self._defaults()))
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no parameter of {type(self).__name__}: {', '.join(self._defaults())}")
+            raise ValueError(
+                f"{unknown[0]!r} is no parameter of {type(self).__name__}:"
+                f" {', '.join(self._defaults())}"
+            )
         for name, value in params.items():
             setattr(self, name, value)
         return self
@@ -49,7 +52,9 @@ class BaseEstimator:
     def __repr__(self) -> str:
         given = {name: getattr(self, name) for name in self._defaults()}
         changed = (
-            f"{name}={given[name]!r}" for name, default in self._defaults().items() if given[name] is not default
+            f"{name}={given[name]!r}"
+            for name, default in self._defaults().items()
+            if given[name] is not default
         )
         return f"{type(self).__name__}({', '.join(changed)})"
 

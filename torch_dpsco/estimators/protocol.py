@@ -51,15 +51,20 @@ def read_columns(X: Any, width: int) -> dict[str, Any]:
     if validate_data is None:
         return {"n_features_in_": width}
     holder = _Columns()
-    validate_data(holder, X if hasattr(X, "shape") else [[0.0] * width], skip_check_array=True, reset=True)
+    validate_data(
+        holder, X if hasattr(X, "shape") else [[0.0] * width], skip_check_array=True, reset=True
+    )
     return vars(holder)
 
 
 def check_columns(model: Any, X: Any, width: int) -> None:
     """Raises ValueError if a model was fitted to other columns."""
     if validate_data is not None:
-        validate_data(model, X if hasattr(X, "shape") else [[0.0] * width], skip_check_array=True, reset=False)
+        validate_data(
+            model, X if hasattr(X, "shape") else [[0.0] * width], skip_check_array=True, reset=False
+        )
     elif width != model.n_features_in_:
         raise ValueError(
-            f"X has {width} features, but {type(model).__name__} is expecting {model.n_features_in_} features as input"
+            f"X has {width} features, but {type(model).__name__} is expecting"
+            f" {model.n_features_in_} features as input"
         )

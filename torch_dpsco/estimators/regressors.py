@@ -31,8 +31,8 @@ from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robus
 Array = NDArray[np.float64]
 
 _HOW_TO_BOUND_TARGETS = (
-    "a public bound on targets, which are clipped to [-bound_y, bound_y]; take what a target can be by its meaning, "
-    "never the largest in the data"
+    "a public bound on targets, which are clipped to [-bound_y, bound_y]; take what a target can be"
+    " by its meaning, never the largest in the data"
 )
 
 
@@ -46,7 +46,9 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         return {"bound_y": self._bound() if prepare is None else prepare.most}
 
     def _required(self) -> dict[str, str]:
@@ -113,11 +115,17 @@ class HuberRegressor(Regressor):
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         spreads = self._kink(signal, unit)
-        return Huber(threshold=_width("threshold", self.threshold, spreads, self._bound() / 20, prepare))
+        return Huber(
+            threshold=_width("threshold", self.threshold, spreads, self._bound() / 20, prepare)
+        )
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         if self.intervals is not None and not self.fit_intercept:
-            raise ConditionError("fit_intercept must be True for intervals: it counts the errors below the threshold")
+            raise ConditionError(
+                "fit_intercept must be True for intervals: it counts the errors below the threshold"
+            )
         return super()._options(prepare, signal, unit)
 
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
@@ -126,8 +134,10 @@ class HuberRegressor(Regressor):
         squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
         assert isinstance(plan.task.loss, Huber)
         return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.threshold), (
-            "targets are a linear function of the features, and errors of one law (a skewed one is in the intercept); "
-            "records are independent",
+            (
+                "targets are a linear function of the features, and errors of one law (a skewed one"
+                " is in the intercept); records are independent"
+            ),
             f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
         )
 
@@ -163,10 +173,17 @@ class QuantileRegressor(Regressor):
         return self.quantile, self.width == "auto", self._bound()
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
-        least = 2 * min(self.quantile, 1 - self.quantile)  # smoothing moves other quantiles towards the median
-        spreads, public = 2 * least * self._kink(signal, unit), least * self._bound() / 10
+        least = 2 * min(
+            self.quantile, 1 - self.quantile
+        )  # smoothing moves other quantiles towards the median
+        spreads = 2 * least * self._kink(signal, unit)
+        public = least * self._bound() / 10
         width = _width("width", self.width, spreads, public, prepare)
-        return SmoothedPinball(quantile=self.quantile, width=width) if width else Pinball(quantile=self.quantile)
+        return (
+            SmoothedPinball(quantile=self.quantile, width=width)
+            if width
+            else Pinball(quantile=self.quantile)
+        )
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -201,20 +218,29 @@ class Ridge(Regressor):
 
     def _wanted(self) -> tuple[float | None, bool, float]:
         if self.mechanism not in ("auto", "boosted_adassp"):
-            return None, False, self._bound()  # the noise of the others is for the bound on targets, in any units
+            return (
+                None,
+                False,
+                self._bound(),
+            )  # the noise of the others is for the bound on targets, in any units
         return 0.5, True, self._bound()
 
     def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
         return Squared()
 
-    def _options(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> dict[str, Any]:
+    def _options(
+        self, prepare: PrivatePreparation | None, signal: float, unit: str
+    ) -> dict[str, Any]:
         if self.intervals is not None and not self.fit_intercept and self.adjacency == ADD_REMOVE:
-            raise ConditionError("fit_intercept must be True for intervals under add_remove: it counts the records")
+            raise ConditionError(
+                "fit_intercept must be True for intervals under add_remove: it counts the records"
+            )
         return super()._options(prepare, signal, unit)
 
     def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
         plan = cast(AdaSSPPlan, self.plan_)
-        task, given = plan.task, plan.constants
+        task = plan.task
+        given = plan.constants
         constant = task.preparation.intercept
         found = least_squares(
             hessian,
@@ -225,12 +251,17 @@ class Ridge(Regressor):
             total_std=plan.total_scale,
         )
         return found, (
-            "the mean of targets is linear in the features, their variance is one, and records are independent",
+            (
+                "the mean of targets is linear in the features, their variance is one, and records"
+                " are independent"
+            ),
             f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
         )
 
 
-def _width(name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None) -> float:
+def _width(
+    name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None
+) -> float:
     """Returns a number in units of targets; where it is "auto", so many spreads, or a unit if none are measured."""
     if isinstance(given, str):
         check.choice(("auto",), **{name: given})

@@ -9,4 +9,12 @@
 from torch_dpsco.inference.debiased import Debiased, debias, least_squares, needed_eigenvalue
 from torch_dpsco.inference.summary import Summary, p_value, reach
 
-__all__ = ["Debiased", "Summary", "debias", "least_squares", "needed_eigenvalue", "p_value", "reach"]
+__all__ = [
+    "Debiased",
+    "Summary",
+    "debias",
+    "least_squares",
+    "needed_eigenvalue",
+    "p_value",
+    "reach",
+]

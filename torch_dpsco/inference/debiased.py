@@ -89,11 +89,16 @@ def debias(
         >>> debias(one, 10 * one[:, None], reg=1.0, noise_std=0.0, output_std=0.0, hessian_std=0.0).estimate.item()
         1.1
     """
-    check.nonnegative(reg=reg), check.nonnegative(noise_std=noise_std), check.nonnegative(output_std=output_std)
-    check.nonnegative(variance=variance), check.nonnegative(rate=rate)
-    size, inverse = len(weights), _inverse(hessian, hessian_std)
+    check.nonnegative(reg=reg)
+    check.nonnegative(noise_std=noise_std)
+    check.nonnegative(output_std=output_std)
+    check.nonnegative(variance=variance)
+    check.nonnegative(rate=rate)
+    size = len(weights)
+    inverse = _inverse(hessian, hessian_std)
     shift = inverse @ (reg * weights)
-    square, across = inverse @ inverse, inverse @ shift
+    square = inverse @ inverse
+    across = inverse @ shift
     of_hessian = hessian_std**2 / 2 * ((shift @ shift) * square + torch.outer(across, across))
     stretch = torch.eye(size, dtype=torch.float64, device=weights.device) + reg * inverse
     noise = noise_std**2 * square + of_hessian + output_std**2 * stretch @ stretch
@@ -101,7 +106,13 @@ def debias(
 
 
 def least_squares(
-    gram: Tensor, moments: Tensor, count: float, *, gram_std: float, moment_std: float, total_std: float
+    gram: Tensor,
+    moments: Tensor,
+    count: float,
+    *,
+    gram_std: float,
+    moment_std: float,
+    total_std: float,
 ) -> Debiased:
     """Returns the solution of noisy normal equations, without a ridge, and its covariances.
 
@@ -123,11 +134,15 @@ def least_squares(
     Source:
         docs/proofs/inference.md#least-squares
     """
-    inverse, size = _inverse(gram, gram_std), len(gram)
+    inverse = _inverse(gram, gram_std)
+    size = len(gram)
     if not count > size:
-        raise ConditionError(f"more records than coefficients are needed for intervals (got about {count:.3g})")
+        raise ConditionError(
+            f"more records than coefficients are needed for intervals (got about {count:.3g})"
+        )
     theta = inverse @ moments[:size]
-    length, here = float(theta @ theta), gram_std**2 / 2
+    length = float(theta @ theta)
+    here = gram_std**2 / 2
     one = torch.eye(size, dtype=gram.dtype, device=gram.device)
     error = (moment_std**2 + here * length) * one + here * torch.outer(theta, theta)
     squares = float(moments[size] - moments[:size] @ theta + (inverse * error).sum())
@@ -156,17 +171,21 @@ def needed_eigenvalue(size: int, std: float) -> float:
 def _inverse(hessian: Tensor, std: float) -> Tensor:
     """Returns the inverse of a noisy matrix; raises ConditionError if it does not stand out of its noise."""
     values, vectors = torch.linalg.eigh(hessian)
-    least, needed = float(values[0]), needed_eigenvalue(len(hessian), std)
+    least = float(values[0])
+    needed = needed_eigenvalue(len(hessian), std)
     if not least > needed:
         raise _buried(least, needed, std)
     inverse: Tensor = (vectors / values) @ vectors.T
     return inverse
 
 
-def _clear(estimate: Tensor, sampling: Tensor, noise: Tensor, hessian: Tensor, std: float, rate: float) -> Debiased:
+def _clear(
+    estimate: Tensor, sampling: Tensor, noise: Tensor, hessian: Tensor, std: float, rate: float
+) -> Debiased:
     """Returns what was found; raises ConditionError if the least eigenvalue is at its limit."""
     values, vectors = torch.linalg.eigh(hessian)
-    root, least = vectors * values.sqrt(), float(values[0])
+    root = vectors * values.sqrt()
+    least = float(values[0])
     error = float(torch.linalg.eigvalsh(root.T @ (sampling + noise) @ root)[-1])
     spread = math.hypot(std, rate * least * math.sqrt(error / float(values.sum())))
     needed = needed_eigenvalue(len(estimate), std)
@@ -177,8 +196,9 @@ def _clear(estimate: Tensor, sampling: Tensor, noise: Tensor, hessian: Tensor, s
 
 def _buried(least: float, needed: float, spread: float) -> ConditionError:
     return ConditionError(
-        f"the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is {least:.3g} with a "
-        f"standard error of {spread:.3g}, and {needed:.3g} and a quarter of this error are needed. Take fewer or less "
-        f"dependent features (leave one level out of each group beside an intercept), a larger epsilon or share of it, "
-        f"more records, or a smaller bound_x"
+        "the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is"
+        f" {least:.3g} with a standard error of {spread:.3g}, and {needed:.3g} and a quarter of"
+        " this error are needed. Take fewer or less dependent features (leave one level out of"
+        " each group beside an intercept), a larger epsilon or share of it, more records, or a"
+        " smaller bound_x"
     )

@@ -66,11 +66,16 @@ class Summary:
             level: in (0, 1).
             *assumed: in words.
         """
-        sampling, noise = (np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in (found.sampling, found.noise))
+        sampling, noise = (
+            np.diag(to_raw @ part.cpu().numpy() @ to_raw.T)
+            for part in (found.sampling, found.noise)
+        )
         total = sampling + noise
         estimate = to_raw @ found.estimate.cpu().numpy()
         limit = found.least, found.needed, found.spread
-        return cls(title, names, released, estimate, np.sqrt(total), noise / total, level, assumed, limit)
+        return cls(
+            title, names, released, estimate, np.sqrt(total), noise / total, level, assumed, limit
+        )
 
     @property
     def distance(self) -> float:
@@ -95,7 +100,10 @@ class Summary:
         percent = f"{100 * self.level:g} %"
         out = [
             self.title,
-            f"{'':{wide}} {'estimate':>10} {'std. error':>10} {'of noise':>9} {'p':>8}   {percent} interval",
+            (
+                f"{'':{wide}} {'estimate':>10} {'std. error':>10} {'of noise':>9} {'p':>8}  "
+                f" {percent} interval"
+            ),
         ]
         rows = zip(
             self.names,
@@ -108,7 +116,8 @@ class Summary:
         )
         for name, value, error, share, p, (low, high) in rows:
             out.append(
-                f"{name:{wide}} {value:10.4g} {error:10.3g} {100 * share:7.0f} % {p:8.2g}   [{low:.4g}, {high:.4g}]"
+                f"{name:{wide}} {value:10.4g} {error:10.3g} {100 * share:7.0f} % {p:8.2g}  "
+                f" [{low:.4g}, {high:.4g}]"
             )
         out += [self._of_limit(), "of noise: share of the variance that privacy adds. Assumed:"]
         return "\n".join([*out, *(f"* {a}" for a in self.assumed)])
@@ -116,10 +125,14 @@ class Summary:
     def _of_limit(self) -> str:
         least, needed, spread = self.limit
         wider = reach(self.level, self.distance) / reach(self.level, math.inf)
-        said = "" if wider < 1.005 else f", so that intervals are {wider:.3g} times as wide as far from it"
+        said = (
+            ""
+            if wider < 1.005
+            else f", so that intervals are {wider:.3g} times as wide as far from it"
+        )
         return (
-            f"least eigenvalue of the Hessian: {least:.3g} +- {spread:.2g}, where {needed:.3g} is the limit: "
-            f"{self.distance:.3g} standard errors above{said}"
+            f"least eigenvalue of the Hessian: {least:.3g} +- {spread:.2g}, where {needed:.3g} is"
+            f" the limit: {self.distance:.3g} standard errors above{said}"
         )
 
     def __repr__(self) -> str:
@@ -132,7 +145,14 @@ class Summary:
             ImportError: matplotlib is not installed.
         """
         label = f"estimate and {100 * self.level:g} % interval"
-        panel = plots.ranges("", "coefficient", self.names, self.coefficients.tolist(), self.intervals.tolist(), label)
+        panel = plots.ranges(
+            "",
+            "coefficient",
+            self.names,
+            self.coefficients.tolist(),
+            self.intervals.tolist(),
+            label,
+        )
         return plots.figure(self.title, panel)
 
 
@@ -161,7 +181,8 @@ def reach(level: float, distance: float) -> float:
         >>> round(reach(0.95, math.inf), 2), round(reach(0.95, 1.0), 1)
         (1.96, 3.9)
     """
-    low, high = 0.0, 64.0
+    low = 0.0
+    high = 64.0
     for _ in range(60):
         middle = (low + high) / 2
         if p_value(middle, distance) > 1 - level:

@@ -34,7 +34,9 @@ class Columns:
     single: bool
 
     @classmethod
-    def of(cls, schema: Any, target: str, features: Sequence[str] | None, sample_weight: str | None) -> Columns:
+    def of(
+        cls, schema: Any, target: str, features: Sequence[str] | None, sample_weight: str | None
+    ) -> Columns:
         """Returns the columns of a table.
 
         Args:
@@ -47,21 +49,35 @@ class Columns:
             TypeError: a column of features is not of numbers.
             ValueError: a column is not there.
         """
-        given = {"target": [target], "sample_weight": [] if sample_weight is None else [sample_weight]}
+        given = {
+            "target": [target],
+            "sample_weight": [] if sample_weight is None else [sample_weight],
+        }
         others = [*given["target"], *given["sample_weight"]]
-        names = [name for name in schema.names if name not in others] if features is None else list(features)
+        names = (
+            [name for name in schema.names if name not in others]
+            if features is None
+            else list(features)
+        )
         if not names:
             raise ValueError("features must name one column or more (got none)")
         for argument, columns in ({"features": names} | given).items():
             for name in columns:
                 if schema.names.count(name) != 1:
-                    raise ValueError(f"{argument} must be in the table, once each (got {name!r}, of {schema.names})")
+                    raise ValueError(
+                        f"{argument} must be in the table, once each (got {name!r}, of"
+                        f" {schema.names})"
+                    )
         kinds = [schema.field(name).type for name in names]
         for name, kind in zip(names, kinds, strict=True):
             if not _is_number(kind):
-                raise TypeError(f"column {name!r} must be of numbers (got {kind}): encode it by public rules")
+                raise TypeError(
+                    f"column {name!r} must be of numbers (got {kind}): encode it by public rules"
+                )
         numbers = tuple(_is_number(schema.field(name).type) for name in others)
-        return cls(tuple(names), tuple(others), numbers, all(kind == pa.float32() for kind in kinds))
+        return cls(
+            tuple(names), tuple(others), numbers, all(kind == pa.float32() for kind in kinds)
+        )
 
     def empty(self) -> Block:
         """Returns a block without rows: a table may have none."""
@@ -74,12 +90,17 @@ class Columns:
             rows: m.
             read: numbers (m,) of a column, or its labels; of its name, and whether they are numbers.
         """
-        features = np.empty((rows, len(self.names)), dtype=np.float32 if self.single else np.float64)
+        features = np.empty(
+            (rows, len(self.names)), dtype=np.float32 if self.single else np.float64
+        )
         for place, name in enumerate(self.names):
             features[:, place] = read(name, True)
-        others = (read(name, number) for name, number in zip(self.others, self.numbers, strict=True))
+        others = (
+            read(name, number) for name, number in zip(self.others, self.numbers, strict=True)
+        )
         return features, *(
-            column.astype(np.float64, copy=False) if column.dtype.kind == "f" else column for column in others
+            column.astype(np.float64, copy=False) if column.dtype.kind == "f" else column
+            for column in others
         )
 
     def arrow_block(self, table: Any) -> Block:
@@ -99,7 +120,9 @@ class Columns:
             if not number:
                 return _objects(column.tolist())
             if not pandas_is_number(column.dtype):
-                raise TypeError(f"column {name!r} must be of numbers in each partition (got {column.dtype})")
+                raise TypeError(
+                    f"column {name!r} must be of numbers in each partition (got {column.dtype})"
+                )
             return np.asarray(column.to_numpy(dtype=np.float64, na_value=np.nan))
 
         return self.block(len(frame), read)
@@ -111,7 +134,9 @@ def pandas_is_number(dtype: Any) -> bool:
 
 
 def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _numbers(name: str, column: Any) -> NDArray[Any]:

@@ -35,7 +35,9 @@ def identities(paths: Sequence[str], name: str) -> list[Hashable]:
         found = identity(os.stat(path), path)
         if found in first:
             # PRIVACY: each of its records would be two (test_a_file_under_two_names_is_refused)
-            raise UnitError(f"{name} must hold each file once (got one file as {first[found]!r} and {path!r})")
+            raise UnitError(
+                f"{name} must hold each file once (got one file as {first[found]!r} and {path!r})"
+            )
         first[found] = path
     return list(first)
 
@@ -52,8 +54,9 @@ def require_sound(dataset: Any) -> None:
             # PRIVACY: types are guessed from values, and a quote that is left open swallows the rows after it
             # (test_tables_of_text_are_refused)
             raise ValueError(
-                f"source must be of files that say what their columns are, as .parquet (got {kind}): dp.Schema.read "
-                f"reads .csv, and pyarrow.parquet.write_table writes tables"
+                "source must be of files that say what their columns are, as .parquet (got"
+                f" {kind}): dp.Schema.read reads .csv, and pyarrow.parquet.write_table writes"
+                " tables"
             )
     files = Counter(_place(part.filesystem, path) for part, path in _files(dataset))
     if not any(count > 1 for count in files.values()):
@@ -69,7 +72,9 @@ def require_sound(dataset: Any) -> None:
         pieces = files
     if any(count > 1 for count in pieces.values()):
         # PRIVACY: as above (test_a_parquet_file_under_two_names_is_refused)
-        raise UnitError("source must hold each file once (got one twice, under one name or two, or by a link)")
+        raise UnitError(
+            "source must hold each file once (got one twice, under one name or two, or by a link)"
+        )
 
 
 def _files(dataset: Any) -> Iterator[tuple[Any, str]]:

@@ -34,39 +34,48 @@ class Form:
     wrap_model: bool
 
     def require_sound(
-        self, poisson_sampling: bool, clipping: str, norm: Any, generator: Any, rand_on_empty: bool = False
+        self,
+        poisson_sampling: bool,
+        clipping: str,
+        norm: Any,
+        generator: Any,
+        rand_on_empty: bool = False,
     ) -> None:
         """Raises for choices that would be unsound, or that have no counterpart; says what to write."""
         check.choice(ROWS, grad_sample_mode=self.grad_sample_mode)
         check.choice(("flat", "per_layer", "adaptive"), clipping=clipping)
         if clipping == "adaptive":
             raise PrivacyError(
-                "clipping must be 'flat' (got 'adaptive', which counts clipped rows): dp.ClippedSGD.plan(clip="
-                "dp.Pilot()) chooses a clip privately, and dp.HolderSGD takes that of the loss"
+                "clipping must be 'flat' (got 'adaptive', which counts clipped rows):"
+                " dp.ClippedSGD.plan(clip=dp.Pilot()) chooses a clip privately, and dp.HolderSGD"
+                " takes that of the loss"
             )
         if clipping == "per_layer" or not isinstance(norm, (int, float)):
             raise ValueError(
-                f"max_grad_norm must be one number, for clipping='flat' (got {check.shown(norm)} for {clipping!r}): "
-                f"math.hypot(*norms) takes the noise, and the epsilon, of clips for each layer"
+                f"max_grad_norm must be one number, for clipping='flat' (got {check.shown(norm)}"
+                f" for {clipping!r}): math.hypot(*norms) takes the noise, and the epsilon, of clips"
+                " for each layer"
             )
         check.open_interval(0.0, 1e100, max_grad_norm=norm)
         if not poisson_sampling:
             # PRIVACY: (test_a_loader_that_is_not_poisson_is_refused)
             raise UnknownSamplerError(
-                "poisson_sampling must be True: Opacus charges any other loader as if it were Poisson, which may lie "
-                "many times below the truth; dp.make_private(..., sampling='assigned') makes passes"
+                "poisson_sampling must be True: Opacus charges any other loader as if it were"
+                " Poisson, which may lie many times below the truth; dp.make_private(...,"
+                " sampling='assigned') makes passes"
             )
         if generator is not None:
             # PRIVACY: (test_noise_that_can_be_repeated_is_refused)
             raise PrivacyError(
-                f"noise_generator must be None (got {check.shown(generator)}): who knows its seed can subtract the "
-                f"noise; for tests, dp.ClippedSGD(..., generator=)"
+                f"noise_generator must be None (got {check.shown(generator)}): who knows its seed"
+                " can subtract the noise; for tests, dp.ClippedSGD(..., generator=)"
             )
         if rand_on_empty:
             # PRIVACY: the sum moves by two clips (test_made_up_records_are_refused)
             raise PrivacyError(
-                "rand_on_empty must be False: a record takes the place of a made-up one, where Opacus charges for its "
-                "own gradient only; here a step on an empty batch is noise only"
+                "rand_on_empty must be False: a record takes the place of a made-up one, where"
+                " Opacus charges for its own gradient only; here a step on an empty batch is noise"
+                " only"
             )
 
 
@@ -75,8 +84,8 @@ def require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[An
     wrapped = isinstance(module, AbstractGradSampleModule) or grad_sample_hooks(module) is not None
     if wrapped or isinstance(optimizer, (CommonOptimizer, DPOptimizer)):
         raise SequenceError(
-            "module and optimizer must be plain (got private ones): make them anew, or take dp.detach(module) and "
-            "optimizer.original_optimizer"
+            "module and optimizer must be plain (got private ones): make them anew, or take"
+            " dp.detach(module) and optimizer.original_optimizer"
         )
     require_same_parameters(module, optimizer)
     require_replaceable(loader)
@@ -88,5 +97,7 @@ def design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:
     size = loader.batch_size or 1
     draws = records // size if loader.drop_last else math.ceil(records / size)
     if draws < 1:
-        raise ValueError(f"batch_size must be at most the number of records, for drop_last (got {size})")
+        raise ValueError(
+            f"batch_size must be at most the number of records, for drop_last (got {size})"
+        )
     return Poisson(records // draws, records), draws

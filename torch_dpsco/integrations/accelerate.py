@@ -28,7 +28,11 @@ from torch_dpsco.sampling.replaced import require_replaceable
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Optimizer = TypeVar("_Optimizer", bound=CommonOptimizer)
-_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # distributed types in which each process holds the whole model
+_PLAIN = (
+    "NO",
+    "MULTI_CPU",
+    "MULTI_GPU",
+)  # distributed types in which each process holds the whole model
 
 
 def prepare(
@@ -77,36 +81,51 @@ def prepare(
     if not isinstance(loader, PrivateLoader):
         # PRIVACY: a loader of accelerate delivers other batches than were drawn
         # (test_objects_that_the_accelerator_has_prepared_are_refused)
-        raise UnknownSamplerError(f"loader must be optimizer.loader(dataset) (got {type(loader).__name__})")
+        raise UnknownSamplerError(
+            f"loader must be optimizer.loader(dataset) (got {type(loader).__name__})"
+        )
     require_same_parameters(model, optimizer)
     elsewhere = {p.device.type for p in model.parameters()} - {accelerator.device.type}
     if elsewhere:
         raise ValueError(
-            f"model must be on {accelerator.device}, the accelerator's device (got {', '.join(sorted(elsewhere))}): "
-            f"call model.to(accelerator.device) before the optimizer is made"
+            f"model must be on {accelerator.device}, the accelerator's device (got"
+            f" {', '.join(sorted(elsewhere))}): call model.to(accelerator.device) before the"
+            " optimizer is made"
         )
     accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _refuse_to_clip
-    return model, optimizer, loader if accelerator.device.type == "cpu" else _Placed(loader, accelerator.device)
+    return (
+        model,
+        optimizer,
+        loader if accelerator.device.type == "cpu" else _Placed(loader, accelerator.device),
+    )
 
 
 def _require_plain(accelerator: Accelerator, model: nn.Module, optimizer: CommonOptimizer) -> None:
     if not isinstance(accelerator, Accelerator):
-        raise ValueError(f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})")
+        raise ValueError(
+            f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})"
+        )
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a Module of torch.nn, the model itself (got {check.shown(model)})")
-    kind, steps = DistributedType(accelerator.distributed_type).value, accelerator.gradient_accumulation_steps
+        raise ValueError(
+            f"model must be a Module of torch.nn, the model itself (got {check.shown(model)})"
+        )
+    kind = DistributedType(accelerator.distributed_type).value
+    steps = accelerator.gradient_accumulation_steps
     if kind not in _PLAIN:
-        raise ValueError(f"distributed_type must be one of {', '.join(_PLAIN)} (got {kind}): {_WHOLE}")
+        raise ValueError(
+            f"distributed_type must be one of {', '.join(_PLAIN)} (got {kind}): {_WHOLE}"
+        )
     if accelerator.mixed_precision != "no" or accelerator.scaler is not None:
         raise ValueError(
-            f"mixed_precision must be 'no' (got {accelerator.mixed_precision!r}): a scale that falls where a gradient "
-            f"overflows tells about records; put the forward under torch.autocast with bfloat16 yourself, and attach "
-            f"with loss_reduction='sum'"
+            f"mixed_precision must be 'no' (got {accelerator.mixed_precision!r}): a scale that"
+            " falls where a gradient overflows tells about records; put the forward under"
+            " torch.autocast with bfloat16 yourself, and attach with loss_reduction='sum'"
         )
     if steps != 1:
         raise ValueError(
-            f"gradient_accumulation_steps must be 1 (got {steps}): a step takes one whole draw; "
-            f"optimizer.loader(dataset, physical_batch_size=...) delivers it in parts that fit into memory"
+            f"gradient_accumulation_steps must be 1 (got {steps}): a step takes one whole draw;"
+            " optimizer.loader(dataset, physical_batch_size=...) delivers it in parts that fit"
+            " into memory"
         )
     for module in model.modules():
         name = type(module).__name__
@@ -115,14 +134,16 @@ def _require_plain(accelerator: Accelerator, model: nn.Module, optimizer: Common
             raise ValueError(f"model must not be wrapped (got {name}): {_WHOLE}")
     if isinstance(optimizer, AcceleratedOptimizer):
         # PRIVACY: it steps only when it likes (test_objects_that_the_accelerator_has_prepared_are_refused)
-        raise SequenceError("optimizer must not go through accelerator.prepare, which makes it leave steps out")
+        raise SequenceError(
+            "optimizer must not go through accelerator.prepare, which makes it leave steps out"
+        )
     if not isinstance(optimizer, CommonOptimizer):
         raise ValueError(f"optimizer must be a private one (got {check.shown(optimizer)})")
 
 
 _WHOLE = (
-    "records are clipped one by one, by processes that hold the whole model each, before anything is added up; make "
-    "Accelerator() without a plugin, and pass the module itself"
+    "records are clipped one by one, by processes that hold the whole model each, before anything"
+    " is added up; make Accelerator() without a plugin, and pass the module itself"
 )
 
 
@@ -130,8 +151,8 @@ def _refuse_to_clip(*args: Any, **kwargs: Any) -> NoReturn:
     # PRIVACY: a norm of private rows, or of a noisy mean, bounds no record
     # (test_the_accelerator_clips_no_gradients_any_more)
     raise PrivacyError(
-        "accelerator.clip_grad_norm_ must not be called: rows are clipped one by one in optimizer.step(), at the clip "
-        "of the plan; leave the call out"
+        "accelerator.clip_grad_norm_ must not be called: rows are clipped one by one in"
+        " optimizer.step(), at the clip of the plan; leave the call out"
     )
 
 
@@ -144,7 +165,8 @@ class _Placed:
     """
 
     def __init__(self, loader: PrivateLoader, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
 
     @property
     def dataset(self) -> Any:

@@ -25,7 +25,11 @@ _Result = TypeVar("_Result")
 
 @typed
 def dask_partitions(
-    frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+    frame: Any,
+    target: str,
+    features: Sequence[str] | None = None,
+    *,
+    sample_weight: str | None = None,
 ) -> _Dask:
     """Returns the partitions of a dask data frame, for `fit`; each is one pandas frame in the memory of a worker.
 
@@ -46,7 +50,11 @@ def dask_partitions(
 
 @typed
 def ray_partitions(
-    dataset: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+    dataset: Any,
+    target: str,
+    features: Sequence[str] | None = None,
+    *,
+    sample_weight: str | None = None,
 ) -> _Ray:
     """Returns the blocks of a Ray data set, for `fit`; it is materialized, once, in the object store.
 
@@ -71,7 +79,11 @@ def ray_partitions(
 
 @typed
 def spark_partitions(
-    frame: Any, target: str, features: Sequence[str] | None = None, *, sample_weight: str | None = None
+    frame: Any,
+    target: str,
+    features: Sequence[str] | None = None,
+    *,
+    sample_weight: str | None = None,
 ) -> _Spark:
     """Returns the partitions of a Spark data frame, for `fit`; they are read in Arrow batches, a few in memory each.
 
@@ -88,7 +100,9 @@ def spark_partitions(
     """
     _require_table("mapInArrow", "a pyspark.sql.DataFrame", frame=frame)
     columns = Columns.of(frame.limit(0).toArrow().schema, target, features, sample_weight)
-    return _Spark(frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others))), columns)
+    return _Spark(
+        frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others))), columns
+    )
 
 
 def _require_table(method: str, kind: str, **table: Any) -> None:
@@ -124,7 +138,8 @@ class _Ray:
         """As in `Partitions`."""
         import ray
 
-        task, shared = ray.remote(_of_table), ray.put(function)
+        task = ray.remote(_of_table)
+        shared = ray.put(function)
         return list(ray.get([task.remote(shared, self.columns, table) for table in self.tables]))
 
 
@@ -153,11 +168,15 @@ class _Spark:
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.place)]
 
 
-def _of_pandas(function: Callable[[Iterator[Block]], _Result], columns: Columns, frame: Any) -> _Result:
+def _of_pandas(
+    function: Callable[[Iterator[Block]], _Result], columns: Columns, frame: Any
+) -> _Result:
     return function(iter([columns.pandas_block(frame)]))
 
 
-def _of_table(function: Callable[[Iterator[Block]], _Result], columns: Columns, table: Any) -> _Result:
+def _of_table(
+    function: Callable[[Iterator[Block]], _Result], columns: Columns, table: Any
+) -> _Result:
     return function(_arrow_blocks(columns, [table] if len(table) else []))
 
 

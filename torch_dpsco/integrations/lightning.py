@@ -83,11 +83,15 @@ class PrivateTraining(Callback):
         private_checkpoints: bool = False,
     ) -> None:
         self.loss_reduction = check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-        self.private_logs, self.private_checkpoints = private_logs, private_checkpoints
-        self._users, self._padding = users, padding
+        self.private_logs = private_logs
+        self.private_checkpoints = private_checkpoints
+        self._users = users
+        self._padding = padding
         self._delta = None if delta is None else check.open_interval(0.0, 1.0, delta=delta)
         self._undo: list[Callable[[], None]] = []
-        self._saved: dict[str, Any] | None = None  # optimizer's state in the checkpoint that fit goes on with
+        self._saved: dict[str, Any] | None = (
+            None  # optimizer's state in the checkpoint that fit goes on with
+        )
         self._query: dict[str, Tensor] = {}
         self._shown: AbstractContextManager[None] | None = None
         self._attached: nn.Module | None = None
@@ -104,11 +108,18 @@ class PrivateTraining(Callback):
         if stage != "fit":
             return
         checks.require_settings(trainer, pl_module, self.private_logs)
-        self._told, self._drawn, self.optimizer, self._saved, self._query = False, False, None, None, {}
-        self._trainer, self._module = trainer, pl_module
-        self._log, self._on_save = pl_module.log, pl_module.on_save_checkpoint
+        self._told = False
+        self._drawn = False
+        self.optimizer = None
+        self._saved = None
+        self._query = {}
+        self._trainer = trainer
+        self._module = pl_module
+        self._log = pl_module.log
+        self._on_save = pl_module.on_save_checkpoint
         self._every = max(1, self._trainer.log_every_n_steps)
-        self._accumulate, self._process = trainer.accumulate_grad_batches, trainer.strategy.process_dataloader
+        self._accumulate = trainer.accumulate_grad_batches
+        self._process = trainer.strategy.process_dataloader
         trainer.accumulate_grad_batches = 1
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", self._accumulate))
         self._replace(pl_module, "log", self.log_training)
@@ -128,11 +139,14 @@ class PrivateTraining(Callback):
         self._detach()
 
     def _detach(self) -> None:
-        model, self._attached = self._attached, None
+        model = self._attached
+        self._attached = None
         if model is not None and is_attached(model):
             detach(model)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Takes the optimizer's state, to resume the run with its ledger in place of loading another one's."""
         states = checkpoint.get("optimizer_states")
         if trainer.state.fn == "fit" and states:
@@ -160,41 +174,55 @@ class PrivateTraining(Callback):
             self._saved = None
         self._goal = checks.last_step(trainer, optimizer)
         self._logger = Logger(self._write, every=self._every, delta=self._delta)
-        if not self._is_over(trainer, optimizer, lost) and (plan := getattr(optimizer, "_plan", None)) is not None:
+        if (
+            not self._is_over(trainer, optimizer, lost)
+            and (plan := getattr(optimizer, "_plan", None)) is not None
+        ):
             rank_zero_info(str(plan))
 
     def _is_over(self, trainer: Trainer, optimizer: PrivateOptimizer, lost: bool) -> bool:
         if not optimizer.finalized:
             return False
         if not lost:
-            warn("nothing was trained: the checkpoint is of a finished run; to train anew, give none", stacklevel=4)
+            warn(
+                "nothing was trained: the checkpoint is of a finished run; to train anew, give"
+                " none",
+                stacklevel=4,
+            )
         trainer.should_stop = True
         return True
 
     def _require_secrets_kept(self, optimizer: PrivateOptimizer) -> None:
         """Raises at the start, and not at the first checkpoint, when steps are spent."""
-        if not all(getattr(saver, "save_weights_only", False) for saver in self._trainer.checkpoint_callbacks):
+        if not all(
+            getattr(saver, "save_weights_only", False)
+            for saver in self._trainer.checkpoint_callbacks
+        ):
             self._require_public(optimizer.state_dict())
 
     def _require_public(self, state: Any) -> None:
         if isinstance(state, SecretState) and not self.private_checkpoints:
             # PRIVACY: loggers upload checkpoints (test_checkpoints_with_secrets_are_refused_until_they_stay_private)
             raise PrivacyError(
-                "checkpoints of this run must be kept as confidential as its records, since they say who is in which "
-                "batch, or hold noise that is still to be used: PrivateTraining(private_checkpoints=True) if you keep "
-                "them so, ModelCheckpoint(save_weights_only=True), or Trainer(enable_checkpointing=False)"
+                "checkpoints of this run must be kept as confidential as its records, since they"
+                " say who is in which batch, or hold noise that is still to be used:"
+                " PrivateTraining(private_checkpoints=True) if you keep them so,"
+                " ModelCheckpoint(save_weights_only=True), or Trainer(enable_checkpointing=False)"
             )
 
     def _private_loader(self, loader: Any) -> Any:
         """Returns what the Trainer iterates over in place of a loader: draws, if it is the training loader."""
-        optimizer, trainer = self.optimizer, self._trainer
+        optimizer = self.optimizer
+        trainer = self._trainer
         if not trainer.training or optimizer is None:
             return self._process(loader)
         epoch = min(self._goal, optimizer.design.batches)
         if trainer.should_stop:  # all steps are made
             return _Draws(self, iter(()), epoch)
         if self._drawn:
-            raise SequenceError("Trainer.fit must be given one training loader: join the data sets of several")
+            raise SequenceError(
+                "Trainer.fit must be given one training loader: join the data sets of several"
+            )
         self._drawn = True
         checks.require_train_loader(loader, optimizer)
         optimizer.discard()  # what a run before left in progress comes again
@@ -204,7 +232,9 @@ class PrivateTraining(Callback):
             self._users,
             steps=steps_to_make(optimizer, self._goal - optimizer.steps),
             resume=True,
-            physical_batch_size=None if parts == 1 else math.ceil(optimizer.design.batch_size / parts),
+            physical_batch_size=(
+                None if parts == 1 else math.ceil(optimizer.design.batch_size / parts)
+            ),
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -231,13 +261,16 @@ class PrivateTraining(Callback):
         note_probed(model, optimizer)
 
     def _training_step(self, batch: Any, index: int) -> Any:
-        return self._trainer.strategy.training_step(*checks.arguments_of_step(self._module, batch, index))
+        return self._trainer.strategy.training_step(
+            *checks.arguments_of_step(self._module, batch, index)
+        )
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _batches(self, loader: PrivateLoader) -> Iterator[Any]:
         """Yields the last part of each draw, after the steps on the parts before it."""
-        log, users = loader.batch_sampler.log, self._users is not None
+        log = loader.batch_sampler.log
+        users = self._users is not None
         for batch in loader:
             if users:  # the optimizer knows whose rows these are
                 batch = batch[:-1]
@@ -248,8 +281,11 @@ class PrivateTraining(Callback):
                 self._use_part(batch)
 
     def _use_part(self, batch: Any) -> None:
-        trainer, module = self._trainer, self._module
-        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        trainer = self._trainer
+        module = self._module
+        batch = module._on_before_batch_transfer(
+            trainer.precision_plugin.convert_input(batch), dataloader_idx=0
+        )
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         self._probing = True  # values of a part are not logged
         try:
@@ -286,13 +322,14 @@ class PrivateTraining(Callback):
         if self._probing:
             return
         if any(
-            name == watched.removesuffix("_step").removesuffix("_epoch") for watched in checks.watched(self._trainer)
+            name == watched.removesuffix("_step").removesuffix("_epoch")
+            for watched in checks.watched(self._trainer)
         ):
             # PRIVACY: when a run stops, or which iterate is kept, would tell of the records
             # (test_nobody_decides_by_a_training_loss)
             raise PrivacyError(
-                f"{name} must not be monitored: it is computed from training records, and what is decided by it tells "
-                f"of them; log it in validation_step, on public data"
+                f"{name} must not be monitored: it is computed from training records, and what is"
+                " decided by it tells of them; log it in validation_step, on public data"
             )
         if self.private_logs:
             self._log(name, value, *args, **options)
@@ -300,8 +337,9 @@ class PrivateTraining(Callback):
             # PRIVACY: (test_what_training_logs_reaches_no_logger_and_no_bar)
             self._told = True
             warn(
-                f"{name} was not logged: what training records gave is private. Log on public data in validation_step; "
-                f"or PrivateTraining(private_logs=True), if you keep bars and loggers as confidential as the records",
+                f"{name} was not logged: what training records gave is private. Log on public data"
+                " in validation_step; or PrivateTraining(private_logs=True), if you keep bars and"
+                " loggers as confidential as the records",
                 stacklevel=3,
             )
 
@@ -318,21 +356,29 @@ class PrivateTraining(Callback):
         self._end_release()
 
     def _end_release(self) -> None:
-        shown, self._shown = self._shown, None
+        shown = self._shown
+        self._shown = None
         if shown is not None:
             shown.__exit__(None, None, None)
 
     def _add_answer(self, checkpoint: dict[str, Any]) -> None:
         """Saves the private answer as the module's weights, and beside it the point where the run goes on."""
         self._end_release()  # an exception during validation
-        optimizer, module = self.optimizer, self._module
+        optimizer = self.optimizer
+        module = self._module
         if optimizer is not None:
             for state in checkpoint.get("optimizer_states", []):
                 self._require_public(state)
             with optimizer.released():
                 answer = {name: value.detach().clone() for name, value in module.named_parameters()}
-            queries = {name: p.detach() for name, p in module.named_parameters() if not p.equal(answer[name])}
-            checkpoint["state_dict"] |= {name: value for name, value in answer.items() if name in queries}
+            queries = {
+                name: p.detach()
+                for name, p in module.named_parameters()
+                if not p.equal(answer[name])
+            }
+            checkpoint["state_dict"] |= {
+                name: value for name, value in answer.items() if name in queries
+            }
             if queries and checkpoint.get("optimizer_states"):
                 checkpoint[_QUERY] = queries
         self._on_save(checkpoint)
@@ -344,7 +390,9 @@ class PrivateTraining(Callback):
             self.optimizer.finalize()
             self._logger(self.optimizer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Leaves module and optimizer at the last step that was made."""
         self._end_release()
         if self.optimizer is not None and not self.optimizer.finalized:
@@ -366,7 +414,9 @@ class _Draws:
     """
 
     def __init__(self, owner: PrivateTraining, batches: Iterator[Any], epoch: int) -> None:
-        self._owner, self._batches, self._epoch = owner, batches, epoch
+        self._owner = owner
+        self._batches = batches
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return self._epoch
@@ -381,12 +431,16 @@ def _loss_of(output: Any) -> Tensor:
     """Returns the loss that a training step has returned."""
     loss = output["loss"] if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
-        raise SequenceError(f"training_step must return the loss of every batch (got {type(loss).__name__})")
+        raise SequenceError(
+            f"training_step must return the loss of every batch (got {type(loss).__name__})"
+        )
     return loss
 
 
 def _shown(epsilon: float) -> float:
     """Returns an epsilon that no bar shows to be less: float32 of three digits, none past the third decimal."""
     # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_than_was_spent)
-    short = float(rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3))
+    short = float(
+        rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3)
+    )
     return in_single({"privacy/epsilon": short})["privacy/epsilon"]

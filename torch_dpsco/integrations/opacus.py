@@ -64,10 +64,18 @@ class DPOptimizer(ClippedSGD):
         loss_reduction: str = "mean",
         accountant: Accountant | None = None,
     ) -> None:
-        factor = plan.batch_size if check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "sum" else 1
-        super().__init__(optimizer.param_groups, plan, rule=_Scaled(optimizer, factor), accountant=accountant)
-        self.noise_multiplier, self.max_grad_norm = plan.noise_multiplier, plan.clip
-        self.expected_batch_size, self.original_optimizer = plan.batch_size, optimizer
+        factor = (
+            plan.batch_size
+            if check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "sum"
+            else 1
+        )
+        super().__init__(
+            optimizer.param_groups, plan, rule=_Scaled(optimizer, factor), accountant=accountant
+        )
+        self.noise_multiplier = plan.noise_multiplier
+        self.max_grad_norm = plan.clip
+        self.expected_batch_size = plan.batch_size
+        self.original_optimizer = optimizer
 
 
 @dataclass
@@ -107,10 +115,13 @@ class PrivacyEngine:
 
     @typed
     def __init__(self, *, accountant: str | Accountant = "prv", secure_mode: bool = False) -> None:
-        self.accountant = accountant if isinstance(accountant, Accountant) else None  # else made by the first run
+        self.accountant = (
+            accountant if isinstance(accountant, Accountant) else None
+        )  # else made by the first run
         if accountant == "gdp":
             raise PrivacyError(
-                "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below the truth)"
+                "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below"
+                " the truth)"
             )
         if isinstance(accountant, str):
             check.choice(("prv", "rdp", Accountant.mechanism()), accountant=accountant)
@@ -128,8 +139,9 @@ class PrivacyEngine:
         elif plan.budget is not None and self.accountant.budget != plan.budget:
             # PRIVACY: the noise of a whole target on top of other runs (test_a_target_is_that_of_all_runs_of_an_engine)
             raise PrivacyError(
-                "this engine's accountant has another budget, or none, and all its runs count together: make a new "
-                "PrivacyEngine(), or PrivacyEngine(accountant=Accountant(budget)) with the target of all runs"
+                "this engine's accountant has another budget, or none, and all its runs count"
+                " together: make a new PrivacyEngine(), or"
+                " PrivacyEngine(accountant=Accountant(budget)) with the target of all runs"
             )
         return self.accountant
 
@@ -181,7 +193,9 @@ class PrivacyEngine:
             PrivacyError: a choice would be unsound; says what to write instead.
         """
         form = Form(grad_sample_mode, batch_first, loss_reduction, wrap_model)
-        form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator, rand_on_empty)
+        form.require_sound(
+            poisson_sampling, clipping, max_grad_norm, noise_generator, rand_on_empty
+        )
         noise = {"noise_multiplier": noise_multiplier}
         return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, noise, form)
 
@@ -233,10 +247,8 @@ class PrivacyEngine:
         form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator)
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
         steps = math.ceil(check.positive(epochs=epochs) * design_of(data_loader, n)[1])
-        epsilon, delta = (
-            check.positive(target_epsilon=target_epsilon),
-            check.open_interval(0.0, 1.0, target_delta=target_delta),
-        )
+        epsilon = check.positive(target_epsilon=target_epsilon)
+        delta = check.open_interval(0.0, 1.0, target_delta=target_delta)
         target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
         return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, target, form)
 
@@ -263,7 +275,9 @@ class PrivacyEngine:
             secure="exact" if self.secure_mode else None,
         )
         ledger = self._ledger(self.plan)
-        private = DPOptimizer(optimizer, self.plan, loss_reduction=form.loss_reduction, accountant=ledger)
+        private = DPOptimizer(
+            optimizer, self.plan, loss_reduction=form.loss_reduction, accountant=ledger
+        )
         batches = private.loader(
             loader.dataset,
             steps=draws,
@@ -271,14 +285,23 @@ class PrivacyEngine:
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )
-        rows, reduction = ROWS[form.grad_sample_mode], form.loss_reduction
+        rows = ROWS[form.grad_sample_mode]
+        reduction = form.loss_reduction
         if form.grad_sample_mode == "ghost":
             criterion = criterion or nn.CrossEntropyLoss()
-        attach_sound(module, criterion, batches, loss_reduction=reduction, rows=rows, batch_first=form.batch_first)
+        attach_sound(
+            module,
+            criterion,
+            batches,
+            loss_reduction=reduction,
+            rows=rows,
+            batch_first=form.batch_first,
+        )
         if n is None:
             warn(
-                "n is not given: the number of records was read off the data set and counts as public, so that epsilon "
-                "is about a record replaced by an empty one; give n=, a public number, for one added or removed",
+                "n is not given: the number of records was read off the data set and counts as"
+                " public, so that epsilon is about a record replaced by an empty one; give n=, a"
+                " public number, for one added or removed",
                 stacklevel=4,
             )
         model = module if form.wrap_model else Attached(module)
@@ -287,7 +310,9 @@ class PrivacyEngine:
         return model, private, criterion, batches
 
     @typed
-    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> bool:
         """Returns whether `validate` passes."""
         try:
             self.validate(module=module)
@@ -296,7 +321,9 @@ class PrivacyEngine:
         return True
 
     @typed
-    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+    def validate(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> None:
         """Raises Opacus' UnsupportedModuleError, or ValueError, for a module without per-sample gradients.
 
         The others are not looked at, as in Opacus.
@@ -350,7 +377,9 @@ class PrivacyEngine:
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved, and returns it; of two states of a ledger the later one stays."""
         _require_file(path, "read")
-        state: dict[str, Any] = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
+        state: dict[str, Any] = torch.load(
+            path, **{"weights_only": True, **(torch_load_kwargs or {})}
+        )
         if optimizer is not None and "optimizer_state_dict" not in state:
             raise ValueError("optimizer must be None for a checkpoint that was saved without one")
         self._charged().load_state_dict(state["privacy_accountant_state_dict"])
@@ -362,7 +391,9 @@ class PrivacyEngine:
 
 def _require_file(path: Any, act: str) -> None:
     if not (check.is_path(path) or hasattr(path, act)):
-        raise ValueError(f"path must be a path, or a binary file to {act} (got {check.shown(path)})")
+        raise ValueError(
+            f"path must be a path, or a binary file to {act} (got {check.shown(path)})"
+        )
 
 
 class BatchMemoryManager:
@@ -375,7 +406,9 @@ class BatchMemoryManager:
     """
 
     @typed
-    def __init__(self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+    def __init__(
+        self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: DPOptimizer
+    ) -> None:
         most = check.positive_count(max_physical_batch_size=max_physical_batch_size)
         self._parts = PhysicalBatches(data_loader, most)
 
@@ -383,7 +416,10 @@ class BatchMemoryManager:
         return self._parts
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Ends nothing."""
 
@@ -396,7 +432,9 @@ class _Scaled(TorchRule):
         self.factor = factor
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
-        for p in (p for group in groups for p in trained(group) if p.grad is not None and self.factor != 1):
+        for p in (
+            p for group in groups for p in trained(group) if p.grad is not None and self.factor != 1
+        ):
             p.grad.mul_(self.factor)  # type: ignore[union-attr]
         super().update(groups, state, k, phase)
 

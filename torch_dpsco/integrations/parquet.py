@@ -76,7 +76,9 @@ class ParquetRows(RowFile):
             raise ValueError(f"inputs must be a list of names of columns (got {inputs!r})")
         names = [*inputs, target]
         if len(set(names)) < len(names):
-            raise ValueError("inputs must hold each column once, and not the target (got one twice)")
+            raise ValueError(
+                "inputs must hold each column once, and not the target (got one twice)"
+            )
         of_target = target_dtype or dtype
         row = row_dtype(dtype, [len(inputs)], of_target, [1] if of_target.is_floating_point else [])
         super().__init__(_blocks(_tables(source, names), names, row), row, folder)
@@ -87,24 +89,33 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
     if isinstance(source, (pa.Table, pa.RecordBatch)):
         return iter([source])
     paths = source if isinstance(source, (list, tuple)) else [source]
-    if not isinstance(source, pads.Dataset) and all(isinstance(path, (str, os.PathLike)) for path in paths):
+    if not isinstance(source, pads.Dataset) and all(
+        isinstance(path, (str, os.PathLike)) for path in paths
+    ):
         try:
             source = pads.dataset(source, format="parquet")
         except (pa.ArrowInvalid, FileNotFoundError):
-            raise ValueError(f"source must be Parquet files where it has paths (got {check.shown(source)})") from None
+            raise ValueError(
+                f"source must be Parquet files where it has paths (got {check.shown(source)})"
+            ) from None
     if not isinstance(source, pads.Dataset):
         try:
             return iter(source)
         except TypeError:
             raise ValueError(
-                f"source must be Parquet files, a pyarrow.dataset.Dataset, an Arrow table or an iterable of tables, as "
-                f"ray_dataset.iter_batches(batch_format='pyarrow') (got a {type(source).__name__})"
+                "source must be Parquet files, a pyarrow.dataset.Dataset, an Arrow table or an"
+                " iterable of tables, as ray_dataset.iter_batches(batch_format='pyarrow') (got a"
+                f" {type(source).__name__})"
             ) from None
     require_sound(source)
     _require_numbers(source.schema, names)
     options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
-    if isinstance(getattr(source, "format", None), pads.ParquetFileFormat):  # else whole files are buffered
-        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
+    if isinstance(
+        getattr(source, "format", None), pads.ParquetFileFormat
+    ):  # else whole files are buffered
+        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(
+            pre_buffer=False, use_buffered_stream=True
+        )
     batches: Iterator[Any] = source.to_batches(columns=list(names), **options)
     return batches
 
@@ -112,18 +123,24 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
 def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
     for name in names:
         if schema.get_field_index(name) < 0:
-            raise ValueError(f"inputs and target must be columns of the source, each once (got {name!r})")
+            raise ValueError(
+                f"inputs and target must be columns of the source, each once (got {name!r})"
+            )
         kind = schema.field(name).type
-        number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+        number = (
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+        )
         # a part without values has no type where types are found out from values, as by Ray and pandas
         if not number and not pa.types.is_boolean(kind) and not pa.types.is_null(kind):
             raise ValueError(
-                f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write a column of 0 and 1 "
-                f"for each category that is publicly known"
+                f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write"
+                " a column of 0 and 1 for each category that is publicly known"
             )
 
 
-def _blocks(tables: Iterator[Any], names: Sequence[str], row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+def _blocks(
+    tables: Iterator[Any], names: Sequence[str], row: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
     """Yields the rows of the tables in order."""
     while True:
         try:
@@ -132,11 +149,17 @@ def _blocks(tables: Iterator[Any], names: Sequence[str], row: np.dtype[Any]) -> 
             return
         except (pa.ArrowException, OSError) as error:
             # PRIVACY: its message may quote a value (test_a_source_that_cannot_be_read_is_not_quoted)
-            raise ValueError(f"source must be readable to its end (got {type(error).__name__})") from None
+            raise ValueError(
+                f"source must be readable to its end (got {type(error).__name__})"
+            ) from None
         if not isinstance(table, (pa.Table, pa.RecordBatch)):
-            raise ValueError(f"source must give Arrow tables or record batches (got a {type(table).__name__})")
+            raise ValueError(
+                f"source must give Arrow tables or record batches (got a {type(table).__name__})"
+            )
         _require_numbers(table.schema, names)
-        parts = [table] if isinstance(table, pa.RecordBatch) else table.select(list(names)).to_batches()
+        parts = (
+            [table] if isinstance(table, pa.RecordBatch) else table.select(list(names)).to_batches()
+        )
         for part in parts:
             for start in range(0, len(part), _ROWS):
                 batch = part.slice(start, _ROWS)

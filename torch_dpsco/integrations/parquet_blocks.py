@@ -52,11 +52,13 @@ def parquet_blocks(
     paths = source if isinstance(source, list) else [source]
     if not isinstance(source, ds.Dataset) and not all(check.is_path(path) for path in paths):
         raise ValueError(
-            f"source must be a path, a list of paths, or a pyarrow.dataset.Dataset (got {check.shown(source)})"
+            "source must be a path, a list of paths, or a pyarrow.dataset.Dataset (got"
+            f" {check.shown(source)})"
         )
     table = source if isinstance(source, ds.Dataset) else ds.dataset(source, format="parquet")
     require_sound(table)
-    chosen, size = Columns.of(table.schema, target, features, sample_weight), check.positive_count(rows=rows)
+    chosen = Columns.of(table.schema, target, features, sample_weight)
+    size = check.positive_count(rows=rows)
 
     def read() -> Iterator[Block]:
         yield chosen.empty()
@@ -69,7 +71,8 @@ def parquet_blocks(
 def _batches(table: Any, columns: list[str], size: int) -> Iterator[Any]:
     """Yields batches in the order of the table, one row group after the other: a scan of all would read far ahead."""
     for fragment in table.get_fragments():
-        options, pieces = None, [fragment]
+        options = None
+        pieces = [fragment]
         if hasattr(fragment, "split_by_row_group"):
             options = ds.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
             pieces = fragment.split_by_row_group()

@@ -101,8 +101,8 @@ class TarRows(RowFile):
         files = [*zip(names, _identities(names), strict=True)]
         if example is not None and not _filled(np.zeros(1, dtype=row), decode, dict(example)):
             raise ValueError(
-                f"decode must make finite inputs of shape {tuple(shape)} and a target of shape {tuple(target_shape)} "
-                f"of example"
+                f"decode must make finite inputs of shape {tuple(shape)} and a target of shape"
+                f" {tuple(target_shape)} of example"
             )
         super().__init__(_rows(files, decode, row), row, folder)
 
@@ -116,11 +116,14 @@ def _identities(paths: Sequence[str]) -> list[Hashable]:
 
 def _unreadable(error: Exception, path: str) -> ValueError:
     return ValueError(
-        f"paths must be of tar archives that can be read to their end (got {type(error).__name__} of {path})"
+        f"paths must be of tar archives that can be read to their end (got {type(error).__name__}"
+        f" of {path})"
     )
 
 
-def _rows(archives: Sequence[tuple[str, Hashable]], decode: _Decode, row: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+def _rows(
+    archives: Sequence[tuple[str, Hashable]], decode: _Decode, row: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
     """Yields one row after the other."""
     for path, known in archives:
         for files in _records(path, known):
@@ -162,12 +165,14 @@ def _records(path: str, known: Hashable) -> Iterator[dict[str, bytes]]:
             if found in seen:
                 # PRIVACY: one person would be two records (test_a_name_that_comes_twice_is_refused_by_the_archive)
                 raise UnitError(
-                    f"names of records must be unique in an archive, and the files of each in a row (not so in {path})"
+                    "names of records must be unique in an archive, and the files of each in a row"
+                    f" (not so in {path})"
                 )
             if files:
                 yield files
             seen.add(found)
-            key, files = found, {}
+            key = found
+            files = {}
         files[ending] = content
     if files:
         yield files
@@ -191,7 +196,9 @@ def _files(path: str, known: Hashable) -> Iterator[tuple[str, bytes]]:
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, tarinfo=_Header) as archive:
             if identity(os.fstat(file.fileno()), path) != known:
-                raise tarfile.ReadError("another file than the one that was compared with the others")
+                raise tarfile.ReadError(
+                    "another file than the one that was compared with the others"
+                )
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # else all headers stay in memory
                 content = archive.extractfile(member) if member.isreg() else None

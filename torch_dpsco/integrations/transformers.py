@@ -55,12 +55,18 @@ _IGNORED = -100  # a label that does not count
 _TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second")
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|wpe)$")
 # all others are off where they are false
-_OFF: dict[str, Any] = {"max_grad_norm": 0, "gradient_accumulation_steps": 1, "include_num_input_tokens_seen": "no"}
+_OFF: dict[str, Any] = {
+    "max_grad_norm": 0,
+    "gradient_accumulation_steps": 1,
+    "include_num_input_tokens_seen": "no",
+}
 _OFF |= {"train_sampling_strategy": "random"}
 _NOT_TAKEN = {
     "max_grad_norm": "rows are clipped one by one, at the clip of the plan",
-    "gradient_accumulation_steps": "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
-    "that are in memory at once",
+    "gradient_accumulation_steps": (
+        "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
+        "that are in memory at once"
+    ),
     "fp16": "gradients of records are not scaled; load the model in float32",
     "bf16": "rows are in float32; load the model in float32",
     "deepspeed": "records are clipped before anything is added up",
@@ -69,7 +75,9 @@ _NOT_TAKEN = {
     "torch_compile": "rows are recorded in eager mode",
     "activation_checkpointing": "a layer that is run twice would record its rows twice",
     "gradient_checkpointing": "a layer that is run twice would record its rows twice",
-    "auto_find_batch_size": "a run that begins anew would be charged anew; lower per_device_train_batch_size",
+    "auto_find_batch_size": (
+        "a run that begins anew would be charged anew; lower per_device_train_batch_size"
+    ),
     "neftune_noise_alpha": "it is noise without a guarantee",
     "use_liger_kernel": "its layers are not known to record rows",
     "load_best_model_at_end": "finalize() installs the answer of the plan",
@@ -138,14 +146,18 @@ class PrivateTrainer(Trainer):
         if type(self)._get_train_sampler is not Trainer._get_train_sampler:
             # PRIVACY: (test_a_trainer_with_a_sampler_of_its_own_is_refused)
             raise UnknownSamplerError(
-                f"_get_train_sampler must not be overridden, since private draws from all records replace it: {PART}; "
-                f"{WEIGHTS}"
+                "_get_train_sampler must not be overridden, since private draws from all records"
+                f" replace it: {PART}; {WEIGHTS}"
             )
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, CommonOptimizer):
-            raise ValueError("plan must be given, in place of a private optimizer, which is made of it")
+            raise ValueError(
+                "plan must be given, in place of a private optimizer, which is made of it"
+            )
         self._shifts = self.compute_loss_func is None and _shifts_labels(self.model)
-        self.label_names = self.label_names or ["labels"]  # else columns of models that take none are removed
+        self.label_names = self.label_names or [
+            "labels"
+        ]  # else columns of models that take none are removed
         self.args = copy.copy(self.args)
         self.args.max_grad_norm = 0.0  # which may be None
         numbers = {"budget": budget, "n": n, "clip": clip, "batch_size": batch_size}
@@ -161,7 +173,9 @@ class PrivateTrainer(Trainer):
             own = super().create_optimizer(model)
             own.param_groups = [group for group in own.param_groups if group["params"]]
             rule = TorchRule(own)
-            self.optimizer = ClippedSGD(own.param_groups, self.plan, rule=rule, accountant=self._accountant)
+            self.optimizer = ClippedSGD(
+                own.param_groups, self.plan, rule=rule, accountant=self._accountant
+            )
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:
@@ -170,9 +184,13 @@ class PrivateTrainer(Trainer):
             raise ValueError("train_dataset must be given (got None)")
         optimizer = self.create_optimizer()
         if optimizer.finalized:
-            raise SequenceError("the run is over and its answer installed: make a new PrivateTrainer to train again")
+            raise SequenceError(
+                "the run is over and its answer installed: make a new PrivateTrainer to train again"
+            )
         optimizer.discard()  # what an interrupted run has left comes again
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
+        collate = self._get_collator_with_removed_columns(
+            self.data_collator, description="Training"
+        )
         loader = optimizer.loader(
             self.train_dataset,
             resume=True,
@@ -183,14 +201,23 @@ class PrivateTrainer(Trainer):
         )
         if not is_attached(self.model):
             self._handles += _expand_positions(self.model)
-            attach_sound(self.model, lambda model, batch: self._loss_of(model, batch), loader, loss_reduction="mean")
+            attach_sound(
+                self.model,
+                lambda model, batch: self._loss_of(model, batch),
+                loader,
+                loss_reduction="mean",
+            )
             note_probed(self.model, optimizer)
         return loader
 
     def num_examples(self, dataloader: Any) -> int:
         """Returns the public number of records for training, and that of other data."""
         # PRIVACY: under add_remove the true number is private (test_nothing_private_is_logged)
-        return self.plan.n if getattr(dataloader, "design", None) is not None else super().num_examples(dataloader)
+        return (
+            self.plan.n
+            if getattr(dataloader, "design", None) is not None
+            else super().num_examples(dataloader)
+        )
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Returns what the Trainer counts by, for as many steps as are planned."""
@@ -203,13 +230,18 @@ class PrivateTrainer(Trainer):
         self.state.global_step = self.optimizer.steps  # with those that a crash has lost
         return self.optimizer.steps // self.plan.design.steps_per_epoch, 0
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         lrs = [group["lr"] for group in self.optimizer.param_groups]
         if self._created_lr_scheduler and not self.optimizer.steps:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
         scheduler: Any = self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
-            scheduler.load_state_dict(torch.load(os.path.join(resume_from_checkpoint, _SCHEDULER), weights_only=True))
+            scheduler.load_state_dict(
+                torch.load(os.path.join(resume_from_checkpoint, _SCHEDULER), weights_only=True)
+            )
             for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr
             while isinstance(scheduler, LambdaLR) and scheduler.last_epoch < self.optimizer.steps:
@@ -221,12 +253,16 @@ class PrivateTrainer(Trainer):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], None]:
         """Returns the parts of the next draw, which come one by one; never the number of its tokens."""
         first = next(epoch_iterator, None)
         return ([] if first is None else [chain([first], epoch_iterator)]), None
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
         """Adds the rows of all parts of a draw, up to the last part, which `optimizer.step()` then releases.
 
         Returns:
@@ -247,7 +283,11 @@ class PrivateTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Returns the mean over records of their losses, each a function of its own record, and outputs if asked."""
         inputs = dict(inputs)
@@ -264,18 +304,27 @@ class PrivateTrainer(Trainer):
     def _loss_of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss of a batch of one record."""
         if self.compute_loss_func is not None:
-            own: Tensor = self.compute_loss_func(_Outputs(logits=logits), labels, num_items_in_batch=None)
+            own: Tensor = self.compute_loss_func(
+                _Outputs(logits=logits), labels, num_items_in_batch=None
+            )
             return own
         if self._shifts and logits.dim() == 3:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        kind, classes = getattr(getattr(self.model, "config", None), "problem_type", None), logits.shape[-1]
+            logits = logits[:, :-1]
+            labels = labels[:, 1:]
+        kind = getattr(getattr(self.model, "config", None), "problem_type", None)
+        classes = logits.shape[-1]
         if kind == "regression" or (kind is None and classes == 1):
             return functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype))
         if labels.is_floating_point():
             return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-        targets, smoothing = labels.flatten(), float(self.args.label_smoothing_factor)
+        targets = labels.flatten()
+        smoothing = float(self.args.label_smoothing_factor)
         losses = functional.cross_entropy(
-            logits.reshape(-1, classes), targets, reduction="none", ignore_index=_IGNORED, label_smoothing=smoothing
+            logits.reshape(-1, classes),
+            targets,
+            reduction="none",
+            ignore_index=_IGNORED,
+            label_smoothing=smoothing,
         )
         return losses.sum() / (targets != _IGNORED).sum().clamp(min=1)
 
@@ -301,7 +350,9 @@ class PrivateTrainer(Trainer):
         super().log(logs, start_time)
 
     def _released(self) -> AbstractContextManager[None]:
-        return self.optimizer.released() if isinstance(self.optimizer, ClippedSGD) else nullcontext()
+        return (
+            self.optimizer.released() if isinstance(self.optimizer, ClippedSGD) else nullcontext()
+        )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the private answer so far."""
@@ -324,14 +375,18 @@ class PrivateTrainer(Trainer):
         path = os.path.join(resume_from_checkpoint, _STATE)
         if not os.path.exists(path):
             raise ValueError(
-                f"resume_from_checkpoint must hold {_STATE} (got {resume_from_checkpoint!r}): checkpoints of a run "
-                f"whose accountant has a ledger file do, accountant=dp.Accountant(budget, ledger_path=...)"
+                f"resume_from_checkpoint must hold {_STATE} (got {resume_from_checkpoint!r}):"
+                " checkpoints of a run whose accountant has a ledger file do,"
+                " accountant=dp.Accountant(budget, ledger_path=...)"
             )
         Checkpoint(path, 1, self.model, self.create_optimizer())
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: each trial spends a budget of its own, and the choice between them is a release."""
-        raise SequenceError("hyperparameter_search has no private counterpart: each trial is a run with its own budget")
+        raise SequenceError(
+            "hyperparameter_search has no private counterpart: each trial is a run with its own"
+            " budget"
+        )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """Installs the private answer, and takes the model off the hooks that make rows."""
@@ -346,34 +401,61 @@ class PrivateTrainer(Trainer):
 def _require_private(args: TrainingArguments) -> None:
     """Raises ValueError for what has no private counterpart."""
     for name, why in _NOT_TAKEN.items():
-        value, off = getattr(args, name, None), _OFF.get(name)
+        value = getattr(args, name, None)
+        off = _OFF.get(name)
         if value and value != off:
-            raise ValueError(f"{name} must be {'off' if off is None else repr(off)} (got {value!r}): {why}")
+            raise ValueError(
+                f"{name} must be {'off' if off is None else repr(off)} (got {value!r}): {why}"
+            )
     if args.n_gpu > 1:
-        raise ValueError(f"n_gpu must be at most 1 (got {args.n_gpu}): show one device, or start one process for each")
-    if args.push_to_hub and HubStrategy(args.hub_strategy).value in ("checkpoint", "all_checkpoints"):
+        raise ValueError(
+            f"n_gpu must be at most 1 (got {args.n_gpu}): show one device, or start one process for"
+            " each"
+        )
+    if args.push_to_hub and HubStrategy(args.hub_strategy).value in (
+        "checkpoint",
+        "all_checkpoints",
+    ):
         # PRIVACY: their optimizer state is confidential (test_arguments_without_a_private_counterpart_are_refused)
-        raise ValueError("hub_strategy must be 'end' or 'every_save' (got one that uploads the state of the optimizer)")
+        raise ValueError(
+            "hub_strategy must be 'end' or 'every_save' (got one that uploads the state of the"
+            " optimizer)"
+        )
 
 
-def _planned(args: TrainingArguments, plan: ClippedPlan | None, numbers: dict[str, Any]) -> ClippedPlan:
+def _planned(
+    args: TrainingArguments, plan: ClippedPlan | None, numbers: dict[str, Any]
+) -> ClippedPlan:
     """Returns the plan that is given, if it agrees with the arguments, or one for them."""
     if plan is None:
         missing = [name for name, value in numbers.items() if value is None]
         if missing:
-            raise ValueError(f"plan must be given, or {', '.join(numbers)} (got no {', '.join(missing)})")
-        length = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
+            raise ValueError(
+                f"plan must be given, or {', '.join(numbers)} (got no {', '.join(missing)})"
+            )
+        length = (
+            {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
+        )
         return ClippedSGD.plan(sampling="poisson", lr=args.learning_rate, **numbers, **length)
     given = [name for name, value in numbers.items() if value is not None]
     if given or type(plan) is not ClippedPlan:
-        raise ValueError(f"plan must be made by ClippedSGD.plan, without {', '.join(given or numbers)} beside it")
+        raise ValueError(
+            f"plan must be made by ClippedSGD.plan, without {', '.join(given or numbers)} beside it"
+        )
     if plan.steps is None:
         raise ValueError("plan must have steps, as many as are to be made (got None)")
     if args.learning_rate != plan.lr:
-        raise ValueError(f"learning_rate must be {plan.lr:g}, that of the plan (got {args.learning_rate:g})")
-    asked = args.max_steps if args.max_steps > 0 else args.num_train_epochs * plan.n / plan.batch_size
+        raise ValueError(
+            f"learning_rate must be {plan.lr:g}, that of the plan (got {args.learning_rate:g})"
+        )
+    asked = (
+        args.max_steps if args.max_steps > 0 else args.num_train_epochs * plan.n / plan.batch_size
+    )
     if abs(asked - plan.steps) >= (1 if args.max_steps <= 0 else 0.5):
-        raise ValueError(f"max_steps must be {plan.steps}, those of the plan (got {asked:g} by the TrainingArguments)")
+        raise ValueError(
+            f"max_steps must be {plan.steps}, those of the plan (got {asked:g} by the"
+            " TrainingArguments)"
+        )
     return plan
 
 
@@ -381,11 +463,18 @@ def _shifts_labels(model: nn.Module) -> bool:
     """Returns whether tokens are the labels of those before them; raises ValueError for losses that are not known."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     loss = getattr(base, "loss_function", None)
-    known = (None, ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
+    known = (
+        None,
+        ForCausalLMLoss,
+        ForMaskedLMLoss,
+        ForSequenceClassificationLoss,
+        ForTokenClassification,
+    )
     if loss not in known or getattr(getattr(base, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"model must be for classes, numbers or tokens, without a decoder of its own (got {type(base).__name__}): "
-            f"give a compute_loss_func, or write the loop yourself with optimizer.loader(dataset)"
+            "model must be for classes, numbers or tokens, without a decoder of its own (got"
+            f" {type(base).__name__}): give a compute_loss_func, or write the loop yourself with"
+            " optimizer.loader(dataset)"
         )
     return loss is ForCausalLMLoss
 
@@ -403,14 +492,16 @@ class _OneLength:
 
     def __call__(self, records: list[Any]) -> dict[str, Any]:
         batch = dict(self._collate(records))
-        shapes = {name: value.shape[1:] for name, value in batch.items() if isinstance(value, Tensor)}
+        shapes = {
+            name: value.shape[1:] for name, value in batch.items() if isinstance(value, Tensor)
+        }
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
             # PRIVACY: the longest record of a batch would be in the shape, and so in the last bits, of all others
             # (test_batches_that_are_padded_to_their_longest_record_are_refused)
             raise ValueError(
-                "records must be of one public length: tokenize with padding='max_length', truncation=True and "
-                "max_length=..., or give such a data_collator"
+                "records must be of one public length: tokenize with padding='max_length',"
+                " truncation=True and max_length=..., or give such a data_collator"
             )
         return batch
 
@@ -423,13 +514,25 @@ def _expand_positions(model: nn.Module) -> list[Any]:
     size = [1]
 
     def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        size[0] = next((len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 1)
+        size[0] = next(
+            (len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 1
+        )
 
     def expand(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         positions = args[0]
-        return (positions.expand(size[0], -1),) if positions.dim() == 2 and len(positions) == 1 else args
+        return (
+            (positions.expand(size[0], -1),)
+            if positions.dim() == 2 and len(positions) == 1
+            else args
+        )
 
-    tables = [m for name, m in model.named_modules() if _POSITIONS.search(name) and type(m) is nn.Embedding]
+    tables = [
+        m
+        for name, m in model.named_modules()
+        if _POSITIONS.search(name) and type(m) is nn.Embedding
+    ]
     trained = [table for table in tables if table.weight.requires_grad]
-    handles: list[Any] = [model.register_forward_pre_hook(note, with_kwargs=True)] if trained else []
+    handles: list[Any] = (
+        [model.register_forward_pre_hook(note, with_kwargs=True)] if trained else []
+    )
     return handles + [table.register_forward_pre_hook(expand) for table in trained]

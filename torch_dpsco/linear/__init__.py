@@ -29,7 +29,13 @@ from torch_dpsco.linear.partitions import Partitions, RawPartitions
 from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
 from torch_dpsco.linear.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.linear.solvers import SOLVERS
-from torch_dpsco.linear.task import LinearPlan, LinearTask, make_parted_records, make_partitioned_records, make_records
+from torch_dpsco.linear.task import (
+    LinearPlan,
+    LinearTask,
+    make_parted_records,
+    make_partitioned_records,
+    make_records,
+)
 from torch_dpsco.linear.users import plan_users, users_of
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -53,7 +59,15 @@ __all__ = [
 ]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
-MECHANISMS = ("auto", "output", "objective", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd")
+MECHANISMS = (
+    "auto",
+    "output",
+    "objective",
+    "noisy_gd",
+    "adassp",
+    "boosted_adassp",
+    "preconditioned_gd",
+)
 
 
 def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
@@ -86,7 +100,8 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
         return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
     if task.curvature:
         return "objective"
-    classes, exact = isinstance(task.loss, SoftmaxCrossEntropy), asks_exact(secure)
+    classes = isinstance(task.loss, SoftmaxCrossEntropy)
+    exact = asks_exact(secure)
     if classes and not task.pure:
         return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
     if task.lipschitz is None or task.smoothness is None or exact:
@@ -123,20 +138,25 @@ def _reason(task: LinearTask, chosen: str) -> str:
     """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
     if chosen == "preconditioned_gd":
         return (
-            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and epsilon: see "
-            "docs/choosing.md#heads-with-many-classes"
+            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
+            " epsilon: see docs/choosing.md#heads-with-many-classes"
         )
     if chosen != "noisy_gd":
         return ""
     signal, most = _signal(task)
     return (
-        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective perturbation would "
-        f"hide more than noise does: see docs/proofs/output.md#how-far-to-go"
+        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective"
+        " perturbation would hide more than noise does: see docs/proofs/output.md#how-far-to-go"
     )
 
 
 def plan_linear(
-    task: LinearTask, mechanism: str = "auto", *, mode: str = "tight", secure: str | None = None, solver: str = "auto"
+    task: LinearTask,
+    mechanism: str = "auto",
+    *,
+    mode: str = "tight",
+    secure: str | None = None,
+    solver: str = "auto",
 ) -> LinearPlan:
     """Returns the plan of one release of a private linear model.
 
@@ -150,14 +170,15 @@ def plan_linear(
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
-    check.choice(MECHANISMS, mechanism=mechanism), check.choice(SOLVERS, solver=solver)
+    check.choice(MECHANISMS, mechanism=mechanism)
+    check.choice(SOLVERS, solver=solver)
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
         if task.lipschitz is None or task.num_scores > 1:
             raise ConditionError(
-                f"groups need a loss of one score with bounded gradients, which LogisticRegression, LinearSVC, "
-                f"HuberRegressor and QuantileRegressor have (got {task.loss!r})"
+                "groups need a loss of one score with bounded gradients, which LogisticRegression,"
+                f" LinearSVC, HuberRegressor and QuantileRegressor have (got {task.loss!r})"
             )
         return plan_users(task)
     if mechanism == "auto":
@@ -200,18 +221,23 @@ _RANDOM_ACCESS = ("katyusha", "subgradient")
 
 def require_sums(plan: LinearPlan) -> None:
     """Raises ConditionError unless all that a plan reads of the records are sums, as of records that come in blocks."""
-    task, kind = plan.task, "records in blocks, and sparse rows, give sums only"
+    task = plan.task
+    kind = "records in blocks, and sparse rows, give sums only"
     if plan.unit == "user":
-        raise ConditionError(f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays")
+        raise ConditionError(
+            f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays"
+        )
     if task.tilt or task.attack_radius:
         raise ConditionError(f"tilted and adversarial losses need arrays: {kind}, of plain losses")
     if task.smoothness is None and plan.mechanism == "output":
         raise ConditionError(
             f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
-            f"LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
+            "LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
         )
     if getattr(plan, "solver", "auto") in _RANDOM_ACCESS:
-        raise ConditionError(f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records")
+        raise ConditionError(
+            f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records"
+        )
 
 
 def fit_linear(
@@ -253,12 +279,16 @@ def fit_linear(
     if ledger.adjacency != task.adjacency:
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)
-        raise AdjacencyError(f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})")
+        raise AdjacencyError(
+            f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})"
+        )
     if (users is None) != (plan.unit == "example"):
         raise UnitError(
-            f"users must be given with a plan for users, and with it only (the plan's unit is {plan.unit!r})"
+            "users must be given with a plan for users, and with it only (the plan's unit is"
+            f" {plan.unit!r})"
         )
-    codes, units = None, Units(task.preparation)
+    codes = None
+    units = Units(task.preparation)
     if users is not None and isinstance(features, Tensor):
         codes, shares, _ = users_of(users.to(features.device))
         # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_fit_weighs_the_rows_of_a_user_as_one_record)
@@ -278,13 +308,17 @@ def fit_linear(
         # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
         ledger.authorize(plan.event())
         if task.prepare is not None:
-            units = task.prepare.measure(records, task.preparation, task.most_records, task.adjacency, source)
+            units = task.prepare.measure(
+                records, task.preparation, task.most_records, task.adjacency, source
+            )
             records = records_in(units)
         answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
     else:
         answer = plan.release(plan.solve(records), ledger, source)
-    weight, entries = answer[: task.parameters], answer[task.parameters :]
-    weights, squares = weight.reshape(task.num_scores, task.width), task.width**2
+    weight = answer[: task.parameters]
+    entries = answer[task.parameters :]
+    weights = weight.reshape(task.num_scores, task.width)
+    squares = task.width**2
     if not task.curvature:
         return LinearFit(weights, units)
     hessian = entries[:squares].reshape(task.width, task.width)

@@ -35,7 +35,12 @@ from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, 
 from torch_dpsco.plan import exact_cost
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.linear.adassp import AdaSSPConstants, adassp_constants, adassp_constants_paper, adassp_mu
+from torch_dpsco.theory.linear.adassp import (
+    AdaSSPConstants,
+    adassp_constants,
+    adassp_constants_paper,
+    adassp_mu,
+)
 from torch_dpsco.theory.linear.solvers import sum_terms
 from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
@@ -55,7 +60,9 @@ class AdaSSPPlan(LinearPlan):
     mechanism = "adassp"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "constants", AdaSSPConstants(*self.constants))  # a list, where it was saved
+        object.__setattr__(
+            self, "constants", AdaSSPConstants(*self.constants)
+        )  # a list, where it was saved
         super().__post_init__()
         _require_covered(self.task)
         if self.task.curvature and asks_exact(self.secure):
@@ -98,7 +105,11 @@ class AdaSSPPlan(LinearPlan):
             # PRIVACY: of all four (test_the_sum_of_squares_is_charged_with_the_statistics); margin of the
             # root (docs/proofs/rounding.md#model-of-arithmetic)
             return GDP(up(math.hypot(self.mu, self.task.curvature), 2.0**-50), (adjacency,))
-        return Gaussian(1.0, {adjacency: self.mu}, exact=True) if self.secure else GDP(self.mu, (adjacency,))
+        return (
+            Gaussian(1.0, {adjacency: self.mu}, exact=True)
+            if self.secure
+            else GDP(self.mu, (adjacency,))
+        )
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -126,12 +137,15 @@ class AdaSSPPlan(LinearPlan):
         """
         least, gram, moment = self.statistics(solved)
         event = self.own_event()
-        given, dim = self.constants, solved.dim
+        given = self.constants
+        dim = solved.dim
         if is_exact(event):
             least, noisy, moment = _exact(least, gram, moment, given, event, generator)
         else:
             least += float(gaussian_vector(1, given.std_lmin, generator))
-            noisy = gram + symmetric_noise(dim, given.std_xtx_diag, given.std_xtx_offdiag, generator)
+            noisy = gram + symmetric_noise(
+                dim, given.std_xtx_diag, given.std_xtx_offdiag, generator
+            )
             moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
         ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
         values, vectors = torch.linalg.eigh(noisy)
@@ -139,7 +153,9 @@ class AdaSSPPlan(LinearPlan):
         values = (values + ridge).clamp(min=max(given.lam_cap, self.reg) / 10)
         scores = moment.view(-1, dim)
         if len(scores) > 1:
-            scores = len(scores) * (scores - scores.mean(0))  # the noise of what adds up to 0 over classes
+            scores = len(scores) * (
+                scores - scores.mean(0)
+            )  # the noise of what adds up to 0 over classes
         answer = project((((scores @ vectors) / values) @ vectors.T).flatten(), self.task.radius)
         if not self.task.curvature:
             return answer
@@ -164,24 +180,36 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
         The event of the plan, for the task's adjacency, for everything computed from the three statistics.
     """
     _require_covered(task)
-    epsilon, delta, exact = task.target.epsilon, task.target.delta, asks_exact(secure)
+    epsilon = task.target.epsilon
+    delta = task.target.delta
+    exact = asks_exact(secure)
     if task.curvature and mode != "tight":
         raise ConditionError("mode must be 'tight' where intervals are paid for")
     if check.choice(("tight", "paper"), mode=mode) == "tight":
-        constants = adassp_constants(epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured)
+        constants = adassp_constants(
+            epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured
+        )
     else:
         require_gaussian(secure, "mode='paper' is the published algorithm; use mode='tight'")
         if task.adjacency == "replace_one":
-            raise AdjacencyError("mode 'paper' is proved for add_remove and zero_out: use mode='tight'")
+            raise AdjacencyError(
+                "mode 'paper' is proved for add_remove and zero_out: use mode='tight'"
+            )
         delta *= 1 - 1e-9  # a ledger needs some left to round with
         paper = adassp_constants_paper(epsilon, delta, *_bounds(task))
         constants = AdaSSPConstants(
-            paper.std_lmin, paper.std_xtx, paper.std_xtx, paper.std_xty, paper.lam_cap, paper.shift_lmin
+            paper.std_lmin,
+            paper.std_xtx,
+            paper.std_xtx,
+            paper.std_xty,
+            paper.lam_cap,
+            paper.shift_lmin,
         )
     constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
     plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
     if exact:
-        size, mu = 1 + task.width * (task.width + 1) // 2 + task.parameters, plan.mu
+        size = 1 + task.width * (task.width + 1) // 2 + task.parameters
+        mu = plan.mu
         exact_grid(1.0, mu, size, largest=2 * task.most_records * mu)  # raises before a charge
     return plan
 
@@ -189,7 +217,9 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
 def _require_covered(task: LinearTask) -> None:
     known = isinstance(task.loss, (Squared, SoftmaxCrossEntropy))
     if not known or task.residual_clip is not None or task.tilt or task.attack_radius:
-        raise ConditionError(f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})")
+        raise ConditionError(
+            f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})"
+        )
     if task.pure:
         raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
 
@@ -205,13 +235,20 @@ def _rounding(task: LinearTask, exact: bool) -> float:
     """Returns the factor by which records move what is released further than the statistics in real numbers."""
     most = task.most_records
     # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
-    rounding = 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE  # 16 for the divisions by stds
+    rounding = (
+        1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE
+    )  # 16 for the divisions by stds
     # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
     return with_grid(rounding, exact)
 
 
 def _exact(
-    least: float, gram: Tensor, moment: Tensor, given: AdaSSPConstants, event: Gaussian, generator: Source
+    least: float,
+    gram: Tensor,
+    moment: Tensor,
+    given: AdaSSPConstants,
+    event: Gaussian,
+    generator: Source,
 ) -> tuple[float, Tensor, Tensor]:
     """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
     dim = len(gram)
@@ -219,7 +256,9 @@ def _exact(
     # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
     stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
     first = moment.new_tensor([least / given.std_lmin])
-    released = exact_release(torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator)
+    released = exact_release(
+        torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator
+    )
     noisy = torch.zeros_like(gram)
     noisy[row, column] = noisy[column, row] = released[1 : 1 + len(row)] * stds
     return float(released[0]) * given.std_lmin, noisy, released[1 + len(row) :] * given.std_xty

@@ -30,7 +30,8 @@ class RawBlocks:
     """
 
     def __init__(self, read: Callable[[], Iterator[RawPart]], empty: RawPart | None = None) -> None:
-        self._read, self._empty = read, empty
+        self._read = read
+        self._empty = empty
         self.noted: tuple[int, bytes] | None = None
 
     def count(self, most: int) -> int:
@@ -46,7 +47,10 @@ class RawBlocks:
         if self._empty is None:
             block = next(self._read(), None)
             if block is None:
-                raise ValueError("blocks must be at least one, which may have no rows, of shape (0, d): there was none")
+                raise ValueError(
+                    "blocks must be at least one, which may have no rows, of shape (0, d): there"
+                    " was none"
+                )
             self._empty = block[0][:0].clone(), block[1][:0].clone(), block[2][:0].clone()
         return self._empty
 
@@ -63,11 +67,14 @@ class RawBlocks:
         # (test_a_source_that_gives_other_records_at_a_later_reading_is_refused)
         if first is not None and self.noted != first:
             self.noted = first
-            raise NotCertifiedError("blocks must be the same records in the same order at each reading: they were not")
+            raise NotCertifiedError(
+                "blocks must be the same records in the same order at each reading: they were not"
+            )
 
     def _noted(self, rows: int, most: int | None = None) -> Iterator[RawPart]:
         """Yields parts, and notes the number of records and their digest."""
-        columns, seen = [hashlib.sha256(), hashlib.sha256(), hashlib.sha256()], 0
+        columns = [hashlib.sha256(), hashlib.sha256(), hashlib.sha256()]
+        seen = 0
         for part in _rows_together(self._read(), rows, self.empty()):
             for digest, column in zip(columns, part, strict=True):
                 if len(column):
@@ -81,7 +88,9 @@ class RawBlocks:
 
 def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iterator[RawPart]:
     """Yields the rows of blocks in parts of so many rows; the last one has fewer."""
-    held, size, none = [], 0, True
+    held = []
+    size = 0
+    none = True
     # PRIVACY: a source may fill one block again while others are held
     # (test_a_source_that_fills_one_block_again_gives_each_record_once)
     for block in map(owned, blocks):
@@ -96,10 +105,16 @@ def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iter
         full = size - size % rows
         for start in range(0, full, rows):
             none = False
-            yield joined[0][start : start + rows], joined[1][start : start + rows], joined[2][start : start + rows]
+            yield (
+                joined[0][start : start + rows],
+                joined[1][start : start + rows],
+                joined[2][start : start + rows],
+            )
         size -= full
         if size:
-            held.append((joined[0][full:].clone(), joined[1][full:].clone(), joined[2][full:].clone()))
+            held.append(
+                (joined[0][full:].clone(), joined[1][full:].clone(), joined[2][full:].clone())
+            )
         del joined
     if held or none:
         yield _joined(held or [empty])
@@ -108,8 +123,13 @@ def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iter
 def _require_like(block: RawPart, empty: RawPart) -> None:
     kinds = [[(c.dtype, c.device, c.shape[1:]) for c in (*part[:2],)] for part in (block, empty)]
     if kinds[0] != kinds[1]:
-        found, first = ([f"{dtype} {tuple(shape)} on {device}" for dtype, device, shape in kind] for kind in kinds)
-        raise ValueError(f"blocks must have rows and targets of the same dtype and width, {first} (got {found})")
+        found, first = (
+            [f"{dtype} {tuple(shape)} on {device}" for dtype, device, shape in kind]
+            for kind in kinds
+        )
+        raise ValueError(
+            f"blocks must have rows and targets of the same dtype and width, {first} (got {found})"
+        )
 
 
 def _joined(blocks: list[RawPart]) -> RawPart:

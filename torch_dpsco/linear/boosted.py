@@ -30,7 +30,10 @@ from torch_dpsco.theory.rounding import require_gaussian
 _ROUNDS, _SHARE = 40, 0.2  # of mu^2, for X'X
 _FAR = 1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball
 _TAIL = 2.72  # sqrt(2 log(2 / 0.05)): for the ridge
-_GUESS, _WIDEST = 0.1, 2.0  # of the bound on targets: their spread, if it is not measured; clips in that case
+_GUESS, _WIDEST = (
+    0.1,
+    2.0,
+)  # of the bound on targets: their spread, if it is not measured; clips in that case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,9 @@ class BoostedPlan(PreconditionedGDPlan):
     def require_covered(task: LinearTask) -> None:
         """Raises ConditionError for another loss, and for delta = 0."""
         if not isinstance(task.loss, Squared) or task.residual_clip is not None:
-            raise ConditionError(f"boosted AdaSSP needs the squared loss, as it is (got {task.loss!r})")
+            raise ConditionError(
+                f"boosted AdaSSP needs the squared loss, as it is (got {task.loss!r})"
+            )
         require_plain_sum(task, "boosted AdaSSP")
 
     @property
@@ -76,10 +81,15 @@ def plan_boosted(task: LinearTask, rounds: int = _ROUNDS, secure: str | None = N
     Guarantee:
         The event of the plan, for the task's adjacency, for everything computed from the noisy X'X and all noisy sums.
     """
-    require_gaussian(secure, "boosted AdaSSP draws its noise in floating point; use mechanism='adassp'")
+    require_gaussian(
+        secure, "boosted AdaSSP draws its noise in floating point; use mechanism='adassp'"
+    )
     BoostedPlan.require_covered(task)
-    prepare, width = task.prepare, boosted_clip(signal_to_noise(task.level, task.n, task.parameters))
+    prepare = task.prepare
+    width = boosted_clip(signal_to_noise(task.level, task.n, task.parameters))
     if prepare is None or prepare.quantile is None or not prepare.spreads:
         width = min(width, _WIDEST) * _GUESS * (task.bound_y or 1.0)
     clip = width * task.preparation.bound
-    return calibrated(BoostedPlan(task=task, steps=rounds, clip=clip, noise_std=1.0, gram_std=1.0), _SHARE)
+    return calibrated(
+        BoostedPlan(task=task, steps=rounds, clip=clip, noise_std=1.0, gram_std=1.0), _SHARE
+    )

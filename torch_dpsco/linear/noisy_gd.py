@@ -37,9 +37,14 @@ from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 from torch_dpsco.theory.steps import smooth_pace, steps_to
 
-_MOST_STEPS, _STEPS = 500, 200  # of the last iterate; of all sums, with noise of one's own. A step reads all records
+_MOST_STEPS, _STEPS = (
+    500,
+    200,
+)  # of the last iterate; of all sums, with noise of one's own. A step reads all records
 _OF_TARGETS = 2.0  # times the guess of the weights, where targets are real
-_FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
+_FAR = (
+    1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
+)
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
 
@@ -61,7 +66,9 @@ class NoisyGDPlan(LinearPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smooth_constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+        smooth_constants(self.task)
+        check.positive_count(steps=self.steps)
+        check.positive(noise_std=self.noise_std)
         if self.momentum is not None and not 0 <= check.finite(momentum=self.momentum) < 1:
             raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
 
@@ -82,7 +89,10 @@ class NoisyGDPlan(LinearPlan):
         """Radius of the ball that iterates are projected on."""
         if self.momentum is not None:
             return far_radius(self.task)
-        return min(self.task.radius, safe(_ROOM * self.task.most_records * smooth_constants(self.task)[0] / self.reg))
+        return min(
+            self.task.radius,
+            safe(_ROOM * self.task.most_records * smooth_constants(self.task)[0] / self.reg),
+        )
 
     @property
     def _smoothness(self) -> float:
@@ -122,7 +132,10 @@ class NoisyGDPlan(LinearPlan):
         what = "the last iterate"
         if self.momentum is not None:
             what = f"the average of the later half, with momentum {self.momentum:.3g}"
-        yield "steps", f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: {what}"
+        yield (
+            "steps",
+            f"{self.steps} on all records, step size {self.lr:.3g} on the sum, answer: {what}",
+        )
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
@@ -130,7 +143,9 @@ class NoisyGDPlan(LinearPlan):
 
         def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
-            return objective.value_and_gradient(w)[1] + gaussian_vector(objective.dim, self.noise_std, generator)
+            return objective.value_and_gradient(w)[1] + gaussian_vector(
+                objective.dim, self.noise_std, generator
+            )
 
         w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         if self.momentum is not None:
@@ -151,7 +166,8 @@ def run_momentum(
 ) -> Tensor:
     """Makes steps with momentum along noisy gradients, in a ball: returns the average of the last; None for a half."""
     last = steps - steps // 2 if averaged is None else averaged
-    moved, total = torch.zeros_like(w), torch.zeros_like(w)
+    moved = torch.zeros_like(w)
+    total = torch.zeros_like(w)
     for step in range(steps):
         moved = momentum * moved - lr * noisy(w)
         w = project(w + moved, radius)
@@ -191,7 +207,9 @@ def plan_noisy_gd(
         number of records on which the contraction rests, or for all noisy sums.
     """
     require_gaussian(
-        secure, "NoisyGD hides all its noisy steps but the last; use OutputPerturbation, mechanism='output'"
+        secure,
+        "NoisyGD hides all its noisy steps but the last; use OutputPerturbation,"
+        " mechanism='output'",
     )
     lipschitz, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
@@ -227,10 +245,12 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
 def smooth_constants(task: LinearTask) -> tuple[float, float]:
     """Returns bounds on gradient and curvature of a record's loss."""
     if task.pure:
-        raise ConditionError("noisy gradient descent is Gaussian: give delta > 0, or use output perturbation")
+        raise ConditionError(
+            "noisy gradient descent is Gaussian: give delta > 0, or use output perturbation"
+        )
     if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
         raise ConditionError(
-            f"noisy gradient descent needs a sum of smooth losses with bounded gradients (got {task.loss!r}): give a "
-            f"residual_clip, or use output perturbation"
+            "noisy gradient descent needs a sum of smooth losses with bounded gradients (got"
+            f" {task.loss!r}): give a residual_clip, or use output perturbation"
         )
     return task.lipschitz, task.smoothness

@@ -71,11 +71,13 @@ class ObjectivePlan(LinearPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice(("approx", "curve"), charge=self.charge), check.positive(noise_scale=self.noise_scale)
+        check.choice(("approx", "curve"), charge=self.charge)
+        check.positive(noise_scale=self.noise_scale)
         if isinstance(self.task.loss, SoftmaxCrossEntropy) and (self.curve or self.task.pure):
             raise ConditionError(
-                "charge must be 'approx' for softmax, of a budget with delta > 0 (use output perturbation for others): "
-                "no curve and no pure epsilon is proved for several scores"
+                "charge must be 'approx' for softmax, of a budget with delta > 0 (use output"
+                " perturbation for others): no curve and no pure epsilon is proved for several"
+                " scores"
             )
         if self.curve and self.task.noise_multiplier is None:
             # it costs more than the budget that its noise was chosen for, where it stands alone
@@ -85,12 +87,16 @@ class ObjectivePlan(LinearPlan):
     @property
     def curve(self) -> bool:
         """Whether a Renyi curve is charged."""
-        return not self.task.pure and (self.charge == "curve" or self.task.noise_multiplier is not None)
+        return not self.task.pure and (
+            self.charge == "curve" or self.task.noise_multiplier is not None
+        )
 
     @cached_property
     def distance(self) -> float:
         """What the solver has to certify, tau / reg."""
-        tolerance = amp_tolerance(_constants(self.task)[0], _rounding(self.task, self.reg, self.noise_scale))
+        tolerance = amp_tolerance(
+            _constants(self.task)[0], _rounding(self.task, self.reg, self.noise_scale)
+        )
         return tolerance / self.reg
 
     @property
@@ -114,7 +120,9 @@ class ObjectivePlan(LinearPlan):
             return Pure(max(task.target.epsilon, spent), (task.adjacency,))
         if self.curve:
             numbers = (self.noise_scale, self.reg, *_constants(task))
-            return _curve(*numbers, monotone=task.monotone, mu_out=_mu_out(task), adjacency=task.adjacency)
+            return _curve(
+                *numbers, monotone=task.monotone, mu_out=_mu_out(task), adjacency=task.adjacency
+            )
         # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
         return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
@@ -133,10 +141,14 @@ class ObjectivePlan(LinearPlan):
         if self.curve:
             yield "charged", "a Renyi curve, which composes well with others and costs more alone"
         if self.task.curvature:
-            std, level = self.hessian_scale, self.task.curvature
+            std = self.hessian_scale
+            level = self.task.curvature
             yield (
                 "intervals",
-                f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g}, charged along",
+                (
+                    f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g},"
+                    " charged along"
+                ),
             )
 
     @property
@@ -160,7 +172,11 @@ class ObjectivePlan(LinearPlan):
     @property
     def _threshold(self) -> float | None:
         """Of Huber's loss, where intervals are paid for."""
-        return self.task.loss.threshold if isinstance(self.task.loss, Huber) and self.task.curvature else None
+        return (
+            self.task.loss.threshold
+            if isinstance(self.task.loss, Huber) and self.task.curvature
+            else None
+        )
 
     def _scale(self, moved: float, share: float) -> float:
         """Returns the std of noise with a share of the level of intervals, on a sum that a record moves so far."""
@@ -169,7 +185,9 @@ class ObjectivePlan(LinearPlan):
             return 0.0
         most = task.most_records
         reach = task.width * task.preparation.bound * _norm(task, self.reg, self.noise_scale)
-        if self._threshold is not None:  # slopes of both sums, in units of what a record moves: 2 / threshold at most
+        if (
+            self._threshold is not None
+        ):  # slopes of both sums, in units of what a record moves: 2 / threshold at most
             reach = (reach + (task.bound_y or 0.0)) / self._threshold
         # PRIVACY: sums and scores are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_hessian)
         rounding = 1 + 4 * most * (sum_terms(most) + 64 * task.width + 80 + 8 * reach) * DOUBLE
@@ -181,15 +199,20 @@ class ObjectivePlan(LinearPlan):
 
         That is the entries of a Hessian and, of Huber's loss, the sum of squared slopes. See `LinearPlan`.
         """
-        draw, dim = knorm_vector if self.task.pure else gaussian_vector, self.task.parameters
-        objective = build_objective(self.task, self.reg, solved, draw(dim, self.noise_scale, generator))
+        draw = knorm_vector if self.task.pure else gaussian_vector
+        dim = self.task.parameters
+        objective = build_objective(
+            self.task, self.reg, solved, draw(dim, self.noise_scale, generator)
+        )
         found = solve(objective, self.distance, solver=self.solver)
         answer = project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
         if not self.task.curvature:
             return answer
         # PRIVACY: at what is released, not at the secret point (test_the_hessian_is_that_at_the_answer)
         hessian, *squares = self._curvature(answer, solved)
-        noise = symmetric_noise(dim, self.hessian_scale, self.hessian_scale / math.sqrt(2), generator)
+        noise = symmetric_noise(
+            dim, self.hessian_scale, self.hessian_scale / math.sqrt(2), generator
+        )
         sums = [one + gaussian_vector(1, self.squares_scale, generator) for one in squares]
         return torch.cat([answer, (hessian + noise).flatten(), *sums])
 
@@ -207,7 +230,9 @@ class ObjectivePlan(LinearPlan):
         return records.sum(sums)
 
 
-_SQUARES = 0.1  # share of the level of intervals, in mu^2, for a sum of squares, beside d^2 / 2 numbers
+_SQUARES = (
+    0.1  # share of the level of intervals, in mu^2, for a sum of squares, beside d^2 / 2 numbers
+)
 _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
 
 
@@ -233,25 +258,37 @@ def plan_objective(
     """
     lipschitz, smoothness = _constants(task)
     require_gaussian(
-        secure, "objective perturbation is proved in a continuous law; use OutputPerturbation, mechanism='output'"
+        secure,
+        "objective perturbation is proved in a continuous law; use OutputPerturbation,"
+        " mechanism='output'",
     )
-    ranks = max(1, task.num_scores - 1)  # of a record's second derivative, each of which the determinant pays for
+    ranks = max(
+        1, task.num_scores - 1
+    )  # of a record's second derivative, each of which the determinant pays for
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
     size = _pure_scale if task.pure else _noise_std
-    if task.reg is None and ranks == 1 and not task.pure and not task.curvature:  # its bias is subtracted there
-        reg = max(reg, noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)))
+    if (
+        task.reg is None and ranks == 1 and not task.pure and not task.curvature
+    ):  # its bias is subtracted there
+        reg = max(
+            reg,
+            noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)),
+        )
     try:
         scale = size(task, reg, lipschitz, smoothness)
     except InfeasibleError as error:
         if not task.curvature:
             raise
-        raise InfeasibleError(f"{error}; or give intervals a smaller share of the budget") from error
+        raise InfeasibleError(
+            f"{error}; or give intervals a smaller share of the budget"
+        ) from error
     while task.reg is None and not _solvable(task, reg, scale):
         reg *= 2  # b can only be smaller then
         if reg > _LARGEST_REG:
             raise InfeasibleError(
-                f"n_max={task.n_max} records are more than a gradient in float64 can be certified for: n_max must be "
-                f"smaller (below about 1e10 in a few dimensions), or take mechanism='noisy_gd'"
+                f"n_max={task.n_max} records are more than a gradient in float64 can be certified"
+                " for: n_max must be smaller (below about 1e10 in a few dimensions), or take"
+                " mechanism='noisy_gd'"
             )
     return ObjectivePlan(
         task=replace(task, reg=reg),
@@ -264,8 +301,11 @@ def plan_objective(
 def _rounding(task: LinearTask, reg: float, scale: float) -> float:
     """Returns what rounding may hide where |b| is not beyond all reason; at run time the actual one is taken off."""
     assert task.lipschitz is not None
-    linear, norm = _linear(task, scale), _norm(task, reg, scale)
-    return task.gradient_rounding(reg, norm, task.lipschitz, dim=task.width, most=task.n_max, linear=linear)
+    linear = _linear(task, scale)
+    norm = _norm(task, reg, scale)
+    return task.gradient_rounding(
+        reg, norm, task.lipschitz, dim=task.width, most=task.n_max, linear=linear
+    )
 
 
 def _linear(task: LinearTask, scale: float) -> float:
@@ -279,7 +319,9 @@ def _norm(task: LinearTask, reg: float, scale: float) -> float:
     assert task.problem.loss_at_zero is not None
     linear = _linear(task, scale)
     # J(w) <= J(0): reg |w|^2 / 2 <= |b| |w| + n l0
-    return (linear + math.sqrt(linear * linear + 2 * reg * task.n_max * task.problem.loss_at_zero)) / reg
+    return (
+        linear + math.sqrt(linear * linear + 2 * reg * task.n_max * task.problem.loss_at_zero)
+    ) / reg
 
 
 def _solvable(task: LinearTask, reg: float, scale: float) -> bool:
@@ -289,7 +331,11 @@ def _solvable(task: LinearTask, reg: float, scale: float) -> bool:
         tolerance = amp_tolerance(lipschitz, _rounding(task, reg, scale))
     except ConditionError:
         return False
-    squares = task.parameters * _output_scale(task, tolerance / reg) ** 2 * (task.parameters + 1 if task.pure else 1)
+    squares = (
+        task.parameters
+        * _output_scale(task, tolerance / reg) ** 2
+        * (task.parameters + 1 if task.pure else 1)
+    )
     return smoothness * squares <= reg * weight_guess(task) ** 2 / task.n
 
 
@@ -309,11 +355,13 @@ def _spent(delta: float) -> float:
 
 def _constants(task: LinearTask) -> tuple[float, float]:
     if task.tilt or task.attack_radius:
-        raise ConditionError("objective perturbation needs a plain sum of losses: use output perturbation here")
+        raise ConditionError(
+            "objective perturbation needs a plain sum of losses: use output perturbation here"
+        )
     if task.lipschitz is None or task.smoothness is None:
         raise ConditionError(
-            f"objective perturbation needs a smooth loss with bounded gradients (got {task.loss!r}): give a "
-            f"residual_clip, or use SmoothedHinge or Huber"
+            "objective perturbation needs a smooth loss with bounded gradients (got"
+            f" {task.loss!r}): give a residual_clip, or use SmoothedHinge or Huber"
         )
     return task.lipschitz, task.smoothness
 
@@ -321,9 +369,12 @@ def _constants(task: LinearTask) -> tuple[float, float]:
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
     if task.noise_multiplier is not None:
         return task.noise_multiplier * lipschitz
-    epsilon, delta = task.target.epsilon, _spent(task.target.delta)
+    epsilon = task.target.epsilon
+    delta = _spent(task.target.delta)
     if task.monotone:
-        return _monotone_std(epsilon, delta, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency)
+        return _monotone_std(
+            epsilon, delta, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency
+        )
     return _general_std(epsilon, delta, *_general(task, reg), _mu_out(task))
 
 
@@ -338,7 +389,9 @@ def _delta(task: LinearTask, reg: float, noise: float) -> float:
     """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
     epsilon, (lipschitz, smoothness) = task.target.epsilon, _constants(task)
     if task.monotone:
-        return _monotone_delta(epsilon, noise, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency)
+        return _monotone_delta(
+            epsilon, noise, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency
+        )
     return _general_delta(epsilon, noise, *_general(task, reg), _mu_out(task))
 
 
@@ -347,13 +400,21 @@ def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:
     (lipschitz, smoothness), sides = _constants(task), 1 + (task.adjacency == REPLACE_ONE)
     if isinstance(task.loss, SoftmaxCrossEntropy):
         classes = task.loss.num_classes
-        return softmax_log_det(task.preparation.bound, reg, classes), sides * lipschitz, sides * (classes - 1)
+        return (
+            softmax_log_det(task.preparation.bound, reg, classes),
+            sides * lipschitz,
+            sides * (classes - 1),
+        )
     return log_det(reg, smoothness), sides * lipschitz, sides
 
 
-_cached = functools.lru_cache(maxsize=256)  # a plan is made more than once, and the quadrature takes a second
-_monotone_std, _general_std = _cached(amp_sigma_monotone), _cached(amp_sigma_general)
-_monotone_delta, _general_delta = _cached(amp_delta_monotone), _cached(amp_delta_general)
+_cached = functools.lru_cache(
+    maxsize=256
+)  # a plan is made more than once, and the quadrature takes a second
+_monotone_std = _cached(amp_sigma_monotone)
+_general_std = _cached(amp_sigma_general)
+_monotone_delta = _cached(amp_delta_monotone)
+_general_delta = _cached(amp_delta_general)
 _curve = _cached(objective_curve)
 
 

@@ -93,7 +93,18 @@ class NoisyGD(SolvedOptimizer):
             ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
         """
         task = linear_task(
-            model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max, residual_clip
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+            residual_clip,
         )
         return warned_of_noise(plan_noisy_gd(task, steps, secure))
 
@@ -176,7 +187,18 @@ class ObjectivePerturbation(SolvedOptimizer):
             InfeasibleError: reg is too small for epsilon; the message names the smallest one.
         """
         task = linear_task(
-            model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max, residual_clip
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+            residual_clip,
         )
         return warned_of_noise(plan_objective(task, charge, secure, solver))
 
@@ -271,13 +293,27 @@ class OutputPerturbation(SolvedOptimizer):
             ConditionError: nothing is proved for these settings.
             MissingConstantError: the loss needs a radius.
         """
-        task = linear_task(model, loss, n, bound_x, budget, noise_multiplier, adjacency, bound_y, reg, radius, n_max)
-        task = replace(task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min)
+        task = linear_task(
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+        )
+        task = replace(
+            task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min
+        )
         markov = check.choice(("certified", "markov"), guarantee=guarantee) == "markov"
         if markov != (expected_accuracy is not None) or markov != (failure is not None):
             raise ValueError(
-                f"expected_accuracy and failure must be given for guarantee='markov', and for it only (got "
-                f"{expected_accuracy} and {failure})"
+                "expected_accuracy and failure must be given for guarantee='markov', and for it"
+                f" only (got {expected_accuracy} and {failure})"
             )
         if expected_accuracy is not None and failure is not None:
             plan = markov_plan(task, expected_accuracy, failure, mode, secure)

@@ -88,9 +88,14 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     bound = task.preparation.bound + task.attack_reach
     base = 0.0
     if task.tilt < 0 and task.lipschitz is not None:
-        base = safe(-task.tilt * task.lipschitz**2) * (1 + 1e-6)  # what a negative tilt takes of the curvature
-    best, least = math.nan, math.inf
-    refusal: CalibrationError = ConditionError(f"reg must be given: no default has a finite bound for {task.loss!r}")
+        base = safe(-task.tilt * task.lipschitz**2) * (
+            1 + 1e-6
+        )  # what a negative tilt takes of the curvature
+    best = math.nan
+    least = math.inf
+    refusal: CalibrationError = ConditionError(
+        f"reg must be given: no default has a finite bound for {task.loss!r}"
+    )
     for factor in _GRID:
         reg = task.n * (base + factor * bound**2)
         try:
@@ -101,7 +106,8 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
             refusal = error
             continue
         if risk < least:
-            best, least = reg, risk
+            best = reg
+            least = risk
     if math.isinf(least):
         raise refusal
     return best
@@ -113,13 +119,17 @@ def _added(task: LinearTask, plan: Any, grown: float) -> float:
     lipschitz = task.lipschitz_at_minimizers(plan.reg) * math.sqrt(grown)
     moved = lipschitz * spread
     if task.smoothness is not None:
-        moved = min(moved, (task.smoothness * grown + abs(task.tilt) * lipschitz**2) / 2 * spread**2)
+        moved = min(
+            moved, (task.smoothness * grown + abs(task.tilt) * lipschitz**2) / 2 * spread**2
+        )
     return float(moved)
 
 
 def _risk(task: LinearTask, plan: Any, bound: float) -> float:
     radius = min(task.radius, _SCORE / bound)
-    return _added(task, plan, (bound / task.preparation.bound) ** 2) + float(plan.reg / task.n / 2 * radius**2)
+    return _added(task, plan, (bound / task.preparation.bound) ** 2) + float(
+        plan.reg / task.n / 2 * radius**2
+    )
 
 
 _MODES = ("tight", "paper")
@@ -149,8 +159,8 @@ class OutputPlan(LinearPlan):
         super().__post_init__()
         if (self.expected_accuracy is None) != (self.failure is None):
             raise ValueError(
-                f"expected_accuracy and failure must be given for guarantee='markov', and for it only (got "
-                f"{self.expected_accuracy} and {self.failure})"
+                "expected_accuracy and failure must be given for guarantee='markov', and for it"
+                f" only (got {self.expected_accuracy} and {self.failure})"
             )
 
     @property
@@ -182,7 +192,9 @@ class OutputPlan(LinearPlan):
 
     def own_event(self) -> Gaussian | KNorm | Sequential:
         """Returns what the release alone costs: a pure epsilon is what was asked for, where the noise costs no more."""
-        scale, moved, adjacency = check.positive(noise_scale=self.noise_scale), self.moved, self.task.adjacency
+        scale = check.positive(noise_scale=self.noise_scale)
+        moved = self.moved
+        adjacency = self.task.adjacency
         if self.failure is None and self.task.pure:
             # margin: a quotient rounded up (docs/proofs/rounding.md#model-of-arithmetic)
             spent = math.nextafter(moved / scale, math.inf)
@@ -190,7 +202,11 @@ class OutputPlan(LinearPlan):
             epsilon = max(self.task.target.epsilon, spent)
             return KNorm(epsilon, self.task.parameters, adjacencies=(adjacency,))
         gaussian = Gaussian(scale, {adjacency: moved}, exact=asks_exact(self.secure))
-        return gaussian if self.failure is None else Sequential((gaussian, Failure(self.failure, "per_side")))
+        return (
+            gaussian
+            if self.failure is None
+            else Sequential((gaussian, Failure(self.failure, "per_side")))
+        )
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -203,12 +219,26 @@ class OutputPlan(LinearPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         if self.trusted:
-            yield "trusted", "the accuracy that is promised for the loop, in expectation, on every data set"
+            yield (
+                "trusted",
+                "the accuracy that is promised for the loop, in expectation, on every data set",
+            )
         task = self.task
-        plain = task.num_scores == 1 and not task.tilt and not task.attack_radius and math.isinf(task.radius)
+        plain = (
+            task.num_scores == 1
+            and not task.tilt
+            and not task.attack_radius
+            and math.isinf(task.radius)
+        )
         if plain and task.lipschitz is not None:
             # the regularizer's own part, reg |z|^2 / 2 in the sum, is no loss of a record
-            yield "expected", f"the noise adds at most {_added(task, self, 1.0):.3g} to the mean loss of the records"
+            yield (
+                "expected",
+                (
+                    f"the noise adds at most {_added(task, self, 1.0):.3g} to the mean loss of the"
+                    " records"
+                ),
+            )
         if not self.task.pure:
             yield exact_cost(self.secure)
 
@@ -221,11 +251,16 @@ class OutputPlan(LinearPlan):
         """
         if self.trusted:
             if start is None:
-                raise SequenceError("guarantee='markov' releases what your loop left: call certify(dataset) after it")
+                raise SequenceError(
+                    "guarantee='markov' releases what your loop left: call certify(dataset)"
+                    " after it"
+                )
             return start
         objective = build_objective(self.task, self.reg, records)
         if objective.strong_convexity < self._moves.strong_convexity * (1 - 1e-12):
-            raise ConditionError("objective must be that of the plan: its strong convexity is less than planned")
+            raise ConditionError(
+                "objective must be that of the plan: its strong convexity is less than planned"
+            )
         # a kinked loss needs no ball for its constants: the projection of the answer is enough
         ball = self.task.radius if objective.smoothness is not None else math.inf
         return solve(objective, self.distance, radius=ball, solver=self.solver, start=start).w
@@ -240,7 +275,9 @@ class OutputPlan(LinearPlan):
         return project(solved + draw(len(solved), self.noise_scale, generator), self.task.radius)
 
 
-def plan_output(task: LinearTask, mode: str = "tight", secure: str | None = None, solver: str = "auto") -> OutputPlan:
+def plan_output(
+    task: LinearTask, mode: str = "tight", secure: str | None = None, solver: str = "auto"
+) -> OutputPlan:
     """Returns the numbers of output perturbation for a task.
 
     Args:
@@ -274,7 +311,8 @@ def _draft(task: LinearTask, secure: str | None, **numbers: Any) -> OutputPlan:
 
 def _with_gaussian(draft: OutputPlan, mode: str, delta: float | None = None) -> OutputPlan:
     """Returns a plan with Gaussian noise for its task's budget, at the budget's delta or what is left of it."""
-    task, moved = draft.task, draft.moved
+    task = draft.task
+    moved = draft.moved
     chosen = gaussian_sigma if check.choice(_MODES, mode=mode) == "tight" else gaussian_sigma_zhao
     if task.noise_multiplier is not None:
         sigma = task.noise_multiplier * moved
@@ -312,7 +350,9 @@ def _certified(task: LinearTask, reg: float) -> _Moves:
     # PRIVACY: by public numbers, so that no data set can fail it (test_a_tolerance_below_the_rounding_is_not_planned)
     if kinked:
         rounding = _gap_rounding(task, reg)
-        distance = max(distance, math.sqrt(8 * rounding / mu) * (1 + 1e-9))  # the noise grows by what gaps cannot show
+        distance = max(
+            distance, math.sqrt(8 * rounding / mu) * (1 + 1e-9)
+        )  # the noise grows by what gaps cannot show
         check_gap_tolerance(distance, mu, rounding)
     else:
         check_tolerance(mu * distance, _rounding(task, reg))
@@ -333,14 +373,19 @@ def _require_solvable(task: LinearTask) -> None:
     """Raises ConditionError for losses that no certificate covers."""
     kinked = task.smoothness is None
     if kinked and (task.tilt or task.attack_radius or BoxDual.of(task.loss) is None):
-        raise ConditionError(f"loss must be smooth, hinge or pinball to be certified (got {task.loss!r})")
+        raise ConditionError(
+            f"loss must be smooth, hinge or pinball to be certified (got {task.loss!r})"
+        )
 
 
 def _rounding(task: LinearTask, reg: float) -> float:
     """Returns what rounding may hide from a certificate, for public numbers."""
-    lipschitz, norm = task.lipschitz_at_minimizers(reg), task.minimizer_radius(reg)
+    lipschitz = task.lipschitz_at_minimizers(reg)
+    norm = task.minimizer_radius(reg)
     share = 1.0 / task.n if task.tilt else 1.0  # tilted objectives are means
-    return share * task.gradient_rounding(reg, norm, lipschitz, dim=task.parameters, most=task.most_records)
+    return share * task.gradient_rounding(
+        reg, norm, lipschitz, dim=task.parameters, most=task.most_records
+    )
 
 
 def _gap_rounding(task: LinearTask, reg: float) -> float:
@@ -356,10 +401,15 @@ def _sensitivity(task: LinearTask, reg: float) -> tuple[float, float]:
     if task.tilt:
         return _tilted(task, reg)
     if task.attack_radius:
-        bound, rho = task.preparation.bound, task.attack_reach
+        bound = task.preparation.bound
+        rho = task.attack_reach
         spread = adversarial_gradient_diameter(bound, rho)
-        return erm_sensitivity(adversarial_lipschitz(bound, rho), reg, 1, task.adjacency, spread), reg
-    lipschitz, diameter = task.lipschitz_at_minimizers(reg), None
+        return (
+            erm_sensitivity(adversarial_lipschitz(bound, rho), reg, 1, task.adjacency, spread),
+            reg,
+        )
+    lipschitz = task.lipschitz_at_minimizers(reg)
+    diameter = None
     if isinstance(task.loss, Logistic) and task.clipped is None and task.adjacency == REPLACE_ONE:
         radius = task.minimizer_radius(reg)
         diameter = min(2 * lipschitz, logistic_gradient_diameter(task.preparation.bound, radius))
@@ -372,15 +422,23 @@ def _tilted(task: LinearTask, reg: float) -> tuple[float, float]:
     if lipschitz is None:
         raise ConditionError(f"loss must be Lipschitz to be tilted (got {task.loss!r})")
     if task.adjacency == "add_remove" and task.n_min is None:
-        raise ConditionError("n_min must be given for tilts under add_remove: a public lower bound on the records")
+        raise ConditionError(
+            "n_min must be given for tilts under add_remove: a public lower bound on the records"
+        )
     lipschitz *= 1 + 2.1e-9  # as the objective takes it: norms of clipped rows are rounded
     span = task.loss_range(lam)
-    delta = tilted_sensitivity(task.tilt, span, task.n, lipschitz, lam, adjacency=task.adjacency, n_min=task.n_min)
+    delta = tilted_sensitivity(
+        task.tilt, span, task.n, lipschitz, lam, adjacency=task.adjacency, n_min=task.n_min
+    )
     return delta, tilted_strong_convexity(task.tilt, lipschitz, lam)
 
 
 def markov_plan(
-    task: LinearTask, expected_accuracy: float, failure: float, mode: str = "tight", secure: str | None = None
+    task: LinearTask,
+    expected_accuracy: float,
+    failure: float,
+    mode: str = "tight",
+    secure: str | None = None,
 ) -> OutputPlan:
     """Returns the numbers for a point whose objective is within `expected_accuracy` of the minimum in expectation.
 
@@ -399,12 +457,17 @@ def markov_plan(
     Source: docs/proofs/output.md#accuracy-in-expectation
     """
     if task.noise_multiplier is not None:
-        raise ConditionError("noise_multiplier must be None for guarantee='markov': the failure is paid from a budget")
-    epsilon, delta = task.target.epsilon, task.target.delta
+        raise ConditionError(
+            "noise_multiplier must be None for guarantee='markov': the failure is paid from a"
+            " budget"
+        )
+    epsilon = task.target.epsilon
+    delta = task.target.delta
     left = delta - delta_with_failure(0.0, failure, epsilon, "per_side") * (1 + 1e-12)
     if not left > 0:
         raise ConditionError(
-            f"failure must be below delta / (1 + e^epsilon) = {delta / (1 + math.exp(epsilon)):.3g} (got {failure:g})"
+            f"failure must be below delta / (1 + e^epsilon) = {delta / (1 + math.exp(epsilon)):.3g}"
+            f" (got {failure:g})"
         )
     draft = _draft(task, secure, expected_accuracy=expected_accuracy, failure=failure)
     return _with_gaussian(draft, mode, left)

@@ -72,8 +72,11 @@ class RawPartitions:
         read: makes raw parts of its blocks, see `RawBlocks`; it travels to the partitions.
     """
 
-    def __init__(self, partitions: Partitions, read: Callable[[Iterable[Any]], Iterator[RawPart]]) -> None:
-        self._partitions, self._read = partitions, read
+    def __init__(
+        self, partitions: Partitions, read: Callable[[Iterable[Any]], Iterator[RawPart]]
+    ) -> None:
+        self._partitions = partitions
+        self._read = read
         self._first: list[_Reading] | None = None
 
     def __getstate__(self) -> NoReturn:
@@ -93,11 +96,15 @@ class RawPartitions:
         """Returns a part without rows, of the dtypes and widths of all blocks."""
         found = [reading.empty for reading in self._readings() if reading.empty is not None]
         if not found:
-            raise ValueError("partitions must have a block, which may have no rows, of shape (0, d): there was none")
+            raise ValueError(
+                "partitions must have a block, which may have no rows, of shape (0, d): there was"
+                " none"
+            )
         kinds = {tuple((column.dtype, column.shape) for column in part[:2]) for part in found}
         if len(kinds) > 1:
             raise ValueError(
-                f"partitions must have rows and targets of one dtype and width (got {sorted(map(str, kinds))})"
+                "partitions must have rows and targets of one dtype and width (got"
+                f" {sorted(map(str, kinds))})"
             )
         return found[0]
 
@@ -107,12 +114,13 @@ class RawPartitions:
         Raises:
             NotCertifiedError: the records are not those of the first reading, which is outside of any guarantee.
         """
-        first, readings = self._readings(), self._run(self.empty(), of)
+        first = self._readings()
+        readings = self._run(self.empty(), of)
         # PRIVACY: as in `RawBlocks` (test_a_partition_that_changes_between_readings_is_refused)
         if [reading.noted for reading in readings] != [reading.noted for reading in first]:
             raise NotCertifiedError(
-                "partitions must be the same records in the same order at each reading: they were not. Persist the "
-                "table, or read it from files, so that no partition is made anew"
+                "partitions must be the same records in the same order at each reading: they were"
+                " not. Persist the table, or read it from files, so that no partition is made anew"
             )
         return [reading.sums for reading in readings if reading.noted[0]] or [readings[0].sums]
 
@@ -121,17 +129,22 @@ class RawPartitions:
             self._first = self._run(None, _counted)
         return self._first
 
-    def _run(self, empty: RawPart | None, of: Callable[[RawBlocks], tuple[Tensor, ...]]) -> list[_Reading]:
+    def _run(
+        self, empty: RawPart | None, of: Callable[[RawBlocks], tuple[Tensor, ...]]
+    ) -> list[_Reading]:
         readings = list(self._partitions.run(partial(_read_partition, self._read, empty, of)))
         if not readings or not all(isinstance(reading, _Reading) for reading in readings):
-            raise ValueError("run must return what the function returned, of each partition, and there must be one")
+            raise ValueError(
+                "run must return what the function returned, of each partition, and there must"
+                " be one"
+            )
         # PRIVACY: a record more moves others to other workers, which must prepare them alike, to the last bit
         # (test_workers_of_several_kinds_are_refused)
         kinds = {reading.arithmetic for reading in chain(readings, self._first or ())}
         if len(kinds) > 1:
             raise ConditionError(
-                f"workers must be of one kind, with one version of torch and the accelerator on all or none "
-                f"(got {sorted(kinds)})"
+                "workers must be of one kind, with one version of torch and the accelerator on all"
+                f" or none (got {sorted(kinds)})"
             )
         return readings
 
@@ -146,13 +159,20 @@ class PartitionedRecords(PartedRecords):
 
     def __init__(self, raw: RawPartitions, prepared: Callable[[RawPart], Records]) -> None:
         like = prepared(raw.empty())
-        self.count, self.dim, self.device, self.num_classes = raw.count, like.dim, like.device, like.num_classes
-        self._rows, self._partitions, self._prepared = like._rows, raw, prepared
+        self.count = raw.count
+        self.dim = like.dim
+        self.device = like.device
+        self.num_classes = like.num_classes
+        self._rows = like._rows
+        self._partitions = raw
+        self._prepared = prepared
         self._merged = sum(size > 0 for size in raw.sizes)
 
     def __getstate__(self) -> NoReturn:
         # PRIVACY: an objective has them, and noise (test_no_noise_travels_to_a_partition)
-        raise TypeError("records in partitions must not be pickled: what is summed must not hold them")
+        raise TypeError(
+            "records in partitions must not be pickled: what is summed must not hold them"
+        )
 
     @property
     def depth(self) -> int:
@@ -187,10 +207,17 @@ def _read_partition(
     parts = read(blocks)
     head = next(parts, None)
     like = None if head is None else (head[0][:0].clone(), head[1][:0].clone(), head[2][:0].clone())
-    raw = RawBlocks(lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART)
+    raw = RawBlocks(
+        lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART
+    )
     sums = of(raw)
     assert raw.noted is not None
-    here = torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine(), native.arithmetic()
+    here = (
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+        native.arithmetic(),
+    )
     return _Reading(raw.noted, like, sums, here)
 
 
@@ -201,6 +228,8 @@ def _counted(raw: RawBlocks) -> tuple[Tensor, ...]:
 
 
 def _summed(
-    prepared: Callable[[RawPart], Records], of: Callable[[Records], tuple[Tensor, ...]], raw: RawBlocks
+    prepared: Callable[[RawPart], Records],
+    of: Callable[[Records], tuple[Tensor, ...]],
+    raw: RawBlocks,
 ) -> tuple[Tensor, ...]:
     return PartedRecords(raw.parts, prepared, raw.empty(), 0).sum(of)

@@ -70,8 +70,10 @@ class PreconditionedGDPlan(LinearPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_covered(self.task)
-        check.positive_count(steps=self.steps), check.positive(clip=self.clip)
-        check.positive(noise_std=self.noise_std), check.positive(gram_std=self.gram_std)
+        check.positive_count(steps=self.steps)
+        check.positive(clip=self.clip)
+        check.positive(noise_std=self.noise_std)
+        check.positive(gram_std=self.gram_std)
 
     @staticmethod
     def require_covered(task: LinearTask) -> None:
@@ -95,17 +97,30 @@ class PreconditionedGDPlan(LinearPlan):
     def radius(self) -> float:
         """Radius of the ball that iterates are projected on, for which rounding is bounded."""
         task = self.task
-        size = _ROOM * math.sqrt(task.parameters) * max(1.0, task.bound_y or 1.0) / task.preparation.bound
+        size = (
+            _ROOM
+            * math.sqrt(task.parameters)
+            * max(1.0, task.bound_y or 1.0)
+            / task.preparation.bound
+        )
         return min(task.radius, size)
 
     @property
     def _moves(self) -> tuple[float, float]:
         """How far one record moves X'X, in the Frobenius norm, and a sum of clipped gradients."""
-        task, most, sides = self.task, self.task.most_records, 1 + (self.task.adjacency == REPLACE_ONE)
+        task = self.task
+        most = self.task.most_records
+        sides = 1 + (self.task.adjacency == REPLACE_ONE)
         # PRIVACY: sums are rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_preconditioned_step)
-        gram = math.sqrt(sides) * task.preparation.bound**2 * (1 + 4 * most * (sum_terms(most) + 16) * DOUBLE)
+        gram = (
+            math.sqrt(sides)
+            * task.preparation.bound**2
+            * (1 + 4 * most * (sum_terms(most) + 16) * DOUBLE)
+        )
         size = task.width + 2 * task.num_scores + 32  # probabilities are rounded 2 K + 32 times
-        largest = max(task.problem.lipschitz or 2 * self.clip, self.clip)  # slopes of twice the clip end at the clip
+        largest = max(
+            task.problem.lipschitz or 2 * self.clip, self.clip
+        )  # slopes of twice the clip end at the clip
         rounding = task.gradient_rounding(0.0, self.radius, largest, dim=size, most=most)
         # PRIVACY: both rounded up (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip); margin of the
         # sums (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
@@ -121,15 +136,22 @@ class PreconditionedGDPlan(LinearPlan):
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        return self.noise_std / math.sqrt(self.steps), self.task.n * self.clip, "the mean of all steps"
+        return (
+            self.noise_std / math.sqrt(self.steps),
+            self.task.n * self.clip,
+            "the mean of all steps",
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         yield (
             "steps",
-            f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned by X'X with noise of "
-            f"std {self.gram_std:.3g} and a ridge of {self.ridge:.3g}; answer: the mean of the last {self._averaged}",
+            (
+                f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned"
+                f" by X'X with noise of std {self.gram_std:.3g} and a ridge of {self.ridge:.3g};"
+                f" answer: the mean of the last {self._averaged}"
+            ),
         )
 
     @property
@@ -138,7 +160,8 @@ class PreconditionedGDPlan(LinearPlan):
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
-        task, size = self.task, (self.task.num_scores, self.task.width)
+        task = self.task
+        size = (self.task.num_scores, self.task.width)
         (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
@@ -152,26 +175,37 @@ class PreconditionedGDPlan(LinearPlan):
 
         def noisy(w: Tensor) -> Tensor:
             # PRIVACY: to the sum of all records, in each step (test_a_preconditioned_step_without_noise_is_caught)
-            total = self.gradient(solved, w.view(size)).flatten() + gaussian_vector(len(w), self.noise_std, generator)
+            total = self.gradient(solved, w.view(size)).flatten() + gaussian_vector(
+                len(w), self.noise_std, generator
+            )
             gradient = (total + self.reg * w).view(size)
             if task.num_scores > 1:
-                gradient = gradient - gradient.mean(0)  # the noise of what adds up to 0 over classes
+                gradient = gradient - gradient.mean(
+                    0
+                )  # the noise of what adds up to 0 over classes
             step: Tensor = gradient @ inverse
             return step.flatten()
 
         start = torch.zeros(task.parameters, dtype=torch.float64, device=solved.device)
-        return run_momentum(start, noisy, self.steps, self.step_size(values), 0.0, self.radius, self._averaged)
+        return run_momentum(
+            start, noisy, self.steps, self.step_size(values), 0.0, self.radius, self._averaged
+        )
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
-        loss, clip = self.task.loss, self.clip * (1 - _GUARD)
+        loss = self.task.loss
+        clip = self.clip * (1 - _GUARD)
 
         def terms(part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            slopes = loss.derivative(scores if len(w) > 1 else scores.squeeze(1), part.targets[rows])
+            slopes = loss.derivative(
+                scores if len(w) > 1 else scores.squeeze(1), part.targets[rows]
+            )
             slopes = slopes.view(len(scores), -1)
-            factors = (clip / part.norms[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(max=1.0)
+            factors = (clip / part.norms[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(
+                max=1.0
+            )
             return part.weights[rows], slopes * (part.weights[rows] * factors).unsqueeze(1)
 
         return records.sum(lambda part: part.fold(w, partial(terms, part)))[1]
@@ -181,7 +215,9 @@ class PreconditionedGDPlan(LinearPlan):
         noise = self.noise_std / math.sqrt(self.steps)
         values = eigenvalues.cpu().numpy()
         tau = horizon(values, self.ridge, self.gram_std, noise, self.task.n)
-        return min(tau / self.steps, stable_step(_curvature(self.task), self.ridge, float(values[-1])))
+        return min(
+            tau / self.steps, stable_step(_curvature(self.task), self.ridge, float(values[-1]))
+        )
 
 
 def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> PreconditionedGDPlan:
@@ -198,19 +234,25 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
         The event of the plan, for the task's adjacency, for X'X and all iterates. n_max is a promise about the number
         of records, on which the allowance for rounding rests.
     """
-    require_gaussian(secure, "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'")
+    require_gaussian(
+        secure,
+        "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'",
+    )
     PreconditionedGDPlan.require_covered(task)
     steps, share, clip = preconditioned_numbers(
         task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
     )
     clip *= task.preparation.bound
-    return calibrated(PreconditionedGDPlan(task=task, steps=steps, clip=clip, noise_std=1.0, gram_std=1.0), share)
+    return calibrated(
+        PreconditionedGDPlan(task=task, steps=steps, clip=clip, noise_std=1.0, gram_std=1.0), share
+    )
 
 
 def calibrated(draft: _Plan, share: float) -> _Plan:
     """Returns a plan with the noise that uses the level of its task up: this share of mu^2 is for X'X."""
     level, (gram, moved) = draft.task.level, draft._moves
-    gram_std, noise_std = gram / (level * math.sqrt(share)), moved * math.sqrt(draft.steps / (1 - share)) / level
+    gram_std = gram / (level * math.sqrt(share))
+    noise_std = moved * math.sqrt(draft.steps / (1 - share)) / level
     # PRIVACY: rounded up, so that the level comes out below mu (test_the_rounds_have_the_level_of_the_budget)
     spent = replace(draft, gram_std=gram_std, noise_std=noise_std).own_event().mu
     more = safe(spent / level)  # 1 but for rounding
@@ -222,7 +264,10 @@ def require_plain_sum(task: LinearTask, name: str) -> None:
     if task.pure:
         raise ConditionError(f"{name} is Gaussian: give delta > 0, or use output perturbation")
     if task.tilt or task.attack_radius or task.problem.smoothness is None:
-        raise ConditionError(f"{name} needs a plain sum of smooth losses (got {task.loss!r}): use output perturbation")
+        raise ConditionError(
+            f"{name} needs a plain sum of smooth losses (got {task.loss!r}): use output"
+            " perturbation"
+        )
 
 
 def _curvature(task: LinearTask) -> float:

@@ -67,7 +67,8 @@ class Preparation:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.positive(bound_x=self.bound_x), check.nonnegative(intercept=self.intercept)
+        check.positive(bound_x=self.bound_x)
+        check.nonnegative(intercept=self.intercept)
         for value in self.center or ():
             check.finite(feature_center=value)
         for value in self.scale or ():
@@ -76,7 +77,9 @@ class Preparation:
     @property
     def bound(self) -> float:
         """Bound on the norm of a prepared row."""
-        return round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
+        return (
+            round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
+        )
 
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64, of raw ones (B, d)."""
@@ -85,11 +88,14 @@ class Preparation:
         if not self.intercept:
             return clipped
         constant = rows.new_full((len(rows), 1), self.intercept)
-        return torch.cat([clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant], dim=1)
+        return torch.cat(
+            [clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant], dim=1
+        )
 
     def numbers(self, dim: int, before: float = math.inf) -> list[float] | None:
         """Returns those of `native.Table`, for rows of so many numbers, cut before; None for extreme scales."""
-        center, scale = self.center or (0.0,) * dim, self.scale or (1.0,) * dim
+        center = self.center or (0.0,) * dim
+        scale = self.scale or (1.0,) * dim
         if not all(2.0**-900 < value < 2.0**900 for value in scale):
             return None
         moved = self.center is not None or self.scale is not None
@@ -239,7 +245,8 @@ class PrivatePreparation:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.nonnegative(rows=self.rows), check.positive(counts=self.counts)
+        check.nonnegative(rows=self.rows)
+        check.positive(counts=self.counts)
         check.open_interval(0.0, 1.0, within=self.within)
         if self.given.intercept:
             raise ValueError(f"given must have no intercept (got {self.given.intercept:g})")
@@ -258,7 +265,9 @@ class PrivatePreparation:
     @property
     def counted(self) -> int:
         """Number of noisy counts."""
-        return number_of_counts(rows=self.rows > 0, targets=self.quantile is not None, spreads=self.spreads)
+        return number_of_counts(
+            rows=self.rows > 0, targets=self.quantile is not None, spreads=self.spreads
+        )
 
     @property
     def most(self) -> float | None:
@@ -274,15 +283,22 @@ class PrivatePreparation:
     def __str__(self) -> str:
         parts = []
         if self.rows:
-            parts.append(f"the center of rows, and the distance from it that {self.within:.2g} of them keep")
+            parts.append(
+                f"the center of rows, and the distance from it that {self.within:.2g} of them keep"
+            )
         if self.quantile is not None:
             beside = ", and the median distance from it" if self.spreads else ""
             parts.append(f"the {self.quantile:g}-quantile of targets{beside}")
-        return f"measured within the budget, with noise of level mu={self.level:.3g}: {'; '.join(parts)}"
+        return (
+            f"measured within the budget, with noise of level mu={self.level:.3g}:"
+            f" {'; '.join(parts)}"
+        )
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
-    def measure(self, records: Records, unit: Preparation, most: int, adjacency: Adjacency, source: Source) -> Units:
+    def measure(
+        self, records: Records, unit: Preparation, most: int, adjacency: Adjacency, source: Source
+    ) -> Units:
         """Draws the noise, which the caller has charged, and returns private units.
 
         Args:
@@ -300,9 +316,13 @@ class PrivatePreparation:
         total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
         rows: RowMap = unit
         if self.rows:
-            center = self._center(records, sensitivity_factor(adjacency) * room / self.rows, total, source)
+            center = self._center(
+                records, sensitivity_factor(adjacency) * room / self.rows, total, source
+            )
             ends = self.given.bound_x / _LEAST_RADIUS, 2 * self.given.bound_x
-            radius = counter.quantile(lambda part: _distances(part, center), self.within * total, ends, RADIUS_COUNTS)
+            radius = counter.quantile(
+                lambda part: _distances(part, center), self.within * total, ends, RADIUS_COUNTS
+            )
             scale = (radius,) * records.dim
             rows = Chain(self.given, replace(unit, center=tuple(center.tolist()), scale=scale))
         if self.quantile is None or self.bound_y is None:
@@ -311,12 +331,16 @@ class PrivatePreparation:
         # a shift makes the interval positive, and short beside its ends: steps are even then
         shift = 1e6 * bound
         ends = shift - bound, shift + bound
-        shifted = counter.quantile(lambda part: part.targets + shift, self.quantile * total, ends, LOCATION_COUNTS)
+        shifted = counter.quantile(
+            lambda part: part.targets + shift, self.quantile * total, ends, LOCATION_COUNTS
+        )
         location = shifted - shift
         if not self.spreads:
             return Units(rows, location)
         ends = bound / _LEAST_SPREAD, 2 * bound
-        spread = counter.quantile(lambda part: (part.targets - location).abs(), total / 2, ends, SPREAD_COUNTS)
+        spread = counter.quantile(
+            lambda part: (part.targets - location).abs(), total / 2, ends, SPREAD_COUNTS
+        )
         return Units(rows, location, spread)
 
     def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:
@@ -344,7 +368,9 @@ class _Counter:
         (total,) = self.records.sum(lambda part: (part.total(part.weights * within(part)),))
         return float(total + gaussian_vector(1, self.std, self.source)[0])
 
-    def quantile(self, values: _Columns, rank: float, ends: tuple[float, float], steps: int) -> float:
+    def quantile(
+        self, values: _Columns, rank: float, ends: tuple[float, float], steps: int
+    ) -> float:
         """Returns a number with about so many values up to it, within positive ends, by bisection of its logarithm."""
         low, high = ends
         for _ in range(steps):

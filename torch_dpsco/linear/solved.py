@@ -32,7 +32,13 @@ from torch_dpsco.linear.preparation import Preparation
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, require_one_process
+from torch_dpsco.optim.common import (
+    CommonOptimizer,
+    Uncopied,
+    check_call,
+    in_turn,
+    require_one_process,
+)
 from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling.one_by_one import one_by_one
@@ -52,7 +58,10 @@ def linear_shape(params: Any) -> tuple[int, int, bool]:
     shapes = [tuple(p.shape) for p in given if isinstance(p, Tensor)]
     tensors = len(shapes) == len(given) and 1 <= len(shapes) <= 2
     if not tensors or len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
-        raise ValueError(f"params must be those of one torch.nn.Linear: weight (K, d), bias (K,) (got shapes {shapes})")
+        raise ValueError(
+            "params must be those of one torch.nn.Linear: weight (K, d), bias (K,) (got shapes"
+            f" {shapes})"
+        )
     return shapes[0][0], shapes[0][1], len(shapes) == 2
 
 
@@ -102,7 +111,9 @@ def linear_task(
         n_max=0 if n_max is None else check.positive_count(n_max=n_max),
     )
     if scores != task.num_scores:
-        raise ValueError(f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})")
+        raise ValueError(
+            f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
+        )
     warn_of_delta(budget, n, stacklevel=4)
     return task
 
@@ -111,7 +122,8 @@ def warned_of_noise(plan: _Planned) -> _Planned:
     """Returns the plan; warns where the noise of a budget is longer than anything that it is added to."""
     if plan.budget is not None:
         noise, signal, of = plan.noise_and_signal
-        size, epsilon = plan.task.parameters, plan.budget.epsilon
+        size = plan.task.parameters
+        epsilon = plan.budget.epsilon
         checks.warn_if_buried(noise, signal, n=plan.task.n, dim=size, epsilon=epsilon, of=of)
     return plan
 
@@ -152,9 +164,15 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         scores, features, bias = linear_shape(given)
         wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
         if (scores, features, bias) != wanted:
-            raise ValueError(f"params must have (scores, features, bias) = {wanted} (got {(scores, features, bias)})")
+            raise ValueError(
+                f"params must have (scores, features, bias) = {wanted} (got"
+                f" {(scores, features, bias)})"
+            )
         if inner is not None and not self._loops:
-            raise ValueError(f"inner must not be given: {type(self).__name__} solves by itself (got {shown(inner)})")
+            raise ValueError(
+                f"inner must not be given: {type(self).__name__} solves by itself (got"
+                f" {shown(inner)})"
+            )
         super().__init__(given, {})
         require_one_process()
         self._plan: LinearPlan = plan
@@ -162,10 +180,14 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
         self._inner = None if inner is None else inner(self._params)
         if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):
-            raise ValueError(f"inner must return a torch optimizer (got {type(self._inner).__name__})")
+            raise ValueError(
+                f"inner must return a torch optimizer (got {type(self._inner).__name__})"
+            )
         device = checks.one_device(self._params)
-        self._noise, self._seeded = noise_generator(device, generator), generator is not None
-        self._steps, self._finalized = 0, False
+        self._noise = noise_generator(device, generator)
+        self._seeded = generator is not None
+        self._steps = 0
+        self._finalized = False
         self._solved: Any = None
         ledger.require_unit("example")
         checks.agreed_adjacency(task.adjacency, ledger)
@@ -185,7 +207,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         check_call(closure)
         self._require_open()
         if self._inner is None:
-            raise SequenceError("step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)")
+            raise SequenceError(
+                "step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)"
+            )
         self._steps += 1
         return self._inner.step(closure)
 
@@ -214,14 +238,20 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._require_open()
         task = self._plan.task
         if not self._loops:
-            raise SequenceError(f"certify() has no meaning for {type(self).__name__}: use solve(dataset)")
+            raise SequenceError(
+                f"certify() has no meaning for {type(self).__name__}: use solve(dataset)"
+            )
         columns = [p.detach().double().reshape(task.num_scores, -1) for p in self._params]
         if len(columns) == 2:
             columns[1] = columns[1] / task.preparation.intercept
-        self._solved = self._plan.solve(self._records(dataset), torch.cat(columns, dim=1).reshape(-1))
+        self._solved = self._plan.solve(
+            self._records(dataset), torch.cat(columns, dim=1).reshape(-1)
+        )
 
     def _records(self, dataset: Dataset[Any]) -> Records:
-        if type(dataset) is TensorDataset and len(dataset.tensors) == 2:  # a subclass may override __getitem__
+        if (
+            type(dataset) is TensorDataset and len(dataset.tensors) == 2
+        ):  # a subclass may override __getitem__
             # PRIVACY: what is read at the release is what was bounded here
             # (test_a_data_set_that_changes_after_solve_changes_nothing)
             features, targets = (column.clone() for column in dataset.tensors)
@@ -231,22 +261,31 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             records = one_by_one(dataset)
             pairs = [records[i] for i in range(checks.number_of_records(dataset))]
             if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-                raise ValueError(f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})")
+                raise ValueError(
+                    f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})"
+                )
             # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
-            features, targets = torch.zeros(0, self._plan.task.dim), torch.zeros(0, dtype=torch.int64)
+            features = torch.zeros(0, self._plan.task.dim)
+            targets = torch.zeros(0, dtype=torch.int64)
             if pairs:
                 features, targets = (
-                    torch.stack([*map(torch.as_tensor, column)]) for column in zip(*pairs, strict=True)
+                    torch.stack([*map(torch.as_tensor, column)])
+                    for column in zip(*pairs, strict=True)
                 )
         if features.dim() < 2:
-            raise ValueError(f"features must be of shape (n, {self._plan.task.dim}) (got {tuple(features.shape)})")
+            raise ValueError(
+                f"features must be of shape (n, {self._plan.task.dim}) (got"
+                f" {tuple(features.shape)})"
+            )
         device = self._params[0].device
         columns = targets.squeeze(1) if targets.dim() == 2 else targets
         return make_records(self._plan.task, features.to(device).flatten(1), columns.to(device))
 
     def _require_open(self) -> None:
         if self._finalized:
-            raise SequenceError("the answer is released: make a new optimizer, with the same accountant")
+            raise SequenceError(
+                "the answer is released: make a new optimizer, with the same accountant"
+            )
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -263,7 +302,10 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             # PRIVACY: noise is drawn once (test_a_second_release_is_the_first_one)
             return
         if self._solved is None:
-            raise SequenceError("nothing was solved: call solve(dataset), or certify(dataset) after a loop of your own")
+            raise SequenceError(
+                "nothing was solved: call solve(dataset), or certify(dataset) after a loop of"
+                " your own"
+            )
         task = self._plan.task
         answer = self._plan.release(self._solved, self.accountant, self._noise)[: task.parameters]
         answer = answer.reshape(task.num_scores, task.width)
@@ -281,7 +323,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(type(self).__name__, Full(self._plan.task.n), self._plan.event(), 0, 0, self._finalized)
+        run = OneRelease(
+            type(self).__name__, Full(self._plan.task.n), self._plan.event(), 0, 0, self._finalized
+        )
         return self._statement(run, delta, run.ahead())
 
     def state_dict(self) -> dict[str, Any]:

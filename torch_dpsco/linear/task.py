@@ -105,13 +105,16 @@ class LinearTask:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.positive_count(dim=self.dim), check.positive_count(n=self.n)
+        check.positive_count(dim=self.dim)
+        check.positive_count(n=self.n)
         if self.budget is not None:
             object.__setattr__(self, "adjacency", self.budget.adjacency)
         if self.noise_multiplier is not None:
             check.positive(noise_multiplier=self.noise_multiplier)
         elif self.budget is None:
-            raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+            raise ValueError(
+                "budget or noise_multiplier must be given: the target, or noise of your own"
+            )
         object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
         if self.n_max < self.n:
             raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
@@ -119,12 +122,15 @@ class LinearTask:
             check.positive(reg=self.reg)
         check.positive(radius=self.radius, allow_inf=True)
         if (self.bound_y is not None) != (self.loss.target_kind == "real"):
-            raise ValueError(f"bound_y must be given for real targets, and for them only (got {self.bound_y})")
+            raise ValueError(
+                f"bound_y must be given for real targets, and for them only (got {self.bound_y})"
+            )
         if self.bound_y is not None:
             check.positive(bound_y=self.bound_y)
         if self.n_min is not None:
             check.positive_count(n_min=self.n_min)
-        check.finite(tilt=self.tilt), check.nonnegative(attack_radius=self.attack_radius)
+        check.finite(tilt=self.tilt)
+        check.nonnegative(attack_radius=self.attack_radius)
         check.choice((2.0, math.inf), attack_norm=self.attack_norm)
         if self.residual_clip is not None:
             # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
@@ -132,15 +138,21 @@ class LinearTask:
                 raise ValueError(f"residual_clip must be in (0, 1] (got {self.residual_clip})")
             self.clipped  # noqa: B018  raises if this loss cannot be clipped
         if self.attack_radius and not isinstance(self.loss, (Logistic, SmoothedHinge)):
-            raise ConditionError(f"loss must be Logistic or SmoothedHinge under attack (got {self.loss!r})")
+            raise ConditionError(
+                f"loss must be Logistic or SmoothedHinge under attack (got {self.loss!r})"
+            )
         if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
-            raise ConditionError(f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})")
+            raise ConditionError(
+                f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})"
+            )
         if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
             raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
         for given in (self.preparation, *(() if self.prepare is None else (self.prepare.given,))):
             for name, length in (("center", given.center), ("scale", given.scale)):
                 if length is not None and len(length) != self.dim:
-                    raise ValueError(f"feature_{name} must have {self.dim} numbers (got {len(length)})")
+                    raise ValueError(
+                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
+                    )
         if self.prepare is not None:
             self._require_preparable(self.prepare)
         if check.nonnegative(curvature=self.curvature):
@@ -149,12 +161,20 @@ class LinearTask:
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         refused = {
-            "loss must be Logistic, Huber or Squared": not isinstance(self.loss, (Logistic, Huber, Squared)),
-            "residual_clip must be None (a clipped gradient has another mean)": self.residual_clip is not None,
+            "loss must be Logistic, Huber or Squared": not isinstance(
+                self.loss, (Logistic, Huber, Squared)
+            ),
+            "residual_clip must be None (a clipped gradient has another mean)": (
+                self.residual_clip is not None
+            ),
             "prepare must be None (it clips rows at a measured length)": self.prepare is not None,
-            "radius must be inf (a projected answer is no zero of a gradient)": self.radius != math.inf,
+            "radius must be inf (a projected answer is no zero of a gradient)": (
+                self.radius != math.inf
+            ),
             "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
-            "delta must be > 0 (it has Gaussian noise)": self.noise_multiplier is None and self.pure,
+            "delta must be > 0 (it has Gaussian noise)": (
+                self.noise_multiplier is None and self.pure
+            ),
         }
         for words, wrong in refused.items():
             if wrong:
@@ -163,21 +183,28 @@ class LinearTask:
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
         if self.tilt or self.attack_radius or (self.noise_multiplier is None and self.pure):
             raise ConditionError(
-                "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets units)"
+                "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets"
+                " units)"
             )
         unit = replace(self.preparation, intercept=0.0, whole=False)
         if unit != (Preparation(1.0) if prepare.rows else prepare.given):
             raise ValueError(
-                f"preparation must be that of {'rows of norm 1' if prepare.rows else 'prepare.given'} (got {unit})"
+                "preparation must be that of"
+                f" {'rows of norm 1' if prepare.rows else 'prepare.given'} (got {unit})"
             )
         if self.bound_y != prepare.most:
-            raise ValueError(f"bound_y must be {prepare.most}, in the units of prepare (got {self.bound_y})")
+            raise ValueError(
+                f"bound_y must be {prepare.most}, in the units of prepare (got {self.bound_y})"
+            )
 
     @property
     def target(self) -> Budget:
         """The budget that a number is chosen for; raises ValueError if there is none."""
         if self.budget is None:
-            raise ValueError("budget must be given, for noise or reg to be chosen: or give noise_multiplier and reg")
+            raise ValueError(
+                "budget must be given, for noise or reg to be chosen: or give noise_multiplier"
+                " and reg"
+            )
         return self.budget
 
     @property
@@ -278,7 +305,9 @@ class LinearTask:
 
     def _minimizer_radius(self, mean_reg: float) -> float:
         at_zero = self.problem.loss_at_zero
-        return minimizer_radius(mean_reg, lipschitz=self.lipschitz, loss_at_zero=at_zero, radius=self.radius)
+        return minimizer_radius(
+            mean_reg, lipschitz=self.lipschitz, loss_at_zero=at_zero, radius=self.radius
+        )
 
     def gradient_rounding(
         self, reg: float, norm: float, lipschitz: float, *, dim: int, most: int, linear: float = 0.0
@@ -335,13 +364,22 @@ class LinearPlan(Plan):
 
     def __post_init__(self) -> None:
         if not (self.search is None or isinstance(self.search, Search)):
-            raise ValueError(f"search must be a Search, or None for a fit by itself (got {self.search!r})")
+            raise ValueError(
+                f"search must be a Search, or None for a fit by itself (got {self.search!r})"
+            )
         # PRIVACY: a trial by itself has a smaller epsilon (test_a_winner_shows_what_its_search_promised_and_charged)
-        object.__setattr__(self, "budget", self.task.budget if self.search is None else self.search.budget)
+        object.__setattr__(
+            self, "budget", self.task.budget if self.search is None else self.search.budget
+        )
         object.__setattr__(self, "adjacency", self.task.adjacency)
         wanted = "adassp" if isinstance(self.task.loss, Squared) else "objective"
-        if self.task.curvature and self.mechanism != wanted:  # what is paid for would not be released
-            raise ConditionError(f"mechanism must be {wanted!r} where intervals are paid for (got {self.mechanism!r})")
+        if (
+            self.task.curvature and self.mechanism != wanted
+        ):  # what is paid for would not be released
+            raise ConditionError(
+                f"mechanism must be {wanted!r} where intervals are paid for (got"
+                f" {self.mechanism!r})"
+            )
         super().__post_init__()
 
     @property
@@ -359,7 +397,8 @@ class LinearPlan(Plan):
         return self._event() if self.search is None else self.search.event
 
     def _event(self) -> BaseEvent:
-        prepare, own = self.task.prepare, self.own_event()
+        prepare = self.task.prepare
+        own = self.own_event()
         # PRIVACY: units are released too (test_what_is_measured_is_charged_with_the_release)
         return own if prepare is None else Sequential((prepare.event(self.task.adjacency), own))
 
@@ -412,20 +451,29 @@ class LinearPlan(Plan):
         targets = "" if task.bound_y is None else f", targets to {task.bound_y:g}"
         yield (
             "model",
-            f"{task.loss}: {task.parameters} parameters, rows of norm at most {task.preparation.bound:.4g}{targets}, "
-            f"reg={self.reg:.4g} on the sum of {task.n} losses",
+            (
+                f"{task.loss}: {task.parameters} parameters, rows of norm at most"
+                f" {task.preparation.bound:.4g}{targets}, reg={self.reg:.4g} on the sum of {task.n}"
+                " losses"
+            ),
         )
         if task.prepare is not None:
             yield "prepared", str(task.prepare)
         norm = std * math.sqrt(task.parameters)
         yield (
             "noise",
-            f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at most {signal:.3g}",
+            (
+                f"std {std:.3g} per parameter, norm {norm:.3g}: {norm / signal:.2g} of {of}, at"
+                f" most {signal:.3g}"
+            ),
         )
         if self.search is not None:
             yield (
                 "search",
-                "the best of a secret number of trials, charged as a whole; model and noise are the winner's",
+                (
+                    "the best of a secret number of trials, charged as a whole; model and noise are"
+                    " the winner's"
+                ),
             )
         most = f"their number is n={task.n}"
         if task.adjacency == ADD_REMOVE:
@@ -466,16 +514,21 @@ def make_records(
             add_remove, which tells that the promise was broken.
         ValueError: shapes or dtypes.
     """
-    count, unit = len(features), "record"
+    count = len(features)
+    unit = "record"
     if users is not None:
-        count, unit = int(users.max()) + 1 if len(users) else 0, "user"
+        count = int(users.max()) + 1 if len(users) else 0
+        unit = "user"
     _require_number(task, count, unit)
     return _prepared(task, features, targets, weights, units)
 
 
-def make_parted_records(task: LinearTask, blocks: RawBlocks, units: Units | None = None) -> PartedRecords:
+def make_parted_records(
+    task: LinearTask, blocks: RawBlocks, units: Units | None = None
+) -> PartedRecords:
     """Returns the records of a task that are read in blocks, as `make_records`."""
-    count, empty = blocks.count(task.most_records), blocks.empty()
+    count = blocks.count(task.most_records)
+    empty = blocks.empty()
     _require_number(task, count, "record")
     return PartedRecords(blocks.parts, lambda raw: _prepared(task, *raw, units), empty, count)
 
@@ -493,12 +546,14 @@ def make_partitioned_records(
 def _require_number(task: LinearTask, count: int, unit: str) -> None:
     if task.adjacency != ADD_REMOVE and count != task.n:
         # PRIVACY: n is public there, and the data must have it (test_another_number_of_records_is_refused)
-        raise UnitError(f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})")
+        raise UnitError(
+            f"features must have n={task.n} {unit}s under {task.adjacency} (got {count})"
+        )
     if task.adjacency == ADD_REMOVE and count > task.n_max:
         # PRIVACY: contraction and norms of minimizers rest on it (test_more_records_than_promised_are_refused)
         raise UnitError(
-            f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more. Give a larger n, or "
-            f"n_max, by what is known without a look at the data"
+            f"n_max={task.n_max} must be a public cap on the number of {unit}s: there are more."
+            " Give a larger n, or n_max, by what is known without a look at the data"
         )
 
 
@@ -513,34 +568,48 @@ def _prepared(
     if features.dim() != 2 or features.shape[1] != task.dim:
         raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
     if targets.shape != (len(features),) or targets.is_complex():
-        raise ValueError(f"targets must be real, ({len(features)},) (got {targets.dtype}, {tuple(targets.shape)})")
+        raise ValueError(
+            f"targets must be real, ({len(features)},) (got {targets.dtype},"
+            f" {tuple(targets.shape)})"
+        )
     if weights is not None:
         if task.tilt:
-            raise ConditionError("weights must not be given for a tilted mean, whose constants have equal ones")
+            raise ConditionError(
+                "weights must not be given for a tilted mean, whose constants have equal ones"
+            )
         # PRIVACY: all constants are those of weight 1 (test_weights_above_one_are_clipped); NaN makes a null record
         weights = weights.double().clamp(0.0, 1.0)
     classes = task.loss.num_classes if isinstance(task.loss, SoftmaxCrossEntropy) else None
     prepare, measured = (task.preparation, None) if units is None else (units.rows, task.prepare)
     if units is None and task.prepare is not None:
-        prepare, measured = task.prepare.given, task.prepare
+        prepare = task.prepare.given
+        measured = task.prepare
     if task.bound_y is not None:
         bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
         if units is not None:
             targets = ((targets - units.location) / units.spread).clamp(-task.bound_y, task.bound_y)
             if task.preparation.whole:
-                targets = targets * torch.cat([units.rows.shares(part) for part in torch.split(features, _PART)])
+                targets = targets * torch.cat(
+                    [units.rows.shares(part) for part in torch.split(features, _PART)]
+                )
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
         targets = torch.where(signs.abs() == 1, signs, torch.nan)
-    return Records(features, targets, weights, num_classes=classes, prepare=prepare, block_rows=block_rows)
+    return Records(
+        features, targets, weights, num_classes=classes, prepare=prepare, block_rows=block_rows
+    )
 
 
-def build_objective(task: LinearTask, reg: float, records: Records, linear_term: Tensor | None = None) -> Objective:
+def build_objective(
+    task: LinearTask, reg: float, records: Records, linear_term: Tensor | None = None
+) -> Objective:
     """Returns the objective of a task: in sum form except for tilted ones, with a linear term or None."""
     if task.tilt:
-        return Tilted(task.loss, records, tilt=task.tilt, reg=reg / task.n, bound_x=task.preparation.bound)
+        return Tilted(
+            task.loss, records, tilt=task.tilt, reg=reg / task.n, bound_x=task.preparation.bound
+        )
     if task.attack_radius:
         return Adversarial(
             task.loss,  # checked there
@@ -553,7 +622,11 @@ def build_objective(task: LinearTask, reg: float, records: Records, linear_term:
         )
     if isinstance(task.loss, SoftmaxCrossEntropy):
         return SoftmaxObjective(
-            records, num_classes=task.loss.num_classes, reg=reg, normalizer=1.0, linear_term=linear_term
+            records,
+            num_classes=task.loss.num_classes,
+            reg=reg,
+            normalizer=1.0,
+            linear_term=linear_term,
         )
     loss = task.loss if task.clipped is None else task.clipped
     return LinearObjective(loss, records, reg=reg, normalizer=1.0, linear_term=linear_term)
@@ -564,7 +637,10 @@ def weight_guess(task: LinearTask) -> float:
 
     Rows in private units have a norm of about 1, others of about half their bound.
     """
-    unit, prepare = 1.0, task.prepare
-    if isinstance(task.loss, (Huber, SmoothedPinball)) and not (prepare and prepare.quantile and prepare.spreads):
+    unit = 1.0
+    prepare = task.prepare
+    if isinstance(task.loss, (Huber, SmoothedPinball)) and not (
+        prepare and prepare.quantile and prepare.spreads
+    ):
         unit = task.loss.threshold if isinstance(task.loss, Huber) else task.loss.width
     return _DISTANCE * unit / task.preparation.bound * (1 if prepare and prepare.rows else 2)

@@ -42,12 +42,30 @@ from torch_dpsco.theory.rounding import gamma
 from torch_dpsco.theory.steps import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
-_STEPS, _LEAST_FRICTION = 600, 0.015
-_FRICTION, _CLIPS = 0.1, (0.01, 0.1, 0.3)  # wanted; clips of the bound on a row's gradient, which means are far below
+_STEPS = 600
+_LEAST_FRICTION = 0.015
+_FRICTION, _CLIPS = (
+    0.1,
+    (
+        0.01,
+        0.1,
+        0.3,
+    ),
+)  # wanted; clips of the bound on a row's gradient, which means are far below
 _QUIET = 1e-3  # noise on the mean of all steps, of that bound, up to which a larger clip, with less bias, is free
-_SAFE = 0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
-_LAST_STEPS, _LAST_SHARE, _LAST_CLIP = 32, 0.2, math.sqrt(2)  # for scale and intercept: share of mu^2, gradients' bound
-_WIDE, _WAY, _FAR = 0.25, 2.0, 1000.0  # clip of scores over their bound; way of scale and intercept, and its bound
+_SAFE = (
+    0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
+)
+_LAST_STEPS, _LAST_SHARE, _LAST_CLIP = (
+    32,
+    0.2,
+    math.sqrt(2),
+)  # for scale and intercept: share of mu^2, gradients' bound
+_WIDE, _WAY, _FAR = (
+    0.25,
+    2.0,
+    1000.0,
+)  # clip of scores over their bound; way of scale and intercept, and its bound
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
 _LAST_SIGNAL = 15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
 
@@ -75,14 +93,18 @@ class UserGDPlan(LinearPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smooth_constants(self.task), check.positive_count(steps=self.steps), check.positive(noise_std=self.noise_std)
+        smooth_constants(self.task)
+        check.positive_count(steps=self.steps)
+        check.positive(noise_std=self.noise_std)
         check.positive(clip=self.clip)
         if not 0 <= check.finite(momentum=self.momentum) < 1:
             raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
         if self.last_std is not None:
             check.positive(last_std=self.last_std)
             if not isinstance(self.task.loss, Logistic):
-                raise ConditionError(f"last_std must be None for other losses than Logistic (got {self.task.loss!r})")
+                raise ConditionError(
+                    f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
+                )
 
     @property
     def reg(self) -> float:
@@ -123,29 +145,46 @@ class UserGDPlan(LinearPlan):
     @property
     def _last_rounding(self) -> float:
         """As `_rounding`, of the sums for scale and intercept."""
-        most, slope, bend = self.task.most_records, 1.0, 0.25
+        most = self.task.most_records
+        slope = 1.0
+        bend = 0.25
         score = gamma(self.task.width + 16) / _WIDE  # of a score, over its clip
         # PRIVACY: products that make a score may be rounded differently beside other rows
         # (test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept)
         mean = (slope + _LAST_CLIP * bend * _FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
-        mean += gradient_rounding(1, 2, lipschitz=_LAST_CLIP, smoothness=2 * bend, reg=0.0, norm=_FAR, score_offset=1.0)
+        mean += gradient_rounding(
+            1, 2, lipschitz=_LAST_CLIP, smoothness=2 * bend, reg=0.0, norm=_FAR, score_offset=1.0
+        )
         return most * (mean + _LAST_CLIP * gamma(most + 18))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
-        return self.noise_std / math.sqrt(self.steps), self.task.n * self.clip, "the mean of all steps"
+        return (
+            self.noise_std / math.sqrt(self.steps),
+            self.task.n * self.clip,
+            "the mean of all steps",
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         yield (
             "steps",
-            f"{self.steps} on all users, mean gradient of each clipped at {self.clip:.3g}, step size {self.lr:.3g} on "
-            f"the sum, answer: the average of the later half, with momentum {self.momentum:.3g}",
+            (
+                f"{self.steps} on all users, mean gradient of each clipped at {self.clip:.3g}, step"
+                f" size {self.lr:.3g} on the sum, answer: the average of the later half, with"
+                f" momentum {self.momentum:.3g}"
+            ),
         )
         if self.last_std is not None:
-            yield "", f"{_LAST_STEPS} more for scale and intercept, noise of std {self.last_std:.4g} on the sum"
+            yield (
+                "",
+                (
+                    f"{_LAST_STEPS} more for scale and intercept, noise of std {self.last_std:.4g}"
+                    " on the sum"
+                ),
+            )
 
     def draw(self, solved: tuple[Records, Tensor], generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private average; see `LinearPlan`.
@@ -165,9 +204,15 @@ class UserGDPlan(LinearPlan):
 
         start = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         w = run_momentum(start, noisy, self.steps, self.lr, self.momentum, far_radius(self.task))
-        return w if self.last_std is None else self._scaled(w, self.last_std, records, users, generator)
+        return (
+            w
+            if self.last_std is None
+            else self._scaled(w, self.last_std, records, users, generator)
+        )
 
-    def _scaled(self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source) -> Tensor:
+    def _scaled(
+        self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
+    ) -> Tensor:
         """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
         slopes, unit = self._slopes_and_unit(w)
         objective = self._pairs(slopes / unit, records)
@@ -178,7 +223,9 @@ class UserGDPlan(LinearPlan):
 
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
         start = torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device)
-        scale, shift = run_momentum(start, noisy, _LAST_STEPS, pace.lr, pace.momentum, _FAR).tolist()
+        scale, shift = run_momentum(
+            start, noisy, _LAST_STEPS, pace.lr, pace.momentum, _FAR
+        ).tolist()
         answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
         if self.task.preparation.intercept:
             answer[-1] = shift / self.task.preparation.intercept
@@ -230,7 +277,9 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
     """
     lipschitz, _ = smooth_constants(task)
     draft = UserGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0, clip=lipschitz)
-    signal, level, guess = signal_to_noise(task.level, task.n, task.parameters), task.level, way_guess(task)
+    signal = signal_to_noise(task.level, task.n, task.parameters)
+    level = task.level
+    guess = way_guess(task)
     if task.bound_y is not None:
         guess = min(guess, _SAFE * signal * task.bound_y / task.preparation.bound)
     reach = guess * signal
@@ -242,8 +291,12 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
         most = max(usual, min(most, _QUIET * signal))
         clip = lipschitz * min(max(_FRICTION * reach / (steepest * lipschitz), least), most)
     friction = min(max(steepest * clip / reach, _LEAST_FRICTION), 1.0)
-    draft, last = replace(draft, clip=clip, momentum=1.0 - friction), None
-    if isinstance(task.loss, Logistic) and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL:
+    draft = replace(draft, clip=clip, momentum=1.0 - friction)
+    last = None
+    if (
+        isinstance(task.loss, Logistic)
+        and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL
+    ):
         level *= 1 - 1e-12  # room for roundings
         last = draft._last_level(1.0) / (math.sqrt(_LAST_SHARE) * level)
         level *= math.sqrt(1 - _LAST_SHARE)

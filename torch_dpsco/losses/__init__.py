@@ -29,7 +29,13 @@ from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
-from torch_dpsco.losses.classification import Hinge, Logistic, MarginLoss, SmoothedHinge, SoftmaxCrossEntropy
+from torch_dpsco.losses.classification import (
+    Hinge,
+    Logistic,
+    MarginLoss,
+    SmoothedHinge,
+    SoftmaxCrossEntropy,
+)
 from torch_dpsco.losses.clipped import ResidualClipped, clip_rows, enforce_bounds
 from torch_dpsco.losses.regression import (
     Absolute,

@@ -17,8 +17,12 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up
 
-_RENAMED = {f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")}  # hooks, by their old names
-_RENAMED |= {f"_{name}": name for name in ("curve", "slope", "bend", "corner")} | {"_exponent": "holder_exponent"}
+_RENAMED = {
+    f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")
+}  # hooks, by their old names
+_RENAMED |= {f"_{name}": name for name in ("curve", "slope", "bend", "corner")} | {
+    "_exponent": "holder_exponent"
+}
 
 
 class Loss(ABC):
@@ -102,14 +106,20 @@ class Loss(ABC):
         elif output.dim() == 2 and output.shape[1] == self.num_scores:
             score = output
         else:
-            raise ValueError(f"output must have shape (B, {self.num_scores}) (got {tuple(output.shape)})")
+            raise ValueError(
+                f"output must have shape (B, {self.num_scores}) (got {tuple(output.shape)})"
+            )
         label = _column("target", target)
         if len(score) != len(label):
-            raise ValueError(f"output and target must have one length (got {len(score)} and {len(label)})")
+            raise ValueError(
+                f"output and target must have one length (got {len(score)} and {len(label)})"
+            )
         if self.target_kind != "class":
             return score, *read(self.target_kind, label, score.dtype)
         if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
-            raise ValueError(f"target must hold class numbers of an integer dtype (got {label.dtype})")
+            raise ValueError(
+                f"target must hold class numbers of an integer dtype (got {label.dtype})"
+            )
         known = (label >= 0) & (label < self.num_scores)
         return score, torch.where(known, label, 0).long(), known
 
@@ -178,10 +188,17 @@ class TableLoss(Loss):
         for name in cls.__dict__.keys() & _RENAMED.keys():
             if hasattr(cls, _RENAMED[name]):
                 # PRIVACY: constants of a base would hold (test_hooks_of_losses_under_their_old_names_are_refused)
-                raise TypeError(f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public")
+                raise TypeError(
+                    f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public"
+                )
 
     def problem(
-        self, *, bound_x: float, bound_y: float = 1.0, radius: float = math.inf, holder_exponent: float | None = None
+        self,
+        *,
+        bound_x: float,
+        bound_y: float = 1.0,
+        radius: float = math.inf,
+        holder_exponent: float | None = None,
     ) -> Problem:
         """The promises of this loss for bounded records.
 
@@ -273,11 +290,16 @@ class ScalarLoss(TableLoss):
 
     def bend(self, place: Tensor) -> Tensor:
         """phi'', one-sided where phi' has a kink."""
-        raise ConditionError(f"{self!r} has no second derivative; SmoothedHinge, Huber and Squared have one")
+        raise ConditionError(
+            f"{self!r} has no second derivative; SmoothedHinge, Huber and Squared have one"
+        )
 
     def corner(self, limit: Tensor) -> Tensor:
         """Where |phi'| reaches the limit > 0: a margin, or -inf; or a residual > 0 of an even phi, or inf."""
-        raise ConditionError(f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or Huber")
+        raise ConditionError(
+            f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or"
+            " Huber"
+        )
 
 
 @dataclass(frozen=True)

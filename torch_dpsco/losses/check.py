@@ -18,7 +18,14 @@ from torch_dpsco.problem import Problem
 _TOLERANCE = 1e-6
 _HALVINGS = 40
 _CLIMBS = 60
-_CHECKED = ("holder_constant", "grad_at_zero", "loss_at_zero", "lipschitz", "smoothness", "exact_grad_bound")
+_CHECKED = (
+    "holder_constant",
+    "grad_at_zero",
+    "loss_at_zero",
+    "lipschitz",
+    "smoothness",
+    "exact_grad_bound",
+)
 
 
 @typed
@@ -73,8 +80,17 @@ def check_holder(
     """
     bound_x, bound_y = record_bounds(bound_x, bound_y)
     if not any(getattr(problem, name) is not None for name in _CHECKED):
-        raise MissingConstantError(f"check_holder needs a problem that promises one of {', '.join(_CHECKED)}")
-    search = _Search(loss, problem, bound_x, bound_y, positive_count(trials=trials), generator or torch.Generator())
+        raise MissingConstantError(
+            f"check_holder needs a problem that promises one of {', '.join(_CHECKED)}"
+        )
+    search = _Search(
+        loss,
+        problem,
+        bound_x,
+        bound_y,
+        positive_count(trials=trials),
+        generator or torch.Generator(),
+    )
     search.check_at_zero()
     start = search.starting_pairs()
     for pairs in search.halvings(start):
@@ -105,8 +121,18 @@ class _Search:
         """Refutes the loss and the gradient at w = 0."""
         target = self._targets()
         zero = torch.zeros(len(target), self.loss.num_scores, dtype=torch.float64)
-        self._refute("loss_at_zero", self.problem.loss_at_zero, self._value(zero, target), _Pairs(target, zero, zero))
-        self._refute("grad_at_zero", self.problem.grad_at_zero, self._norm(zero, target), _Pairs(target, zero, zero))
+        self._refute(
+            "loss_at_zero",
+            self.problem.loss_at_zero,
+            self._value(zero, target),
+            _Pairs(target, zero, zero),
+        )
+        self._refute(
+            "grad_at_zero",
+            self.problem.grad_at_zero,
+            self._norm(zero, target),
+            _Pairs(target, zero, zero),
+        )
 
     def check_pairs(self, pairs: _Pairs) -> None:
         """Refutes Hoelder constants on pairs, and a derivative that is not a subgradient."""
@@ -114,29 +140,44 @@ class _Search:
             ratio = self._ratio(pairs, self.problem.holder_exponent)
             self._refute("holder_constant", self.problem.holder_constant, ratio, pairs)
         self._refute("smoothness", self.problem.smoothness, self._ratio(pairs, 1.0), pairs)
-        here, there = self._value(pairs.first, pairs.target), self._value(pairs.second, pairs.target)
+        here = self._value(pairs.first, pairs.target)
+        there = self._value(pairs.second, pairs.target)
         predicted = (self._slope(pairs.first, pairs.target) * (pairs.second - pairs.first)).sum(1)
         rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
-        self._refute("derivative (a subgradient of a convex loss)", rounding, here + predicted - there, pairs)
+        self._refute(
+            "derivative (a subgradient of a convex loss)", rounding, here + predicted - there, pairs
+        )
 
     def check_points(self, pairs: _Pairs) -> None:
         """Refutes gradient bounds and the sign of the loss at single points."""
         for score in (pairs.first, pairs.second):
             point = _Pairs(pairs.target, score, score)
-            norm, reach = self._norm(score, pairs.target), _length(score) / self.bound_x
+            norm = self._norm(score, pairs.target)
+            reach = _length(score) / self.bound_x
             inside = reach <= self.problem.radius
             self._refute("lipschitz", self.problem.lipschitz, torch.where(inside, norm, 0), point)
-            bound = torch.tensor([self._promised_bound(r) for r in reach.tolist()], dtype=torch.float64)
+            bound = torch.tensor(
+                [self._promised_bound(r) for r in reach.tolist()], dtype=torch.float64
+            )
             self._refute("grad_bound", bound, norm, point)
             if self.problem.loss_at_zero is not None:
-                self._refute("loss_at_zero (a nonnegative loss)", 1e-12, -self._value(score, pairs.target), point)
+                self._refute(
+                    "loss_at_zero (a nonnegative loss)",
+                    1e-12,
+                    -self._value(score, pairs.target),
+                    point,
+                )
 
     def starting_pairs(self) -> _Pairs:
         """Pairs at many scales around the points where the usual losses have kinks, and on the rim of the ball."""
         target = self._targets()
         center, direction = self._centers(target)
         near, far = (direction * self._magnitudes(len(target)) for _ in range(2))
-        pairs = [(center - near, center + near), (center, center + near), (center + near, center + far)]
+        pairs = [
+            (center - near, center + near),
+            (center, center + near),
+            (center + near, center + far),
+        ]
         if math.isfinite(self.problem.radius):
             unit = direction / _length(direction).unsqueeze(1)
             rim = unit * self.problem.radius * self.bound_x * (1 - 1e-12)
@@ -175,7 +216,9 @@ class _Search:
 
     def _ratio(self, pairs: _Pairs, exponent: float) -> Tensor:
         """||g(w) - g(w')|| / ||w - w'||^exponent at ||x|| = bound_x, and 0 for pairs too near to tell."""
-        change = _length(self._slope(pairs.second, pairs.target) - self._slope(pairs.first, pairs.target))
+        change = _length(
+            self._slope(pairs.second, pairs.target) - self._slope(pairs.first, pairs.target)
+        )
         distance = _length(pairs.second - pairs.first)
         # Nearer pairs measure the rounding of s - s' and of y - s instead of the loss.
         size = torch.maximum(_length(pairs.first), _length(pairs.second)) + pairs.target.abs() + 1
@@ -183,7 +226,8 @@ class _Search:
         return torch.where(distance > 1e-6 * size, ratio, 0)
 
     def _targets(self) -> Tensor:
-        kind, count = self.loss.target_kind, self.trials
+        kind = self.loss.target_kind
+        count = self.trials
         if kind == "class":
             return torch.arange(count) % self.loss.num_scores
         ends = 1.0 - 2.0 * (torch.arange(count, dtype=torch.float64) % 2)
@@ -194,17 +238,25 @@ class _Search:
         return self.bound_y * torch.where(torch.arange(count) % 6 < 4, ends, interior)
 
     def _centers(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        count, scores = len(target), self.loss.num_scores
+        count = len(target)
+        scores = self.loss.num_scores
         if scores == 1:
-            kinks = torch.stack([torch.zeros(count), target, -target, torch.ones(count), -torch.ones(count)], 1)
+            kinks = torch.stack(
+                [torch.zeros(count), target, -target, torch.ones(count), -torch.ones(count)], 1
+            )
             pick = torch.randint(kinks.shape[1], (count, 1), generator=self.generator)
-            return kinks.double().gather(1, pick), 2.0 * torch.randint(2, (count, 1), generator=self.generator) - 1.0
+            return (
+                kinks.double().gather(1, pick),
+                2.0 * torch.randint(2, (count, 1), generator=self.generator) - 1.0,
+            )
         # Two classes in front and the others behind: there the softmax bends most.
         order = self._uniform(count, scores).argsort(1)
         front = (order[:, :2].unsqueeze(2) == torch.arange(scores)).any(1)
         behind = self._magnitudes(count) * torch.randint(2, (count, 1), generator=self.generator)
         direction = torch.zeros(count, scores, dtype=torch.float64)
-        direction.scatter_(1, order[:, :1], math.sqrt(0.5)).scatter_(1, order[:, 1:2], -math.sqrt(0.5))
+        direction.scatter_(1, order[:, :1], math.sqrt(0.5)).scatter_(
+            1, order[:, 1:2], -math.sqrt(0.5)
+        )
         return torch.where(front, 0.0, -behind), direction
 
     def _magnitudes(self, count: int) -> Tensor:
@@ -220,7 +272,9 @@ class _Search:
         return self.loss.value(score.squeeze(1) if self.loss.num_scores == 1 else score, target)
 
     def _slope(self, score: Tensor, target: Tensor) -> Tensor:
-        slope = self.loss.derivative(score.squeeze(1) if self.loss.num_scores == 1 else score, target)
+        slope = self.loss.derivative(
+            score.squeeze(1) if self.loss.num_scores == 1 else score, target
+        )
         return slope.reshape(score.shape)
 
     def _norm(self, score: Tensor, target: Tensor) -> Tensor:
@@ -232,18 +286,23 @@ class _Search:
         except MissingConstantError:
             return math.inf
 
-    def _refute(self, name: str, promised: Tensor | float | None, found: Tensor, pairs: _Pairs) -> None:
+    def _refute(
+        self, name: str, promised: Tensor | float | None, found: Tensor, pairs: _Pairs
+    ) -> None:
         if promised is None:
             return
         limit = torch.as_tensor(promised, dtype=torch.float64).expand_as(found)
         # Written so that a NaN counts as refuted.
         wrong = ~(found <= limit * (1 + _TOLERANCE))
         if wrong.any():
-            worst = int(torch.where(wrong, (found - limit).nan_to_num(math.inf), -math.inf).argmax())
+            worst = int(
+                torch.where(wrong, (found - limit).nan_to_num(math.inf), -math.inf).argmax()
+            )
             raise NotCertifiedError(
-                f"{name} is refuted: promised {limit[worst].item():.6g}, found {found[worst].item():.6g} at target"
-                f" {pairs.target[worst].item():.6g}, scores {pairs.first[worst].tolist()} and"
-                f" {pairs.second[worst].tolist()}, ||x|| = {self.bound_x}"
+                f"{name} is refuted: promised {limit[worst].item():.6g}, found"
+                f" {found[worst].item():.6g} at target {pairs.target[worst].item():.6g}, scores"
+                f" {pairs.first[worst].tolist()} and {pairs.second[worst].tolist()}, ||x|| ="
+                f" {self.bound_x}"
             )
 
 

@@ -183,7 +183,11 @@ class SmoothedHinge(MarginLoss):
 
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         reach = 1 + bound_x * radius
-        return bound_x if reach >= self.width else upper(bound_x, Fraction(reach) / Fraction(self.width))
+        return (
+            bound_x
+            if reach >= self.width
+            else upper(bound_x, Fraction(reach) / Fraction(self.width))
+        )
 
 
 @dataclass(frozen=True)
@@ -249,4 +253,6 @@ class SoftmaxCrossEntropy(TableLoss):
         # The float sqrt(2.0) lies above the root; nextafter covers the two roundings of the other one.
         root = math.nextafter(math.sqrt((self.num_classes - 1) / self.num_classes), 1.0)
         at_zero = upper(bound_x, root)
-        return min(upper(bound_x, math.sqrt(2.0)), at_zero + self.holder_constant(1.0, bound_x) * radius)
+        return min(
+            upper(bound_x, math.sqrt(2.0)), at_zero + self.holder_constant(1.0, bound_x) * radius
+        )

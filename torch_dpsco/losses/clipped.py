@@ -28,11 +28,15 @@ _BLOCK_ROWS = 4096
 
 
 @overload
-def enforce_bounds(features: Tensor, targets: None = None, *, bound_x: float, bound_y: None = None) -> Tensor: ...
+def enforce_bounds(
+    features: Tensor, targets: None = None, *, bound_x: float, bound_y: None = None
+) -> Tensor: ...
 
 
 @overload
-def enforce_bounds(features: Tensor, targets: Tensor, *, bound_x: float, bound_y: float) -> tuple[Tensor, Tensor]: ...
+def enforce_bounds(
+    features: Tensor, targets: Tensor, *, bound_x: float, bound_y: float
+) -> tuple[Tensor, Tensor]: ...
 
 
 @typed
@@ -72,12 +76,15 @@ def enforce_bounds(
     limit_x, limit_y = record_bounds(bound_x, 1.0 if bound_y is None else bound_y)
     if features.dim() < 2 or not features.is_floating_point():
         raise ValueError(
-            f"features must be floating point of shape (n, ...) (got {features.dtype}, {tuple(features.shape)})"
+            f"features must be floating point of shape (n, ...) (got {features.dtype},"
+            f" {tuple(features.shape)})"
         )
     if (targets is None) != (bound_y is None):
         raise ValueError(f"targets and bound_y must be given together (got bound_y={bound_y})")
     # In blocks, so that the float64 copy stays small.
-    bounded = torch.cat([_into_ball(block, limit_x) for block in torch.split(features, _BLOCK_ROWS)])
+    bounded = torch.cat(
+        [_into_ball(block, limit_x) for block in torch.split(features, _BLOCK_ROWS)]
+    )
     return bounded if targets is None else (bounded, _into_interval(targets, limit_y))
 
 
@@ -88,7 +95,9 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
     guard = torch.finfo(block.dtype).eps + (rows.shape[1] + 4) * torch.finfo(torch.float64).eps
     # Nothing to do where all norms are plainly within the bound; a NaN fails the comparison. Norms whose squares
     # underflow are too small, by less than sqrt(d) 2^-510.
-    if bound > 2.0**-400 and bool((torch.linalg.vector_norm(rows, dim=1) <= bound * (1 - guard)).all()):
+    if bound > 2.0**-400 and bool(
+        (torch.linalg.vector_norm(rows, dim=1) <= bound * (1 - guard)).all()
+    ):
         return block.clone()
     # PRIVACY: masked, since 0 * inf is NaN (test_a_row_with_a_non_finite_feature_becomes_zero)
     rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, 0)
@@ -104,7 +113,9 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
 
 def _into_interval(targets: Tensor, bound: float) -> Tensor:
     if not targets.is_floating_point():
-        raise ValueError(f"targets must be floating point (got {targets.dtype}); class numbers need no bound")
+        raise ValueError(
+            f"targets must be floating point (got {targets.dtype}); class numbers need no bound"
+        )
     info = torch.finfo(targets.dtype)
     limit = float(torch.tensor(bound, dtype=torch.float64).to(targets.dtype))
     if limit > bound:  # the nearest number of the dtype lies outside the interval

@@ -25,7 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SIGN, CHANCE, CLASS, REAL = "sign", "chance", "class", "real"
+SIGN = "sign"
+CHANCE = "chance"
+CLASS = "class"
+REAL = "real"
 
 _OF_TORCH: dict[Any, tuple[type[nn.Module], str]] = {
     F.soft_margin_loss: (nn.SoftMarginLoss, SIGN),
@@ -54,9 +57,11 @@ def as_module(loss: Any) -> Any:
         >>> as_module(F.cross_entropy), as_module(functools.partial(F.huber_loss, delta=2.0)).delta, as_module(max)
         (CrossEntropyLoss(), 2.0, <built-in function max>)
     """
-    function, options = loss, {}
+    function = loss
+    options = {}
     if isinstance(loss, functools.partial) and not loss.args:
-        function, options = loss.func, loss.keywords
+        function = loss.func
+        options = loss.keywords
     for known, (module, _) in _OF_TORCH.items():
         if function is known:
             return module(**options)
@@ -133,10 +138,14 @@ def _is_batch(tensor: Any) -> bool:
 def _classes(loss: Any, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns class numbers, and which are some; a number that the loss ignores is none of another class."""
     label = target.long()
-    least = -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0  # which ends the list of a record's classes
+    least = (
+        -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0
+    )  # which ends the list of a record's classes
     known = (label >= least) & (label < count)
     ignored = getattr(loss, "ignore_index", None)
     if ignored is None:
         return torch.where(known, label, 0), known
     # a class, so that a mean is over null records too
-    return torch.where(known | (label == ignored), label, int(ignored == 0)), known | (label == ignored)
+    return torch.where(known | (label == ignored), label, int(ignored == 0)), known | (
+        label == ignored
+    )

@@ -70,7 +70,9 @@ class PowerLoss(ResidualLoss):
         return self.power - 1
 
     def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(self.power, power_up(2.0, 2 - self.power), bound_x, power_up(bound_x, exponent))
+        return upper(
+            self.power, power_up(2.0, 2 - self.power), bound_x, power_up(bound_x, exponent)
+        )
 
     def loss_at_zero(self, bound_y: float) -> float:
         return upper(bound_y, power_up(bound_y, self.power - 1))
@@ -198,7 +200,9 @@ class Huber(ResidualLoss):
         return 1.0
 
     def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(power_up(2 * self.threshold, 1 - exponent), bound_x, power_up(bound_x, exponent))
+        return upper(
+            power_up(2 * self.threshold, 1 - exponent), bound_x, power_up(bound_x, exponent)
+        )
 
     def loss_at_zero(self, bound_y: float) -> float:
         curved = min(Fraction(bound_y), Fraction(self.threshold))
@@ -234,7 +238,8 @@ class Pinball(ResidualLoss):
         return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)
 
     def slope(self, residual: Tensor) -> Tensor:
-        above, below = residual.clamp(min=0).sign(), residual.clamp(max=0).sign()
+        above = residual.clamp(min=0).sign()
+        below = residual.clamp(max=0).sign()
         return self.quantile * above + (1 - self.quantile) * below
 
     def _steepest(self) -> Fraction:
@@ -290,7 +295,9 @@ class SmoothedPinball(ResidualLoss):
 
     def bend(self, residual: Tensor) -> Tensor:
         scaled = residual / self.width
-        return ((scaled >= self.quantile - 1) & (scaled <= self.quantile)).to(residual.dtype) / self.width
+        return ((scaled >= self.quantile - 1) & (scaled <= self.quantile)).to(
+            residual.dtype
+        ) / self.width
 
     def holder_exponent(self) -> float:
         return 1.0
@@ -299,12 +306,16 @@ class SmoothedPinball(ResidualLoss):
         return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
 
     def loss_at_zero(self, bound_y: float) -> float:
-        width, slope = Fraction(self.width), self._steepest(Fraction(bound_y))
+        width = Fraction(self.width)
+        slope = self._steepest(Fraction(bound_y))
         return upper(slope, Fraction(bound_y) - width * slope / 2)
 
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
-        return upper(bound_x, self._steepest(Fraction(reach)) if math.isfinite(reach) else self._steepest(None))
+        return upper(
+            bound_x,
+            self._steepest(Fraction(reach)) if math.isfinite(reach) else self._steepest(None),
+        )
 
     def _steepest(self, reach: Fraction | None) -> Fraction:
         """The largest slope within a distance of the kink; everywhere for None."""

@@ -74,13 +74,15 @@ class AboveThreshold:
     ) -> None:
         check.finite(threshold=threshold)
         check.positive(sensitivity=sensitivity)
-        self.threshold, self.sensitivity = Fraction(threshold), Fraction(sensitivity)
+        self.threshold = Fraction(threshold)
+        self.sensitivity = Fraction(sensitivity)
         self.threshold_scale = check.positive(threshold_scale=threshold_scale)
         self.query_scale = check.positive(query_scale=query_scale)
         self.steps = check.positive_count(steps=steps)
         self._step = self.sensitivity / _STEPS
         self._rho: Fraction | None = None
-        self._asked, self._halted = 0, False
+        self._asked = 0
+        self._halted = False
 
     @property
     def halted(self) -> bool:
@@ -149,7 +151,12 @@ class AboveThreshold:
     def state(self) -> dict[str, Any]:
         """Returns integers that a checkpoint must keep. CONFIDENTIAL: it holds the noise of the threshold."""
         noise = None if self._rho is None else int(self._rho / self._step)
-        return {"threshold_noise": noise, "asked": self._asked, "halted": self._halted, "confidential": True}
+        return {
+            "threshold_noise": noise,
+            "asked": self._asked,
+            "halted": self._halted,
+            "confidential": True,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state.
@@ -158,13 +165,19 @@ class AboveThreshold:
             SequenceError: this run has already answered more than the saved one, or is another one: queries would be
                 answered twice by one noisy threshold, which is charged for one halt.
         """
-        noise, asked, halted = state["threshold_noise"], check.count(asked=state["asked"]), bool(state["halted"])
+        noise = state["threshold_noise"]
+        asked = check.count(asked=state["asked"])
+        halted = bool(state["halted"])
         rho = None if noise is None else noise * self._step
         rolled_back = asked < self._asked or (self._halted and not halted)
         if (self._asked or self._halted) and (rolled_back or rho != self._rho):
             # PRIVACY: each return to an earlier state could halt again (test_a_run_cannot_be_rolled_back)
-            raise SequenceError("state must be a later one of this run of the noisy test: make a new optimizer")
-        self._rho, self._asked, self._halted = rho, asked, halted
+            raise SequenceError(
+                "state must be a later one of this run of the noisy test: make a new optimizer"
+            )
+        self._rho = rho
+        self._asked = asked
+        self._halted = halted
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: two runs with one noisy threshold may halt twice (test_a_copy_is_a_new_run)

@@ -64,9 +64,11 @@ from torch_dpsco.rng import Source, random_bytes, stream_of
 IntArray = NDArray[np.int64]
 Read = Callable[[int], bytes]
 
-LEAST_BITS, MOST_BITS = 4, 40
+LEAST_BITS = 4
+MOST_BITS = 40
 _CELLS, _N = 192, 3180  # cells of the table; N of the proof, the largest with sum c_k < 2^16
-_TAIL, _AGAIN = _CELLS, _CELLS + 1
+_TAIL = _CELLS
+_AGAIN = _CELLS + 1
 _FIXED = 160  # bits after the point of the table's exponentials
 _BLOCK = 2**15  # proposals at a time, which stay in cache
 
@@ -104,7 +106,8 @@ def discrete_gaussian(size: int, bits: int, read: Read = random_bytes) -> IntArr
 
 def _accepted(count: int, bits: int, read: Read) -> IntArray:
     """Returns the numbers that are left of so many proposals, in their order."""
-    tables, b = _tables(), bits - 4
+    tables = _tables()
+    b = bits - 4
     words = np.frombuffer(read(8 * count), dtype=np.uint64)
     uniform = np.frombuffer(read(4 * count), dtype=np.uint32)
     cell = tables.cell.take((words & np.uint64(0xFFFF)).view(np.int64))
@@ -130,20 +133,28 @@ def _decide(
     read: Read,
 ) -> None:
     """Decides the proposals at some places that are not surely kept: writes `kept`, and `x` of the tail."""
-    tables, b = _tables(), bits - 4
+    tables = _tables()
+    b = bits - 4
     y = inside << (24 - b) if b <= 24 else inside >> (b - 24)
-    part, rest = y >> 18, y & (2**18 - 1)
-    low, next_ = tables.lower[cell, part], tables.lower[cell, part + 1]
-    chord, margin, u = low - ((low - next_) * rest >> 18), tables.margin[cell], uniform.astype(np.int64)
+    part = y >> 18
+    rest = y & (2**18 - 1)
+    low = tables.lower[cell, part]
+    next_ = tables.lower[cell, part + 1]
+    chord = low - ((low - next_) * rest >> 18)
+    margin = tables.margin[cell]
+    u = uniform.astype(np.int64)
     kept[places[u < chord - margin]] = True
     for i in np.flatnonzero((u >= chord - margin) & (u < chord + margin)).tolist():
-        number, place = int(cell[i]), int(places[i])
+        number = int(cell[i])
+        place = int(places[i])
         if number == _TAIL:
             number, extra = _tail(read)
             x[place] = number << b | int(inside[i])
             kept[place] = _coin(int(u[i]), _N << extra, 1, int(x[place]), bits, read)
         else:
-            kept[place] = _coin(int(u[i]), _N, int(tables.counts[number]), int(x[place]), bits, read)
+            kept[place] = _coin(
+                int(u[i]), _N, int(tables.counts[number]), int(x[place]), bits, read
+            )
 
 
 def _tail(read: Read) -> tuple[int, int]:
@@ -165,7 +176,8 @@ def _coin(u: int, numerator: int, denominator: int, x: int, bits: int, read: Rea
             return True
         if u * denominator << precision >= numerator * high << width:
             return False
-        u, width = u << 32 | int.from_bytes(read(4), "little"), width + 32
+        u = u << 32 | int.from_bytes(read(4), "little")
+        width = width + 32
 
 
 def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:
@@ -180,7 +192,9 @@ def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:
         >>> exp_bounds(1, 0, 20)
         (385749, 385750)
     """
-    halvings = max(0, numerator.bit_length() - shift + 1)  # of the exponent, which is below 1/2 then
+    halvings = max(
+        0, numerator.bit_length() - shift + 1
+    )  # of the exponent, which is below 1/2 then
     point = bits + halvings + 32
     t = (numerator << point) >> (shift + halvings)
     term = total = 1 << point
@@ -190,9 +204,11 @@ def exp_bounds(numerator: int, shift: int, bits: int) -> tuple[int, int]:
         term = term * t // (k << point)
         total += -term if k % 2 else term
     # t and each of the k terms are cut by at most two units, and the rest of the alternating series is below one
-    low, high = total - 2 * k - 4, total + 2 * k + 4
+    low = total - 2 * k - 4
+    high = total + 2 * k + 4
     for _ in range(halvings):
-        low, high = low * low >> point, -(-high * high >> point)
+        low = low * low >> point
+        high = -(-high * high >> point)
     return max(0, low >> (point - bits)), -(-high >> (point - bits))
 
 
@@ -207,15 +223,23 @@ class _Tables(NamedTuple):
 @cache
 def _tables() -> _Tables:
     parts = 64
-    shift = 2 * (4 + 6) + 1  # point X of the grid is X/1024 standard deviations out: exp(-X^2 / 2^21)
-    value, ratio, change = 1 << _FIXED, exp_bounds(1, shift, _FIXED)[0], exp_bounds(2, shift, _FIXED)[0]
+    shift = (
+        2 * (4 + 6) + 1
+    )  # point X of the grid is X/1024 standard deviations out: exp(-X^2 / 2^21)
+    value = 1 << _FIXED
+    ratio = exp_bounds(1, shift, _FIXED)[0]
+    change = exp_bounds(2, shift, _FIXED)[0]
     grid = []  # below exp(-X^2 / 2^21) 2^160 by less than 2^32: X^2 < 2^28 roundings
     for _ in range(_CELLS * parts + 1):
         grid.append(value)
-        value, ratio = value * ratio >> _FIXED, ratio * change >> _FIXED
-    counts = [(_N * (grid[parts * k] + 2**60) >> _FIXED) + 1 for k in range(_CELLS)]  # at least N e^(-k^2/512)
+        value = value * ratio >> _FIXED
+        ratio = ratio * change >> _FIXED
+    counts = [
+        (_N * (grid[parts * k] + 2**60) >> _FIXED) + 1 for k in range(_CELLS)
+    ]  # at least N e^(-k^2/512)
     lower = [
-        [(_N * grid[parts * k + i] << 32) // (counts[k] << _FIXED) for i in range(parts + 1)] for k in range(_CELLS)
+        [(_N * grid[parts * k + i] << 32) // (counts[k] << _FIXED) for i in range(parts + 1)]
+        for k in range(_CELLS)
     ]
     entries = [*np.repeat(np.arange(_CELLS), counts).tolist(), _TAIL]
     entries += [_AGAIN] * (2**16 - len(entries))
@@ -237,7 +261,9 @@ class _Bits:
     """Uniform bits of a source; leftover bits are discarded with the object."""
 
     def __init__(self, source: Source) -> None:
-        self._stream, self._pool, self._left = stream_of(source), 0, 0
+        self._stream = stream_of(source)
+        self._pool = 0
+        self._left = 0
 
     def take(self, bits: int) -> int:
         while self._left < bits:
@@ -291,8 +317,10 @@ def draw_laplace(scale: float | Fraction, step: float | Fraction, generator: Sou
     """
     check.positive(scale=scale)
     check.positive(step=step)
-    t, bits = Fraction(scale) / Fraction(step), _Bits(generator)
-    s, q = t.numerator, t.denominator
+    t = Fraction(scale) / Fraction(step)
+    bits = _Bits(generator)
+    s = t.numerator
+    q = t.denominator
     while True:
         u = _below(s, bits)
         if not _exp_coin(u, s, bits):

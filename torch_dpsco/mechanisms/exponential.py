@@ -60,10 +60,13 @@ IntArray = NDArray[np.int64]
 _RANKS = 2**20  # in a rank: scores are exact
 _DRAWS = 2**53  # equally likely draws, split among the grid points
 _UNIFORM = 2.0**-16  # share of the uniform law; the margin for rounding divides by it
-_MAX_GRID, _MAX_VALUES = 4096, 2**32
+_MAX_GRID = 4096
+_MAX_VALUES = 2**32
 _MAX_SCORE = 2.0**53  # integers below it are exact
 _SENSITIVITIES = (2.0**-64, 2.0**64)  # no product overflows
-_MAX_EPSILON = 2.0**16  # past that a draw is the best point anyway; the proof's x must exceed the roundings of epsilon
+_MAX_EPSILON = (
+    2.0**16
+)  # past that a draw is the best point anyway; the proof's x must exceed the roundings of epsilon
 
 
 def geometric_grid(c_min: float, c_max: float) -> FloatArray:
@@ -80,7 +83,8 @@ def geometric_grid(c_min: float, c_max: float) -> FloatArray:
         >>> [round(float(tau), 3) for tau in geometric_grid(1.0, 2.0)]
         [1.0, 1.189, 1.414, 1.682, 2.0]
     """
-    c_min, c_max = check.positive(c_min=c_min), check.positive(c_max=c_max)
+    c_min = check.positive(c_min=c_min)
+    c_max = check.positive(c_max=c_max)
     if not c_max > c_min:
         raise ValueError(f"c_max must be > c_min={c_min:g} (got {c_max:g})")
     last = math.floor(4 * (math.log2(c_max) - math.log2(c_min)) + 1e-9)
@@ -115,7 +119,8 @@ def score_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArray
         raise ValueError(f"scores must hold 1 to {_MAX_GRID} numbers (got shape {bad.shape})")
     if not (np.abs(bad) < _MAX_SCORE).all():
         raise ValueError("scores must be finite and below 2^53")
-    size, unit = len(bad), check.between(*_SENSITIVITIES, sensitivity=sensitivity)
+    size = len(bad)
+    unit = check.between(*_SENSITIVITIES, sensitivity=sensitivity)
     # PRIVACY: less than epsilon, for the rounding (test_the_drawn_law_keeps_epsilon_exactly)
     law = _law(bad, _exact_epsilon(epsilon, size) / unit)
     # PRIVACY: no point is so rare that its rounding is large (test_without_the_uniform_share_epsilon_is_broken)
@@ -140,16 +145,24 @@ def score_slack(size: int, sensitivity: float, epsilon: float, failure: float) -
     Source: docs/proofs/conformal.md#a-rank-that-is-not-missed
     """
     if check.open_interval(0.0, 1.0, failure=failure) <= 2 * _UNIFORM:
-        raise ValueError(f"failure must be > {2 * _UNIFORM:.2g}, what the law has at least (got {failure:g})")
-    rate = _exact_epsilon(epsilon, check.positive_count(size=size)) / (2.0 * check.positive(sensitivity=sensitivity))
+        raise ValueError(
+            f"failure must be > {2 * _UNIFORM:.2g}, what the law has at least (got {failure:g})"
+        )
+    rate = _exact_epsilon(epsilon, check.positive_count(size=size)) / (
+        2.0 * check.positive(sensitivity=sensitivity)
+    )
     return math.log(size / (failure - 2 * _UNIFORM)) / rate * (1.0 + 2.0**-40)
 
 
 def _exact_epsilon(epsilon: float, size: int) -> float:
     """Returns the epsilon of the law before rounding."""
-    margin = 6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16  # 6 x of the proof: what rounding can cost
+    margin = (
+        6 * (3 * size + 16) * 2.0**-53 * size * 2.0**16
+    )  # 6 x of the proof: what rounding can cost
     if check.positive(epsilon=epsilon) <= 2 * margin:
-        raise ValueError(f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})")
+        raise ValueError(
+            f"epsilon must be > {2 * margin:.2g} on a grid of {size} points (got {epsilon:g})"
+        )
     return min(float(epsilon), _MAX_EPSILON) - margin
 
 
@@ -169,7 +182,9 @@ def draw(law: IntArray, generator: Source) -> int:
     return int(np.searchsorted(ends, stream_of(generator).integer(53), side="right"))
 
 
-def quantile_law(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int) -> IntArray:
+def quantile_law(
+    values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int
+) -> IntArray:
     """Returns the law of a quantile: of 2^53 equally likely draws, how many choose each grid point.
 
     Args:

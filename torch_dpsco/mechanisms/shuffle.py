@@ -111,7 +111,9 @@ class BinomialNoise:
         return index + self._first
 
 
-def _table(trials: int, p: float) -> tuple[int, Tensor, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
+def _table(
+    trials: int, p: float
+) -> tuple[int, Tensor, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
     """Returns the least number drawn and, split in two halves, P(Y <= y) in units of 2^-124 for all y but the last."""
     won, whole = p.as_integer_ratio()
     lost = whole - won
@@ -119,15 +121,19 @@ def _table(trials: int, p: float) -> tuple[int, Tensor, np.ndarray[tuple[int, ..
 
     def rising(y: int, won: int, lost: int) -> list[int]:
         weights = [1 << (2 * _WORD + _GUARD)]
-        while y < trials and weights[-1] >> (_GUARD - 16):  # w(y + 1) / w(y) = (N - y) p / ((y + 1) (1 - p))
+        while y < trials and weights[-1] >> (
+            _GUARD - 16
+        ):  # w(y + 1) / w(y) = (N - y) p / ((y + 1) (1 - p))
             weights.append(weights[-1] * (trials - y) * won // ((y + 1) * lost))
             y += 1
         return weights
 
     below = rising(trials - mode, lost, won)  # N - Y is Bin(N, 1 - p)
     weights = [*reversed(below), *rising(mode, won, lost)[1:]]
-    total, running = sum(weights), 0
-    high, low = np.empty(len(weights) - 1, dtype=np.int64), np.empty(len(weights) - 1, dtype=np.int64)
+    total = sum(weights)
+    running = 0
+    high = np.empty(len(weights) - 1, dtype=np.int64)
+    low = np.empty(len(weights) - 1, dtype=np.int64)
     for k, weight in enumerate(weights[:-1]):
         running += weight
         high[k], low[k] = divmod(running * _ONE // total, 1 << _WORD)
@@ -136,7 +142,9 @@ def _table(trials: int, p: float) -> tuple[int, Tensor, np.ndarray[tuple[int, ..
 
 FAILURE = 1e-10  # probability that noise is off the window of the accountant, for one release
 _STEP = 1.1  # by which noise grows until the accountant agrees
-_LARGEST_VARIANCE = 2.5e8  # variance of the noise that the accountant tells from less (about 10^9 bits)
+_LARGEST_VARIANCE = (
+    2.5e8  # variance of the noise that the accountant tells from less (about 10^9 bits)
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,12 @@ class ShuffleParameters:
 
 
 def vector_cost(
-    parameters: ShuffleParameters, n: int, dim: int, *, failure: float = FAILURE, honest_fraction: float = 1.0
+    parameters: ShuffleParameters,
+    n: int,
+    dim: int,
+    *,
+    failure: float = FAILURE,
+    honest_fraction: float = 1.0,
 ) -> ShuffleCost:
     """Returns what one shuffled sum of n vectors costs that are clipped in L2 norm (Algorithms 10 and 11).
 
@@ -189,7 +202,12 @@ def vector_cost(
 
 
 def coordinate_cost(
-    parameters: ShuffleParameters, n: int, dim: int, *, failure: float = FAILURE, honest_fraction: float = 1.0
+    parameters: ShuffleParameters,
+    n: int,
+    dim: int,
+    *,
+    failure: float = FAILURE,
+    honest_fraction: float = 1.0,
 ) -> ShuffleCost:
     """Returns what a group of n vectors costs that are clipped in each coordinate (Algorithm 13).
 
@@ -206,23 +224,36 @@ def coordinate_cost(
 
 
 def _cost(
-    parameters: ShuffleParameters, n: int, dim: int, shift_norm: float, failure: float, honest_fraction: float
+    parameters: ShuffleParameters,
+    n: int,
+    dim: int,
+    shift_norm: float,
+    failure: float,
+    honest_fraction: float,
 ) -> ShuffleCost:
     check.open_interval(0.0, 1.0, failure=failure)
     # PRIVACY: the noise of dishonest users hides nothing (test_only_honest_noise_counts)
     trials = _honest(n, honest_fraction) * parameters.noise_bits
     if not trials:
-        raise ConditionError(f"noise_bits must be >= 1 to hide anything (got {parameters.noise_bits})")
+        raise ConditionError(
+            f"noise_bits must be >= 1 to hide anything (got {parameters.noise_bits})"
+        )
     p = parameters.noise_probability
     # much less than the divergence at shift 1, 1 / (2 N p (1 - p)) times the order: else the window alone would cost
     window = min(failure / dim * (1.0 - 1e-6), 1e-3 / (2.0 * trials * p * (1.0 - p)))
     return zcdp_shuffle(
-        trials, p, dim=dim, max_shift=parameters.grid, shift_norm=shift_norm * (1.0 + 1e-12), delta_window=window
+        trials,
+        p,
+        dim=dim,
+        max_shift=parameters.grid,
+        shift_norm=shift_norm * (1.0 + 1e-12),
+        delta_window=window,
     )
 
 
 def _honest(n: int, honest_fraction: float) -> int:
-    n, share = check.positive_count(n=n), check.between(0.0, 1.0, honest_fraction=honest_fraction)
+    n = check.positive_count(n=n)
+    share = check.between(0.0, 1.0, honest_fraction=honest_fraction)
     honest = math.floor(n * share)
     if honest < 1:
         raise ConditionError(f"honest_fraction must leave an honest user among {n} (got {share})")
@@ -266,9 +297,12 @@ def vector_parameters(
         >>> vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
         ShuffleParameters(grid=64, noise_bits=311, noise_probability=0.5)
     """
-    dim, target = check.positive_count(dim=dim), _target(epsilon, delta)
+    dim = check.positive_count(dim=dim)
+    target = _target(epsilon, delta)
     if grid is None:
-        grid = math.ceil(max(math.sqrt(5 * check.positive_count(n=n) * target.rho), 4 * math.sqrt(dim), 4))
+        grid = math.ceil(
+            max(math.sqrt(5 * check.positive_count(n=n) * target.rho), 4 * math.sqrt(dim), 4)
+        )
     norm = check.positive_count(grid=grid) + math.sqrt(dim)
     return _sized(grid, noise_probability, n, dim, norm, target, honest_fraction)
 
@@ -308,7 +342,8 @@ def coordinate_parameters(
         ShuffleParameters(grid=64, noise_bits=2815, noise_probability=0.5)
     """
     size = check.positive_count(batch_size=batch_size) // check.positive_count(groups=groups)
-    dim, target = check.positive_count(dim=dim), _target(epsilon, delta)
+    dim = check.positive_count(dim=dim)
+    target = _target(epsilon, delta)
     if not size:
         raise ValueError(f"groups must be <= batch_size={batch_size} (got {groups})")
     if grid is None:
@@ -347,7 +382,9 @@ def _sized(
             pass
         bits = math.ceil(_STEP * bits)
     smallest = norm**2 / (2.0 * _LARGEST_VARIANCE)
-    raise InfeasibleError(f"epsilon must be larger: rho must be above {smallest:.2g} for this grid (got {rho:.2g})")
+    raise InfeasibleError(
+        f"epsilon must be larger: rho must be above {smallest:.2g} for this grid (got {rho:.2g})"
+    )
 
 
 def grid_values(values: Tensor, upper: float, grid: int) -> Tensor:
@@ -371,12 +408,17 @@ def centered_sum(count: Tensor, n: int, bound: float, parameters: ShuffleParamet
     """Returns (2 D / g) (count - p b n) - n D, the estimate of a sum of n numbers in [-D, D] from counts of ones."""
     expected = parameters.noise_probability * (parameters.noise_bits * n)
     # in this order a count at its mean gives an exact zero
-    return (count.double() - (expected + n * parameters.grid / 2.0)) * (2.0 * bound / parameters.grid)
+    return (count.double() - (expected + n * parameters.grid / 2.0)) * (
+        2.0 * bound / parameters.grid
+    )
 
 
 def largest_count(n: int, parameters: ShuffleParameters) -> int:
     """Returns n (g + b), the number of bits of a coordinate; raises ValueError if it is not exact in float64."""
     most = n * (parameters.grid + parameters.noise_bits)
     if most >= 2**53:
-        raise ValueError(f"n * (grid + noise_bits) must be below 2^53 (got {most:.3g}, {math.log2(most):.1f} bits)")
+        raise ValueError(
+            f"n * (grid + noise_bits) must be below 2^53 (got {most:.3g}, {math.log2(most):.1f}"
+            " bits)"
+        )
     return most

@@ -25,13 +25,17 @@ from torch_dpsco.noise import exponential_sum, normal_
 from torch_dpsco.rng import Source, stream_of
 from torch_dpsco.theory.rounding import Grid, exact_grid
 
-_LARGEST = 2.0**50  # of a coordinate, in units of the grid: quotients, or products with 1/g, are off by 1/4 up to here
+_LARGEST = (
+    2.0**50
+)  # of a coordinate, in units of the grid: quotients, or products with 1/g, are off by 1/4 up to here
 
 
 def on_grid(value: Tensor, grid: Grid) -> Tensor:
     """Returns a vector in units of the grid, as int64 on the CPU: rounded, cut at 2^50, 0 for NaN. NOT private."""
     # PRIVACY: cut, and never refused: an error would tell of the data (test_no_value_raises_in_an_exact_release)
-    scaled = torch.nan_to_num(value.detach().cpu().double() / grid.spacing, nan=0.0).clamp_(-_LARGEST, _LARGEST)
+    scaled = torch.nan_to_num(value.detach().cpu().double() / grid.spacing, nan=0.0).clamp_(
+        -_LARGEST, _LARGEST
+    )
     return scaled.round_().long()
 
 
@@ -43,7 +47,9 @@ def release_on_grid(value: Tensor, grid: Grid, source: Source) -> Tensor:
         grid: of what the caller has charged, see `exact_grid`.
         source: of the bits.
     """
-    noise = torch.from_numpy(discrete_gaussian(value.numel(), grid.bits, stream_of(source).read)).view(value.shape)
+    noise = torch.from_numpy(
+        discrete_gaussian(value.numel(), grid.bits, stream_of(source).read)
+    ).view(value.shape)
     total = on_grid(value, grid) + noise  # below 2^52: exact as a float64
     return total.double().mul_(grid.spacing).to(value.device)
 
@@ -58,7 +64,9 @@ def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
 
     Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.
     """
-    return release_on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()), source)
+    return release_on_grid(
+        value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()), source
+    )
 
 
 def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
@@ -99,7 +107,8 @@ def knorm_vector(dim: int, scale: float, generator: Source) -> Tensor:
         >>> knorm_vector(3, 1.0, torch.Generator().manual_seed(0)).shape
         torch.Size([3])
     """
-    count, scale = check.positive_count(dim=dim), check.positive(scale=scale)
+    count = check.positive_count(dim=dim)
+    scale = check.positive(scale=scale)
     radius = exponential_sum(count, generator)
     direction = gaussian_vector(count, 1.0, generator)
     length = torch.linalg.vector_norm(direction)

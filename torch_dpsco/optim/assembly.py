@@ -51,7 +51,9 @@ from torch_dpsco.theory.rounding import asks_exact
 class Assembly(CommonOptimizer):
     """The parts of a private optimizer and its batches; `PrivateOptimizer`, which adds the step, has the arguments."""
 
-    _fixed = frozenset({"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"})
+    _fixed = frozenset(
+        {"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"}
+    )
 
     def __init__(
         self,
@@ -77,17 +79,24 @@ class Assembly(CommonOptimizer):
         if asks_exact(secure):
             oracle.use_exact_noise()
         self._secure = secure
-        self.oracle, self.rule, self.design = oracle, rule, design
+        self.oracle = oracle
+        self.rule = rule
+        self.design = design
         self.schedule = schedule or Schedule()
         self._planned = self.schedule.steps
         rule.check_schedule(self.schedule)
-        self.prox, self.reg = prox or Identity(), check.nonnegative(reg=reg)
+        self.prox = prox or Identity()
+        self.reg = check.nonnegative(reg=reg)
         self.adjacency = checks.agreed_adjacency(adjacency, accountant)
-        if accountant is None:  # not "if accountant": an empty one has length 0 and would count as false
+        if (
+            accountant is None
+        ):  # not "if accountant": an empty one has length 0 and would count as false
             accountant = Accountant(adjacency=self.adjacency, unit=oracle.unit)
         self.accountant = accountant
         self.accountant.require_unit(oracle.unit)
-        if getattr(self, "_plan", None) is None and not isinstance(design, Undeclared):  # a plan has said it
+        if getattr(self, "_plan", None) is None and not isinstance(
+            design, Undeclared
+        ):  # a plan has said it
             warn_of_delta(accountant.budget, design.n, stacklevel=4)
         checks.require_same_parts(oracle, design, self.schedule)
         charges = first_charges(oracle, design)
@@ -100,37 +109,61 @@ class Assembly(CommonOptimizer):
             charge.covers > 1 or (known is not None and known.steps > 1)
             for charge, known in zip(charges, self._passes, strict=True)
         ]
-        self._sharing = tuple(member for member, shares in zip(oracle.members, secret, strict=True) if shares)
+        self._sharing = tuple(
+            member for member, shares in zip(oracle.members, secret, strict=True) if shares
+        )
         if self._adaptive:
             self.accountant.require_adaptive()
-        self._noise, self._seeded = noise_generator(device, generator), generator is not None
-        self._steps, self._halted, self._finalized, self._shown = 0, False, False, False
-        self._in_public, self._public = False, 0  # whether `dp.public` runs, and how often it moved the parameters
+        self._noise = noise_generator(device, generator)
+        self._seeded = generator is not None
+        self._steps = 0
+        self._halted = False
+        self._finalized = False
+        self._shown = False
+        self._in_public, self._public = (
+            False,
+            0,
+        )  # whether `dp.public` runs, and how often it moved the parameters
         self._run, self._since = new_run(), 0  # from that step on
         self._paid: Paid | None = None  # what was charged for several releases
         self._stills = 0  # releases of this phase that were no means
         self._in_order = isinstance(design, Parts) or self._in_passes
         self._constrains = not isinstance(self.prox, Identity)
-        self._batch, self._isolation = LogicalBatch(self.design, in_order=self._in_order), Isolation()
+        self._batch = LogicalBatch(self.design, in_order=self._in_order)
+        self._isolation = Isolation()
         self._grad_scale: float | None = None
         self._told_of_scale = False
-        self._checks: Mapping[str, str] = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
+        self._checks: Mapping[str, str] = dict.fromkeys(
+            ("model", "loss"), "not checked, no model is attached"
+        )
         self._lrs: list[float] | None = None  # those of a utility theorem, until they change
-        checks.require_one_step(self.accountant, self.adjacency, planned_event(oracle, design, 0, 1))
-        if isinstance(design, Parts) and not self._adaptive:  # a later phase may cost more than the first
-            checks.require_one_step(self.accountant, self.adjacency, self.ahead(), "the planned phases")
-        self.prox.apply_([p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups))
+        checks.require_one_step(
+            self.accountant, self.adjacency, planned_event(oracle, design, 0, 1)
+        )
+        if (
+            isinstance(design, Parts) and not self._adaptive
+        ):  # a later phase may cost more than the first
+            checks.require_one_step(
+                self.accountant, self.adjacency, self.ahead(), "the planned phases"
+            )
+        self.prox.apply_(
+            [p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups)
+        )
         self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
         oracle.take()
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
         if not self._adaptive:
-            self.accountant.expect(*((self.ahead(1), None) if self._planned is None else (self.ahead(), 1)))
+            self.accountant.expect(
+                *((self.ahead(1), None) if self._planned is None else (self.ahead(), 1))
+            )
         note_owner(self._all_params(), self)
 
     def __copy__(self) -> Assembly:
-        raise SequenceError("copies must have parts of their own: use copy.deepcopy((model, optimizer))")
+        raise SequenceError(
+            "copies must have parts of their own: use copy.deepcopy((model, optimizer))"
+        )
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -193,11 +226,14 @@ class Assembly(CommonOptimizer):
         records = checks.number_of_records(dataset)
         if (users is not None) != (self.oracle.unit == "user"):
             raise UnitError(
-                f"users must {'' if users is None else 'not '}be given for {type(self).__name__}, which protects "
-                f"{self.oracle.unit}s (got {check.shown(users if users is None else type(users))})"
+                f"users must {'' if users is None else 'not '}be given for {type(self).__name__},"
+                f" which protects {self.oracle.unit}s (got"
+                f" {check.shown(users if users is None else type(users))})"
             )
         if ids is not None and users is not None:
-            raise UnitError(f"ids must not be given with users, who are drawn (got a {type(ids).__name__})")
+            raise UnitError(
+                f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
+            )
         named: Any = None if ids is None else RecordIds(ids, records)
         if isinstance(dataset, Streamed):
             named = checks.ids_of_stream(dataset, ids)
@@ -208,16 +244,29 @@ class Assembly(CommonOptimizer):
         size = self._world.compare_data(
             dataset,
             steps,
-            own=", ".join(name for name, given in (("shard", shard), ("ids", named)) if given is not None),
+            own=", ".join(
+                name for name, given in (("shard", shard), ("ids", named)) if given is not None
+            ),
             counted=self.adjacency != ADD_REMOVE and owners is None,
             problem=checks.problem_of_shard(shard, held, self.adjacency, self.oracle.unit)
-            or ("" if owners is None else checks.problem_of_users(owners, self.design, self.adjacency)),
+            or (
+                ""
+                if owners is None
+                else checks.problem_of_users(owners, self.design, self.adjacency)
+            ),
         )
         if owners is not None and world_size() == 1:
             shard = None  # all users are here
-        if owners is not None and steps is None and self.schedule.steps is not None and not self.design.one_pass:
+        if (
+            owners is not None
+            and steps is None
+            and self.schedule.steps is not None
+            and not self.design.one_pass
+        ):
             steps = max(1, self.schedule.steps - self._steps)
-        size = size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
+        size = (
+            size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
+        )
         sampler = self._new_sampler(size, steps, resume, named, None if shard is None else held)
         loader = (PrivateLoader if owners is None else partial(UserLoader, users=owners))(
             dataset,
@@ -232,12 +281,20 @@ class Assembly(CommonOptimizer):
         return loader
 
     def _slots(
-        self, padding: bool | None, most: int | None, sampler: DesignSampler, shard: int | None = None
+        self,
+        padding: bool | None,
+        most: int | None,
+        sampler: DesignSampler,
+        shard: int | None = None,
     ) -> Slots | None:
         """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
         # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
         # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
-        if not (self.sizes_are_private if padding is None else check.choice((True, False), padding=padding)):
+        if not (
+            self.sizes_are_private
+            if padding is None
+            else check.choice((True, False), padding=padding)
+        ):
             return None
         # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
         # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
@@ -263,7 +320,9 @@ class Assembly(CommonOptimizer):
         partition = self._batch.sealed() if resume else None
         if self.design.one_pass:
             self._require_continuation(resume, partition)
-            if steps is None and self.schedule.steps is not None:  # batches that no step needs are left alone
+            if (
+                steps is None and self.schedule.steps is not None
+            ):  # batches that no step needs are left alone
                 left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
                 if isinstance(self.design, Assigned):  # a loop over the loader is a pass
                     left = min(left, self.design.batches)
@@ -273,13 +332,15 @@ class Assembly(CommonOptimizer):
 
     def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
         if resume and partition is None and self._steps:
-            raise SequenceError("resume must be False: no partition of this run is known that could be continued")
+            raise SequenceError(
+                "resume must be False: no partition of this run is known that could be continued"
+            )
         if not resume and self._in_order and self._steps:
             # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
             # (test_a_pass_is_not_begun_again)
             raise SequenceError(
-                f"phases, and passes that are charged as a whole, must not start again after {self._steps} steps: use "
-                f"optimizer.loader(dataset, resume=True)"
+                "phases, and passes that are charged as a whole, must not start again after"
+                f" {self._steps} steps: use optimizer.loader(dataset, resume=True)"
             )
 
     def bind(self, loader: Any) -> Any:
@@ -295,8 +356,8 @@ class Assembly(CommonOptimizer):
             # PRIVACY: rows sampled one by one are not users who are
             # (test_only_loaders_of_users_are_bound_to_an_optimizer_that_protects_users)
             raise UnitError(
-                f"loader must draw {self.oracle.unit}s, whom this optimizer protects (got {type(loader).__name__}): "
-                f"use optimizer.loader"
+                f"loader must draw {self.oracle.unit}s, whom this optimizer protects (got"
+                f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
         self._batch.bind(loader, self.discard, self._expect)
@@ -391,7 +452,11 @@ class Assembly(CommonOptimizer):
             self.finalized,
             (*self.oracle.assumptions, str(self._isolation), *self._checked(), *self._moved()),
         )
-        known = self.design.one_pass or self._sharing or not isinstance(run.event, (Gaussian, NonPrivate))
+        known = (
+            self.design.one_pass
+            or self._sharing
+            or not isinstance(run.event, (Gaussian, NonPrivate))
+        )
         ahead = self.ahead() if known and run.planned else run.ahead()
         return self._statement(run, delta, ahead)
 
@@ -406,7 +471,11 @@ class Assembly(CommonOptimizer):
 
     def _checked(self) -> Iterator[str]:
         """Yields what is known about records that reach each other, by attached model."""
-        found = {id(v): v for p in self._all_params() if (v := getattr(p, "dpsco_checked", None)) is not None}
+        found = {
+            id(v): v
+            for p in self._all_params()
+            if (v := getattr(p, "dpsco_checked", None)) is not None
+        }
         for verdicts in found.values() or [self._checks]:
             for part, verdict in verdicts.items():
                 yield f"Whether records reach each other in the {part}: {verdict}."
@@ -414,13 +483,16 @@ class Assembly(CommonOptimizer):
     def _moved(self) -> Iterator[str]:
         if self._public:
             yield (
-                f"Public steps were made between private ones, in {self._public} blocks of dp.public: the data that "
-                f"they used are not protected."
+                f"Public steps were made between private ones, in {self._public} blocks of"
+                " dp.public: the data that they used are not protected."
             )
 
     def _require_private(self) -> None:
         if self._in_public:
-            raise SequenceError("dp.public is running, where nothing is recorded: make private steps after the block")
+            raise SequenceError(
+                "dp.public is running, where nothing is recorded: make private steps after the"
+                " block"
+            )
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.

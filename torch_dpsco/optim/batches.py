@@ -28,7 +28,14 @@ from torch.utils.data import DataLoader
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw, Undeclared
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, UnitError, UnknownSamplerError, warn
+from torch_dpsco.errors import (
+    AdjacencyError,
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+    warn,
+)
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rows.passes import ONE_MODULE
 from torch_dpsco.sampling import (
@@ -48,8 +55,9 @@ from torch_dpsco.sampling.one_by_one import source_of
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 
 _SEVERAL = (
-    "several backward passes per step need a declared sampling, since a record could be in two of them: give n= or "
-    f"sampling= to the plan (design= to a PrivateOptimizer) and use optimizer.loader(dataset); {ONE_MODULE}"
+    "several backward passes per step need a declared sampling, since a record could be in two of"
+    " them: give n= or sampling= to the plan (design= to a PrivateOptimizer) and use"
+    f" optimizer.loader(dataset); {ONE_MODULE}"
 )
 
 
@@ -63,7 +71,8 @@ class LogicalBatch:
 
     def __init__(self, design: Design, *, in_order: bool = False) -> None:
         self._in_order = in_order
-        self.design, self.declared = design, not isinstance(design, Undeclared)
+        self.design = design
+        self.declared = not isinstance(design, Undeclared)
         self.opened = False
         self.given: GradBatch | None = None  # rows for the next step that no backward has recorded
         self._log = DrawLog()
@@ -74,7 +83,9 @@ class LogicalBatch:
         self._seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
-    def bind(self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[Chunk], None]) -> None:
+    def bind(
+        self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[Chunk], None]
+    ) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
 
         Args:
@@ -90,13 +101,15 @@ class LogicalBatch:
         """
         design = identify(loader)
         if design != self.design:
-            raise AdjacencyError(f"loader must draw by {self.design}, this optimizer's design (got {design})")
+            raise AdjacencyError(
+                f"loader must draw by {self.design}, this optimizer's design (got {design})"
+            )
         if not isinstance(loader, PrivateLoader) and getattr(loader, "num_workers", 0) != 0:
             # PRIVACY: nobody could see whether a step uses the batch that was delivered, or one that was chosen
             # (test_a_foreign_loader_with_workers_is_refused)
             raise SequenceError(
-                "loader must not run ahead of the steps: use optimizer.loader(dataset, num_workers=..., "
-                "physical_batch_size=...), or num_workers=0"
+                "loader must not run ahead of the steps: use optimizer.loader(dataset,"
+                " num_workers=..., physical_batch_size=...), or num_workers=0"
             )
         if isinstance(loader, DataLoader):
             adapt(loader)
@@ -109,41 +122,51 @@ class LogicalBatch:
         sampler.log.dataset = source_of(getattr(loader, "dataset", None))
         self._take(sampler.log)
         if one_pass:
-            self._sampler, self._made, self._loader = sampler, sampler.so_far.made, loader
-        self._log.on_restart, self._log.on_delivery = on_restart, on_delivery
-        self._draw_rows, self.opened = 0, False
+            self._sampler = sampler
+            self._made = sampler.so_far.made
+            self._loader = loader
+        self._log.on_restart = on_restart
+        self._log.on_delivery = on_delivery
+        self._draw_rows = 0
+        self.opened = False
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
         own = type(sampler) in (AssignedSampler, AssignedPartsSampler, PartsSampler) and (
-            not sampler.resumed or partition_name(self.design, sampler.partition) == self.partition_name
+            not sampler.resumed
+            or partition_name(self.design, sampler.partition) == self.partition_name
         )
         # the key of ranks is drawn by `distributed`, which admits no other samplers in a run of several processes
         if not own and type(sampler) is not RankAssignedSampler:
             # PRIVACY: who knows the draws knows where a record is (test_draws_that_may_be_known_are_not_amplified)
             raise UnknownSamplerError(
-                f"loader must draw by itself who is in which batch, by fresh bits (got {type(sampler).__name__}): "
-                f"use optimizer.loader(dataset), or Assigned(..., amplification=False)"
+                "loader must draw by itself who is in which batch, by fresh bits (got"
+                f" {type(sampler).__name__}): use optimizer.loader(dataset), or Assigned(...,"
+                " amplification=False)"
             )
 
     def _require_own_pass(self, sampler: OnePassSampler, loader: Any) -> None:
         if sampler is self._sampler:
-            if source_of(getattr(loader, "dataset", None)) is not source_of(getattr(self._loader, "dataset", None)):
+            if source_of(getattr(loader, "dataset", None)) is not source_of(
+                getattr(self._loader, "dataset", None)
+            ):
                 # PRIVACY: a record at another place is used twice (test_one_sampler_of_passes_delivers_one_data_set)
                 raise SequenceError(
-                    "dataset must be the one that it draws from already, the same object, for a sampler of passes: use "
-                    "optimizer.loader(dataset), once"
+                    "dataset must be the one that it draws from already, the same object, for a"
+                    " sampler of passes: use optimizer.loader(dataset), once"
                 )
             return
         partition = sampler.so_far
         if self._log.again is not None and not self._comes_again(partition):
             # PRIVACY: another partition instead is one that was chosen
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)
-            raise SequenceError("a draw was given up and is the next one again: use loader(dataset, resume=True)")
+            raise SequenceError(
+                "a draw was given up and is the next one again: use loader(dataset, resume=True)"
+            )
         if self._in_order and partition.made != self._made:
             raise SequenceError(
-                f"loader must go on with draw {self._made} of the run (got one at draw {partition.made}): use "
-                f"optimizer.loader(dataset, resume=True)"
+                f"loader must go on with draw {self._made} of the run (got one at draw"
+                f" {partition.made}): use optimizer.loader(dataset, resume=True)"
             )
         self._require_same_records(partition, loader)
 
@@ -152,7 +175,10 @@ class LogicalBatch:
         if self._log.again is None:
             return False
         draw = self._log.again[0]
-        return (draw.partition, draw.index) == (partition_name(self.design, partition), partition.made)
+        return (draw.partition, draw.index) == (
+            partition_name(self.design, partition),
+            partition.made,
+        )
 
     def _take(self, log: DrawLog) -> None:
         log.succeed(self._log)
@@ -160,7 +186,8 @@ class LogicalBatch:
             # PRIVACY: an optimizer could use up the draws that another one does not like
             # (test_a_loader_has_one_optimizer)
             log.owner._log = DrawLog()
-        log.owner, self._log = self, log
+        log.owner = self
+        self._log = log
 
     def split(self, *, more: bool) -> None:
         """Takes the next batch for a part of a draw, see `DrawLog.split`."""
@@ -170,7 +197,8 @@ class LogicalBatch:
 
     def take_given(self) -> GradBatch | None:
         """Returns the given rows, once."""
-        rows, self.given = self.given, None
+        rows = self.given
+        self.given = None
         return rows
 
     @property
@@ -183,7 +211,11 @@ class LogicalBatch:
     @property
     def ends_draw(self) -> bool:
         """Whether the chunk that comes next is the last of its draw."""
-        return (self._log.taken or self._log.waiting[0]).last if self._log.taken or self._log.waiting else False
+        return (
+            (self._log.taken or self._log.waiting[0]).last
+            if self._log.taken or self._log.waiting
+            else False
+        )
 
     @property
     def needs_rows(self) -> bool:
@@ -223,7 +255,8 @@ class LogicalBatch:
                 # PRIVACY: e.g. a model that folds time into the batch has several rows per record
                 # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
                 raise SequenceError(
-                    f"a step must use at most batch_size={self.design.batch_size} rows, and got more; {ONE_MODULE}"
+                    f"a step must use at most batch_size={self.design.batch_size} rows, and got"
+                    f" more; {ONE_MODULE}"
                 )
             return
         assert self._log.taken is not None
@@ -232,8 +265,8 @@ class LogicalBatch:
         if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
-                f"a step must use at most the rows of one draw, and got more: use only batches of this optimizer's "
-                f"loader, one backward for each; {ONE_MODULE}"
+                "a step must use at most the rows of one draw, and got more: use only batches of"
+                f" this optimizer's loader, one backward for each; {ONE_MODULE}"
             )
 
     def users(self, rows: int, given: Tensor | None) -> Tensor | None:
@@ -248,12 +281,18 @@ class LogicalBatch:
         known = self._log.taken.users
         if known is not None:
             known = known[self._seen - rows : self._seen]
-        nothing = not rows and not self._log.taken.rows  # the filling of an empty draw needs no rows
-        if given is not None and not nothing and (known is None or not torch.equal(given.cpu(), known)):
+        nothing = (
+            not rows and not self._log.taken.rows
+        )  # the filling of an empty draw needs no rows
+        if (
+            given is not None
+            and not nothing
+            and (known is None or not torch.equal(given.cpu(), known))
+        ):
             # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
             raise UnitError(
-                "users must be the ids that the loader delivered with the batch, in its order: step(users=ids), or "
-                "leave users away"
+                "users must be the ids that the loader delivered with the batch, in its order:"
+                " step(users=ids), or leave users away"
             )
         return known
 
@@ -263,20 +302,21 @@ class LogicalBatch:
             # PRIVACY: a row more or less before them would put the filling in the place of records
             # (test_fewer_rows_than_were_delivered_are_refused)
             raise SequenceError(
-                "a step must use all rows of a batch in their order, filling included: run the model on the batch as "
-                "it was delivered"
+                "a step must use all rows of a batch in their order, filling included: run the"
+                " model on the batch as it was delivered"
             )
         if chunk.last:
             if self.declared and self._draw_rows != chunk.draw.size:
                 # PRIVACY: fewer rows than records are rows of several records each, e.g. of times
                 # (test_fewer_rows_than_drawn_are_refused)
                 raise SequenceError(
-                    "a step must use one row per record of its draw, and got fewer: run the model on all of them with "
-                    "the batch where dp.attach(model, batch_first=...) says; to leave a record out, multiply its loss "
-                    "by 0"
+                    "a step must use one row per record of its draw, and got fewer: run the model"
+                    " on all of them with the batch where dp.attach(model, batch_first=...) says;"
+                    " to leave a record out, multiply its loss by 0"
                 )
             return chunk.draw
-        self._log.taken, self._seen = None, 0
+        self._log.taken = None
+        self._seen = 0
         return None
 
     @property
@@ -288,9 +328,16 @@ class LogicalBatch:
     def sealed(self) -> Partition | None:
         """Returns the partition with a fingerprint of its records, all of which are read the first time."""
         known = self.partition
-        if known is not None and not known.tag and self._loader is not None and self._sampler is not None:
+        if (
+            known is not None
+            and not known.tag
+            and self._loader is not None
+            and self._sampler is not None
+        ):
             key = secrets.token_hex(16)
-            self._sampler.partition = replace(self._sampler.partition, key=key, tag=_tag(key, self._loader))
+            self._sampler.partition = replace(
+                self._sampler.partition, key=key, tag=_tag(key, self._loader)
+            )
         return self.partition
 
     @staticmethod
@@ -298,9 +345,10 @@ class LogicalBatch:
         if partition.tag and _tag(partition.key, loader) != partition.tag:
             # PRIVACY: a record at another place is used twice (test_a_partition_goes_on_with_its_own_records_only)
             raise PrivacyError(
-                "dataset must hold the records of the run, unchanged and in their order (got others): they were cut "
-                "into parts once, and a record that is moved could be used in two of them; a data set whose records "
-                "are read differently each time (random augmentation) cannot be resumed"
+                "dataset must hold the records of the run, unchanged and in their order (got"
+                " others): they were cut into parts once, and a record that is moved could be used"
+                " in two of them; a data set whose records are read differently each time (random"
+                " augmentation) cannot be resumed"
             )
 
     @property
@@ -317,14 +365,19 @@ class LogicalBatch:
             log.own = self._log.own
             self._take(log)
             log.use_up()
-        self._sampler, self._resumed, self._made = None, partition, partition.made
+        self._sampler = None
+        self._resumed = partition
+        self._made = partition.made
 
     def finish(self, *, used: bool = False) -> None:
         """Ends the logical batch; `used`: its release is made."""
         if used:
             self._log.use_up()
             self._made = self._log.made
-        self._log.taken, self._seen, self._draw_rows, self.opened = None, 0, 0, False
+        self._log.taken = None
+        self._seen = 0
+        self._draw_rows = 0
+        self.opened = False
 
     def drop(self) -> None:
         """Gives the draw in progress up: the next iteration of a loader delivers it again."""
@@ -336,7 +389,9 @@ def _tag(key: str, loader: Any) -> str:
     ids = getattr(getattr(loader, "batch_sampler", None), "ids", None)
     if ids is not None:
         return fingerprint(key, ids.contents(loader.dataset))
-    return fingerprint(key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset))
+    return fingerprint(
+        key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset)
+    )
 
 
 _NAME = "grad_scale"  # the attribute by which GradScaler hands over its scale
@@ -366,19 +421,23 @@ def take_scale(optimizer: Any, known: float | None) -> float | None:
     if given is None:
         del optimizer.__dict__[_NAME]  # GradScaler would multiply by it
         raise SequenceError(
-            "scaler.unscale_(optimizer) must not be called: step() unscales each row before it clips; call "
-            "scaler.step(optimizer) right after backward"
+            "scaler.unscale_(optimizer) must not be called: step() unscales each row before it"
+            " clips; call scaler.step(optimizer) right after backward"
         )
     scale = float(given)
     # GradScaler multiplies by what is left here when a step raises
     setattr(optimizer, _NAME, torch.ones_like(given))
     if not 2.0**-40 <= check.positive(grad_scale=scale) <= 2.0**40:
-        raise ValueError(f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler init_scale=1024")
+        raise ValueError(
+            f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler"
+            " init_scale=1024"
+        )
     if known is not None and scale != known and not optimizer._told_of_scale:
         optimizer._told_of_scale = True
         warn(
-            f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and never reported to "
-            f"the scaler, so that it only grows: keep it constant by GradScaler(init_scale=..., growth_interval=10**9)",
+            f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and"
+            " never reported to the scaler, so that it only grows: keep it constant by"
+            " GradScaler(init_scale=..., growth_interval=10**9)",
             stacklevel=4,
         )
     return scale

@@ -50,15 +50,20 @@ class Paid(NamedTuple):
     @property
     def row(self) -> list[Any]:
         """All of it as primitives."""
-        return [self.stop, self.partition, *([] if self.event is None else [event_to_json(self.event)])]
+        return [
+            self.stop,
+            self.partition,
+            *([] if self.event is None else [event_to_json(self.event)]),
+        ]
 
     def require(self, partition: str, event: Event | None = None) -> None:
         """Raises SequenceError for a batch of records that were cut in another way, or for a release of less noise."""
         if event != self.event:
             # PRIVACY: (test_a_step_with_less_noise_than_its_pass_was_charged_for_is_refused)
             raise SequenceError(
-                f"steps must be those that their pass was charged for, {self.event} (got one of {event}): noise is "
-                f"fixed before a pass, or give amplification=False to the design"
+                f"steps must be those that their pass was charged for, {self.event} (got one of"
+                f" {event}): noise is fixed before a pass, or give amplification=False to the"
+                " design"
             )
         if partition != self.partition:
             # PRIVACY: a record would come at other steps than those that were charged
@@ -84,7 +89,11 @@ def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
 
 def pass_of(event: Event) -> RandomAllocation | None:
     """Returns the pass of secret draws that a charge is of, of all records or of a part; None for others."""
-    events = [one for _, inside in event.items() for one in inside] if isinstance(event, Parallel) else [event]
+    events = (
+        [one for _, inside in event.items() for one in inside]
+        if isinstance(event, Parallel)
+        else [event]
+    )
     return next((one for one in events if isinstance(one, RandomAllocation)), None)
 
 
@@ -94,8 +103,8 @@ def require_planned(event: Event, planned: RandomAllocation | None) -> None:
         # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
         # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
         raise SequenceError(
-            f"steps must be charged as was known when the optimizer was made, by {planned or 'no pass'} (got {event}): "
-            f"give amplification=False to the design"
+            "steps must be charged as was known when the optimizer was made, by"
+            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
         )
 
 
@@ -113,28 +122,40 @@ def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bo
     if not any(pass_of(charge.event) for charge in charges):
         return False
     draws = _first_draws(oracle, design)
-    covered = [design.covers(member.event(), draw) for member, draw in zip(oracle.members, draws, strict=True)]
-    whole = all(not charge.adaptive and charge.covers == most for charge, most in zip(charges, covered, strict=True))
-    alike = isinstance(design, Parts) or len({charge.event for charge in charges}) == 1  # parts have their own passes
+    covered = [
+        design.covers(member.event(), draw)
+        for member, draw in zip(oracle.members, draws, strict=True)
+    ]
+    whole = all(
+        not charge.adaptive and charge.covers == most
+        for charge, most in zip(charges, covered, strict=True)
+    )
+    alike = (
+        isinstance(design, Parts) or len({charge.event for charge in charges}) == 1
+    )  # parts have their own passes
     if not (alike and whole):
         # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
         # (test_a_pass_whose_steps_are_not_alike_is_refused)
         raise AdjacencyError(
-            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of a pass are not all "
-            f"charged alike, as fixed before the first of them (got {design})"
+            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of"
+            f" a pass are not all charged alike, as fixed before the first of them (got {design})"
         )
     return True
 
 
-def planned_event(oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned") -> Event:
+def planned_event(
+    oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned"
+) -> Event:
     """Returns the event of the draws in [start, stop) of a run."""
     if design.one_pass:
         return design.between(start, stop, [member.event() for member in oracle.members], partition)
     if isinstance(oracle, Phased):
         # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
-        parts, first = [], 0
+        parts = []
+        first = 0
         for member, steps in oracle.phases:
-            begin, end = max(start, first), min(stop, first + steps)
+            begin = max(start, first)
+            end = min(stop, first + steps)
             parts += [planned_event(member, design, begin, end, partition)] if begin < end else []
             first += steps
         return Sequential(tuple(parts))
@@ -150,8 +171,8 @@ def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
         # PRIVACY: the copy's releases would have the secrets of the original's
         # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
         raise SequenceError(
-            "an optimizer whose run is charged as a whole must not be copied before finalize(): its releases share a "
-            "secret; make a new one, which is charged by itself"
+            "an optimizer whose run is charged as a whole must not be copied before finalize(): its"
+            " releases share a secret; make a new one, which is charged by itself"
         )
 
 
@@ -161,8 +182,9 @@ def refuse_load(sharing: Sequence[MeanOracle]) -> None:
         # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
         # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
         raise SequenceError(
-            "a run that is charged as a whole must be continued once: by resume(state_dict), with an accountant that "
-            "has the run's ledger file; or start another one, which is charged again"
+            "a run that is charged as a whole must be continued once: by resume(state_dict), with"
+            " an accountant that has the run's ledger file; or start another one, which is charged"
+            " again"
         )
 
 
@@ -172,6 +194,7 @@ def refuse_lost(sharing: Sequence[MeanOracle], lost: int) -> None:
         # PRIVACY: what later releases share with a lost one is lost with it
         # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
         raise SequenceError(
-            f"{lost} steps may have been made after the checkpoint, without which this oracle cannot go on: make a new "
-            f"optimizer, which is charged by itself (an oracle of yours says by `lose` what they mean)"
+            f"{lost} steps may have been made after the checkpoint, without which this oracle"
+            " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
+            " says by `lose` what they mean)"
         )

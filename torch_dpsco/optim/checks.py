@@ -32,7 +32,10 @@ from torch_dpsco.schedule import Schedule
 def listed(params: Any) -> list[Any]:
     """Returns parameters, or groups of them, as a list; raises ValueError for anything else, a model for instance."""
     if isinstance(params, (Tensor, str, Mapping)) or not isinstance(params, Iterable):
-        raise ValueError(f"params must be parameters or groups of them, as model.parameters() (got {shown(params)})")
+        raise ValueError(
+            "params must be parameters or groups of them, as model.parameters() (got"
+            f" {shown(params)})"
+        )
     items = list(params)
     for item in items:
         inner = item.get("params") if isinstance(item, dict) else [item]
@@ -41,17 +44,21 @@ def listed(params: Any) -> list[Any]:
         for p in [inner] if isinstance(inner, Tensor) or not isinstance(inner, Iterable) else inner:
             tensor = p[-1] if isinstance(p, tuple) and p else p
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"params must hold tensors, as model.parameters() does (got {shown(p)})")
+                raise ValueError(
+                    f"params must hold tensors, as model.parameters() does (got {shown(p)})"
+                )
             if isinstance(tensor, nn.UninitializedParameter):
                 raise ValueError(
-                    "params must have their shapes (got one of a lazy module): run the model once on a made-up batch "
-                    "of the data's shape, model(torch.zeros(2, ...)), before its optimizer is made"
+                    "params must have their shapes (got one of a lazy module): run the model once"
+                    " on a made-up batch of the data's shape, model(torch.zeros(2, ...)), before"
+                    " its optimizer is made"
                 )
             if compat.is_sharded(tensor):
                 raise ValueError(
-                    f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped and "
-                    f"noised for whole parameters; leave fully_shard, FSDP or parallelize_module out and give every "
-                    f"process the whole model, see docs/distributed.md"
+                    f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped"
+                    " and noised for whole parameters; leave fully_shard, FSDP or"
+                    " parallelize_module out and give every process the whole model, see"
+                    " docs/distributed.md"
                 )
     if not items:
         raise ValueError("params must hold a parameter that requires a gradient (got none)")
@@ -62,9 +69,9 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     """Returns len(dataset); raises ValueError for a stream, from which no batch can be sampled."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without a length): "
-            f"dp.sampling.Spilled(stream) reads a stream once into private files; dp.sampling.Streamed reads one again "
-            f"and again, for passes of random allocation"
+            f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without"
+            " a length): dp.sampling.Spilled(stream) reads a stream once into private files;"
+            " dp.sampling.Streamed reads one again and again, for passes of random allocation"
         )
     return len(dataset)
 
@@ -72,10 +79,15 @@ def number_of_records(dataset: Dataset[Any]) -> int:
 def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
     """Returns the stream, whose records have their ids; raises UnitError for others, or in one of several processes."""
     if ids is not None:
-        raise UnitError(f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})")
+        raise UnitError(
+            f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})"
+        )
     if world_size() > 1:
         # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
-        raise UnitError("dataset must be map-style in a run of several processes: use ids=, or dp.sampling.Spilled")
+        raise UnitError(
+            "dataset must be map-style in a run of several processes: use ids=, or"
+            " dp.sampling.Spilled"
+        )
     return dataset
 
 
@@ -95,14 +107,19 @@ def problem_of_shard(shard: int | None, held: int, adjacency: Adjacency, unit: s
         # test_users_need_a_shard_in_several_processes)
         return _UNSHARED if unit != "example" and world_size() > 1 else ""
     positive_count(shard=shard)
-    if adjacency != ADD_REMOVE and held > shard:  # else it is private, and shard a reference, as n is
-        return f"shard must be how many {things} this process has at most (declared {shard}, the data set has more)"
+    if (
+        adjacency != ADD_REMOVE and held > shard
+    ):  # else it is private, and shard a reference, as n is
+        return (
+            f"shard must be how many {things} this process has at most (declared {shard}, the data"
+            " set has more)"
+        )
     return ""
 
 
 _UNSHARED = (
-    "shard must be given with users in a run of several processes, each of which has all records of users of its own: "
-    "how many users it has at most"
+    "shard must be given with users in a run of several processes, each of which has all records of"
+    " users of its own: how many users it has at most"
 )
 
 
@@ -113,8 +130,8 @@ def problem_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> str:
     if adjacency != ADD_REMOVE:
         return f"users must be < n_users={design.n} (got a larger id, or more users)"
     return (
-        f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more users): number "
-        f"them without gaps, and give an n_users that is large enough"
+        f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more"
+        " users): number them without gaps, and give an n_users that is large enough"
     )
 
 
@@ -129,7 +146,10 @@ def one_device(params: Sequence[nn.Parameter]) -> torch.device:
         raise ValueError("params must hold a parameter that requires a gradient (got none)")
     for p in params:
         if p.is_meta:
-            raise ValueError("params must hold values (got one on the meta device): give the model a device first")
+            raise ValueError(
+                "params must hold values (got one on the meta device): give the model a device"
+                " first"
+            )
         if not p.is_floating_point():
             raise ValueError(f"params must be real floating tensors (got {p.dtype})")
     if len({id(p) for p in params}) < len(params):
@@ -145,7 +165,9 @@ def agreed_adjacency(adjacency: Adjacency | None, accountant: Accountant | None)
     if accountant is None:
         return check_adjacency(adjacency or REPLACE_ONE)
     if adjacency is not None and adjacency != accountant.adjacency:
-        raise AdjacencyError(f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})")
+        raise AdjacencyError(
+            f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})"
+        )
     return accountant.adjacency
 
 
@@ -158,15 +180,18 @@ def declared(design: Design | None, n: int | None, batch_size: int) -> Design:
     if n is not None:
         return Poisson(batch_size, n)
     warn(
-        "no sampling declared: every step is charged as an unsampled Gaussian under replace_one; give n= (Poisson "
-        "batches from optimizer.loader(dataset)) to spend far less",
+        "no sampling declared: every step is charged as an unsampled Gaussian under replace_one;"
+        " give n= (Poisson batches from optimizer.loader(dataset)) to spend far less",
         stacklevel=3,
     )
     return Undeclared(batch_size)
 
 
 def require_one_step(
-    accountant: Accountant, adjacency: Adjacency, step: Event, what: str = "one step with this noise"
+    accountant: Accountant,
+    adjacency: Adjacency,
+    step: Event,
+    what: str = "one step with this noise",
 ) -> None:
     """Checks that a step (or `what` is said) has a guarantee and fits the budget.
 
@@ -181,7 +206,8 @@ def require_one_step(
         accountant.ledger.cost(adjacency, extra=step)
     except AdjacencyError as error:
         raise AdjacencyError(
-            f"{error}; give n= (Poisson batches, every adjacency), another sampling=, or adjacency='replace_one'"
+            f"{error}; give n= (Poisson batches, every adjacency), another sampling=, or"
+            " adjacency='replace_one'"
         ) from error
     budget = accountant.budget
     if budget is None or accountant.interrupted or accountant.admits(step):
@@ -189,16 +215,22 @@ def require_one_step(
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     if needed <= budget.epsilon:
         raise InfeasibleError(
-            f"mode must leave room for {what} (got {budget.mode!r}, which spends more than its epsilon of "
-            f"{rounded_up(needed, 6)} at delta={budget.delta:g}); take mode='planned', other orders, or more noise"
+            f"mode must leave room for {what} (got {budget.mode!r}, which spends more than its"
+            f" epsilon of {rounded_up(needed, 6)} at delta={budget.delta:g}); take mode='planned',"
+            " other orders, or more noise"
         )
-    enough = f"epsilon >= {rounded_up(needed, 6)} would do" if math.isfinite(needed) else "no epsilon would do"
+    enough = (
+        f"epsilon >= {rounded_up(needed, 6)} would do"
+        if math.isfinite(needed)
+        else "no epsilon would do"
+    )
     if len(accountant):
         spent = accountant.ledger.evaluate(budget.delta, budget.adjacency).epsilon
         raise InfeasibleError(
-            f"accountant must have budget left for {what}: this ledger holds {len(accountant)} events, epsilon "
-            f"{rounded_up(spent, 6)} of {budget.epsilon:g} at delta={budget.delta:g} ({budget.adjacency}); {enough}: "
-            f"raise epsilon or the noise, or charge another ledger if it is about other people"
+            f"accountant must have budget left for {what}: this ledger holds {len(accountant)}"
+            f" events, epsilon {rounded_up(spent, 6)} of {budget.epsilon:g} at"
+            f" delta={budget.delta:g} ({budget.adjacency}); {enough}: raise epsilon or the noise,"
+            " or charge another ledger if it is about other people"
         )
     raise InfeasibleError(
         f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "
@@ -209,10 +241,13 @@ def require_one_step(
 def require_budget(accountant: Accountant, budget: Budget) -> None:
     """Raises AdjacencyError unless the accountant has this budget, or none, and the budget's adjacency."""
     if accountant.budget not in (None, budget):
-        raise AdjacencyError(f"accountant must have the budget {budget}, or none (got {accountant.budget})")
+        raise AdjacencyError(
+            f"accountant must have the budget {budget}, or none (got {accountant.budget})"
+        )
     if accountant.adjacency != budget.adjacency:
         raise AdjacencyError(
-            f"accountant must have the budget's adjacency {budget.adjacency!r} (got {accountant.adjacency!r})"
+            f"accountant must have the budget's adjacency {budget.adjacency!r} (got"
+            f" {accountant.adjacency!r})"
         )
 
 
@@ -222,8 +257,9 @@ def require_double(params: Sequence[nn.Parameter]) -> None:
         if p.dtype != torch.float64 or not p.requires_grad:
             # PRIVACY: rounding moves iterates that nobody noises (test_single_precision_is_refused)
             raise ValueError(
-                f"params must be torch.float64 and all trained (got {p.dtype}): the noise covers one record's effect "
-                f"and that of rounding, which only double precision keeps small; use model.double()"
+                f"params must be torch.float64 and all trained (got {p.dtype}): the noise covers"
+                " one record's effect and that of rounding, which only double precision keeps"
+                " small; use model.double()"
             )
 
 
@@ -235,12 +271,19 @@ def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -
     """
     if not isinstance(design, Parts):
         if oracle.batch_size != design.batch_size:
-            raise ValueError(f"batch_size must be {design.batch_size}, that of the design (got {oracle.batch_size})")
+            raise ValueError(
+                f"batch_size must be {design.batch_size}, that of the design (got"
+                f" {oracle.batch_size})"
+            )
         return
     phases = oracle.phases if isinstance(oracle, Phased) else ()
     if [(o.batch_size, k) for o, k in phases] != [(part.batch_size, k) for part, k in design.parts]:
-        raise ValueError(f"oracle must be Phased, with the batch sizes and steps of {design} (got {oracle})")
-    if [phase.steps for phase in schedule.phases] != [k for _, k in phases] and len(schedule.phases) > 1:
+        raise ValueError(
+            f"oracle must be Phased, with the batch sizes and steps of {design} (got {oracle})"
+        )
+    if [phase.steps for phase in schedule.phases] != [k for _, k in phases] and len(
+        schedule.phases
+    ) > 1:
         raise ValueError(f"schedule must have the steps of the parts of {design} (got {schedule})")
 
 
@@ -253,14 +296,19 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
     """Raises UnitError if a data set does not have the declared number of records although that number is public."""
     if not isinstance(design, Undeclared) and adjacency != ADD_REMOVE and size != design.n:
         raise UnitError(
-            f"n must be the number of records under {adjacency} (declared {design.n}, the data set has {size}); "
-            f"declare the right one, or use adjacency='add_remove', where n is a public reference"
+            f"n must be the number of records under {adjacency} (declared {design.n}, the data set"
+            f" has {size}); declare the right one, or use adjacency='add_remove', where n is a"
+            " public reference"
         )
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    own = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or "step" in vars(optimizer)
+    )
     return bool(own or compat.some_optimizer_hook() or compat.is_profiling())
 
 
@@ -295,9 +343,10 @@ def warn_if_buried(
     noise = noise_std * math.sqrt(min(dim, n))
     if noise > signal:
         warn(
-            f"noise buries the signal: {of} has noise of norm {noise:.3g} beside a signal of at most {signal:.3g} "
-            f"(n={n}, epsilon={epsilon:g}, dim={dim}): use more data, a larger epsilon or fewer parameters (for one "
-            f"noised answer also smaller steps or more regularization)",
+            f"noise buries the signal: {of} has noise of norm {noise:.3g} beside a signal of at"
+            f" most {signal:.3g} (n={n}, epsilon={epsilon:g}, dim={dim}): use more data, a larger"
+            " epsilon or fewer parameters (for one noised answer also smaller steps or more"
+            " regularization)",
             stacklevel=4,  # beyond the types at the door
         )
 
@@ -317,9 +366,12 @@ def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if trained != owned or any(map(compat.is_sharded, model.parameters())):  # FSDP 1 may keep them, as shards
+    if trained != owned or any(
+        map(compat.is_sharded, model.parameters())
+    ):  # FSDP 1 may keep them, as shards
         require_whole(model)
         raise SequenceError(
-            f"the optimizer must train exactly the model's trainable parameters (model {len(trained)}, optimizer "
-            f"{len(owned)}, in common {len(trained & owned)}); freeze the others with requires_grad_(False)"
+            "the optimizer must train exactly the model's trainable parameters (model"
+            f" {len(trained)}, optimizer {len(owned)}, in common {len(trained & owned)}); freeze"
+            " the others with requires_grad_(False)"
         )

@@ -35,7 +35,8 @@ class _Turn:
     """Lets one thread in at a time; a second one raises, and a copy has its own turn."""
 
     def __init__(self) -> None:
-        self._lock, self._depth = threading.RLock(), 0
+        self._lock = threading.RLock()
+        self._depth = 0
 
     @property
     def taken_here(self) -> bool:
@@ -51,13 +52,17 @@ class _Turn:
         if not self._lock.acquire(blocking=False):
             # PRIVACY: two steps would share rows, sums and noise (test_a_step_during_a_step_is_refused)
             raise SequenceError(
-                "a step of this optimizer is running in another thread: nothing was done in this one; an optimizer is "
-                "for one thread at a time, and several optimizers may share an accountant"
+                "a step of this optimizer is running in another thread: nothing was done in this"
+                " one; an optimizer is for one thread at a time, and several optimizers may share"
+                " an accountant"
             )
         self._depth += 1
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._depth -= 1
         self._lock.release()
@@ -110,7 +115,16 @@ class CommonOptimizer(Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        type_members(cls, *_TYPED, "report", "signal_skip_step", "solve", "certify", "step_on", largest=_LARGEST)
+        type_members(
+            cls,
+            *_TYPED,
+            "report",
+            "signal_skip_step",
+            "solve",
+            "certify",
+            "step_on",
+            largest=_LARGEST,
+        )
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._turn = _Turn()
@@ -119,13 +133,17 @@ class CommonOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
         if name in self._fixed and name in self.__dict__:
-            raise PrivacyError(f"{name} is fixed at construction: make a new optimizer, with the same accountant")
+            raise PrivacyError(
+                f"{name} is fixed at construction: make a new optimizer, with the same accountant"
+            )
         super().__setattr__(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
         if "accountant" in self.__dict__:
-            raise SequenceError("params are fixed at construction: make a new optimizer, with the same accountant")
+            raise SequenceError(
+                "params are fixed at construction: make a new optimizer, with the same accountant"
+            )
         super().add_param_group(param_group)
 
     @abstractmethod
@@ -136,7 +154,10 @@ class CommonOptimizer(Optimizer):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.finalize()
@@ -168,7 +189,9 @@ class CommonOptimizer(Optimizer):
 
     def _statement(self, run: Run, delta: float | None, ahead: Event | None) -> Statement:
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
-        return make_statement(self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded))
+        return make_statement(
+            self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
+        )
 
 
 def new_run() -> str:
@@ -182,7 +205,9 @@ class Uncopied:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # PRIVACY: two answers of one secret run would be two releases
         # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
-        raise SequenceError("a run of secret iterates must not be copied: it has one release; make a new optimizer")
+        raise SequenceError(
+            "a run of secret iterates must not be copied: it has one release; make a new optimizer"
+        )
 
     def __copy__(self) -> Any:
         return self.__deepcopy__({})
@@ -195,6 +220,6 @@ def require_one_process() -> None:
     """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
     if world_size() > 1:
         raise SequenceError(
-            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and ClippedSGD run in several "
-            f"processes, on Poisson or full batches"
+            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and"
+            " ClippedSGD run in several processes, on Poisson or full batches"
         )

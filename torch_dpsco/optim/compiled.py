@@ -59,7 +59,9 @@ from torch_dpsco.rows.batch import forget_rows, leave_rows
 from torch_dpsco.rows.micro_batches import micro_batch_size
 from torch_dpsco.rows.supported import require_supported
 
-_MOST = 2**14  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
+_MOST = (
+    2**14
+)  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
 
 
 def has_convolutions(model: nn.Module) -> bool:
@@ -78,7 +80,11 @@ class PatchedConvolutions(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Intercepts calls of torch functions."""
         if func is torch.conv2d:
@@ -95,12 +101,19 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    covered = input.dim() == 4 and not isinstance(padding, str) and _pair(dilation) == (1, 1) and groups == 1
+    covered = (
+        input.dim() == 4
+        and not isinstance(padding, str)
+        and _pair(dilation) == (1, 1)
+        and groups == 1
+    )
     if not covered or input.device.type != "cpu":
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     (height, width), (down, right), held = _pair(padding), _pair(stride), weight.detach()
     patches = F.pad(input.detach(), (width, width, height, height))
-    patches = patches.unfold(2, weight.shape[2], down).unfold(3, weight.shape[3], right)  # (N, C, H, W, kh, kw)
+    patches = patches.unfold(2, weight.shape[2], down).unfold(
+        3, weight.shape[3], right
+    )  # (N, C, H, W, kh, kw)
     if patches[0].numel() > _MOST:
         return F.conv2d(input, weight, bias, stride, padding)
     patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)
@@ -115,15 +128,19 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
-_MADE_UP, _APART = 7, 0.1  # records that are made up, and how far from the model's parameters their rows are taken
+_MADE_UP, _APART = (
+    7,
+    0.1,
+)  # records that are made up, and how far from the model's parameters their rows are taken
 _COUPLED = (
-    "records must not reach each other in model and loss (with {what} as one of several made-up records, rows of "
-    "others changed): an operation with a vmap rule of its own (torch.autograd.Function, torch.library) sees the whole "
-    "batch there; give it generate_vmap_rule = True, or leave it out"
+    "records must not reach each other in model and loss (with {what} as one of several made-up"
+    " records, rows of others changed): an operation with a vmap rule of its own"
+    " (torch.autograd.Function, torch.library) sees the whole batch there; give it"
+    " generate_vmap_rule = True, or leave it out"
 )
 _CHANGED = (
-    "a forward must not change buffers or weights, they would carry private data out of the model; use layers without "
-    "running statistics, e.g. GroupNorm"
+    "a forward must not change buffers or weights, they would carry private data out of the model;"
+    " use layers without running statistics, e.g. GroupNorm"
 )
 
 
@@ -173,19 +190,25 @@ class CompiledRows:
         backend: str | Callable[..., Any] | None = "inductor",
     ) -> None:
         if is_attached(model):
-            raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
+            raise SequenceError(
+                "model must not be attached to compile its rows: call dp.detach(model) first"
+            )
         require_supported(model, batch_first=True)
         if micro_batch_size is not None:
             check.positive_count(micro_batch_size=micro_batch_size)
         self.micro_batch_size = micro_batch_size
         self.backend = backend
-        self._model, self._loss, self._layers = model, _RecordLoss(model, as_module(loss_fn)), list(model.modules())
+        self._model = model
+        self._loss = _RecordLoss(model, as_module(loss_fn))
+        self._layers = list(model.modules())
         self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
         self._shapes: tuple[Any, ...] | None = None
         self._verdicts: dict[str, str] = {}  # whether records reach each other in the rows
 
-    def step(self, optimizer: PrivateOptimizer, inputs: Any, targets: Any, *, users: Tensor | None = None) -> None:
+    def step(
+        self, optimizer: PrivateOptimizer, inputs: Any, targets: Any, *, users: Tensor | None = None
+    ) -> None:
         """Makes one private step from a batch, or adds a physical batch that is not the last of its draw.
 
         Args:
@@ -201,16 +224,24 @@ class CompiledRows:
             BudgetExceeded: see `PrivateOptimizer.step`.
         """
         if not isinstance(optimizer, PrivateOptimizer):
-            raise ValueError(f"optimizer must be a PrivateOptimizer (got {type(optimizer).__name__})")
+            raise ValueError(
+                f"optimizer must be a PrivateOptimizer (got {type(optimizer).__name__})"
+            )
         if is_attached(self._model):
-            raise SequenceError("model must not be attached to compile its rows: call dp.detach(model) first")
+            raise SequenceError(
+                "model must not be attached to compile its rows: call dp.detach(model) first"
+            )
         require_same_parameters(self._model, optimizer)
-        if optimizer.outstanding_rows == 0:  # an empty draw is a step of noise only, whatever its batch looks like
+        if (
+            optimizer.outstanding_rows == 0
+        ):  # an empty draw is a step of noise only, whatever its batch looks like
             optimizer.step(users=users)
             return
         params = self._trained()
         optimizer.note_checks(self._verdicts)
-        self._size(optimizer.design if optimizer.oracle.unit == "example" else None)  # a user has any number of records
+        self._size(
+            optimizer.design if optimizer.oracle.unit == "example" else None
+        )  # a user has any number of records
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
@@ -239,13 +270,18 @@ class CompiledRows:
         values = [t.clone() for t in self._state()]
         rows = attempt("vectorizing by torch.func.vmap", lambda: self._call(self._eager, *zeros))
         if isinstance(rows, Refused):
-            raise ValueError(f"model must be one that torch.func.vmap vectorizes: {rows}") from rows.error
-        for old, new in zip(values, self._state(), strict=True):  # a write through `.data` leaves no trace in versions
+            raise ValueError(
+                f"model must be one that torch.func.vmap vectorizes: {rows}"
+            ) from rows.error
+        for old, new in zip(
+            values, self._state(), strict=True
+        ):  # a write through `.data` leaves no trace in versions
             if not torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True).all():
                 raise PrivacyError(_CHANGED)
         self._require_no_capture(*zeros)
         self._verdicts.update(dict.fromkeys(("model", "loss"), self._compared(inputs, targets)))
-        self._shapes, self._fast = _shapes(inputs, targets), self._eager
+        self._shapes = _shapes(inputs, targets)
+        self._fast = self._eager
         if self.backend is None:
             return "backend is None"
         patched = has_convolutions(self._model) and self._patches_agree(*zeros)
@@ -257,12 +293,18 @@ class CompiledRows:
         self._fast = compiled
         return None
 
-    def _compile(self, loss: Callable[..., Tensor], batch: tuple[Any, Any]) -> Callable[..., _Rows] | Refused:
+    def _compile(
+        self, loss: Callable[..., Tensor], batch: tuple[Any, Any]
+    ) -> Callable[..., _Rows] | Refused:
         assert self.backend is not None
         # isolated: other models that run the same code must not count as recompilations of this one
         known = inspect.signature(torch.compile).parameters
-        isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-        fast = torch.compile(_rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated)
+        isolated: dict[str, Any] = (
+            {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+        )
+        fast = torch.compile(
+            _rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated
+        )
         tried = attempt("torch.compile", lambda: self._call(fast, *batch))
         return tried if isinstance(tried, Refused) else fast
 
@@ -284,7 +326,9 @@ class CompiledRows:
         """
         try:
             parts = self._parts(inputs, targets)
-            if isinstance(optimizer.design, Undeclared) and len(parts) > 1:  # takes the rows of a step at once, or none
+            if (
+                isinstance(optimizer.design, Undeclared) and len(parts) > 1
+            ):  # takes the rows of a step at once, or none
                 rows = [self._rows(inputs, targets, part) for part in parts]
                 leave_rows(params, [torch.cat(side) for side in zip(*rows, strict=True)])
                 parts = [slice(0, parts[-1].stop)]
@@ -315,7 +359,8 @@ class CompiledRows:
 
     def _rows(self, inputs: Any, targets: Any, part: slice) -> _Rows:
         """Returns the rows of some records by parameter: (records, *shape) each."""
-        n, size = part.stop - part.start, self._size()
+        n = part.stop - part.start
+        size = self._size()
         batch = tree_map(lambda t: _filled(t[part], size), (inputs, targets))
         same = _shapes(inputs, targets) == self._shapes
         rows = self._call(self._fast if same and self._fast is not None else self._eager, *batch)
@@ -328,13 +373,17 @@ class CompiledRows:
         if any(t.device.type != "cpu" and not t.is_floating_point() for t in leaves):
             return "not checked, a wrong index ends the process on this device"
         made = [
-            Leaf((_MADE_UP, *t.shape[1:]), t.dtype, t.device, 0, target=k >= len(tree_leaves(inputs)))
+            Leaf(
+                (_MADE_UP, *t.shape[1:]), t.dtype, t.device, 0, target=k >= len(tree_leaves(inputs))
+            )
             for k, t in enumerate(leaves)
         ]
 
         def rows(batch: list[Tensor]) -> list[Tensor]:
             seed_torch(SEED)
-            params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())  # at zeros few rows would move
+            params = tuple(
+                p + _APART * torch.randn_like(p) for p in self._trained()
+            )  # at zeros few rows would move
             made_inputs, made_targets = tree_unflatten(batch, structure)
             found = self._call(self._eager, made_inputs, made_targets, params)
             return [row.flatten(1) for row in found]
@@ -350,7 +399,9 @@ class CompiledRows:
             raise PrivacyError(_COUPLED.format(what=found.what))
         return found
 
-    def _call(self, function: Callable[..., _Rows], inputs: Any, targets: Any, params: _Rows | None = None) -> _Rows:
+    def _call(
+        self, function: Callable[..., _Rows], inputs: Any, targets: Any, params: _Rows | None = None
+    ) -> _Rows:
         before = _versions(self._state())
         params = tuple(p.detach() for p in self._trained()) if params is None else params
         # other kernels of attention have no vectorized backward
@@ -366,7 +417,9 @@ class CompiledRows:
         """Returns the loss of one record, as that of a batch of one."""
         names = [f"model.{name}" for name, p in self._model.named_parameters() if p.requires_grad]
         batch = tree_map(lambda t: t.unsqueeze(0), (inputs, targets))
-        loss: Tensor = torch.func.functional_call(self._loss, dict(zip(names, params, strict=True)), batch)
+        loss: Tensor = torch.func.functional_call(
+            self._loss, dict(zip(names, params, strict=True)), batch
+        )
         return loss
 
     def _patched(self, params: _Rows, inputs: Any, targets: Any) -> Tensor:
@@ -376,17 +429,22 @@ class CompiledRows:
 
     def _patches_agree(self, inputs: Any, targets: Any) -> bool:
         """Returns whether patches give the rows of synthetic records: not if a forward differentiates in its input."""
-        batch, found = tree_map(_synthetic, (inputs, targets)), []
+        batch = tree_map(_synthetic, (inputs, targets))
+        found = []
         for loss in (self._one, self._patched):
             with torch.random.fork_rng(devices=[]):
                 # dropout, say, the same twice; torch.manual_seed would also fix the generators of GPUs, for good
                 torch.default_generator.manual_seed(0)
-                rows = attempt("vectorizing made-up records", partial(self._call, _rows_of(loss), *batch))
+                rows = attempt(
+                    "vectorizing made-up records", partial(self._call, _rows_of(loss), *batch)
+                )
             if isinstance(rows, Refused):
                 return False
             found.append(torch.cat([row.flatten(1).double() for row in rows], dim=1))
         plain, patched = found
-        return bool(torch.linalg.vector_norm(plain - patched) <= 1e-3 * torch.linalg.vector_norm(plain))
+        return bool(
+            torch.linalg.vector_norm(plain - patched) <= 1e-3 * torch.linalg.vector_norm(plain)
+        )
 
     def _require_no_capture(self, inputs: Any, targets: Any) -> None:
         """Raises for a loss on weights that `functional_call` does not replace: their term would be in no row."""
@@ -399,12 +457,18 @@ class CompiledRows:
         if any(grad is not None for grad in torch.autograd.grad(loss, real, allow_unused=True)):
             # PRIVACY: not a leak, but another objective (test_a_captured_weight_in_the_loss_is_refused)
             raise ValueError(
-                "loss_fn must not use parameters that are kept outside of the model (a weight in a variable, a loss "
-                "with parameters of its own): give reg= or prox= to the optimizer instead"
+                "loss_fn must not use parameters that are kept outside of the model (a weight in a"
+                " variable, a loss with parameters of its own): give reg= or prox= to the optimizer"
+                " instead"
             )
 
     def _trained(self) -> list[nn.Parameter]:
-        found = {id(p): p for m in self._layers for p in m._parameters.values() if p is not None and p.requires_grad}
+        found = {
+            id(p): p
+            for m in self._layers
+            for p in m._parameters.values()
+            if p is not None and p.requires_grad
+        }
         return list(found.values())
 
     def _state(self) -> list[Tensor]:
@@ -413,7 +477,9 @@ class CompiledRows:
 
 
 def _rows_of(loss: Callable[..., Tensor]) -> Callable[..., _Rows]:
-    rows: Callable[..., _Rows] = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    rows: Callable[..., _Rows] = torch.func.vmap(
+        torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different"
+    )
     return rows
 
 
@@ -426,7 +492,8 @@ class _RecordLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss_fn: _LossFn) -> None:
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.model = model
+        self.loss_fn = loss_fn
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         return self.loss_fn(*read_for(self.loss_fn, self.model(inputs), targets))
@@ -435,8 +502,14 @@ class _RecordLoss(nn.Module):
 def _filled(records: Tensor, size: int) -> Tensor:
     """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
-    whole = records if not missing else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
-    return whole.contiguous().view(-1).view(whole.shape)  # contiguous() leaves strides of dimensions of size 1
+    whole = (
+        records
+        if not missing
+        else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    )
+    return (
+        whole.contiguous().view(-1).view(whole.shape)
+    )  # contiguous() leaves strides of dimensions of size 1
 
 
 def _synthetic(records: Tensor) -> Tensor:
@@ -448,7 +521,9 @@ def _synthetic(records: Tensor) -> Tensor:
 def _batch_size(inputs: Any, targets: Any) -> int:
     leaves = tree_leaves((inputs, targets))
     if not all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
-        raise ValueError("inputs and targets must be tensors, or nested tensors, with one entry per record")
+        raise ValueError(
+            "inputs and targets must be tensors, or nested tensors, with one entry per record"
+        )
     if len({len(leaf) for leaf in leaves}) > 1:
         # PRIVACY: rows would pair records with targets of others; no size in the message, that of the draw is private
         # (test_batches_that_do_not_match_are_refused)

@@ -50,7 +50,11 @@ class CorrelatedPlan(StepPlan):
 
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
         """Yields the noise that is added to each mean; later steps subtract parts of it."""
-        yield "each step", self.noise_multiplier * Banded(self.coefficients).norm / self.batch_size, None
+        yield (
+            "each step",
+            self.noise_multiplier * Banded(self.coefficients).norm / self.batch_size,
+            None,
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -60,13 +64,20 @@ class CorrelatedPlan(StepPlan):
         left = float(strategy.prefix_std(self.steps)[-1]) * strategy.norm / self.steps**0.5
         std = self.noise_multiplier * strategy.norm * self.clip / self.batch_size
         past = {0: "", 1: ", less a part of the noise of the step before"}.get(
-            strategy.bands - 1, f", less parts of the noise of the {strategy.bands - 1} steps before"
+            strategy.bands - 1,
+            f", less parts of the noise of the {strategy.bands - 1} steps before",
         )
-        yield "noise", f"std {std:.3g} per coordinate of a mean gradient of norm at most {self.clip:g}{past}"
+        yield (
+            "noise",
+            f"std {std:.3g} per coordinate of a mean gradient of norm at most {self.clip:g}{past}",
+        )
         yield "assumed", "rows do not depend on other records; equal rows have equal sums"
         yield (
             "expected",
-            f"the noise of all steps together is {left:.2f} of what independent noise would sum up to at the same cost",
+            (
+                f"the noise of all steps together is {left:.2f} of what independent noise would sum"
+                " up to at the same cost"
+            ),
         )
 
 
@@ -128,10 +139,13 @@ class CorrelatedSGD(PlannedOptimizer):
         adjacency = agreed_adjacency(adjacency, budget)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
-                f"adjacency must be zero_out or replace_one: records keep their places (got {adjacency})"
+                "adjacency must be zero_out or replace_one: records keep their places (got"
+                f" {adjacency})"
             )
         n = check.positive_count(n=n)
-        batch_size = min(512, n) if batch_size is None else check.positive_count(batch_size=batch_size)
+        batch_size = (
+            min(512, n) if batch_size is None else check.positive_count(batch_size=batch_size)
+        )
         batches = math.ceil(n / batch_size)
         if steps is not None and epochs is not None:
             raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
@@ -142,7 +156,9 @@ class CorrelatedSGD(PlannedOptimizer):
         most = min(batches, steps)
         bands = min(_BANDS, most) if bands is None else check.positive_count(bands=bands)
         if bands > most:
-            raise ValueError(f"bands must be <= {most}, the batches of a pass and the steps (got {bands})")
+            raise ValueError(
+                f"bands must be <= {most}, the batches of a pass and the steps (got {bands})"
+            )
         return CorrelatedPlan(
             budget=budget,
             adjacency=adjacency,

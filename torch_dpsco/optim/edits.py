@@ -20,7 +20,9 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.theory.output_sgd.promises import LossPromises
 
-_SLACK = 1 + 1e-6  # of norms and their bound: rounding is below 1e-9 for any batch that fits into memory
+_SLACK = (
+    1 + 1e-6
+)  # of norms and their bound: rounding is below 1e-9 for any batch that fits into memory
 
 
 class Backwards:
@@ -37,7 +39,8 @@ class Backwards:
         self._hooked = ""  # a kind of module with backward hooks that was called
         this = weakref.ref(self)
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(lambda p, k=k: _tell(this, k, p)) for k, p in enumerate(params)
+            p.register_post_accumulate_grad_hook(lambda p, k=k: _tell(this, k, p))
+            for k, p in enumerate(params)
         ]
         self._handles.append(register_module_forward_pre_hook(_Onlooker(this)))
         for handle in self._handles:
@@ -69,24 +72,33 @@ class Backwards:
         params = self._params
         if any(p.grad is None for p in params):
             raise SequenceError(
-                "p.grad must hold the gradient of the batch (got None): call backward() first, on a model that is not "
-                "attached: this optimizer needs no per-sample gradients"
+                "p.grad must hold the gradient of the batch (got None): call backward() first, on a"
+                " model that is not attached: this optimizer needs no per-sample gradients"
             )
         if self._counts != [1] * len(params):
             # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
             counts = sorted(set(self._counts))
-            self._refuse(f"a step must use the gradient of exactly one backward pass over its batch (got {counts})")
+            self._refuse(
+                "a step must use the gradient of exactly one backward pass over its batch (got"
+                f" {counts})"
+            )
         if any(p._backward_hooks or len(_after_accumulation(p)) > 1 for p in params):
             # PRIVACY: 100 times the gradient moves the answer 100 times as far
             # (test_a_hook_that_could_change_gradients_is_refused)
-            self._refuse("parameters must have no hooks of others, which could change gradients: remove them")
+            self._refuse(
+                "parameters must have no hooks of others, which could change gradients: remove them"
+            )
         if self._hooked:
-            self._refuse(f"modules must have no backward hooks, which could change gradients (got a {self._hooked})")
+            self._refuse(
+                "modules must have no backward hooks, which could change gradients (got a"
+                f" {self._hooked})"
+            )
         if not all(_same(p.grad, seen) for p, seen in zip(params, self._seen, strict=True)):
             # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
             # (test_a_gradient_changed_after_its_backward_is_refused)
             self._refuse(
-                "p.grad must be what backward() left there (got a changed one): do not clip, scale or decay it"
+                "p.grad must be what backward() left there (got a changed one): do not clip, scale"
+                " or decay it"
             )
 
     def _refuse(self, message: str) -> None:
@@ -127,8 +139,12 @@ class Kept:
         backwards: of the parameters, which are forgotten if they were of an edited iterate.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], optimizer: Optimizer, backwards: Backwards) -> None:
-        self._params, self._optimizer, self._backwards = params, optimizer, backwards
+    def __init__(
+        self, params: Sequence[nn.Parameter], optimizer: Optimizer, backwards: Backwards
+    ) -> None:
+        self._params = params
+        self._optimizer = optimizer
+        self._backwards = backwards
         self.note()
 
     @property
@@ -163,9 +179,10 @@ class Kept:
         if edited:
             self._backwards.clear()
             raise SequenceError(
-                "parameters and averages must be what the last step left there, and parameters must be 0, the planned "
-                "start, before the first one (got edited ones, which were put back; gradients were cleared): do not "
-                "initialize or change them; after loading a checkpoint load the model's state of the same one too"
+                "parameters and averages must be what the last step left there, and parameters must"
+                " be 0, the planned start, before the first one (got edited ones, which were put"
+                " back; gradients were cleared): do not initialize or change them; after loading a"
+                " checkpoint load the model's state of the same one too"
             )
 
 
@@ -188,4 +205,6 @@ def _same(now: Tensor | None, then: Tensor | None) -> bool:
         return now is then
     if now.dtype != torch.float64 or then.dtype != now.dtype:
         return False
-    return torch.equal(now.view(torch.int64), then.to(now.device).view(torch.int64))  # to the bit, for NaN too
+    return torch.equal(
+        now.view(torch.int64), then.to(now.device).view(torch.int64)
+    )  # to the bit, for NaN too

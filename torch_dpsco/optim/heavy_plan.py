@@ -80,7 +80,9 @@ class ClippedPlan(StepPlan):
         super().__post_init__()
         check.nonnegative(noise_multiplier=self.noise_multiplier)
         if (self.clip is None) == (self.pilot is None):
-            raise ValueError(f"clip or pilot must be given, and not both (got {self.clip} and {self.pilot})")
+            raise ValueError(
+                f"clip or pilot must be given, and not both (got {self.clip} and {self.pilot})"
+            )
         if self.clip is not None:
             check.positive(clip=self.clip)
 
@@ -105,7 +107,9 @@ class ClippedPlan(StepPlan):
             return Clipped(self.clip, self.noise_multiplier, self.batch_size)
         pilot, steps = self._piloted()
         first = pilot.oracle()
-        return Phased([(first, 1), (PilotClipped(first, self.noise_multiplier, self.batch_size), steps)])
+        return Phased(
+            [(first, 1), (PilotClipped(first, self.noise_multiplier, self.batch_size), steps)]
+        )
 
     def rule(self) -> UpdateRule:
         """Returns the update rule that is taken where none is given."""
@@ -113,11 +117,17 @@ class ClippedPlan(StepPlan):
 
     def schedule(self) -> Schedule:
         """Returns the phases of the run: the pilot's step is one of its own."""
-        return super().schedule() if self.pilot is None else Schedule((Phase(1), Phase(self._piloted()[1])))
+        return (
+            super().schedule()
+            if self.pilot is None
+            else Schedule((Phase(1), Phase(self._piloted()[1])))
+        )
 
     def _piloted(self) -> tuple[PilotPlan, int]:
         if self.pilot is None or self.steps is None:
-            raise ValueError(f"steps must be given beside a pilot (got {self.steps} and {self.pilot})")
+            raise ValueError(
+                f"steps must be given beside a pilot (got {self.steps} and {self.pilot})"
+            )
         return self.pilot, self.steps - 1
 
     def otherwise(self) -> str:
@@ -132,15 +142,24 @@ class ClippedPlan(StepPlan):
         if self.clip is None:
             yield (
                 "noise",
-                f"std {share:.2g} of the clip per coordinate of a mean gradient, whose norm is at most the clip",
+                (
+                    f"std {share:.2g} of the clip per coordinate of a mean gradient, whose norm is"
+                    " at most the clip"
+                ),
             )
         else:
             yield noise_on_mean(share, self.clip)
         if self.pilot is not None:
             yield "pilot", str(self.pilot)
-        yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"
+        yield (
+            "assumed",
+            "rows do not depend on other records; nothing about moments, since rows are clipped",
+        )
         if self.risk_bound is not None:
-            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +175,10 @@ class AcceleratedPlan(ClippedPlan):
     def oracle(self, prox: Prox) -> MeanOracle:
         """Returns a new oracle with the plan's numbers; raises ValueError for penalties."""
         if not isinstance(prox, (Ball, Box, Identity, Simplex)):
-            raise ValueError(f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has penalties")
+            raise ValueError(
+                f"prox must be a projection (Ball, Box, Simplex) (got {prox}); ProximalSGD has"
+                " penalties"
+            )
         return super().oracle(prox)
 
     def rule(self) -> UpdateRule:
@@ -175,10 +197,15 @@ def after_pilot(size: int, design: Design, steps: int, n: int, adjacency: Adjace
         # PRIVACY: cut by position, a record less would move all later ones
         # (test_passes_after_a_pilot_are_those_of_a_part)
         if not isinstance(design, (Assigned, Full, Poisson)):
-            raise AdjacencyError(f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})")
+            raise AdjacencyError(
+                f"sampling must be 'assigned', 'poisson' or 'full' after a pilot (got {design})"
+            )
         return AssignedParts(((Full(size), 1), (design, steps)), n)
     if not isinstance(design, (Assigned, Disjoint, Fixed, Full, Poisson)):
-        raise ValueError(f"sampling must be 'shuffled' for one pass only after a pilot, or another one (got {design})")
+        raise ValueError(
+            "sampling must be 'shuffled' for one pass only after a pilot, or another one (got"
+            f" {design})"
+        )
     return Parts(((Full(size), 1), (design, steps)), n)
 
 
@@ -194,7 +221,8 @@ def scale_of(problem: Problem, distance: float | None, by: str) -> float:
         return check.positive(distance=distance)
     if math.isinf(problem.radius):
         raise MissingConstantError(
-            f"{by} needs a scale to plan from moments: give distance= (a bound on |w_0 - w*|), or promise a radius"
+            f"{by} needs a scale to plan from moments: give distance= (a bound on |w_0 - w*|), or"
+            " promise a radius"
         )
     return 2.0 * problem.radius
 
@@ -202,7 +230,9 @@ def scale_of(problem: Problem, distance: float | None, by: str) -> float:
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
 _MORE_STEPS = 64  # of one pass whose draws are secret, in place of these
-_DEFAULT_BATCH, _DEFAULT_EPOCHS, _FULL_STEPS = 512, 10, 30
+_DEFAULT_BATCH = 512
+_DEFAULT_EPOCHS = 10
+_FULL_STEPS = 30
 
 
 class HeavyTailed(PlannedOptimizer):
@@ -211,12 +241,18 @@ class HeavyTailed(PlannedOptimizer):
     plans: ClassVar[type[ClippedPlan]] = ClippedPlan
     words: ClassVar[tuple[str, ...]] = _PASS
     needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
-    most: ClassVar[float]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
-    momentum: ClassVar[bool | None] = None  # whether the step rule may take momentum; None where there is no such rule
+    most: ClassVar[
+        float
+    ]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = (
+        None  # whether the step rule may take momentum; None where there is no such rule
+    )
 
     @classmethod
     @abstractmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
+    def _theory(
+        cls, promised: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
         """Returns what the theorem chooses.
 
         Args:
@@ -227,7 +263,9 @@ class HeavyTailed(PlannedOptimizer):
 
     @classmethod
     @abstractmethod
-    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+    def _exchange_rate(
+        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
         """Returns what a unit of clip costs in noise, in one pass."""
 
     @classmethod
@@ -299,8 +337,11 @@ class HeavyTailed(PlannedOptimizer):
             AdjacencyError: mode "paper" or batches cut by position, under add_remove.
             ValueError: an argument is out of range.
         """
-        problem, dim, adjacency = problem or Problem(), dimension(dim), agreed_adjacency(adjacency, budget)
-        check_mode(mode, adjacency), check.choice((*AVERAGES, None), average=average)
+        problem = problem or Problem()
+        dim = dimension(dim)
+        adjacency = agreed_adjacency(adjacency, budget)
+        check_mode(mode, adjacency)
+        check.choice((*AVERAGES, None), average=average)
         if distance is not None:
             check.positive(distance=distance)
         goal, noise = _goal(budget, noise_multiplier)
@@ -309,7 +350,9 @@ class HeavyTailed(PlannedOptimizer):
         left = n if n is None else check.positive_count(n=n)
         if isinstance(clip, Pilot) and left is not None:
             if isinstance(sampling, Design):
-                raise ValueError(f"sampling must be a word, for the records that a pilot leaves (got {sampling})")
+                raise ValueError(
+                    f"sampling must be a word, for the records that a pilot leaves (got {sampling})"
+                )
             left = check.positive_count(n=left - clip.records(left))
         sampling = sampling or cls._usual(clip, n, adjacency, mode, batch_size, steps, epochs)
         once = cls._is_one_pass(sampling, n, steps, epochs, adjacency)
@@ -329,13 +372,21 @@ class HeavyTailed(PlannedOptimizer):
             if noise and not isinstance(clip, Pilot):
                 tries: list[tuple[int | None, float]] = [(steps, noise)]
                 if secret and goal is not None and steps is None:
-                    tries = [(number, noise_of_pass(goal, number)) for number in numbers_of_steps(left)]
+                    tries = [
+                        (number, noise_of_pass(goal, number)) for number in numbers_of_steps(left)
+                    ]
                 theory = cls._best(problem, distance, inputs, tries)
             if theory is not None:
                 steps = theory.steps
             elif by_rule and goal is not None and not problem.strong_convexity:
-                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
-                steps = one_pass(scale, left, goal, bool(cls.momentum), secret) if steps is None else steps
+                scale = scale_of_clip(
+                    problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__
+                )
+                steps = (
+                    one_pass(scale, left, goal, bool(cls.momentum), secret)
+                    if steps is None
+                    else steps
+                )
             steps = min(left, _MORE_STEPS if secret else _FEW_STEPS) if steps is None else steps
             if check.positive_count(steps=steps) > left:
                 raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
@@ -348,46 +399,72 @@ class HeavyTailed(PlannedOptimizer):
             made = cls._averaging(problem, steps) if average is None else None
             if scale is not None and made is None:
                 pace = pace_of(scale, design, steps, noise)
-                pace = pace if cls.momentum else Pace(min(cls._lr(problem), pace.lr / (1.0 - pace.momentum)))
+                pace = (
+                    pace
+                    if cls.momentum
+                    else Pace(min(cls._lr(problem), pace.lr / (1.0 - pace.momentum)))
+                )
         else:
             if clip is None:
                 raise MissingConstantError(
-                    f"{cls.__name__} needs a clip for many passes, which no theorem chooses: clip=dp.Pilot(), or a "
-                    f"number"
+                    f"{cls.__name__} needs a clip for many passes, which no theorem chooses:"
+                    " clip=dp.Pilot(), or a number"
                 )
             if by_rule and goal is not None and left is not None:
-                scale = scale_of_clip(problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__)
+                scale = scale_of_clip(
+                    problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__
+                )
                 run = run_of(scale, left, goal, sampling, adjacency, batch_size, steps, epochs)
-                design, steps, noise, pace = run.design, run.steps, run.noise, run.pace
+                design = run.design
+                steps = run.steps
+                noise = run.noise
+                pace = run.pace
             else:
                 if batch_size is None and left is not None and sampling in (None, *SAMPLING):
                     batch_size = min(_DEFAULT_BATCH, left)
-                default = _FULL_STEPS if sampling == "full" or isinstance(sampling, Full) else _DEFAULT_EPOCHS
+                default = (
+                    _FULL_STEPS
+                    if sampling == "full" or isinstance(sampling, Full)
+                    else _DEFAULT_EPOCHS
+                )
                 free = goal is None and not isinstance(clip, Pilot)
-                design, steps = drawn(sampling, batch_size, left, adjacency, steps, epochs, None if free else default)
+                design, steps = drawn(
+                    sampling, batch_size, left, adjacency, steps, epochs, None if free else default
+                )
                 noise = noise if goal is None else noise_for(goal, design, steps)
         covered = lr is None and average is None
         if pace is not None:
             lr = pace.lr
             average = average or ("weighted" if pace.momentum else "last")
         elif lr is None:
-            lr = theory.lr if theory is not None else cls._lr(problem) if made is None else made.lr[0]
+            lr = (
+                theory.lr
+                if theory is not None
+                else cls._lr(problem)
+                if made is None
+                else made.lr[0]
+            )
         if goal is not None and n and dim and steps and mode != "paper":
-            checks.warn_if_buried(noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon)
+            checks.warn_if_buried(
+                noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon
+            )
         if theory is not None and left is not None:
             covered = covered and design == Disjoint(left // theory.steps, left)
         pilot: PilotPlan | None = None
         if isinstance(clip, Pilot):
             if n is None or left is None or budget is None or steps is None or dim is None:
                 raise ValueError(
-                    f"n, budget and dim must be given for a pilot, or a number as clip (got {n}, {budget} and {dim})"
+                    f"n, budget and dim must be given for a pilot, or a number as clip (got {n},"
+                    f" {budget} and {dim})"
                 )
             rho = zcdp_of(noise if secret and noise else release_noise(budget), adjacency)
             rate = exchange_rate_phase(left, dim, rho, adjacency)
             if once:
                 rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)
-            pilot, clip = clip.plan(n, budget, rate), None
-            design, steps = after_pilot(pilot.size, design, steps, n, adjacency), steps + 1
+            pilot = clip.plan(n, budget, rate)
+            clip = None
+            design = after_pilot(pilot.size, design, steps, n, adjacency)
+            steps = steps + 1
         return cls.plans(
             budget=budget,
             adjacency=adjacency,
@@ -425,7 +502,12 @@ class HeavyTailed(PlannedOptimizer):
 
     @classmethod
     def _is_one_pass(
-        cls, sampling: str | Design | None, n: int | None, steps: int | None, epochs: float | None, adjacency: Adjacency
+        cls,
+        sampling: str | Design | None,
+        n: int | None,
+        steps: int | None,
+        epochs: float | None,
+        adjacency: Adjacency,
     ) -> bool:
         """Returns whether each record is used once; raises ValueError where that must be so and is not."""
         if steps is not None and epochs is not None:
@@ -440,17 +522,19 @@ class HeavyTailed(PlannedOptimizer):
             check.choice((*cls.words, None), sampling=sampling)
             if sampling == "shuffled" and adjacency == ADD_REMOVE:
                 raise AdjacencyError(
-                    "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got 'shuffled'): removing a "
-                    "record would shift the batches of all later ones"
+                    "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
+                    " 'shuffled'): removing a record would shift the batches of all later ones"
                 )
-            once = n is not None and (sampling == "assigned" or (sampling == "shuffled" and epochs in (None, 1)))
+            once = n is not None and (
+                sampling == "assigned" or (sampling == "shuffled" and epochs in (None, 1))
+            )
         if epochs not in (None, 1) and (sampling == "assigned" or cls.words == _PASS):
             more = ", or sampling 'allocated' for several" if "allocated" in cls.words else ""
             raise ValueError(f"epochs must be 1 for one pass{more} (got {epochs})")
         if not once and cls.words == _PASS:
             raise ValueError(
-                f"sampling must be one pass over n records for {cls.__name__}: 'shuffled', 'assigned', or a design of "
-                f"one pass (got {sampling!r} and n={n})"
+                f"sampling must be one pass over n records for {cls.__name__}: 'shuffled',"
+                f" 'assigned', or a design of one pass (got {sampling!r} and n={n})"
             )
         return once
 
@@ -473,20 +557,32 @@ class HeavyTailed(PlannedOptimizer):
             if len(tries) > 1:  # what is said of those that are not taken
                 warnings.simplefilter("ignore", UtilityWarning)
             plans = [
-                cls._chosen(problem, distance, inputs | {"steps": steps, "rho": zcdp_of(noise, inputs["adjacency"])})
+                cls._chosen(
+                    problem,
+                    distance,
+                    inputs | {"steps": steps, "rho": zcdp_of(noise, inputs["adjacency"])},
+                )
                 for steps, noise in tries
             ]
-        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.bound, default=None)
+        return min(
+            (plan for plan in plans if plan is not None), key=lambda plan: plan.bound, default=None
+        )
 
     @classmethod
-    def _chosen(cls, problem: Problem, distance: float | None, inputs: dict[str, Any]) -> OnePassPlan | None:
+    def _chosen(
+        cls, problem: Problem, distance: float | None, inputs: dict[str, Any]
+    ) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
         if problem.moment is not None and inputs["dim"] is None:
-            raise MissingConstantError("dim must be given where moments are promised: the model, or its parameters")
+            raise MissingConstantError(
+                "dim must be given where moments are promised: the model, or its parameters"
+            )
         names = ("moment", "moment_order", "smoothness", *cls.needs)
         try:
             promised = dict(zip(names, problem.require(*names, by=cls.__name__), strict=True))
-            return cls._theory(promised | inputs | {"second_moment": problem.second_moment}, problem, distance)
+            return cls._theory(
+                promised | inputs | {"second_moment": problem.second_moment}, problem, distance
+            )
         except MissingConstantError:
             if inputs["clip"] is None:
                 raise
@@ -498,9 +594,13 @@ def _goal(budget: Budget | None, noise_multiplier: float | None) -> tuple[Budget
     if noise_multiplier is not None:
         return None, check.nonnegative(noise_multiplier=noise_multiplier)
     if budget is None:
-        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+        raise ValueError(
+            "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
     if budget.mode != "planned":
-        raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
+        raise ValueError(
+            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
+        )
     return budget, math.nan
 
 
@@ -510,7 +610,12 @@ def _is_secret(sampling: str | Design | None) -> bool:
 
 
 def _one_pass(
-    sampling: str | Design, batch_size: int | None, n: int, adjacency: Adjacency, steps: int = 1, secret: bool = False
+    sampling: str | Design,
+    batch_size: int | None,
+    n: int,
+    adjacency: Adjacency,
+    steps: int = 1,
+    secret: bool = False,
 ) -> Design:
     """Returns the design of one pass in batches of this size, or in so many."""
     if isinstance(sampling, Design):

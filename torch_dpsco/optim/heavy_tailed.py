@@ -25,7 +25,13 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from torch_dpsco.optim.heavy_plan import AcceleratedPlan, ClippedPlan, HeavyTailed, ProximalPlan, scale_of
+from torch_dpsco.optim.heavy_plan import (
+    AcceleratedPlan,
+    ClippedPlan,
+    HeavyTailed,
+    ProximalPlan,
+    scale_of,
+)
 from torch_dpsco.optim.planned import SAMPLING
 from torch_dpsco.problem import Problem
 from torch_dpsco.theory.clipping import (
@@ -76,29 +82,38 @@ class ClippedSGD(HeavyTailed):
 
     words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
     needs = ("strong_convexity",)
-    most, momentum = 1.0, True
+    most = 1.0
+    momentum = True
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
+    def _theory(
+        cls, promised: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
         unbounded = distance is None and math.isinf(problem.radius)
         diameter = math.inf if unbounded else scale_of(problem, distance, cls.__name__)
         return strongly_convex_plan(diameter=diameter, **promised)
 
     @classmethod
-    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+    def _exchange_rate(
+        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
         if problem.strong_convexity is None or problem.smoothness is None:
             return exchange_rate_phase(n, dim, rho, adjacency)
         weights = strongly_convex_coefficients(
             strong_convexity=problem.strong_convexity, smoothness=problem.smoothness, steps=steps
         )
-        return exchange_rate_strongly_convex(n, dim, steps, rho, weights.bias, weights.noise, adjacency)
+        return exchange_rate_strongly_convex(
+            n, dim, steps, rho, weights.bias, weights.noise, adjacency
+        )
 
     @classmethod
     def _averaging(cls, problem: Problem, steps: int) -> AveragingSchedule | None:
         if not problem.strong_convexity:
             return None
         (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return averaging_schedule(strong_convexity=problem.strong_convexity, inverse_lr_cap=smoothness, steps=steps)
+        return averaging_schedule(
+            strong_convexity=problem.strong_convexity, inverse_lr_cap=smoothness, steps=steps
+        )
 
 
 class AcceleratedSGD(HeavyTailed):
@@ -147,11 +162,15 @@ class AcceleratedSGD(HeavyTailed):
     most = 4.0
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
+    def _theory(
+        cls, promised: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
         return accelerated_plan(diameter=scale_of(problem, distance, cls.__name__), **promised)
 
     @classmethod
-    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+    def _exchange_rate(
+        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
         return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
 
 
@@ -185,14 +204,19 @@ class ProximalSGD(HeavyTailed):
 
     plans: ClassVar[type[ClippedPlan]] = ProximalPlan
     needs = ("pl_constant",)
-    most, momentum = 2.0, False
+    most = 2.0
+    momentum = False
 
     @classmethod
-    def _theory(cls, promised: dict[str, Any], problem: Problem, distance: float | None) -> OnePassPlan:
+    def _theory(
+        cls, promised: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
         # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
         gap = promised["moment"] * scale_of(problem, distance, cls.__name__)
         return proximal_pl_plan(initial_gap=gap, **promised)
 
     @classmethod
-    def _exchange_rate(cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str) -> float:
+    def _exchange_rate(
+        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
         return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)

@@ -39,7 +39,13 @@ from torch_dpsco.optim.planned import (
     otherwise,
 )
 from torch_dpsco.optim.step_rule import Run, loudness, run_of, scale_of_problem
-from torch_dpsco.oracles.holder import NOISES, HolderAbsolute, HolderClipped, require_share, shared_bound
+from torch_dpsco.oracles.holder import (
+    NOISES,
+    HolderAbsolute,
+    HolderClipped,
+    require_share,
+    shared_bound,
+)
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
@@ -47,7 +53,8 @@ from torch_dpsco.theory.holder.paper import search_split_paper
 from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
 from torch_dpsco.theory.steps import clip_share
 
-_DEFAULT_BATCH, _DEFAULT_EPOCHS = 512, 10
+_DEFAULT_BATCH = 512
+_DEFAULT_EPOCHS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,9 @@ class HolderPlan(StepPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if require_share(clip=self.clip) < 1 and (self.noise == "paper" or self.noise_multiplier is None):
+        if require_share(clip=self.clip) < 1 and (
+            self.noise == "paper" or self.noise_multiplier is None
+        ):
             raise ValueError(f"clip must be 1 for noise={self.noise!r} (got {self.clip})")
 
     def oracle(self, prox: Prox) -> HolderClipped | HolderAbsolute:
@@ -105,14 +114,31 @@ class HolderPlan(StepPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        if isinstance(self.noise_std, float) and self.grad_bound > 0:  # 0: promised gradients of 0 at the start
+        if (
+            isinstance(self.noise_std, float) and self.grad_bound > 0
+        ):  # 0: promised gradients of 0 at the start
             where = " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
             yield noise_on_mean(self.noise_std / self.grad_bound, self.grad_bound, where)
         if self.clip < 1:
-            yield "clip", f"rows are clipped at {self.clip:.3g} of the bound that the loss promises, for less noise"
-        yield "assumed", "rows do not depend on other records; the bounds of the problem are enforced by clipping"
+            yield (
+                "clip",
+                (
+                    f"rows are clipped at {self.clip:.3g} of the bound that the loss promises, for"
+                    " less noise"
+                ),
+            )
+        yield (
+            "assumed",
+            (
+                "rows do not depend on other records; the bounds of the problem are enforced by"
+                " clipping"
+            ),
+        )
         if self.risk_bound is not None:
-            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
+            )
 
 
 class HolderSGD(PlannedOptimizer):
@@ -222,12 +248,18 @@ class HolderSGD(PlannedOptimizer):
             AdjacencyError: sampling, mode and adjacency do not go together.
         """
         check.choice(("tight", "paper"), mode=mode)
-        check.choice((*AVERAGES, None), average=average), check.choice((*NOISES, "absolute", None), noise=noise)
-        paper, dim, given = mode == "paper", dimension(dim), noise_multiplier is not None or noise == "absolute"
-        if sampling is None and (paper or noise == "absolute"):  # a pass of "absolute" noise is not amplified
+        check.choice((*AVERAGES, None), average=average)
+        check.choice((*NOISES, "absolute", None), noise=noise)
+        paper = mode == "paper"
+        dim = dimension(dim)
+        given = noise_multiplier is not None or noise == "absolute"
+        if sampling is None and (
+            paper or noise == "absolute"
+        ):  # a pass of "absolute" noise is not amplified
             sampling = "fixed" if paper else "poisson"
         if isinstance(sampling, Design):
-            n, batch_size = None if isinstance(sampling, Undeclared) else sampling.n, sampling.batch_size
+            n = None if isinstance(sampling, Undeclared) else sampling.n
+            batch_size = sampling.batch_size
         noise = noise or ("paper" if paper else "adaptive")
         adjacency = agreed_adjacency(adjacency, budget)
         _require_paper(paper, adjacency, sampling, noise)
@@ -235,27 +267,48 @@ class HolderSGD(PlannedOptimizer):
         if noise_multiplier is not None:
             noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
         if not given and n is None:
-            raise ValueError("n must be given for the noise to be chosen: the public number of records")
+            raise ValueError(
+                "n must be given for the noise to be chosen: the public number of records"
+            )
         if distance is not None:
             check.positive(distance=distance)
-        smooth, by_theorem = problem.smoothness is not None, average == "uniform" and math.isfinite(problem.radius)
+        smooth = problem.smoothness is not None
+        by_theorem = average == "uniform" and math.isfinite(problem.radius)
         ruled: Run | None = None
-        if not (lr is not None or given or paper or by_theorem) and n is not None and budget is not None:
+        if (
+            not (lr is not None or given or paper or by_theorem)
+            and n is not None
+            and budget is not None
+        ):
             share = _clip(problem, n, budget, dim) if clip is None else require_share(clip=clip)
             scale = scale_of_problem(problem, share, distance, dim)
             if scale is not None:
-                ruled, clip = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs), share
+                ruled = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs)
+                clip = share
         clip = 1.0 if clip is None else require_share(clip=clip)
-        multiplier, split, momentum = noise_multiplier, None, 0.0
+        multiplier = noise_multiplier
+        split = None
+        momentum = 0.0
         if ruled is not None:
-            design, steps, multiplier = ruled.design, ruled.steps, ruled.noise
+            design = ruled.design
+            steps = ruled.steps
+            multiplier = ruled.noise
         else:
             if batch_size is None and n is not None and sampling != "full":
-                if smooth or paper or given or budget is None or sampling not in (None, "poisson", "fixed"):
+                if (
+                    smooth
+                    or paper
+                    or given
+                    or budget is None
+                    or sampling not in (None, "poisson", "fixed")
+                ):
                     batch_size = min(_DEFAULT_BATCH, n)
                 else:
                     batch_size = _balanced_batch(
-                        n, budget, sampling or "poisson", _DEFAULT_EPOCHS if epochs is None else epochs
+                        n,
+                        budget,
+                        sampling or "poisson",
+                        _DEFAULT_EPOCHS if epochs is None else epochs,
                     )
             default = None if given else _DEFAULT_EPOCHS
             design, steps = drawn(sampling, batch_size, n, adjacency, steps, epochs, default)
@@ -266,19 +319,43 @@ class HolderSGD(PlannedOptimizer):
         bound = _bound(problem, noise, radius, clip)
         std = _stds(noise_std) if multiplier is None else multiplier * bound / batch_size
         if ruled is not None:
-            lr, momentum = ruled.pace.lr, ruled.pace.momentum
+            lr = ruled.pace.lr
+            momentum = ruled.pace.momentum
         elif lr is None:
             spread = std if isinstance(std, float) else max(std)
-            lr = 1.0 / problem.smoothness if problem.smoothness else _lr(radius, steps, bound, dim, spread)
+            lr = (
+                1.0 / problem.smoothness
+                if problem.smoothness
+                else _lr(radius, steps, bound, dim, spread)
+            )
         elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
             warn(f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge")
         if average is None:
-            average = "weighted" if ruled is not None else "last" if given or (smooth and not paper) else "uniform"
+            average = (
+                "weighted"
+                if ruled is not None
+                else "last"
+                if given or (smooth and not paper)
+                else "uniform"
+            )
         risk = None
-        if dim is not None and ruled is None and clip == 1 and math.isfinite(problem.radius) and multiplier and steps:
-            risk = _risk(problem, noise, steps, lr, dim, multiplier, batch_size) if average == "uniform" else None
+        if (
+            dim is not None
+            and ruled is None
+            and clip == 1
+            and math.isfinite(problem.radius)
+            and multiplier
+            and steps
+        ):
+            risk = (
+                _risk(problem, noise, steps, lr, dim, multiplier, batch_size)
+                if average == "uniform"
+                else None
+            )
         if not given and multiplier and steps and n and dim and budget and not paper:
-            checks.warn_if_buried(multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon)
+            checks.warn_if_buried(
+                multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon
+            )
         return HolderPlan(
             budget=budget,
             adjacency=adjacency,
@@ -303,7 +380,9 @@ class HolderSGD(PlannedOptimizer):
 
 def _require_paper(paper: bool, adjacency: str, sampling: str | Design | None, noise: str) -> None:
     if paper and (
-        adjacency != REPLACE_ONE or noise != "paper" or not (sampling == "fixed" or isinstance(sampling, Fixed))
+        adjacency != REPLACE_ONE
+        or noise != "paper"
+        or not (sampling == "fixed" or isinstance(sampling, Fixed))
     ):
         raise AdjacencyError(
             "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
@@ -315,13 +394,19 @@ def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budge
     if noise == "absolute":
         if std is None or multiplier is not None:
             raise ValueError(
-                f"noise_std must be given for noise='absolute', and noise_multiplier not (got {std} and {multiplier})"
+                f"noise_std must be given for noise='absolute', and noise_multiplier not (got {std}"
+                f" and {multiplier})"
             )
         return
     if std is not None:
-        raise ValueError(f"noise_std must not be given for noise={noise!r}: noise_multiplier, or a budget (got {std})")
+        raise ValueError(
+            f"noise_std must not be given for noise={noise!r}: noise_multiplier, or a budget (got"
+            f" {std})"
+        )
     if multiplier is None and budget is None:
-        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+        raise ValueError(
+            "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
 
 
 def _clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> float:
@@ -362,30 +447,50 @@ def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int
     def log_noise(power: int) -> float:
         design = SAMPLING[sampling](2**power, n)
         noise = calibrate_noise(
-            budget.epsilon, budget.delta, design=design, epochs=epochs, adjacency=budget.adjacency, rtol=1e-3
+            budget.epsilon,
+            budget.delta,
+            design=design,
+            epochs=epochs,
+            adjacency=budget.adjacency,
+            rtol=1e-3,
         )
         return math.log(noise / 4.0)
 
     powers = range(n.bit_length())
-    last = min(bisect_left(powers, 0.0, key=log_noise), powers[-1])  # larger batches need more noise
+    last = min(
+        bisect_left(powers, 0.0, key=log_noise), powers[-1]
+    )  # larger batches need more noise
     best: int = min(range(max(0, last - 1), last + 1), key=lambda power: abs(log_noise(power)))
     return 1 << best
 
 
-def _lr(distance: float, steps: int | None, bound: float, dim: int | None, noise_std: float) -> float:
+def _lr(
+    distance: float, steps: int | None, bound: float, dim: int | None, noise_std: float
+) -> float:
     if math.isinf(distance):
         raise MissingConstantError(
-            "lr cannot be chosen for this loss without a scale: give distance= (a guess of |w*|), a problem with a "
-            "finite radius, or lr="
+            "lr cannot be chosen for this loss without a scale: give distance= (a guess of |w*|), a"
+            " problem with a finite radius, or lr="
         )
     if dim is None or steps is None:
         raise MissingConstantError(
-            "dim (the number of parameters, or the model) and steps are needed to choose lr for this loss; or give lr="
+            "dim (the number of parameters, or the model) and steps are needed to choose lr for"
+            " this loss; or give lr="
         )
     return balanced_lr(distance, steps, bound, dim, noise_std)
 
 
-def _risk(problem: Problem, noise: str, steps: int, lr: float, dim: int, multiplier: float, batch_size: int) -> float:
+def _risk(
+    problem: Problem,
+    noise: str,
+    steps: int,
+    lr: float,
+    dim: int,
+    multiplier: float,
+    batch_size: int,
+) -> float:
     # |w_1 - w*| <= radius for a start at 0; the noise never exceeds that at the bound over the whole feasible set
     bound = problem.paper_grad_bound() if noise == "paper" else problem.grad_bound()
-    return average_risk_bound(problem.radius, steps, lr, bound, dim, multiplier * bound / batch_size, batch_size)
+    return average_risk_bound(
+        problem.radius, steps, lr, bound, dim, multiplier * bound / batch_size, batch_size
+    )

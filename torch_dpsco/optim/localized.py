@@ -55,7 +55,11 @@ from torch_dpsco.theory.heavy_tailed.localized import (
     localized_schedule,
     localized_schedule_ballfree,
 )
-from torch_dpsco.theory.heavy_tailed.reduction import localized_schedule_minibatch, minibatch_size, reduction_schedule
+from torch_dpsco.theory.heavy_tailed.reduction import (
+    localized_schedule_minibatch,
+    minibatch_size,
+    reduction_schedule,
+)
 
 METHODS = ("localized", "ball", "boosted", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
@@ -79,7 +83,10 @@ class LocalizedPlan(StepPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.pilots) != len(self.localized.phases):
-            raise ValueError(f"pilots must be one per phase, {len(self.localized.phases)} (got {len(self.pilots)})")
+            raise ValueError(
+                f"pilots must be one per phase, {len(self.localized.phases)} (got"
+                f" {len(self.pilots)})"
+            )
 
     @property
     def risk_bound(self) -> float | None:
@@ -90,7 +97,9 @@ class LocalizedPlan(StepPlan):
         """Returns a new oracle with the plan's numbers; raises ValueError for a set that balls cannot be in."""
         balls = any(math.isfinite(phase.radius) for phase in self.localized.phases)
         if balls and not isinstance(prox, (Ball, Identity)):
-            raise ValueError(f"prox must be Ball or Identity for phases with balls of their own (got {prox})")
+            raise ValueError(
+                f"prox must be Ball or Identity for phases with balls of their own (got {prox})"
+            )
         oracles: list[tuple[MeanOracle, int]] = []
         newest: QuantilePilot | None = None
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
@@ -110,34 +119,58 @@ class LocalizedPlan(StepPlan):
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             phases += [] if pilot is None else [Phase(1)]
             phases += [
-                Phase(phase.steps, phase.lr, phase.reg, phase.radius, copy=copy, copies=phase.copies)
+                Phase(
+                    phase.steps, phase.lr, phase.reg, phase.radius, copy=copy, copies=phase.copies
+                )
                 for copy in range(phase.copies)
             ]
         return Schedule(tuple(phases))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
-        yield "batches", f"{len(self.schedule().phases)} phases, each on {self.unit}s of its own, of {self.n}"
-        yield "steps", f"{self.steps} steps, answer: the last iterate, which is the center of the next phase"
+        yield (
+            "batches",
+            f"{len(self.schedule().phases)} phases, each on {self.unit}s of its own, of {self.n}",
+        )
+        yield (
+            "steps",
+            f"{self.steps} steps, answer: the last iterate, which is the center of the next phase",
+        )
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             if pilot is not None:
                 yield "pilot", str(pilot)
-            copies = "" if phase.copies == 1 else f"{phase.copies} times, of which the most central answer is kept: "
+            copies = (
+                ""
+                if phase.copies == 1
+                else f"{phase.copies} times, of which the most central answer is kept: "
+            )
             clip = f"the clip ({phase.clip:.3g})" if not any(self.pilots) else "the clip"
             yield (
                 f"phase {phase.index}",
-                f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s, lambda {phase.reg:.3g}, "
-                f"noise of std {phase.noise_multiplier / phase.batch_size:.2g} of {clip}",
+                (
+                    f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s,"
+                    f" lambda {phase.reg:.3g}, noise of std"
+                    f" {phase.noise_multiplier / phase.batch_size:.2g} of {clip}"
+                ),
             )
         yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
-        yield "assumed", "rows do not depend on other records; nothing about moments, since rows are clipped"
+        yield (
+            "assumed",
+            "rows do not depend on other records; nothing about moments, since rows are clipped",
+        )
         if self.risk_bound is not None:
-            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
+            )
 
 
 def parts_of(
-    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int, kind: type[Minibatches]
+    localized: LocalizedSchedule,
+    pilots: tuple[PilotPlan | None, ...],
+    n: int,
+    kind: type[Minibatches],
 ) -> Parts:
     """Returns the design of the phases, minibatches in them being of a kind."""
     parts: list[tuple[Full | Minibatches, int]] = []
@@ -148,8 +181,9 @@ def parts_of(
             design, steps = minibatches(kind, phase.batch_size, phase.n, phase.steps)
             if steps != phase.steps or design.batch_size != phase.batch_size:
                 raise ValueError(
-                    f"steps of phase {phase.index} must be whole passes, of {math.ceil(phase.n / phase.batch_size)} "
-                    f"steps each, for sampling='allocated' (got {phase.steps})"
+                    f"steps of phase {phase.index} must be whole passes, of"
+                    f" {math.ceil(phase.n / phase.batch_size)} steps each, for sampling='allocated'"
+                    f" (got {phase.steps})"
                 )
         parts += [(design, phase.steps)] * phase.copies
     return Parts(tuple(parts), n)
@@ -161,14 +195,16 @@ def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | Pi
     return Clipped(phase.clip, phase.noise_multiplier, phase.batch_size)
 
 
-def promises(problem: Problem, clip: float | None, reg: float | None, distance: float | None) -> dict[str, Any]:
+def promises(
+    problem: Problem, clip: float | None, reg: float | None, distance: float | None
+) -> dict[str, Any]:
     """Returns what the theorems take as promised; anything where clip and reg replace it."""
     if clip is not None and reg is not None:
         return {"moment_order": _UNPROMISED, "moment": 1.0, "second_moment": 1.0, "diameter": 1.0}
     if problem.moment is None or problem.moment_order is None:
         raise MissingConstantError(
-            "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient norm over w; or give "
-            "both clip= (a number, or dp.Pilot()) and reg="
+            "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient norm"
+            " over w; or give both clip= (a number, or dp.Pilot()) and reg="
         )
     return {
         "moment_order": problem.moment_order,
@@ -191,12 +227,16 @@ def _chosen(
 ) -> LocalizedSchedule:
     """Returns the phases of a method; `given` are the arguments that all of them take."""
     promised = promises(problem, clip, given["reg"], distance)
-    order, copies = promised["moment_order"], check.positive_count(copies=copies)
+    order = promised["moment_order"]
+    copies = check.positive_count(copies=copies)
     if method is None:
         method = "boosted" if copies > 1 or order < 4 else "localized"
-    check.choice(METHODS, method=method), check.positive_count(min_phase=min_phase)
+    check.choice(METHODS, method=method)
+    check.positive_count(min_phase=min_phase)
     if copies > 1 and method != "boosted":
-        raise ValueError(f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several")
+        raise ValueError(
+            f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several"
+        )
     if sampling != "full" and method != "localized":
         raise ValueError(f"sampling must be 'full' for method {method!r} (got {sampling!r})")
     common = given | {"rho": zcdp_of(release_noise(budget), budget.adjacency)}
@@ -206,13 +246,19 @@ def _chosen(
         phases = boosted_localized_schedule(**common, **moments, copies=copies, ball=False)
     elif order < 4 and not common["allow_infinite_variance"]:
         raise ConditionError(
-            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that its bound is about "
-            f"(got {order:g}): use method='boosted'"
+            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that"
+            f" its bound is about (got {order:g}): use method='boosted'"
         )
     else:
-        moments = {"moment_order": order / 2.0, "moment_2k": promised["moment"], "min_phase": min_phase}
+        moments = {
+            "moment_order": order / 2.0,
+            "moment_2k": promised["moment"],
+            "min_phase": min_phase,
+        }
         if method == "reduction":
-            (curvature,) = problem.require("strong_convexity", by="LocalizedSGD(method='reduction')")
+            (curvature,) = problem.require(
+                "strong_convexity", by="LocalizedSGD(method='reduction')"
+            )
             phases = reduction_schedule(**common, **moments, strong_convexity=curvature)
         elif method == "ball":
             phases = localized_schedule(**common, **moments)
@@ -220,7 +266,9 @@ def _chosen(
             phases = localized_schedule_ballfree(**common, **moments)
         if sampling != "full":
             phases = _in_minibatches(phases, common | moments, budget, _SAMPLING[sampling])
-    return phases if clip is None else phases.clipped_at(clip)  # noise in units of the clip: privacy stays as it is
+    return (
+        phases if clip is None else phases.clipped_at(clip)
+    )  # noise in units of the clip: privacy stays as it is
 
 
 def _in_minibatches(
@@ -230,10 +278,20 @@ def _in_minibatches(
     drawn: list[tuple[Full | Minibatches, int]] = []
     for size, phase in zip(halved_sizes(given["n"], given["min_phase"]), full.phases, strict=True):
         batch = minibatch_size(size, given["rho"], phase.steps)
-        if kind is Assigned and batch == 1:  # more than the rate asks for: passes would cost what all records do
+        if (
+            kind is Assigned and batch == 1
+        ):  # more than the rate asks for: passes would cost what all records do
             batch = size
-        drawn.append((Full(size), phase.steps) if batch == size else minibatches(kind, batch, size, phase.steps))
-    own = {name: value for name, value in given.items() if name not in ("rho", "max_steps", "adjacency")}
+        drawn.append(
+            (Full(size), phase.steps)
+            if batch == size
+            else minibatches(kind, batch, size, phase.steps)
+        )
+    own = {
+        name: value
+        for name, value in given.items()
+        if name not in ("rho", "max_steps", "adjacency")
+    }
     phases = localized_schedule_minibatch(
         **own,
         batch_sizes=[design.batch_size for design, _ in drawn],
@@ -244,7 +302,12 @@ def _in_minibatches(
     return phases.without_bound() if kind is Assigned else phases
 
 
-_SAMPLING: dict[str, type[Minibatches]] = {"full": Poisson, "poisson": Poisson, "fixed": Fixed, "allocated": Assigned}
+_SAMPLING: dict[str, type[Minibatches]] = {
+    "full": Poisson,
+    "poisson": Poisson,
+    "fixed": Fixed,
+    "allocated": Assigned,
+}
 _MAX_STEPS = 2000
 
 
@@ -342,11 +405,13 @@ class LocalizedSGD(PlannedOptimizer):
             AdjacencyError: add_remove, where parts that are cut by position have no bound.
             ValueError: an argument is out of range.
         """
-        problem, dim, adjacency = problem or Problem(), dimension(dim), agreed_adjacency(adjacency, budget)
+        problem = problem or Problem()
+        dim = dimension(dim)
+        adjacency = agreed_adjacency(adjacency, budget)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
-                "adjacency must be replace_one or zero_out for phases on parts that are cut by position (got "
-                "add_remove)"
+                "adjacency must be replace_one or zero_out for phases on parts that are cut by"
+                " position (got add_remove)"
             )
         kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
         pilots: tuple[PilotPlan | None, ...] | None = None
@@ -356,21 +421,41 @@ class LocalizedSGD(PlannedOptimizer):
             if (copies, max_steps, min_phase, allow_infinite_variance) != (1, _MAX_STEPS, 1, False):
                 names.append("copies, max_steps, min_phase and allow_infinite_variance")
             if names:
-                raise ValueError(f"{', '.join(names)} must not be given beside phases, which are chosen (got {phases})")
+                raise ValueError(
+                    f"{', '.join(names)} must not be given beside phases, which are chosen (got"
+                    f" {phases})"
+                )
         else:
             if budget is None or dim is None:
-                check.required(" for phases to be chosen, or phases= of your own", budget=budget, dim=dim)
+                check.required(
+                    " for phases to be chosen, or phases= of your own", budget=budget, dim=dim
+                )
             if budget.mode != "planned":
-                raise ValueError(f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})")
+                raise ValueError(
+                    f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
+                )
             if distance is not None:
                 check.positive(distance=distance)
             number = 1.0 if isinstance(clip, Pilot) else clip
-            given: dict[str, Any] = {"n": check.positive_count(n=n), "dim": dim, "max_steps": max_steps, "reg": reg}
+            given: dict[str, Any] = {
+                "n": check.positive_count(n=n),
+                "dim": dim,
+                "max_steps": max_steps,
+                "reg": reg,
+            }
             given |= {"adjacency": adjacency, "allow_infinite_variance": allow_infinite_variance}
-            phases = _chosen(problem, budget, given, number, distance, method, copies, min_phase, sampling)
-            noise = min(p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in phases.phases)
+            phases = _chosen(
+                problem, budget, given, number, distance, method, copies, min_phase, sampling
+            )
+            noise = min(
+                p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in phases.phases
+            )
             checks.warn_if_buried(
-                noise, n=n, dim=dim, epsilon=budget.epsilon, of="its best phase, in units of the clip,"
+                noise,
+                n=n,
+                dim=dim,
+                epsilon=budget.epsilon,
+                of="its best phase, in units of the clip,",
             )
             if isinstance(clip, Pilot):
                 phases, pilots = clip.split(phases, budget, dim, kind)

@@ -12,7 +12,9 @@ from torch_dpsco.accounting.parts import Assigned
 Minibatches: TypeAlias = Poisson | Fixed | Assigned
 
 
-def minibatches(kind: type[Minibatches], batch_size: int, n: int, steps: int) -> tuple[Minibatches, int]:
+def minibatches(
+    kind: type[Minibatches], batch_size: int, n: int, steps: int
+) -> tuple[Minibatches, int]:
     """Returns how a phase of n records draws, and its steps: of `Assigned` batches whole passes, at least one.
 
     Example:

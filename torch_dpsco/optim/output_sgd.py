@@ -50,7 +50,13 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.row_free_plan import RowFreePlan, loss_promises, numbers_of, target_of, whole_epochs
+from torch_dpsco.optim.row_free_plan import (
+    RowFreePlan,
+    loss_promises,
+    numbers_of,
+    target_of,
+    whole_epochs,
+)
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
@@ -81,7 +87,8 @@ class HolderOutputPlan(RowFreePlan):
             raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
         if paper and not (self.design == Fixed(1, self.n) and self.adjacency == REPLACE_ONE):
             raise ConditionError(
-                f"mode='paper' is proved for replace_one and Fixed(1, n) (got {self.adjacency} and {self.design})"
+                f"mode='paper' is proved for replace_one and Fixed(1, n) (got {self.adjacency} and"
+                f" {self.design})"
             )
 
     @property
@@ -93,17 +100,23 @@ class HolderOutputPlan(RowFreePlan):
     def path(self) -> RunPath:
         """What each step adds to the distance of two runs."""
         hit = HIT_CONSTANTS[self.adjacency]
-        return output_path(self.promises, self.sizes, batch_size=self.batch_size, hit_constant=hit, dim=self.dim)
+        return output_path(
+            self.promises, self.sizes, batch_size=self.batch_size, hit_constant=hit, dim=self.dim
+        )
 
     @cached_property
     def sensitivity(self) -> float | None:
         """How far one record moves the answer, rounding included; but for half of delta in mode "paper"."""
         if self.mode == "paper":
-            return paper_sensitivity(self.promises, self.path, self.sizes, self.n, self._target["delta"] / 2)
+            return paper_sensitivity(
+                self.promises, self.path, self.sizes, self.n, self._target["delta"] / 2
+            )
         if isinstance(self.design, Fixed):
             return None
         # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
-        return with_grid(path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure))
+        return with_grid(
+            path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure)
+        )
 
     @property
     def _target(self) -> dict[str, float]:
@@ -118,9 +131,12 @@ class HolderOutputPlan(RowFreePlan):
         """Where the number of hits is random: the target, or a larger delta, if the noise that is drawn spends it."""
         if self.noise_scale == 0:
             return NonPrivate()
-        epsilon, delta = self._target["epsilon"], self._target["delta"]
+        epsilon = self._target["epsilon"]
+        delta = self._target["delta"]
         if self.sensitivity is None:
-            spent = weighted_law(self.path, self.batch_size / self.n).delta(self.noise_scale, epsilon)
+            spent = weighted_law(self.path, self.batch_size / self.n).delta(
+                self.noise_scale, epsilon
+            )
         else:
             spent = delta / 2 + gaussian_delta(self.sensitivity / self.noise_scale, epsilon)
         # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
@@ -216,11 +232,16 @@ class HolderOutputSGD(RowFreeOptimizer):
             >>> round(plan.noise_scale, 3)
             0.093
         """
-        adjacency, dim = agreed_adjacency(adjacency, budget), check.positive_count(dim=dimension(dim))
+        adjacency = agreed_adjacency(adjacency, budget)
+        dim = check.positive_count(dim=dimension(dim))
         if isinstance(sampling, Design):
             sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
-            n, batch_size, sampling = sampling.n, sampling.batch_size, type(sampling).__name__.lower()
-        sampling = check.choice(_SAMPLING, sampling=sampling or ("fixed" if mode == "paper" else "shuffled"))
+            n = sampling.n
+            batch_size = sampling.batch_size
+            sampling = type(sampling).__name__.lower()
+        sampling = check.choice(
+            _SAMPLING, sampling=sampling or ("fixed" if mode == "paper" else "shuffled")
+        )
         if n is None:
             raise ValueError("n must be given: the public number of records")
         batch_size = 1 if batch_size is None else batch_size
@@ -240,12 +261,16 @@ class HolderOutputSGD(RowFreeOptimizer):
         design = _SAMPLING[sampling](batch_size, n)
         plan = HolderOutputPlan(**given, budget=budget, problem=problem, design=design)
         if mode != "paper" and budget is not None:
-            checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+            checks.warn_if_buried(
+                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
+            )
         return plan
 
 
 def _promises(problem: Problem, gradient_error: float | None, mode: str) -> LossPromises:
-    return loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper")
+    return loss_promises(
+        problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper"
+    )
 
 
 _NOISES = ("gaussian", "knorm")
@@ -265,7 +290,8 @@ class BoltOnPlan(RowFreePlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice(_NOISES, noise=self.noise), check.nonnegative(reg=self.reg)
+        check.choice(_NOISES, noise=self.noise)
+        check.nonnegative(reg=self.reg)
         if not isinstance(self.design, Shuffled):
             raise ValueError(f"design must be Shuffled (got {self.design})")
 
@@ -288,7 +314,9 @@ class BoltOnPlan(RowFreePlan):
     @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on each coordinate of the answer."""
-        spread = 1.0 if self.noise == "gaussian" else math.sqrt(self.dim + 1)  # the K-norm's norm is of Gamma(dim)
+        spread = (
+            1.0 if self.noise == "gaussian" else math.sqrt(self.dim + 1)
+        )  # the K-norm's norm is of Gamma(dim)
         return self.noise_scale * spread
 
     def prox(self) -> Prox:
@@ -303,7 +331,9 @@ class BoltOnPlan(RowFreePlan):
         # PRIVACY: the epsilon of the noise that is drawn (test_a_plan_with_half_the_noise_is_refused); margin of the
         # quotient (docs/proofs/rounding.md#model-of-arithmetic)
         scale = check.positive(noise_scale=self.noise_scale)
-        return KNorm(scaled_up(self.sensitivity / scale, 2), self.dim, adjacencies=(self.adjacency,))
+        return KNorm(
+            scaled_up(self.sensitivity / scale, 2), self.dim, adjacencies=(self.adjacency,)
+        )
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -405,7 +435,8 @@ class BoltOnPSGD(RowFreeOptimizer):
             >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
             (0.02, 0.02)
         """
-        adjacency, dim = agreed_adjacency(adjacency, budget), check.positive_count(dim=dimension(dim))
+        adjacency = agreed_adjacency(adjacency, budget)
+        dim = check.positive_count(dim=dimension(dim))
         pure = budget is not None and budget.delta == 0
         noise = check.choice(_NOISES, noise=noise or ("knorm" if pure else "gaussian"))
         if pure and noise != "knorm":
@@ -421,12 +452,16 @@ class BoltOnPSGD(RowFreeOptimizer):
             epochs=1 if passes is None else passes,
             lr=lr,
             average=average,
-            **given | target_of(budget, noise_multiplier) | ({"delta": 0.0} if noise == "knorm" else {}),
+            **given
+            | target_of(budget, noise_multiplier)
+            | ({"delta": 0.0} if noise == "knorm" else {}),
         )
         given |= numbers_of(run) | {"gradient_error": gradient_error, "noise": noise}
         plan = BoltOnPlan(**given, budget=budget, problem=problem, design=Shuffled(batch_size, n))
         if budget is not None:
-            checks.warn_if_buried(plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer")
+            checks.warn_if_buried(
+                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
+            )
         return plan
 
 

@@ -84,13 +84,15 @@ class Pilot:
         """
         if budget.adjacency == ADD_REMOVE:
             raise AdjacencyError(
-                "adjacency must be replace_one or zero_out for pilots of phases, which are cut out by position (got "
-                "add_remove): give clip= a number"
+                "adjacency must be replace_one or zero_out for pilots of phases, which are cut out"
+                " by position (got add_remove): give clip= a number"
             )
         phases: list[LocalizedPhase] = []
         pilots: list[PilotPlan | None] = []
         for phase in schedule.phases:
-            if pilots and phase.records < 2 * (self.size or LEAST_PILOT):  # the choice of the phase before will do
+            if pilots and phase.records < 2 * (
+                self.size or LEAST_PILOT
+            ):  # the choice of the phase before will do
                 phases.append(phase)
                 pilots.append(None)
                 continue
@@ -98,16 +100,23 @@ class Pilot:
             left = (phase.records - size) // phase.copies
             if left < 1:
                 raise InfeasibleError(
-                    f"Pilot(size={size}) must leave records in phase {phase.index}, which has {phase.records}: give a "
-                    f"smaller size, or a larger min_phase"
+                    f"Pilot(size={size}) must leave records in phase {phase.index}, which has"
+                    f" {phase.records}: give a smaller size, or a larger min_phase"
                 )
-            rate = exchange_rate_phase(left, dim, schedule.rho, budget.adjacency) if schedule.rho else 0.0
+            rate = (
+                exchange_rate_phase(left, dim, schedule.rho, budget.adjacency)
+                if schedule.rho
+                else 0.0
+            )
             pilots.append(self.plan(phase.records, budget, rate))
-            batch, steps, noise = max(1, phase.batch_size * left // phase.n), phase.steps, phase.noise_multiplier
+            batch = max(1, phase.batch_size * left // phase.n)
+            steps = phase.steps
+            noise = phase.noise_multiplier
             if phase.batch_size < phase.n:
                 design, steps = minibatches(sampling, batch, left, steps)
                 # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
-                batch, noise = design.batch_size, noise_for(budget, design, steps)
+                batch = design.batch_size
+                noise = noise_for(budget, design, steps)
             std = noise * phase.clip / batch
             phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
         return replace(schedule, phases=tuple(phases)), tuple(pilots)
@@ -141,10 +150,12 @@ class PilotPlan:
 
     def oracle(self) -> QuantilePilot:
         """Returns a new oracle that chooses."""
-        return QuantilePilot(self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max)
+        return QuantilePilot(
+            self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max
+        )
 
     def __str__(self) -> str:
         return (
-            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of {self.size} examples, "
-            f"within [{self.c_min:g}, {self.c_max:g}]"
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
+            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
         )

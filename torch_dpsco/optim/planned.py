@@ -15,10 +15,24 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, below_one, check_adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    Adjacency,
+    below_one,
+    check_adjacency,
+)
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
-from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
+from torch_dpsco.accounting.designs import (
+    Design,
+    Disjoint,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
@@ -100,7 +114,9 @@ class StepPlan(BatchPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.positive(lr=self.lr), check.positive(radius=self.radius, allow_inf=True), check.nonnegative(reg=self.reg)
+        check.positive(lr=self.lr)
+        check.positive(radius=self.radius, allow_inf=True)
+        check.nonnegative(reg=self.reg)
         below_one(momentum=self.momentum)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
@@ -130,14 +146,22 @@ class StepPlan(BatchPlan):
         if self.steps is None:
             self.event()  # raises
             return
-        for made in sorted({math.ceil(self.steps * k / _STAGES) for k in range(1, _STAGES + 1)} | {1}):
+        for made in sorted(
+            {math.ceil(self.steps * k / _STAGES) for k in range(1, _STAGES + 1)} | {1}
+        ):
             yield made, self._event_until(made)
 
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
         """Yields the noise on means of clipped rows, phase by phase; see `Plan.noise_shares`."""
-        members = [member for member in self.oracle(self.prox()).members if isinstance(member, ClippedMean)]
+        members = [
+            member for member in self.oracle(self.prox()).members if isinstance(member, ClippedMean)
+        ]
         for k, member in enumerate(members, 1):
-            yield "each step" if len(members) == 1 else f"phase {k}", member.noise_multiplier / member.batch_size, None
+            yield (
+                "each step" if len(members) == 1 else f"phase {k}",
+                member.noise_multiplier / member.batch_size,
+                None,
+            )
 
     def _event_until(self, steps: int | None) -> Event:
         oracle = self.oracle(self.prox())
@@ -162,7 +186,9 @@ class StepPlan(BatchPlan):
             declared = not isinstance(self.design, Undeclared)
             over = f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
             often = f"{self.steps} steps{over}"
-        pace = f"step size {self.lr:g}" + (f", momentum {self.momentum:.3g}" if self.momentum else "")
+        pace = f"step size {self.lr:g}" + (
+            f", momentum {self.momentum:.3g}" if self.momentum else ""
+        )
         yield "steps", f"{often}, {pace}, answer: {ANSWERS[self.average]}"
         yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
@@ -179,7 +205,9 @@ ANSWERS = {
 }
 
 
-def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None) -> Iterator[tuple[str, str]]:
+def costs(
+    oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
+) -> Iterator[tuple[str, str]]:
     """Yields (label, text) of what filled batches and exact noise cost a run, where there are such.
 
     Args:
@@ -190,7 +218,10 @@ def costs(oracle: MeanOracle, design: Design, adjacency: str, secure: str | None
     """
     if sizes_are_private(design, adjacency, oracle.unit):
         units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
-        yield "filled", f"each draw is filled up to {capacity(design)} {units}, since its true size is private"
+        yield (
+            "filled",
+            f"each draw is filled up to {capacity(design)} {units}, since its true size is private",
+        )
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()
         yield exact_cost(secure)
@@ -225,17 +256,28 @@ def otherwise(budget: Budget | None, design: Design, steps: int | None, noise: f
 def drawing(design: Design, unit: str) -> str:
     """Returns in words how batches of a unit are drawn."""
     if isinstance(design, Undeclared):
-        return f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing is gained by it"
+        return (
+            f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing"
+            " is gained by it"
+        )
     if isinstance(design, Parts):
         parts = "; then ".join(drawing(part, unit) for part, _ in design.parts)
         return f"{parts}; no {unit} is in two of these parts"
     if isinstance(design, Full):
         return f"all {design.n} {unit}s"
     if isinstance(design, Assigned) and design.amplification:
-        batches = f"one of {design.batches} batches of each pass, of {design.n / design.batches:.3g} {unit}s on average"
-        return f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
+        batches = (
+            f"one of {design.batches} batches of each pass, of {design.n / design.batches:.3g}"
+            f" {unit}s on average"
+        )
+        return (
+            f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
+        )
     if isinstance(design, Assigned):
-        return f"each {unit} in one of {design.batches} batches, of about {design.batch_size}; nothing is gained by it"
+        return (
+            f"each {unit} in one of {design.batches} batches, of about {design.batch_size}; nothing"
+            " is gained by it"
+        )
     return f"{type(design).__name__}: {design.batch_size} of {design.n} {unit}s"
 
 
@@ -254,7 +296,9 @@ class FromPlan:
     plans: ClassVar[type[Plan]]  # what this class runs
 
     @classmethod
-    def _ledger(cls, plan: Any, moved: Mapping[str, Any], accountant: Accountant | None) -> Accountant:
+    def _ledger(
+        cls, plan: Any, moved: Mapping[str, Any], accountant: Accountant | None
+    ) -> Accountant:
         """Returns the ledger of a run of this plan.
 
         Args:
@@ -269,12 +313,13 @@ class FromPlan:
         name = cls.__name__
         if moved:
             raise ValueError(
-                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the optimizer: "
-                f"{name}(params, {name}.plan(...))"
+                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the"
+                f" optimizer: {name}(params, {name}.plan(...))"
             )
         if type(plan) is not cls.plans:
             raise ValueError(
-                f"plan must be made by {name}.plan(...): {name}(params, {name}.plan(...)) (got {shown(plan)})"
+                f"plan must be made by {name}.plan(...): {name}(params, {name}.plan(...)) (got"
+                f" {shown(plan)})"
             )
         if accountant is None:
             return plan.ledger()
@@ -313,7 +358,9 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
     ) -> None:
         accountant = self._ledger(plan, moved, accountant)
         prox = plan.prox() if prox is None else prox
-        self._plan = self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
+        self._plan = self.__dict__["plan"] = (
+            plan  # over the class method: optimizer.plan is what it has made
+        )
         super().__init__(
             params,
             plan.lr,
@@ -332,14 +379,18 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
             return  # as for most nets: there is no theorem to void
         self._lrs = checks.rates(self.param_groups)
         if isinstance(rule, TorchRule) and not rule.plain:
-            checks.warn_of_void_theorem(f"{type(rule.optimizer).__name__} on private means is post-processing", 3)
+            checks.warn_of_void_theorem(
+                f"{type(rule.optimizer).__name__} on private means is post-processing", 3
+            )
 
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
         """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""
         return plan.oracle(prox)
 
 
-def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None, unit: str = "example") -> Adjacency:
+def agreed_adjacency(
+    adjacency: Adjacency | None, budget: Budget | None, unit: str = "example"
+) -> Adjacency:
     """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said.
 
     Raises:
@@ -349,13 +400,19 @@ def agreed_adjacency(adjacency: Adjacency | None, budget: Budget | None, unit: s
     if budget is None:
         return check_adjacency(adjacency or REPLACE_ONE)
     if budget.unit != unit:
-        raise UnitError(f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})")
+        raise UnitError(
+            f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})"
+        )
     if adjacency not in (None, budget.adjacency):
-        raise AdjacencyError(f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})")
+        raise AdjacencyError(
+            f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})"
+        )
     return budget.adjacency
 
 
-def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjacency: Adjacency) -> Design:
+def sampled(
+    sampling: str | Design, batch_size: int | None, n: int | None, adjacency: Adjacency
+) -> Design:
     """Returns the design of a word and its numbers; without n none is claimed.
 
     Args:
@@ -367,7 +424,9 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
     """
     if isinstance(sampling, Design):
         if batch_size not in (None, sampling.batch_size):
-            raise ValueError(f"batch_size must be {sampling.batch_size}, that of {sampling} (got {batch_size})")
+            raise ValueError(
+                f"batch_size must be {sampling.batch_size}, that of {sampling} (got {batch_size})"
+            )
         return checks.declared(sampling, n, sampling.batch_size)
     check.choice((*SAMPLING, "full"), sampling=sampling)
     if n is None:
@@ -384,7 +443,11 @@ def sampled(sampling: str | Design, batch_size: int | None, n: int | None, adjac
 
 
 def in_passes(
-    design: Design, sampling: str | Design, steps: int | None, epochs: float | None, default: float | None
+    design: Design,
+    sampling: str | Design,
+    steps: int | None,
+    epochs: float | None,
+    default: float | None,
 ) -> Design:
     """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
     if sampling != "allocated" or not isinstance(design, Assigned):
@@ -393,12 +456,20 @@ def in_passes(
         return replace(design, passes=math.ceil(check.positive_count(steps=steps) / design.batches))
     passes = default if epochs is None else epochs
     if passes is None:
-        raise ValueError("epochs or steps must be given for sampling='allocated': passes are fixed before the first")
+        raise ValueError(
+            "epochs or steps must be given for sampling='allocated': passes are fixed before the"
+            " first"
+        )
     return replace(design, passes=math.ceil(check.positive(epochs=passes)))
 
 
 def steps_of(
-    design: Design, steps: int | None, epochs: float | None, default: float | None, *, once: bool = False
+    design: Design,
+    steps: int | None,
+    epochs: float | None,
+    default: float | None,
+    *,
+    once: bool = False,
 ) -> int | None:
     """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
 
@@ -417,7 +488,9 @@ def steps_of(
     if design.one_pass and steps > design.steps_per_epoch:
         passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
         more = "" if once else ": for more passes take sampling='allocated' or 'poisson'"
-        raise ValueError(f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}){more}")
+        raise ValueError(
+            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}){more}"
+        )
     return check.positive_count(steps=steps)
 
 
@@ -459,7 +532,12 @@ def drawn(
 def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1e-4) -> float:
     """Returns the least noise multiplier at which these steps fit the budget, up to rtol."""
     return calibrate.noise_multiplier(
-        budget.epsilon, budget.delta, design=design, steps=steps, adjacency=budget.adjacency, rtol=rtol
+        budget.epsilon,
+        budget.delta,
+        design=design,
+        steps=steps,
+        adjacency=budget.adjacency,
+        rtol=rtol,
     )
 
 
@@ -468,12 +546,16 @@ def release_noise(budget: Budget) -> float:
     return noise_for(budget, Full(1), 1)
 
 
-def given_noise(noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None) -> float:
+def given_noise(
+    noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None
+) -> float:
     """Returns the noise multiplier that is given, or else `noise_for` the budget."""
     if noise_multiplier is not None:
         return check.nonnegative(noise_multiplier=noise_multiplier)
     if budget is None:
-        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+        raise ValueError(
+            "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
     return noise_for(budget, design, steps)
 
 

@@ -55,9 +55,13 @@ def public(model: nn.Module) -> Iterator[None]:
     runs = [run for run in owners(model.parameters()) if not run.finalized]
     for run in runs:
         if run.undisturbed:
-            raise SequenceError(f"{type(run).__name__} takes no public steps between its own: {run.undisturbed}")
+            raise SequenceError(
+                f"{type(run).__name__} takes no public steps between its own: {run.undisturbed}"
+            )
     if not is_attached(model):
-        raise SequenceError("model must be attached: on any other plain optimizers can step as they are")
+        raise SequenceError(
+            "model must be attached: on any other plain optimizers can step as they are"
+        )
     with ExitStack() as stack:
         stack.enter_context(paused(model))
         for run in runs:

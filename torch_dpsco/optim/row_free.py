@@ -30,10 +30,22 @@ from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import CommonOptimizer, Uncopied, check_call, in_turn, new_run, require_one_process
+from torch_dpsco.optim.common import (
+    CommonOptimizer,
+    Uncopied,
+    check_call,
+    in_turn,
+    new_run,
+    require_one_process,
+)
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.planned import FromPlan
-from torch_dpsco.optim.row_free_plan import RowFreePlan, parameters_of, record_bounds, require_linear
+from torch_dpsco.optim.row_free_plan import (
+    RowFreePlan,
+    parameters_of,
+    record_bounds,
+    require_linear,
+)
 from torch_dpsco.optim.state import (
     add_private_state,
     restore_averages,
@@ -78,7 +90,17 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     undisturbed = "its noise covers the planned steps and no others"
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = frozenset(
-        {"design", "prox", "accountant", "adjacency", "event", "noise_std", "planned_steps", "lrs", "bounds"}
+        {
+            "design",
+            "prox",
+            "accountant",
+            "adjacency",
+            "event",
+            "noise_std",
+            "planned_steps",
+            "lrs",
+            "bounds",
+        }
     ) | {"average", "plan"}
     _answered: ClassVar[set[str]] = set()  # runs whose answer was released in this process
 
@@ -95,35 +117,52 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     ) -> None:
         if own := [name for name in ("rule", "prox", "reg") if name in moved]:
             raise ValueError(
-                f"{', '.join(own)} must not be given to {type(self).__name__}, whose noise is calibrated for plain SGD "
-                f"on the ball of problem.radius; a regularizer is reg= of BoltOnPSGD.plan(...)"
+                f"{', '.join(own)} must not be given to {type(self).__name__}, whose noise is"
+                " calibrated for plain SGD on the ball of problem.radius; a regularizer is reg= of"
+                " BoltOnPSGD.plan(...)"
             )
         accountant = self._ledger(plan, moved, accountant)
         tensors = parameters_of(params, plan.lr)
         if (dim := sum(p.numel() for p in tensors)) != plan.dim:
-            raise ValueError(f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})")
+            raise ValueError(
+                f"dim must be {dim}, the number of parameters, in the plan (got {plan.dim})"
+            )
         bias = require_linear(tensors, plan.problem.is_glm, certify_convex)
         self.lrs: tuple[float, ...] = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
         super().__init__(tensors, {"lr": self.lrs[0]})
         require_one_process()
-        self._plan = self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
+        self._plan = self.__dict__["plan"] = (
+            plan  # over the class method: optimizer.plan is what it has made
+        )
         self._params = tuple(tensors)
         device = checks.one_device(self._params)
         checks.require_double(self._params)
-        self.design, self.planned_steps, self.average = plan.design, plan.steps, plan.average
-        self.event, self.noise_std = plan.event(), plan.noise_scale
-        self.prox, self.bounds = plan.prox(), record_bounds(plan.problem, bias)
+        self.design = plan.design
+        self.planned_steps = plan.steps
+        self.average = plan.average
+        self.event = plan.event()
+        self.noise_std = plan.noise_scale
+        self.prox = plan.prox()
+        self.bounds = record_bounds(plan.problem, bias)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
         self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant)
         self.accountant = accountant
         self.accountant.require_unit("example")
         checks.require_one_step(self.accountant, self.adjacency, self.event)
-        self._noise, self._seeded = noise_generator(device, generator), generator is not None
-        self._steps, self._finalized, self._epoch, self._run = 0, False, "", new_run()
+        self._noise = noise_generator(device, generator)
+        self._seeded = generator is not None
+        self._steps = 0
+        self._finalized = False
+        self._epoch = ""
+        self._run = new_run()
         self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
-        self._promises, self._given_up, self._backwards = plan.promises, False, Backwards(self._params)
+        self._promises, self._given_up, self._backwards = (
+            plan.promises,
+            False,
+            Backwards(self._params),
+        )
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.expect(self.event, 1)
         note_owner(self._params, self)
@@ -152,13 +191,25 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         """
         self._require_open()
         checks.require_universe(self.design, self.adjacency, checks.number_of_records(dataset))
-        sampler = make_sampler(self.design, size=self.design.n, steps=self.planned_steps - self._steps)
+        sampler = make_sampler(
+            self.design, size=self.design.n, steps=self.planned_steps - self._steps
+        )
         bounds = self.bounds
         sampler.log.dataset = source_of(dataset)
-        small = type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
+        small = (
+            type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
+        )
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
-            dataset, bounds = TensorDataset(*bounded(dataset.tensors, *bounds)), (None, None)  # once for all epochs
-        loader = PrivateLoader(dataset, sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+            dataset, bounds = (
+                TensorDataset(*bounded(dataset.tensors, *bounds)),
+                (
+                    None,
+                    None,
+                ),
+            )  # once for all epochs
+        loader = PrivateLoader(
+            dataset, sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
+        )
         if self._log is not None:
             sampler.log.succeed(self._log)
         self._log = sampler.log
@@ -228,9 +279,12 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         return self.lrs[self._steps] if len(self.lrs) > 1 else self.lrs[0]
 
     def _update(self, rows: int) -> None:
-        params, lr = self._params, self._lr()
+        params = self._params
+        lr = self._lr()
         absorb(params, self.state, self._steps, self.average)
-        compat.foreach_add_(params, [p.grad for p in params], alpha=-lr * rows / self.design.batch_size)
+        compat.foreach_add_(
+            params, [p.grad for p in params], alpha=-lr * rows / self.design.batch_size
+        )
         self.prox.apply_(params, [lr] * len(params))
 
     def _require_open(self) -> None:
@@ -238,17 +292,19 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             raise SequenceError(_GIVEN_UP)
         if self._finalized:
             raise SequenceError(
-                f"all {self.planned_steps} planned steps are made: the answer is released; make a new optimizer to "
-                f"continue"
+                f"all {self.planned_steps} planned steps are made: the answer is released; make a"
+                " new optimizer to continue"
             )
         if self._steps == self.planned_steps:
-            raise SequenceError(f"all {self.planned_steps} planned steps are made: call finalize(), for the answer")
+            raise SequenceError(
+                f"all {self.planned_steps} planned steps are made: call finalize(), for the answer"
+            )
 
     def _next_batch(self) -> Chunk:
         if self._log is None or not self._log.waiting:
             raise SequenceError(
-                "no batch is outstanding: each step needs one batch of this optimizer's own loader, "
-                "optimizer.loader(dataset), and can use it once"
+                "no batch is outstanding: each step needs one batch of this optimizer's own loader,"
+                " optimizer.loader(dataset), and can use it once"
             )
         chunk = self._log.waiting[0]
         if isinstance(self.design, Shuffled):
@@ -256,8 +312,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             if chunk.draw.part != str(place) or (place and chunk.draw.partition != self._epoch):
                 # PRIVACY: each record is in one batch of each planned epoch (test_a_permutation_is_used_to_its_end)
                 raise SequenceError(
-                    f"step {self._steps} must use batch {place} of a permutation that is used to its end (got batch "
-                    f"{chunk.draw.part}): do not break a loop off within an epoch; save checkpoints between epochs"
+                    f"step {self._steps} must use batch {place} of a permutation that is used to"
+                    f" its end (got batch {chunk.draw.part}): do not break a loop off within an"
+                    " epoch; save checkpoints between epochs"
                 )
         return chunk
 
@@ -278,9 +335,10 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self.discard()
         # PRIVACY: (test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it)
         raise PrivacyError(
-            "the gradient of a batch is longer than the problem promises for any record. Nothing is released, and "
-            "parameters are 0 again; the release is charged all the same, since the records decided that the run ends "
-            "here. Correct loss, model, bounds or problem, and make a new optimizer"
+            "the gradient of a batch is longer than the problem promises for any record. Nothing is"
+            " released, and parameters are 0 again; the release is charged all the same, since the"
+            " records decided that the run ends here. Correct loss, model, bounds or problem, and"
+            " make a new optimizer"
         )
 
     def _require_planned_lr(self) -> None:
@@ -288,8 +346,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         if group["lr"] != self._lr() or any(p.dtype != torch.float64 for p in self._params):
             # PRIVACY: the sensitivity grows with the step size (test_another_step_size_is_refused)
             raise SequenceError(
-                f"lr must be {self._lr()}, that of the plan, and parameters torch.float64 (got {group['lr']}): the "
-                f"noise is calibrated for them; give the plan a schedule fixed in advance, lr=[...]"
+                f"lr must be {self._lr()}, that of the plan, and parameters torch.float64 (got"
+                f" {group['lr']}): the noise is calibrated for them; give the plan a schedule fixed"
+                " in advance, lr=[...]"
             )
 
     # -- the answer ---------------------------------------------------------------------------------------------------
@@ -309,14 +368,18 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         if self._given_up:
             raise SequenceError(_GIVEN_UP)
         if missing := self.planned_steps - self._steps:
-            raise SequenceError(f"{missing} of {self.planned_steps} planned steps are missing: nothing is released yet")
+            raise SequenceError(
+                f"{missing} of {self.planned_steps} planned steps are missing: nothing is"
+                " released yet"
+            )
         self._kept.require_same()
         if self._run in self._answered and not self.accountant.marked(self._run):
             # PRIVACY: two answers, each under a ledger that knows one
             # (test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process)
             raise SequenceError(
-                "the answer of this run was released by another optimizer from the same checkpoint, and charged to "
-                "another accountant: give both the same accountant, or each process the ledger file of the run"
+                "the answer of this run was released by another optimizer from the same checkpoint,"
+                " and charged to another accountant: give both the same accountant, or each process"
+                " the ledger file of the run"
             )
         # PRIVACY: marked with its charge (test_an_answer_lost_to_a_crash_is_charged_again_or_refused)
         self.accountant.authorize(self.event, releases={self._run: 1})
@@ -328,7 +391,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             flat = exact_release(flat, self.event, self._noise)
         else:
             flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
-        answers = list(map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params))
+        answers = list(
+            map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params)
+        )
         self.prox.apply_(answers, [0.0] * len(answers))
         for p, answer in zip(self._params, answers, strict=True):
             p.copy_(answer)
@@ -392,8 +457,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
             # (test_a_run_with_independent_batches_cannot_be_resumed)
             raise SequenceError(
-                "a run with independent batches must be made in one go: its continuations would share who was drawn; "
-                "use sampling='shuffled', which can be continued between epochs"
+                "a run with independent batches must be made in one go: its continuations would"
+                " share who was drawn; use sampling='shuffled', which can be continued between"
+                " epochs"
             )
         self.accountant.load_state_dict(private["ledger"])
         if not private["t"]:  # nothing was drawn: a run of its own
@@ -403,10 +469,13 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
         super().load_state_dict(public)
         restore_averages(self.state, public, self._params)
-        self._steps, self._finalized, self._epoch = private["t"], private["finalized"], private["epoch"]
+        self._steps = private["t"]
+        self._finalized = private["finalized"]
+        self._epoch = private["epoch"]
         self._given_up = private["given_up"]
         self._kept.note(private.get("iterates"))
-        self._run, self._log = private["run"], None
+        self._run = private["run"]
+        self._log = None
         self.zero_grad()
 
     @in_turn
@@ -429,7 +498,9 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
         public, private, marked = unpacked(self, self.settings(), state_dict)
-        whole = isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
+        whole = (
+            isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
+        )
         if whole or private["finalized"] or not private["t"]:
             self._restore(public, private)
         else:
@@ -450,5 +521,12 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(type(self).__name__, self.design, self.event, self._steps, self.planned_steps, self._finalized)
+        run = OneRelease(
+            type(self).__name__,
+            self.design,
+            self.event,
+            self._steps,
+            self.planned_steps,
+            self._finalized,
+        )
         return self._statement(run, delta, run.ahead())

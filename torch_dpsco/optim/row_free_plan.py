@@ -35,7 +35,9 @@ class GradBound:
 
     def __call__(self, radius: float) -> float:
         """Returns G(radius)."""
-        return self.problem.paper_grad_bound(radius) if self.paper else self.problem.grad_bound(radius)
+        return (
+            self.problem.paper_grad_bound(radius) if self.paper else self.problem.grad_bound(radius)
+        )
 
 
 def loss_promises(
@@ -55,8 +57,9 @@ def loss_promises(
     exponent, constant = problem.require("holder_exponent", "holder_constant", by=by)
     if problem.is_glm and problem.score_offset is None:
         raise MissingConstantError(
-            f"{by} needs score_offset, the largest number that the loss adds to the score over bound_x: "
-            "promise Problem(score_offset=...) (0 if it adds none), or use losses.<Loss>().problem(bound_x=...)"
+            f"{by} needs score_offset, the largest number that the loss adds to the score over"
+            " bound_x: promise Problem(score_offset=...) (0 if it adds none), or use"
+            " losses.<Loss>().problem(bound_x=...)"
         )
     return LossPromises(
         holder_exponent=exponent,
@@ -76,9 +79,14 @@ def parameters_of(params: Any, lr: float | Sequence[float] | None) -> list[nn.Pa
     items = listed(params)
     if items and isinstance(items[0], dict):
         if len(items) > 1:
-            raise ValueError(f"params must be one group: the plan has one step size (got {len(items)} groups)")
+            raise ValueError(
+                f"params must be one group: the plan has one step size (got {len(items)} groups)"
+            )
         if items[0].get("lr", lr) != lr:
-            raise ValueError(f"lr must be given to the plan, and be the step size of the plan (got {items[0]['lr']})")
+            raise ValueError(
+                "lr must be given to the plan, and be the step size of the plan (got"
+                f" {items[0]['lr']})"
+            )
         items = list(items[0]["params"])
     return [item[1] if isinstance(item, tuple) else item for item in items]
 
@@ -100,8 +108,9 @@ def record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | N
         return problem.bound_x, problem.bound_y
     if problem.bound_x <= 1:
         raise ValueError(
-            f"bound_x must be > 1 with a bias, whose column of ones has norm 1 by itself (got {problem.bound_x:g}): "
-            f"use Linear(bias=False), or bound_x = sqrt(B^2 + 1) for features of norm B"
+            "bound_x must be > 1 with a bias, whose column of ones has norm 1 by itself (got"
+            f" {problem.bound_x:g}): use Linear(bias=False), or bound_x = sqrt(B^2 + 1) for"
+            " features of norm B"
         )
     # PRIVACY: rounded down (test_features_and_the_one_of_a_bias_are_within_the_bound)
     return math.sqrt(problem.bound_x**2 - 1) * (1 - 1e-15), problem.bound_y
@@ -114,12 +123,14 @@ def require_linear(params: Sequence[nn.Parameter], is_glm: bool, certified: bool
     if not linear and certified is not True:
         # PRIVACY: the sensitivity is that of convex losses (test_other_models_need_a_certificate)
         raise NotCertifiedError(
-            f"params must be weight and bias of one Linear layer (got shapes {shapes}): output perturbation needs a "
-            f"loss that is convex in all of them. If it is, with the constants of the problem, give certify_convex=True"
+            f"params must be weight and bias of one Linear layer (got shapes {shapes}): output"
+            " perturbation needs a loss that is convex in all of them. If it is, with the"
+            " constants of the problem, give certify_convex=True"
         )
     if linear and is_glm and shapes[0][0] != 1:
         raise NotCertifiedError(
-            f"params must be those of a layer with one output, the scalar score of this loss (got {shapes[0][0]})"
+            "params must be those of a layer with one output, the scalar score of this loss (got"
+            f" {shapes[0][0]})"
         )
     return linear and len(shapes) == 2
 
@@ -156,10 +167,13 @@ class RowFreePlan(BatchPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.choice((REPLACE_ONE, ZERO_OUT), adjacency=self.adjacency)
-        check.positive_count(dim=self.dim), check.positive_count(steps=self.steps)
+        check.positive_count(dim=self.dim)
+        check.positive_count(steps=self.steps)
         check.nonnegative(noise_scale=self.noise_scale)
         if isinstance(self.lr, tuple) and len(self.lr) != self.steps:
-            raise ValueError(f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})")
+            raise ValueError(
+                f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})"
+            )
 
     @property
     @abstractmethod
@@ -174,7 +188,9 @@ class RowFreePlan(BatchPlan):
     @property
     def promises(self) -> LossPromises:
         """What the sensitivity rests on."""
-        return loss_promises(self.problem, by=type(self).__name__, gradient_error=self.gradient_error)
+        return loss_promises(
+            self.problem, by=type(self).__name__, gradient_error=self.gradient_error
+        )
 
     @property
     def reach(self) -> float:
@@ -204,24 +220,44 @@ class RowFreePlan(BatchPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
         yield "batches", drawing(self.design, self.unit)
-        over, lr = passes(self.steps / -(-self.n // self.batch_size)), self.lr
+        over = passes(self.steps / -(-self.n // self.batch_size))
+        lr = self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
-        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}"
+        yield (
+            "steps",
+            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
+        )
         yield LABELS
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
-        moved = "" if self.sensitivity is None else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
+        moved = (
+            ""
+            if self.sensitivity is None
+            else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
+        )
         norm = self.noise_std * math.sqrt(self.dim)
-        yield "noise", f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}{moved}"
+        yield (
+            "noise",
+            (
+                f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm"
+                f" {far}{moved}"
+            ),
+        )
         yield (
             "assumed",
-            "the promises of the problem: nothing is clipped, so that with a loss that breaks them nothing is private; "
-            "the loss is convex in a linear layer, and nothing is published before finalize()",
+            (
+                "the promises of the problem: nothing is clipped, so that with a loss that breaks"
+                " them nothing is private; the loss is convex in a linear layer, and nothing is"
+                " published before finalize()"
+            ),
         )
         if self.risk_bound is not None:
             distance = min(self.distance or math.inf, self.problem.radius)
             yield (
                 "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g} over models of norm up to {distance:.3g}",
+                (
+                    f"excess risk of the answer at most {self.risk_bound:.3g} over models of norm"
+                    f" up to {distance:.3g}"
+                ),
             )
         if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
             yield exact_cost(self.secure)
@@ -237,7 +273,9 @@ def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str
     if budget is not None:
         return {"epsilon": budget.epsilon, "delta": budget.delta * _HAIR}
     if noise_multiplier is None:
-        raise ValueError("budget or noise_multiplier must be given: the target, or noise of your own")
+        raise ValueError(
+            "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
     return {}
 
 

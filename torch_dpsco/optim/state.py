@@ -55,7 +55,9 @@ def _short(settings: dict[str, Any], name: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def add_private_state(state: dict[str, Any], settings: dict[str, Any], private: dict[str, Any]) -> dict[str, Any]:
+def add_private_state(
+    state: dict[str, Any], settings: dict[str, Any], private: dict[str, Any]
+) -> dict[str, Any]:
     """Returns a torch optimizer's state dict with the private part added.
 
     Args:
@@ -69,7 +71,9 @@ def add_private_state(state: dict[str, Any], settings: dict[str, Any], private: 
     return kind({**state, _KEY: kind(fixed | private)})
 
 
-def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_private_state(
+    state: dict[str, Any], settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (torch's part, private part) of a state dict.
 
     Raises:
@@ -79,16 +83,25 @@ def split_private_state(state: dict[str, Any], settings: dict[str, Any]) -> tupl
         raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     private = state.get(_KEY)
     if private is None or private.get("version") != _VERSION:
-        raise ValueError(f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})")
+        raise ValueError(
+            f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})"
+        )
     if missing := {"digest", "settings", "t", "run", "ledger", "finalized"} - set(private):
-        raise ValueError(f"state_dict must be as it was written (got one without {', '.join(sorted(missing))})")
+        raise ValueError(
+            f"state_dict must be as it was written (got one without {', '.join(sorted(missing))})"
+        )
     if private["digest"] != _digest(settings):
         saved = private["settings"]
-        differ = [name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)]
-        details = "; ".join(f"{name}: {_short(settings, name)} here, {_short(saved, name)} there" for name in differ)
+        differ = [
+            name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)
+        ]
+        details = "; ".join(
+            f"{name}: {_short(settings, name)} here, {_short(saved, name)} there" for name in differ
+        )
         raise ValueError(
-            f"state_dict must be of the same plan (got another one: {details or 'its digest is wrong'}); make the "
-            f"optimizer with the arguments of the saved run"
+            "state_dict must be of the same plan (got another one:"
+            f" {details or 'its digest is wrong'}); make the optimizer with the arguments of the"
+            " saved run"
         )
     return {key: value for key, value in state.items() if key != _KEY}, private
 
@@ -100,19 +113,24 @@ def require_charged(private: dict[str, Any], *, shared: bool) -> None:
         private: private part of the state.
         shared: whether steps share a charge.
     """
-    steps, ledger = private["t"], read_state(private["ledger"])
+    steps = private["t"]
+    ledger = read_state(private["ledger"])
     marked = ledger.releases.get(private["run"], private.get("since", steps))
     if len(ledger.ledger) < (min(steps, 1) if shared else steps) or marked < steps:
         # PRIVACY: a checkpoint whose ledger was emptied or exchanged (test_steps_without_their_charges_are_refused)
         raise PrivacyError(
-            f"state_dict must hold the charges of its {steps} steps (got a ledger of {len(ledger.ledger)} events): "
-            f"its ledger was emptied or is another one"
+            f"state_dict must hold the charges of its {steps} steps (got a ledger of"
+            f" {len(ledger.ledger)} events): its ledger was emptied or is another one"
         )
 
 
-def restore_averages(state: MutableMapping[Tensor, Any], saved: dict[str, Any], params: Sequence[Tensor]) -> None:
+def restore_averages(
+    state: MutableMapping[Tensor, Any], saved: dict[str, Any], params: Sequence[Tensor]
+) -> None:
     """Puts the averages back in float64: torch casts what it loads to the dtype of the parameters."""
-    for p, index in zip(params, (i for group in saved["param_groups"] for i in group["params"]), strict=True):
+    for p, index in zip(
+        params, (i for group in saved["param_groups"] for i in group["params"]), strict=True
+    ):
         average = saved["state"].get(index, {}).get("average")
         if average is not None:
             state[p]["average"] = average.to(p.device, copy=True)
@@ -129,7 +147,9 @@ def unpacked(
         PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
     """
     if run.steps or run.finalized:
-        raise SequenceError("resume must be called on a new optimizer (got one that has made steps)")
+        raise SequenceError(
+            "resume must be called on a new optimizer (got one that has made steps)"
+        )
     public, private = split_private_state(state, settings)
     # PRIVACY: only its own ledger knows what was released since (test_a_run_is_resumed_with_its_own_ledger_file_only)
     return public, private, run.accountant.continue_from(private["ledger"])
@@ -139,8 +159,8 @@ def tell_of_lost(steps: int, made: int) -> None:
     """Warns of steps that an interrupted run may have made after its checkpoint, after `made` steps."""
     if steps:
         warn(
-            f"{steps} steps after step {made} were lost to a crash: they were charged after the checkpoint, so that "
-            f"the run goes on without them and makes none of them again",
+            f"{steps} steps after step {made} were lost to a crash: they were charged after the"
+            " checkpoint, so that the run goes on without them and makes none of them again",
             stacklevel=4,
         )
 
@@ -148,8 +168,8 @@ def tell_of_lost(steps: int, made: int) -> None:
 def tell_of_lost_answer(name: str) -> None:
     """Warns of an only answer that was charged, and may have been released, before the crash."""
     warn(
-        f"the answer of this {name} run was charged before the crash and is lost: it may have been released, so that "
-        f"another one is charged again, if the budget has room for it",
+        f"the answer of this {name} run was charged before the crash and is lost: it may have been"
+        " released, so that another one is charged again, if the budget has room for it",
         stacklevel=4,
     )
 
@@ -188,7 +208,9 @@ class Saved(Assembly):
         partition = None if self._finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        shared = bool(self._sharing) and not (self._in_passes and self._finalized)  # of passes no draw is left
+        shared = bool(self._sharing) and not (
+            self._in_passes and self._finalized
+        )  # of passes no draw is left
         secret = shared or partition is not None or isinstance(private["oracle"], SecretState)
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
         private["paid"] = None if self._paid is None else self._paid.row
@@ -229,10 +251,14 @@ class Saved(Assembly):
         if "partition" in private:
             saved = private["partition"]
             self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
-        self._steps, self._halted, self._finalized = private["t"], private["halted"], private["finalized"]
-        self._stills, self._run = private["still"], private["run"]
+        self._steps = private["t"]
+        self._halted = private["halted"]
+        self._finalized = private["finalized"]
+        self._stills = private["still"]
+        self._run = private["run"]
         self._paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
-        self._since, self._public = private.get("since", self._steps), private.get("public", 0)
+        self._since = private.get("since", self._steps)
+        self._public = private.get("public", 0)
 
     @in_turn
     def resume(self, state_dict: dict[str, Any]) -> int:
@@ -255,15 +281,20 @@ class Saved(Assembly):
         public, private, marked = unpacked(self, self.settings(), state_dict)
         require_charged(private, shared=bool(self._sharing))
         if self._sharing and "paid" not in private:
-            raise ValueError("state_dict must be as it was written (got one without what was paid for)")
+            raise ValueError(
+                "state_dict must be as it was written (got one without what was paid for)"
+            )
         self.discard()
         self._restore(public, private)
-        partition, made = self._batch.partition, self._steps
+        partition = self._batch.partition
+        made = self._steps
         if partition is not None:
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
         lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
-        refuse_lost(() if self._in_passes else self._sharing, lost)  # batches of a pass share nothing but their charge
+        refuse_lost(
+            () if self._in_passes else self._sharing, lost
+        )  # batches of a pass share nothing but their charge
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
@@ -286,7 +317,9 @@ class Saved(Assembly):
         charge = self.oracle.charge(self.design, draw)
         if charge.covers > 1:
             name = self._batch.partition_name if known else ""
-            self._paid = Paid(self._steps + charge.covers, name, charge.event if self._in_passes else None)
+            self._paid = Paid(
+                self._steps + charge.covers, name, charge.event if self._in_passes else None
+            )
 
     def _halt_mark(self) -> str:
         return f"{self._run}/halted/{self._steps}"
@@ -301,7 +334,11 @@ class Saved(Assembly):
             refuse_copy(self._sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("_noise", "_batch", "_world", "step")}
+        kept = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("_noise", "_batch", "_world", "step")
+        }
         # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
         return {**kept, "_partition": self._batch.sealed()}
 
@@ -311,11 +348,14 @@ class Saved(Assembly):
         if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
             return
         device = checks.one_device(self._all_params())
-        self._noise, self._seeded = noise_generator(device), False
-        self._batch, self._world = LogicalBatch(self.design, in_order=self._in_order), join(device)
+        self._noise = noise_generator(device)
+        self._seeded = False
+        self._batch = LogicalBatch(self.design, in_order=self._in_order)
+        self._world = join(device)
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._run, self._since = new_run(), self._steps
+        self._run = new_run()
+        self._since = self._steps
         note_owner(self._all_params(), self)

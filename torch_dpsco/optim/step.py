@@ -38,10 +38,11 @@ from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
 
 _PRIVATE_MEAN = (
-    "loss must be a sum where the number of rows is private and batches are not filled up, since a mean divides all "
-    "rows by it: take batches from optimizer.loader(dataset, physical_batch_size=...) itself, which fills them up "
-    "(Opacus' BatchMemoryManager and other loaders do not), or "
-    "dp.attach(model, loss_reduction='sum') and loss(output, target, reduction='sum')"
+    "loss must be a sum where the number of rows is private and batches are not filled up, since a"
+    " mean divides all rows by it: take batches from optimizer.loader(dataset,"
+    " physical_batch_size=...) itself, which fills them up (Opacus' BatchMemoryManager and other"
+    " loaders do not), or dp.attach(model, loss_reduction='sum') and loss(output, target,"
+    " reduction='sum')"
 )
 
 
@@ -76,7 +77,9 @@ class PrivateOptimizer(Saved):
     def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
     @seldom_watched
     @in_turn
-    def step(self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None
+    ) -> float | None:
         """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.
 
         Args:
@@ -111,7 +114,9 @@ class PrivateOptimizer(Saved):
         Args:
             rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
         """
-        if not checks.is_watched(self):  # torch's wrapper of `step` alone costs a fifth of a small step
+        if not checks.is_watched(
+            self
+        ):  # torch's wrapper of `step` alone costs a fifth of a small step
             self._require_open()
             self._make(None, None, rows)
             return
@@ -121,7 +126,9 @@ class PrivateOptimizer(Saved):
         finally:
             self._batch.given = None
 
-    def _make(self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None) -> None:
+    def _make(
+        self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None
+    ) -> None:
         try:
             params = self._trained()
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
@@ -149,9 +156,12 @@ class PrivateOptimizer(Saved):
         if self.design.one_pass:
             marks[draw.partition] = draw.index + 1
         # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-        paid, where = self._paid, draw.partition + self.accountant.place
+        paid = self._paid
+        where = draw.partition + self.accountant.place
         if paid is not None and self._steps < paid.stop:
-            paid.require(where, self.oracle.charge(self.design, draw).event if self._in_passes else None)
+            paid.require(
+                where, self.oracle.charge(self.design, draw).event if self._in_passes else None
+            )
             charge = Charge(Sequential(()))
         else:
             charge = self.oracle.charge(self.design, draw)
@@ -169,13 +179,16 @@ class PrivateOptimizer(Saved):
             if self._sharing and self.accountant.marked(self._run) > self._steps:
                 # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
                 raise SequenceError(
-                    "this step may have been made already, by another optimizer that goes on with the same run or by a "
-                    "step that failed after its charge: resume the run from its last checkpoint, or finalize()"
+                    "this step may have been made already, by another optimizer that goes on with"
+                    " the same run or by a step that failed after its charge: resume the run from"
+                    " its last checkpoint, or finalize()"
                 )
             if self._in_passes:
                 self._require_fresh(draw)
                 marks[self._run + OPEN] = 1
-            self.accountant.authorize(charge.event, planned=planned, adaptive=self._adaptive, releases=marks)
+            self.accountant.authorize(
+                charge.event, planned=planned, adaptive=self._adaptive, releases=marks
+            )
             if charge.covers > 1:
                 event = charge.event if self._in_passes else None
                 self._paid = Paid(self._steps + charge.covers, where, event)
@@ -185,8 +198,8 @@ class PrivateOptimizer(Saved):
         if self.accountant.marked(draw.partition) > draw.index:
             # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
             raise SequenceError(
-                "this batch may have been released already, and its pass was charged for one release of each: make a "
-                "new optimizer, whose draws are fresh"
+                "this batch may have been released already, and its pass was charged for one"
+                " release of each: make a new optimizer, whose draws are fresh"
             )
 
     @property
@@ -199,15 +212,26 @@ class PrivateOptimizer(Saved):
         require_unwrapped(self._all_params())
         self._require_private()
         if self._shown:
-            raise SequenceError("released() is running: the parameters hold the answer, not the point of the next step")
+            raise SequenceError(
+                "released() is running: the parameters hold the answer, not the point of the next"
+                " step"
+            )
         if self._planned is not None and self._steps >= self._planned:
             self.discard()
-            answer = "the answer is installed" if self._finalized else "call finalize(), which installs the answer"
+            answer = (
+                "the answer is installed"
+                if self._finalized
+                else "call finalize(), which installs the answer"
+            )
             raise SequenceError(
-                f"all {self._planned} planned steps are made: {answer}; make a new optimizer to continue"
+                f"all {self._planned} planned steps are made: {answer}; make a new optimizer to"
+                " continue"
             )
         if self._finalized:
-            raise SequenceError("the optimizer is finalized: its answer is released; make a new optimizer to continue")
+            raise SequenceError(
+                "the optimizer is finalized: its answer is released; make a new optimizer to"
+                " continue"
+            )
 
     def _observe(
         self,
@@ -222,14 +246,17 @@ class PrivateOptimizer(Saved):
         chunk = batch.current()
         if self._in_order and chunk.draw.index != self._steps:
             raise SequenceError(
-                f"step {self._steps} needs batch {self._steps} of the run (got batch {chunk.draw.index}): after "
-                f"discard(), or to continue a run, use optimizer.loader(dataset, resume=True)"
+                f"step {self._steps} needs batch {self._steps} of the run (got batch"
+                f" {chunk.draw.index}): after discard(), or to continue a run, use"
+                " optimizer.loader(dataset, resume=True)"
             )
         rows = self._taken(params, scale) if given is None else given
         if given is not None and has_rows(params):
             # PRIVACY: rows that a backward has left would wait for a later step, another draw
             # (test_given_rows_are_refused_beside_those_of_a_backward)
-            raise SequenceError("rows of a backward are waiting: make the step of that batch by step() or discard()")
+            raise SequenceError(
+                "rows of a backward are waiting: make the step of that batch by step() or discard()"
+            )
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
         kept = batch.records(n_rows)
@@ -256,7 +283,9 @@ class PrivateOptimizer(Saved):
         """Whether rows depend on a private number of them by more than the declared rounding."""
         # PRIVACY: all norms may pass a threshold together (test_a_pilot_refuses_means_of_a_private_number)
         exact = any(oracle.jumps for oracle in self.oracle.members)
-        return self.sizes_are_private and not (self.oracle.unit == "example" and rows.has_one_output and not exact)
+        return self.sizes_are_private and not (
+            self.oracle.unit == "example" and rows.has_one_output and not exact
+        )
 
     def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
         """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
@@ -274,7 +303,8 @@ class PrivateOptimizer(Saved):
         stills = (self._stills if k else 0) + release.still
         self._steps += 1
         if (release.halted, stills) != (self._halted, self._stills):  # __setattr__ is slow
-            self._halted, self._stills = release.halted, stills
+            self._halted = release.halted
+            self._stills = stills
         if not release.still:
             self._move(params, release, phase, k - stills)  # rules count the moves of a phase
         if k + 1 == phase.steps and len(phases) > 1:
@@ -293,7 +323,11 @@ class PrivateOptimizer(Saved):
             checks.warn_of_void_theorem("lr was changed after construction", 4)
         self.rule.update(self.param_groups, self.state, k, phase)
         if self._constrains or phase.radius < math.inf:
-            steps = [self.rule.step_size(float(g["lr"]), k, phase) for g in self.param_groups for _ in trained(g)]
+            steps = [
+                self.rule.step_size(float(g["lr"]), k, phase)
+                for g in self.param_groups
+                for _ in trained(g)
+            ]
             self.rule.constrain(self.prox, params, steps, self.state, phase)
         self.rule.settle(self.param_groups, self.state, k)
 
@@ -367,7 +401,8 @@ class PrivateOptimizer(Saved):
         self._require_private()
         if self._shown or self.in_draw:
             raise SequenceError(
-                "dp.public must not begin inside of released(), or between the parts of a private batch"
+                "dp.public must not begin inside of released(), or between the parts of a private"
+                " batch"
             )
         params = self._trained()
         before = [p.detach().clone() for p in params]
@@ -384,12 +419,16 @@ class PrivateOptimizer(Saved):
         if all(map(torch.equal, params, before)):
             return
         self.prox.apply_(params, [0.0] * len(params))
-        moves: dict[Tensor, Tensor] = {p: p.detach() - old for p, old in zip(params, before, strict=True)}
+        moves: dict[Tensor, Tensor] = {
+            p: p.detach() - old for p, old in zip(params, before, strict=True)
+        }
         for name in self.rule.kept:
             points = {p: self.state[p][name] for p in params if name in self.state.get(p, {})}
             for p, point in points.items():
                 point.add_(moves[p])
-            if len(points) == len(params) and all(point.shape == p.shape for p, point in points.items()):
+            if len(points) == len(params) and all(
+                point.shape == p.shape for p, point in points.items()
+            ):
                 self.prox.apply_(list(points.values()), [0.0] * len(points))
         self.rule.carry(moves)
         self._public += 1

@@ -43,7 +43,9 @@ class Scale:
 
     def horizon(self, n: int, budget: Budget) -> float:
         """Returns the sum of the step sizes of a run on all records."""
-        return self.distance / theory.noise_of_mean(release_noise(budget), self.bound, n, 1, self.dim, sampled=False)
+        return self.distance / theory.noise_of_mean(
+            release_noise(budget), self.bound, n, 1, self.dim, sampled=False
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Run:
     pace: Pace
 
 
-def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim: int | None) -> Scale | None:
+def scale_of_problem(
+    problem: Problem, clip: float, distance: float | None, dim: int | None
+) -> Scale | None:
     """Returns the scale of a loss of the table; None where the promises do not say it.
 
     Args:
@@ -65,21 +69,28 @@ def scale_of_problem(problem: Problem, clip: float, distance: float | None, dim:
         distance: guess of |w_1 - w*|; default the usual one, at most the radius.
         dim: number of parameters; default 64 for each score.
     """
-    at_zero, rows = problem.grad_at_zero, problem.bound_x
+    at_zero = problem.grad_at_zero
+    rows = problem.bound_x
     if not at_zero or rows is None:
         return None
-    table, real = problem.exact_grad_bound, False
+    table = problem.exact_grad_bound
+    real = False
     if isinstance(table, TableGradBound):
-        real, dim = table.loss.target_kind == "real", dim or theory.USUAL_DIM * table.loss.num_scores
+        real = table.loss.target_kind == "real"
+        dim = dim or theory.USUAL_DIM * table.loss.num_scores
     smooth = problem.smoothness is not None
     if distance is None:
         distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
         distance = min(distance, problem.radius)
-    bound = problem.lipschitz or problem.grad_bound(distance)  # noise may follow the iterate, as far as it goes
+    bound = problem.lipschitz or problem.grad_bound(
+        distance
+    )  # noise may follow the iterate, as far as it goes
     return Scale(clip * bound, distance, problem.smoothness or None, dim)
 
 
-def scale_of_clip(problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str) -> Scale:
+def scale_of_clip(
+    problem: Problem, clip: float | None, distance: float | None, dim: int | None, by: str
+) -> Scale:
     """Returns the scale of rows that are clipped, in units of the clip, which nobody needs to know.
 
     Args:
@@ -165,7 +176,9 @@ def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool 
 
     def risk(steps: int) -> float:
         noise = noise_of_pass(budget, steps)
-        level = theory.noise_of_mean(noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1)
+        level = theory.noise_of_mean(
+            noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1
+        )
         return theory.risk(scale.distance, level, steps, smoothness, momentum)
 
     return min(numbers_of_steps(n), key=risk)
@@ -193,7 +206,12 @@ def noise_of_pass(budget: Budget, steps: int) -> float:
 def pace_of(scale: Scale, design: Design, steps: int, noise: float) -> Pace:
     """Returns the step size and the momentum of these steps."""
     level = theory.noise_of_mean(
-        noise, scale.bound, design.batch_size, steps, scale.dim, sampled=design.batch_size < design.n
+        noise,
+        scale.bound,
+        design.batch_size,
+        steps,
+        scale.dim,
+        sampled=design.batch_size < design.n,
     )
     if scale.smoothness is None:
         return theory.rough_pace(scale.distance, level, steps, scale.bound)

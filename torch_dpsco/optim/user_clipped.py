@@ -37,9 +37,14 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.theory.steps import Pace, noise_of_mean, relative_pace, relative_steps
 
-_FULL_STEPS, _EPOCHS = 30, 10
+_FULL_STEPS = 30
+_EPOCHS = 10
 _PASSES, _LEAST_BATCH = 20, 1024  # of users
-_START, _TARGET, _VOTES = 0.03, 0.1, 0.02  # of a search: first clip, quantile, share of the squared budget
+_START, _TARGET, _VOTES = (
+    0.03,
+    0.1,
+    0.02,
+)  # of a search: first clip, quantile, share of the squared budget
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,18 @@ class UserClippedPlan(UserPlan):
         else:
             yield (
                 "noise",
-                f"std {share:.3g} of the clip per coordinate of a mean of gradients, of norm at most the clip",
+                (
+                    f"std {share:.3g} of the clip per coordinate of a mean of gradients, of norm at"
+                    " most the clip"
+                ),
             )
             yield (
                 "clip",
-                f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g} on it follows the "
-                f"{self.search.target:g} quantile of the lengths of users' mean gradients; a user should have some ten "
-                f"rows",
+                (
+                    f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g}"
+                    f" on it follows the {self.search.target:g} quantile of the lengths of users'"
+                    " mean gradients; a user should have some ten rows"
+                ),
             )
         yield "assumed", self.assumed
 
@@ -224,7 +234,8 @@ class UserClippedSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        adjacency, dim = agreed_adjacency(adjacency, budget, "user"), dimension(dim)
+        adjacency = agreed_adjacency(adjacency, budget, "user")
+        dim = dimension(dim)
         n_users = check.positive_count(n_users=n_users)
         given: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}
         for name, value in given.items():
@@ -232,7 +243,8 @@ class UserClippedSGD(PlannedOptimizer):
                 check.positive(**{name: value})
         if noise_multiplier is not None and (clip is None or lr is None):
             raise MissingConstantError(
-                f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip} and {lr})"
+                f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip}"
+                f" and {lr})"
             )
         wanted: int | None = None
         if budget is not None and (clip is None or lr is None):
@@ -243,9 +255,17 @@ class UserClippedSGD(PlannedOptimizer):
         if sampling in (None, "poisson", "fixed") and batch_size in (None, n_users):
             sampling = "full"
         design = sampled(sampling or "poisson", batch_size, n_users, adjacency)
-        if wanted is not None and epochs is None and (sampling == "allocated" or not design.one_pass):
-            whole = design.batches if sampling == "allocated" and isinstance(design, Assigned) else 1
-            steps = wanted + -wanted % whole if steps is None else steps  # a pass that is begun costs as a whole one
+        if (
+            wanted is not None
+            and epochs is None
+            and (sampling == "allocated" or not design.one_pass)
+        ):
+            whole = (
+                design.batches if sampling == "allocated" and isinstance(design, Assigned) else 1
+            )
+            steps = (
+                wanted + -wanted % whole if steps is None else steps
+            )  # a pass that is begun costs as a whole one
         default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
         passes = None if noise_multiplier is not None else default
         design, steps = drawn(sampling, batch_size, n_users, adjacency, steps, epochs, passes)

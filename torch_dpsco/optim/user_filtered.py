@@ -81,12 +81,18 @@ class UserFilteredPlan(FilterPlan):
         if self.search is not None:
             yield (
                 "search",
-                f"the first step spends epsilon {self.search.epsilon:g} on choosing the pair radius, and moves nothing",
+                (
+                    f"the first step spends epsilon {self.search.epsilon:g} on choosing the pair"
+                    " radius, and moves nothing"
+                ),
             )
             ratio = own.noise_std / own.pair_radius
             yield (
                 "noise",
-                f"std {ratio:.3g} times that radius, per coordinate of the mean of users within it of each other",
+                (
+                    f"std {ratio:.3g} times that radius, per coordinate of the mean of users within"
+                    " it of each other"
+                ),
             )
         else:
             yield "noise", near(own)
@@ -187,28 +193,55 @@ class UserFilteredSGD(FilterOptimizer):
         """
         adjacency = agreed_adjacency(None, budget, "user")
         if adjacency != REPLACE_ONE:
-            raise AdjacencyError(f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})")
-        dim, items = dimension(dim), check.positive_count(min_items=min_items)
-        check.positive_count(max_steps=max_steps), check.open_interval(0.0, 1.0, halt_probability=halt_probability)
+            raise AdjacencyError(
+                f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})"
+            )
+        dim = dimension(dim)
+        items = check.positive_count(min_items=min_items)
+        check.positive_count(max_steps=max_steps)
+        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
         if distance is not None:
             check.positive(distance=distance)
         search = pair_radius if isinstance(pair_radius, PairRadiusSearch) else None
         if not isinstance(filter, str):
             radius = None if search else pair_radius
-            own = {"n_users": n_users, "pair_radius": radius, "steps": steps, "typical_score": typical_score}
+            own = {
+                "n_users": n_users,
+                "pair_radius": radius,
+                "steps": steps,
+                "typical_score": typical_score,
+            }
             for name, value in own.items():
                 if value is not None:
-                    raise ValueError(f"{name} must be None beside numbers of the filter, which have it (got {value})")
+                    raise ValueError(
+                        f"{name} must be None beside numbers of the filter, which have it (got"
+                        f" {value})"
+                    )
         elif n_users is None or budget is None:
-            check.required(", or filter=, numbers of theory.user_level", n_users=n_users, budget=budget)
+            check.required(
+                ", or filter=, numbers of theory.user_level", n_users=n_users, budget=budget
+            )
         else:
             if search is not None and (lr is None or steps is None):
-                raise MissingConstantError("lr and steps must be given beside a search: its bound is not known before")
-            failure = halt_probability / check.positive_count(steps=max_steps if steps is None else steps)
+                raise MissingConstantError(
+                    "lr and steps must be given beside a search: its bound is not known before"
+                )
+            failure = halt_probability / check.positive_count(
+                steps=max_steps if steps is None else steps
+            )
             tau = _tau(pair_radius, problem, items, n_users, failure)
-            epsilon, delta = _left(budget, search), budget.delta
-            target: dict[str, Any] = {"n_users": n_users, "epsilon": epsilon, "delta": delta, "pair_radius": tau}
-            halting: dict[str, Any] = {"typical_score": typical_score, "halt_probability": halt_probability}
+            epsilon = _left(budget, search)
+            delta = budget.delta
+            target: dict[str, Any] = {
+                "n_users": n_users,
+                "epsilon": epsilon,
+                "delta": delta,
+                "pair_radius": tau,
+            }
+            halting: dict[str, Any] = {
+                "typical_score": typical_score,
+                "halt_probability": halt_probability,
+            }
             halting |= {"filter": filter}
             if steps is None:
                 filter = filtered_schedule(
@@ -224,21 +257,25 @@ class UserFilteredSGD(FilterOptimizer):
                 filter = calibrate_filter(**target, **halting, steps=steps)
         if search is not None and search.overshoot > 0.05:
             warn(
-                f"the search may end above all distances, with probability {search.overshoot:.2g}: give it more "
-                f"epsilon (got {search.epsilon:g} for {search.n_users} users)"
+                f"the search may end above all distances, with probability {search.overshoot:.2g}:"
+                f" give it more epsilon (got {search.epsilon:g} for {search.n_users} users)"
             )
         if filter.halt_probability() > _HOPELESS:
             raise InfeasibleError(
-                f"filter must be such that a run goes on: with a typical score of {filter.typical_score or n_users} it "
-                f"halts with probability {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of "
-                f"{filter.n_users} users"
+                "filter must be such that a run goes on: with a typical score of"
+                f" {filter.typical_score or n_users} it halts with probability"
+                f" {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of"
+                f" {filter.n_users} users"
             )
         risk = None
         if lr is None:
-            bound, sigma_1 = lipschitz_of(problem, "lr"), filter.noise_std / math.sqrt(filter.steps)
-            dim, scale = _needed(dim, "lr"), _distance(problem, distance)
+            bound = lipschitz_of(problem, "lr")
+            sigma_1 = filter.noise_std / math.sqrt(filter.steps)
+            dim = _needed(dim, "lr")
+            scale = _distance(problem, distance)
             best = schedule(bound, scale, filter.n_users * items, filter.steps, dim, sigma_1)
-            lr, risk = best.lr, best.bound
+            lr = best.lr
+            risk = best.bound
         if search is None:
             warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
         return UserFilteredPlan(
@@ -268,18 +305,26 @@ class UserFilteredSGD(FilterOptimizer):
         if not self._steps:
             for p in params:
                 self.state[p].setdefault("initial", p.detach().clone())
-        first, radius = self._steps == (self._plan.search is not None), self.oracle.metrics().get("pair_radius")
-        if first and radius is not None and release.still and release.mean:  # an answer that is lost has none
+        first = self._steps == (self._plan.search is not None)
+        radius = self.oracle.metrics().get("pair_radius")
+        if (
+            first and radius is not None and release.still and release.mean
+        ):  # an answer that is lost has none
             warn(  # of what is released: that a test has failed
-                f"users disagree: the first test has failed, since they are not within pair_radius={radius:.3g} of "
-                f"each other; nothing is learned any more. Give a larger pair_radius, a pair_radius_search, or take "
-                f"UserClippedSGD, which tests nothing"
+                "users disagree: the first test has failed, since they are not within"
+                f" pair_radius={radius:.3g} of each other; nothing is learned any more. Give a"
+                " larger pair_radius, a pair_radius_search, or take UserClippedSGD, which tests"
+                " nothing"
             )
         super()._apply(params, release)
 
 
 def _tau(
-    pair_radius: float | PairRadiusSearch | None, problem: Problem | None, items: int, n_users: int, failure: float
+    pair_radius: float | PairRadiusSearch | None,
+    problem: Problem | None,
+    items: int,
+    n_users: int,
+    failure: float,
 ) -> float:
     if isinstance(pair_radius, PairRadiusSearch):
         return 1.0  # the noise scales with what is found
@@ -294,15 +339,17 @@ def _left(budget: Budget, search: PairRadiusSearch | None) -> float:
         return budget.epsilon
     if search.epsilon >= budget.epsilon:
         raise ValueError(
-            f"pair_radius must be a search of less than the budget's epsilon={budget.epsilon:g} (got "
-            f"{search.epsilon:g})"
+            f"pair_radius must be a search of less than the budget's epsilon={budget.epsilon:g}"
+            f" (got {search.epsilon:g})"
         )
     return budget.epsilon - search.epsilon
 
 
 def _needed(dim: int | None, wanted: str) -> int:
     if dim is None:
-        raise MissingConstantError(f"dim (the number of parameters, or the model) is needed to choose {wanted}")
+        raise MissingConstantError(
+            f"dim (the number of parameters, or the model) is needed to choose {wanted}"
+        )
     return dim
 
 

@@ -34,7 +34,11 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase, localized_user_plan
+from torch_dpsco.theory.user_level.localized import (
+    LocalizedUserPlan,
+    UserPhase,
+    localized_user_plan,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,9 @@ class UserLocalizedPlan(FilterPlan):
 
     def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> Phased:
         """Returns a new oracle with the plan's numbers."""
-        return Phased([(self.of_all_users(phase.plan, center), phase.steps) for phase in self.phases])
+        return Phased(
+            [(self.of_all_users(phase.plan, center), phase.steps) for phase in self.phases]
+        )
 
     def schedule(self) -> Schedule:
         """Returns the phases."""
@@ -59,7 +65,10 @@ class UserLocalizedPlan(FilterPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         for phase in self.phases:
-            yield f"phase {phase.index}", f"{phase.steps} steps of size {phase.lr:.3g}, noise of {near(phase.plan)}"
+            yield (
+                f"phase {phase.index}",
+                f"{phase.steps} steps of size {phase.lr:.3g}, noise of {near(phase.plan)}",
+            )
         worst = max(phase.plan.halt_probability() for phase in self.phases)
         yield "tests", disagreement("a phase", worst)
         yield from self.ending()
@@ -141,10 +150,14 @@ class LocalizedUserSGD(FilterOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        adjacency, dim = agreed_adjacency(None, budget, "user"), dimension(dim)
+        adjacency = agreed_adjacency(None, budget, "user")
+        dim = dimension(dim)
         if adjacency != REPLACE_ONE:
-            raise AdjacencyError(f"budget must be of replace_one, as the filter on all users is (got {adjacency})")
-        check.nonnegative(reg=reg), check.positive_count(max_steps=max_steps)
+            raise AdjacencyError(
+                f"budget must be of replace_one, as the filter on all users is (got {adjacency})"
+            )
+        check.nonnegative(reg=reg)
+        check.positive_count(max_steps=max_steps)
         check.between(0.0, 1.0, score_share=score_share)
         check.open_interval(0.0, 1.0, halt_probability=halt_probability)
         check.choice(("explicit", "theorem_4_1"), schedule=schedule)
@@ -155,7 +168,9 @@ class LocalizedUserSGD(FilterOptimizer):
             check.positive(distance=distance)
         if isinstance(phases, LocalizedUserPlan):
             if n_users is not None:
-                raise ValueError(f"n_users must be None beside phases, which have it (got {n_users})")
+                raise ValueError(
+                    f"n_users must be None beside phases, which have it (got {n_users})"
+                )
             made = phases
         elif n_users is None or budget is None or problem is None or dim is None:
             way = ", or phases=, a theory.user_level.LocalizedUserPlan"
@@ -179,11 +194,15 @@ class LocalizedUserSGD(FilterOptimizer):
                 max_steps=max_steps,
                 schedule=schedule,
             )
-        warn_if_users_are_buried([phase.plan for phase in made.phases], problem, made.n_users, dim, budget)
+        warn_if_users_are_buried(
+            [phase.plan for phase in made.phases], problem, made.n_users, dim, budget
+        )
         return UserLocalizedPlan(
             budget=budget,
             adjacency=adjacency,
-            design=Parts(tuple((Full(phase.users), phase.steps) for phase in made.phases), made.n_users),
+            design=Parts(
+                tuple((Full(phase.users), phase.steps) for phase in made.phases), made.n_users
+            ),
             steps=sum(phase.steps for phase in made.phases),
             lr=made.phases[0].lr,
             radius=math.inf if problem is None else problem.radius,
@@ -201,9 +220,11 @@ def _constants(problem: Problem, reg: float) -> tuple[float, float]:
     convexity = (problem.strong_convexity or 0.0) + reg
     if not convexity:
         raise MissingConstantError(
-            "LocalizedUserSGD needs strong convexity: give reg=, the lambda of (lambda/2)|w|^2, or promise "
-            "Problem(strong_convexity=...)"
+            "LocalizedUserSGD needs strong convexity: give reg=, the lambda of (lambda/2)|w|^2, or"
+            " promise Problem(strong_convexity=...)"
         )
     if reg and math.isinf(problem.radius):
-        raise MissingConstantError("LocalizedUserSGD needs Problem(radius=...) with reg=: it bounds the gradient reg w")
+        raise MissingConstantError(
+            "LocalizedUserSGD needs Problem(radius=...) with reg=: it bounds the gradient reg w"
+        )
     return lipschitz_of(problem, "steps") + (reg * problem.radius if reg else 0.0), convexity

@@ -74,13 +74,23 @@ class FilterPlan(UserPlan):
         """Returns a new oracle with the plan's numbers, that measures users from a center."""
 
     def of_all_users(
-        self, plan: UserFilterPlan, center: Sequence[Tensor] | None, search: PairRadiusSearch | None = None
+        self,
+        plan: UserFilterPlan,
+        center: Sequence[Tensor] | None,
+        search: PairRadiusSearch | None = None,
     ) -> UserFiltered:
         """Returns the oracle of a filter, with a search in its first release if there is one."""
-        kept = Filter(plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure)
+        kept = Filter(
+            plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure
+        )
         test = ("steps", "threshold", "threshold_scale", "query_scale")
         numbers: dict[str, Any] = {name: getattr(plan, name) for name in test}
-        numbers |= {"center": center, "reach": self.reach, "min_items": self.min_items, "ids": self.n}
+        numbers |= {
+            "center": center,
+            "reach": self.reach,
+            "min_items": self.min_items,
+            "ids": self.n,
+        }
         if search is not None:
             return UserSearched(search, kept, plan.noise_std / plan.pair_radius, **numbers)
         return UserFiltered(kept, plan.pair_radius, plan.noise_std, **numbers)
@@ -89,7 +99,10 @@ class FilterPlan(UserPlan):
         """Yields the last lines of the table."""
         yield "assumed", self.assumed
         if self.risk_bound is not None:
-            yield "expected", f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold"
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
+            )
 
 
 class FilterOptimizer(PlannedOptimizer):
@@ -121,7 +134,14 @@ class FilterOptimizer(PlannedOptimizer):
     ) -> None:
         self._center = center
         super().__init__(
-            params, plan, rule=rule, prox=prox, reg=reg, accountant=accountant, generator=generator, **moved
+            params,
+            plan,
+            rule=rule,
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            generator=generator,
+            **moved,
         )
 
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
@@ -131,7 +151,10 @@ class FilterOptimizer(PlannedOptimizer):
 
 def near(plan: UserFilterPlan) -> str:
     """Returns in words the noise of a filter, beside the distance of users that it allows."""
-    return f"std {plan.noise_std:.3g} per coordinate of the mean of users within {plan.pair_radius:.3g} of each other"
+    return (
+        f"std {plan.noise_std:.3g} per coordinate of the mean of users within"
+        f" {plan.pair_radius:.3g} of each other"
+    )
 
 
 def disagreement(stops: str, risk: float) -> str:
@@ -142,8 +165,8 @@ def disagreement(stops: str, risk: float) -> str:
         risk: bound on the probability of that among users who agree as guessed.
     """
     return (
-        f"{stops} ends early if users disagree, which has probability at most {risk:.2g} if they agree as guessed; "
-        "each step compares all pairs of users"
+        f"{stops} ends early if users disagree, which has probability at most {risk:.2g} if they"
+        " agree as guessed; each step compares all pairs of users"
     )
 
 
@@ -160,11 +183,15 @@ def warn_if_users_are_buried(
     with suppress(MissingConstantError):
         bound = lipschitz_of(problem, "a warning")
         noise = min(plan.noise_std / math.sqrt(plan.steps) for plan in plans)
-        checks.warn_if_buried(noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps")
+        checks.warn_if_buried(
+            noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
+        )
 
 
 def lipschitz_of(problem: Problem | None, wanted: str) -> float:
     """Returns the promised bound on gradients; raises MissingConstantError, which names what is wanted."""
     if problem is None:
-        raise MissingConstantError(f"{wanted} must be given, or a problem=Problem(lipschitz=...) from which it follows")
+        raise MissingConstantError(
+            f"{wanted} must be given, or a problem=Problem(lipschitz=...) from which it follows"
+        )
     return problem.grad_bound()

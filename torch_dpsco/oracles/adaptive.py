@@ -71,7 +71,9 @@ from torch_dpsco.rows import GradBatch
 from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
-_NULL = 2.0**-44  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
+_NULL = (
+    2.0**-44
+)  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
 _MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number
 _LEAST, _LARGEST = 2.0**-30, 2.0**39  # of clips; float32 sums are proved between 2^-40 and 2^40
 
@@ -139,12 +141,14 @@ class AdaptiveClipped(ClippedMean):
     ) -> None:
         if (noise_multiplier is None) == (total_noise_multiplier is None):
             raise ValueError(
-                f"noise_multiplier or total_noise_multiplier must be given, and not both (got {noise_multiplier} and "
-                f"{total_noise_multiplier})"
+                "noise_multiplier or total_noise_multiplier must be given, and not both (got"
+                f" {noise_multiplier} and {total_noise_multiplier})"
             )
         self.target = check.open_interval(0.0, 1.0, target=target)
-        self.clip0, self.lr = check.between(_LEAST, _LARGEST, clip0=clip0), check.positive(lr=lr)
-        self.first, self._step = check.nonnegative(first=first), 0
+        self.clip0 = check.between(_LEAST, _LARGEST, clip0=clip0)
+        self.lr = check.positive(lr=lr)
+        self.first = check.nonnegative(first=first)
+        self._step = 0
         size = check.positive_count(batch_size=batch_size)
         self.count_noise = check.between(
             0.0, _MOST_NOISE, count_noise=size / 20 if count_noise is None else count_noise
@@ -155,16 +159,21 @@ class AdaptiveClipped(ClippedMean):
         self._event = clipped_gaussian(total)
         if z > self.count_noise / self._unit > 0:
             warnings.warn(
-                f"the votes take more of the budget than the mean (count_noise {self.count_noise:g} for a noise "
-                f"multiplier of {z:.3g}): give a larger count_noise or batch_size",
+                f"the votes take more of the budget than the mean (count_noise {self.count_noise:g}"
+                f" for a noise multiplier of {z:.3g}): give a larger count_noise or batch_size",
                 UtilityWarning,
                 stacklevel=2,
             )
         # 4.5 = slope of the votes in log(norm), 4 u = rounding of 1/B, in at most 2 batch_size + 1024 rows (see
         # `plan_summation`, also for the largest batch); then the roundings of the sum itself
-        self._count_error = 4.5 * 4 * 2.0**-24 * (2 * size + 1024) + 4 * (2 * size + 65536) ** 2 * 2.0**-53
+        self._count_error = (
+            4.5 * 4 * 2.0**-24 * (2 * size + 1024) + 4 * (2 * size + 65536) ** 2 * 2.0**-53
+        )
         self._current = self.clip0
-        self._sum, self._pending, self._null, self._unscaled = 0.0, 0.0, 0.0, 1.0
+        self._sum = 0.0
+        self._pending = 0.0
+        self._null = 0.0
+        self._unscaled = 1.0
 
     def _multipliers(self, z: float | None, total: float | None) -> tuple[float, float]:
         """Returns the noise multipliers of the mean and of the joint release, rounded towards privacy."""
@@ -179,8 +188,8 @@ class AdaptiveClipped(ClippedMean):
             return 0.0, 0.0
         if total * self._unit > 0.99 * self.count_noise:
             raise InfeasibleError(
-                f"count_noise must be >= {total * self._unit / 0.99:.4g} for a total_noise_multiplier of {total:g} "
-                f"(got {self.count_noise:g})"
+                f"count_noise must be >= {total * self._unit / 0.99:.4g} for a"
+                f" total_noise_multiplier of {total:g} (got {self.count_noise:g})"
             )
         share = total * self._unit / self.count_noise
         # 2^-40 exceeds the rounding, of relative size below 2^-45 as the share is at most 0.99
@@ -212,7 +221,9 @@ class AdaptiveClipped(ClippedMean):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean, and their votes to the count."""
-        self._unscaled = max(1.0, rows._scale)  # of gradient scaling, which multiplies the bound of a zero row
+        self._unscaled = max(
+            1.0, rows._scale
+        )  # of gradient scaling, which multiplies the bound of a zero row
         super().observe(rows, users)
         # PRIVACY: after it, so that rows that were refused have no vote (test_refused_rows_have_no_vote)
         self._sum += self._pending
@@ -230,7 +241,9 @@ class AdaptiveClipped(ClippedMean):
         std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
         if self._exact:
             votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
-            total = float(release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator))
+            total = float(
+                release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator)
+            )
         else:
             total += normal(std, generator)
         fraction = self.target + total / self.batch_size
@@ -251,7 +264,9 @@ class AdaptiveClipped(ClippedMean):
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         first = {"first": self.first} if self.first else {}
-        return self._named("clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first)
+        return self._named(
+            "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
+        )
 
 
 def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
@@ -294,12 +309,18 @@ class AutoClip(ClippedMean):
         [0.3, 0.4]
     """
 
-    def __init__(self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01) -> None:
+    def __init__(
+        self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
+    ) -> None:
         super().__init__(noise_multiplier, batch_size)
-        self.fixed_clip, self.offset = check.positive(bound=bound), check.positive(offset=offset)
+        self.fixed_clip = check.positive(bound=bound)
+        self.offset = check.positive(offset=offset)
         if self.fixed_clip > self.offset * 2.0**40:
             # PRIVACY: weights above 2^40 would lift float32's underflow (test_a_tiny_offset_is_refused)
-            raise ValueError(f"offset must be >= bound / 2^40 (got {self.offset:g} for bound {self.fixed_clip:g})")
+            raise ValueError(
+                f"offset must be >= bound / 2^40 (got {self.offset:g} for bound"
+                f" {self.fixed_clip:g})"
+            )
 
     def bound(self, query: Sequence[Tensor]) -> float:
         """Returns R."""

@@ -67,7 +67,9 @@ class MeanOracle(ABC):
     """
 
     unit = "example"  # whose rows count as one
-    assumptions: tuple[str, ...] = ()  # what it takes for granted beside what all oracles do, in sentences
+    assumptions: tuple[
+        str, ...
+    ] = ()  # what it takes for granted beside what all oracles do, in sentences
     jumps = False  # whether a release may jump if all rows change in their last bits
     _taken = False
     _sampled: tuple[BaseEvent, Design, Event] | None = None  # the last draw that was charged
@@ -82,9 +84,13 @@ class MeanOracle(ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         # PRIVACY: the ledger was told these numbers (test_what_the_ledger_relies_on_cannot_be_reassigned)
         if not name.startswith("_"):
-            constant = not callable(getattr(type(self), name, len))  # a property, or a flag of the class
+            constant = not callable(
+                getattr(type(self), name, len)
+            )  # a property, or a flag of the class
             if name in self.__dict__ or constant:
-                raise PrivacyError(f"{name} is fixed at construction: make a new oracle and optimizer")
+                raise PrivacyError(
+                    f"{name} is fixed at construction: make a new oracle and optimizer"
+                )
         super().__setattr__(name, value)
 
     def take(self) -> None:
@@ -137,10 +143,12 @@ class MeanOracle(ABC):
         Raises:
             AdjacencyError: nothing is proved for this design.
         """
-        base, known = self.event(), self._sampled
+        base = self.event()
+        known = self._sampled
         if known is not None and known[0] is base and known[1] is design and not draw.partition:
             return Charge(known[2])
-        event, covers = design.draw_event(base, draw), design.covers(base, draw)
+        event = design.draw_event(base, draw)
+        covers = design.covers(base, draw)
         if not draw.partition and covers == 1:  # else draws differ in their part
             self.__dict__["_sampled"] = (base, design, event)
         return Charge(event, covers)
@@ -156,8 +164,8 @@ class MeanOracle(ABC):
             ConditionError: the oracle's releases are no Gaussian sums, or have no noise.
         """
         raise ConditionError(
-            f"secure must be None for {type(self).__name__}: exact noise is that of sums of clipped rows, as those of "
-            f"Clipped; use UserClippedSGD where users are protected"
+            f"secure must be None for {type(self).__name__}: exact noise is that of sums of clipped"
+            " rows, as those of Clipped; use UserClippedSGD where users are protected"
         )
 
     @abstractmethod
@@ -166,7 +174,9 @@ class MeanOracle(ABC):
 
     def _named(self, *names: str, **others: Any) -> dict[str, Any]:
         """Returns settings: the name of the class, attributes by their names, and other numbers."""
-        return {"oracle": type(self).__name__} | {name: getattr(self, name) for name in names} | others
+        return (
+            {"oracle": type(self).__name__} | {name: getattr(self, name) for name in names} | others
+        )
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint must keep, nothing for most oracles; a `SecretState` unless all of it is released.
@@ -207,8 +217,8 @@ def require_places(oracle: MeanOracle, design: Design) -> None:
         # PRIVACY: a record more or less in a batch would move all rows after it to other groups
         # (test_an_oracle_that_looks_at_places_needs_a_design_that_keeps_them)
         raise AdjacencyError(
-            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint, Shuffled, Cyclic or Parts "
-            f"(got {design})"
+            f"design must keep the places of rows for {type(oracle).__name__}: use Disjoint,"
+            f" Shuffled, Cyclic or Parts (got {design})"
         )
 
 
@@ -246,7 +256,8 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
     if not math.isfinite(torch.dot(norms, norms)):
         # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
         index = torch.isfinite(norms).nonzero().squeeze(1)
-        rows, norms = rows.select(index), norms[index]
+        rows = rows.select(index)
+        norms = norms[index]
     limit = limit_of(clip)
     return rows, norms.clamp_(-limit, limit)
 
@@ -271,7 +282,8 @@ def joint_norm(tensors: Sequence[Tensor]) -> float:
 
 def cuts(shapes: Sequence[torch.Size]) -> tuple[list[Cut], int]:
     """Returns where tensors of some shapes lie in one vector, and its length."""
-    found, place = [], 0
+    found = []
+    place = 0
     for shape in shapes:
         found.append((shape, torch.empty(shape, device="meta").stride(), place))
         place += shape.numel()

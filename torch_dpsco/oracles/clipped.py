@@ -50,7 +50,14 @@ from torch_dpsco.oracles.base import (
     views,
 )
 from torch_dpsco.rng import Source
-from torch_dpsco.rows import FLOAT64, GradBatch, LinearBlock, Summation, plan_summation, weighted_rows
+from torch_dpsco.rows import (
+    FLOAT64,
+    GradBatch,
+    LinearBlock,
+    Summation,
+    plan_summation,
+    weighted_rows,
+)
 from torch_dpsco.theory.rounding import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
@@ -84,7 +91,8 @@ class ClippedMean(MeanOracle):
         self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
         self._cuts: list[Cut] = []
-        self._dim, self._is_linear = 0, False
+        self._dim = 0
+        self._is_linear = False
         self._means: list[Tensor] | None = None
         self._total: Tensor | None = None  # of linear rows: one vector, instead of means
         self._n_rows = 0
@@ -106,7 +114,9 @@ class ClippedMean(MeanOracle):
     def clip(self) -> float:
         """Clip of the open, or else the last, logical batch."""
         if self._clip is None:
-            raise SequenceError("no logical batch was opened: call open(query) first, which fixes the clip")
+            raise SequenceError(
+                "no logical batch was opened: call open(query) first, which fixes the clip"
+            )
         return self._clip
 
     @property
@@ -126,11 +136,18 @@ class ClippedMean(MeanOracle):
         self.__dict__["_clip"] = self.bound(query)  # __setattr__ is slow
         form = [(p.shape, p.dtype, p.device) for p in query]
         if form != self._form:
-            self._form, self._shapes = form, [p.shape for p in query]
+            self._form = form
+            self._shapes = [p.shape for p in query]
             self._cuts, self._dim = cuts(self._shapes)
-            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][0] == 1
+            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][
+                0
+            ] == 1
             self._summation = self._planned()
-            self._dtype = torch.float64 if any(dtype == torch.float64 for _, dtype, _ in form) else torch.float32
+            self._dtype = (
+                torch.float64
+                if any(dtype == torch.float64 for _, dtype, _ in form)
+                else torch.float32
+            )
             self._flat = None
             self._require_within_clip()
         if self._exact:
@@ -143,7 +160,9 @@ class ClippedMean(MeanOracle):
         # (test_several_processes_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
-        return plan_summation(self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c, in_c=in_c)
+        return plan_summation(
+            self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c, in_c=in_c
+        )
 
     def _require_within_clip(self) -> None:
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
@@ -153,25 +172,30 @@ class ClippedMean(MeanOracle):
         norms = torch.logspace(-300, 300, 601, dtype=torch.float64, device=device)
         norms = torch.cat([norms, norms.new_tensor([self.clip, 0.0, math.inf, math.nan])])
         weights = self.weights(norms.clone(), self.clip)
-        reached = torch.where(norms.isfinite(), weights * norms, weights * math.inf)  # 0 * inf is NaN: nothing
+        reached = torch.where(
+            norms.isfinite(), weights * norms, weights * math.inf
+        )  # 0 * inf is NaN: nothing
         # PRIVACY: (test_weights_of_ones_own_that_pass_the_clip_are_refused)
         if bool((weights < 0).any() or weights.isnan().any() or (reached > self.clip).any()):
             raise PrivacyError(
-                f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be 0 where a norm is "
-                "infinite or NaN: see oracles.clip_weights"
+                f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be"
+                " 0 where a norm is infinite or NaN: see oracles.clip_weights"
             )
 
     def use_exact_noise(self) -> None:
         """Draws the noise of all releases in integers; see `MeanOracle.use_exact_noise`."""
         if self._clip is not None or not self._event.sigma > 0:
             raise ConditionError(
-                f"secure='exact' needs noise, and to be said before the first batch (got {self._event})"
+                "secure='exact' needs noise, and to be said before the first batch (got"
+                f" {self._event})"
             )
         self._exact, self._event = True, replace(self._event, exact=True)
 
     def _plan_grid(self) -> None:
         # raises before anything is charged
-        self.__dict__["_grid"] = exact_grid(self.noise_std, self.sensitivity("zero_out"), max(1, self._dim))
+        self.__dict__["_grid"] = exact_grid(
+            self.noise_std, self.sensitivity("zero_out"), max(1, self._dim)
+        )
 
     def _memory(self, size: int) -> Tensor:
         # for all releases: fresh memory costs as much as the arithmetic
@@ -179,7 +203,9 @@ class ClippedMean(MeanOracle):
             self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
         return self._flat
 
-    def _draw(self, out: Tensor, noise_std: float, generator: Source, mean: Tensor | None = None) -> Tensor:
+    def _draw(
+        self, out: Tensor, noise_std: float, generator: Source, mean: Tensor | None = None
+    ) -> Tensor:
         if self._multiplier > 0:
             return normal_(out, noise_std, generator, mean)
         return out.zero_() if mean is None else out.copy_(mean)
@@ -215,7 +241,9 @@ class ClippedMean(MeanOracle):
             if not rows.extended:
                 total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
-            raise ValueError(f"rows must be of shapes {self._shapes}, those of the query (got one score)")
+            raise ValueError(
+                f"rows must be of shapes {self._shapes}, those of the query (got one score)"
+            )
         if self._means is not None:
             self._add(self.views(total))
         elif self._total is not None:
@@ -231,13 +259,16 @@ class ClippedMean(MeanOracle):
     def _count(self, n_rows: int) -> None:
         n_rows += self._n_rows
         if n_rows > self._summation.max_rows:
-            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+            raise SequenceError(
+                f"a logical batch must have at most {self._summation.max_rows} rows"
+            )
         self.__dict__["_n_rows"] = n_rows
 
     def _add(self, means: list[Tensor]) -> None:
         if [m.shape for m in means] != self._shapes:
             raise ValueError(
-                f"rows must be of shapes {self._shapes}, those of the query (got {[m.shape for m in means]})"
+                f"rows must be of shapes {self._shapes}, those of the query (got"
+                f" {[m.shape for m in means]})"
             )
         known = self._means if self._total is None else self.views(self._total)
         if known is not None:
@@ -252,8 +283,14 @@ class ClippedMean(MeanOracle):
         if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
-        if plan.has_small_tiles:  # the root of the mean square is no less than the mean; some room for its rounding
-            mean = math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0]) * (1.0 + norms.shape[0] * 2.0**-23) / clip
+        if (
+            plan.has_small_tiles
+        ):  # the root of the mean square is no less than the mean; some room for its rounding
+            mean = (
+                math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0])
+                * (1.0 + norms.shape[0] * 2.0**-23)
+                / clip
+            )
         return plan.for_rows(self._n_rows * self._processes, mean)
 
     def discard(self) -> None:
@@ -276,7 +313,8 @@ class ClippedMean(MeanOracle):
         # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
         if check.positive_count(processes=processes) > self._max_processes:
             raise ValueError(
-                f"processes must be <= {self._max_processes}, for which rounding is bounded (got {processes})"
+                f"processes must be <= {self._max_processes}, for which rounding is bounded (got"
+                f" {processes})"
             )
         self._processes = processes
         if self._form:
@@ -292,7 +330,10 @@ class ClippedMean(MeanOracle):
         """What several processes assume."""
         if self._processes == 1:
             return ()
-        read = "read the same records in the same order, or a shard each: a record on one, whatever its values"
+        read = (
+            "read the same records in the same order, or a shard each: a record on one, whatever"
+            " its values"
+        )
         return (f"{self._processes} processes that trust each other {read}",)
 
     def write_sum(self, out: Tensor) -> int:
@@ -306,7 +347,9 @@ class ClippedMean(MeanOracle):
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
         if n_rows > self._summation.max_rows:
-            raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+            raise SequenceError(
+                f"a logical batch must have at most {self._summation.max_rows} rows"
+            )
         self.__dict__.update(_means=None, _total=total)
 
     @property
@@ -320,7 +363,9 @@ class ClippedMean(MeanOracle):
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
-        computed = CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+        computed = (
+            CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+        )
         # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity)
         return with_grid(computed) if self._exact else computed
 
@@ -352,21 +397,29 @@ class ClippedMean(MeanOracle):
         vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
         self._add_to(vector, self.views(vector))
         self.discard()
-        return Release(self.views(self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))))
+        return Release(
+            self.views(
+                self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))
+            )
+        )
 
     def _large_sums(self) -> list[int]:
         means = self._means or ()  # none of linear rows
         fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means]
         return [i for i, large in enumerate(fits) if large]
 
-    def _release_in_place(self, large: list[int], noise_std: float, generator: Source) -> list[Tensor]:
+    def _release_in_place(
+        self, large: list[int], noise_std: float, generator: Source
+    ) -> list[Tensor]:
         """Returns the release, of which large sums are the memory; their noise stays in cache.
 
         Sum and noise are of one precision and rounded once, together, as in a flat release. The sums are fresh, so that
         nobody else holds their memory.
         """
         assert self._means is not None
-        small = cuts([torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)])
+        small = cuts(
+            [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
+        )
         flat = self._draw(self._memory(small[1]), noise_std, generator)
         answer = views(flat, small[0])
         for i, mean in enumerate(self._means):

@@ -52,7 +52,9 @@ def medians(values: Tensor) -> Tensor:
 
 def flat_rows(rows: Sequence[Tensor]) -> Tensor:
     """Returns rows of all parameters side by side: (B, *shape) each -> (B, d) float64."""
-    return torch.cat([part.reshape(len(part), part.shape[1:].numel()).double() for part in rows], dim=1)
+    return torch.cat(
+        [part.reshape(len(part), part.shape[1:].numel()).double() for part in rows], dim=1
+    )
 
 
 def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
@@ -84,27 +86,36 @@ class GroupedMean(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
-        self._shapes, self._device = [p.shape for p in query], query[0].device
-        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        self._shapes = [p.shape for p in query]
+        self._device = query[0].device
+        self._dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        )
         self.discard()
 
     def _require_open(self) -> None:
         if not self._shapes:
-            raise SequenceError("no logical batch was opened: call open(query) first, which fixes the dimension")
+            raise SequenceError(
+                "no logical batch was opened: call open(query) first, which fixes the dimension"
+            )
 
     def _dense(self, rows: GradBatch) -> list[Tensor]:
         """Returns rows per parameter, after a check of their shapes."""
         self._require_open()
         dense = rows.dense()
         if [part.shape[1:] for part in dense] != self._shapes:
-            raise ValueError(f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})")
+            raise ValueError(
+                f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})"
+            )
         return dense
 
     def _clips(self, adjacency: Adjacency) -> float:
         """Returns how many clips a record moves by; raises AdjacencyError where places of records change."""
         if adjacency not in _UNITS:
             # PRIVACY: (test_add_remove_is_refused_since_groups_are_positional)
-            raise AdjacencyError(f"groups are positional: no bound under {adjacency}, use replace_one or zero_out")
+            raise AdjacencyError(
+                f"groups are positional: no bound under {adjacency}, use replace_one or zero_out"
+            )
         return _UNITS[adjacency]
 
     def charge(self, design: Design, draw: Draw) -> Charge:
@@ -142,7 +153,13 @@ class Coordinatewise(GroupedMean):
     """
 
     def __init__(
-        self, clip: float, noise_multiplier: float, batch_size: int, groups: int, *, noise: str = "before_median"
+        self,
+        clip: float,
+        noise_multiplier: float,
+        batch_size: int,
+        groups: int,
+        *,
+        noise: str = "before_median",
     ) -> None:
         super().__init__(clip, batch_size, groups)
         self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
@@ -158,22 +175,29 @@ class Coordinatewise(GroupedMean):
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the sums of their groups."""
         dense = self._dense(rows)
-        start, stop = self._n_rows, self._n_rows + len(rows)
+        start = self._n_rows
+        stop = self._n_rows + len(rows)
         if stop > self.batch_size:
             # PRIVACY: a group with more rows than its divisor (test_more_rows_than_the_batch_size_are_refused)
-            raise SequenceError(f"a logical batch must have at most {self.batch_size} rows, its fixed size")
+            raise SequenceError(
+                f"a logical batch must have at most {self.batch_size} rows, its fixed size"
+            )
         used = self.groups * self.group_size
         places = torch.arange(start, min(stop, max(start, used)), device=self._device)
         # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity,
         # test_the_sensitivity_is_attained)
-        self._sums.index_add_(0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)])
+        self._sums.index_add_(
+            0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)]
+        )
         self._n_rows = stop
 
     def discard(self) -> None:
         """Forgets the rows observed since open."""
         self._n_rows = 0
         if self._shapes:  # sums of the rows of each group so far
-            self._sums = torch.zeros(self.groups, self._dim, dtype=torch.float64, device=self._device)
+            self._sums = torch.zeros(
+                self.groups, self._dim, dtype=torch.float64, device=self._device
+            )
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the median and of the vector of group means, rounding included."""

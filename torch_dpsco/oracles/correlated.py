@@ -65,9 +65,12 @@ class CorrelatedClipped(Clipped):
         0.2441
     """
 
-    def __init__(self, clip: float, noise_multiplier: float, batch_size: int, strategy: Banded, steps: int) -> None:
+    def __init__(
+        self, clip: float, noise_multiplier: float, batch_size: int, strategy: Banded, steps: int
+    ) -> None:
         super().__init__(clip, noise_multiplier, batch_size)
-        self.strategy, self.steps = strategy, check.positive_count(steps=steps)
+        self.strategy = strategy
+        self.steps = check.positive_count(steps=steps)
         self._past = _Past((), strategy.bands - 1)
         self._charged: tuple[str, int, int] | None = None  # partition, batch, number of batches
         self._released: tuple[str, int, int] | None = None
@@ -75,22 +78,24 @@ class CorrelatedClipped(Clipped):
 
     def use_exact_noise(self) -> NoReturn:
         """Raises ConditionError: a sum of integers times coefficients lies on no grid."""
-        raise ConditionError("secure must be None for correlated noise, which is proved in floating point only")
+        raise ConditionError(
+            "secure must be None for correlated noise, which is proved in floating point only"
+        )
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what a step is charged: an ordinary Gaussian on its batch."""
         if not isinstance(design, (Disjoint, Cyclic, Shuffled)):
             # PRIVACY: a record may come again too soon (test_designs_that_keep_no_distance_are_refused)
             raise AdjacencyError(
-                f"design must be Disjoint, Cyclic or Shuffled for correlated noise, where a record's steps are known "
-                f"to be apart (got {design})"
+                "design must be Disjoint, Cyclic or Shuffled for correlated noise, where a"
+                f" record's steps are known to be apart (got {design})"
             )
         batches = design.batches if isinstance(design, Cyclic) else design.steps_per_epoch
         if isinstance(design, Cyclic) and batches < self.strategy.bands:
             # PRIVACY: rows of one record would add up (test_fewer_batches_than_bands_are_refused)
             raise ConditionError(
-                f"bands must be <= {batches}, the batches of a pass (got {self.strategy.bands}): fewer bands, or "
-                f"smaller batches"
+                f"bands must be <= {batches}, the batches of a pass (got {self.strategy.bands}):"
+                " fewer bands, or smaller batches"
             )
         self.__dict__["_charged"] = (draw.partition, int(draw.part), batches)
         return super().charge(design, draw)
@@ -98,11 +103,14 @@ class CorrelatedClipped(Clipped):
     @property
     def noise_std(self) -> float:
         """Standard deviation of the fresh noise of a release of the mean."""
-        ordinary, c, most = super().noise_std, self.strategy, max(self.steps, self.strategy.bands)
+        ordinary = super().noise_std
+        c = self.strategy
+        most = max(self.steps, self.strategy.bands)
         room = self.noise_multiplier * c.rounding(self.steps, most, self._dim)
         if room >= 0.5:
             raise ConditionError(
-                f"noise_multiplier must be smaller for {self.steps} steps (got {self.noise_multiplier:g}): rounding"
+                f"noise_multiplier must be smaller for {self.steps} steps (got"
+                f" {self.noise_multiplier:g}): rounding"
             )
         # PRIVACY: with room for the rounding of what is taken back (test_fresh_noise_is_larger_by_the_norm)
         return ordinary * c.norm * (1.0 + 2.0**-48) / (1.0 - room)
@@ -145,4 +153,7 @@ class CorrelatedClipped(Clipped):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        return super().settings() | {"coefficients": list(self.strategy.coefficients), "steps": self.steps}
+        return super().settings() | {
+            "coefficients": list(self.strategy.coefficients),
+            "steps": self.steps,
+        }

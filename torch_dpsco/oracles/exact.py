@@ -54,7 +54,8 @@ class Exact(MeanOracle):
 
     def release(self, generator: Source) -> Release:
         """Returns the exact mean."""
-        means, self._means = self._means, []
+        means = self._means
+        self._means = []
         return Release(means)
 
     def settings(self) -> dict[str, Any]:

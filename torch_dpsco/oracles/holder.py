@@ -63,13 +63,17 @@ class HolderClipped(ClippedMean):
         super().__init__(noise_multiplier, batch_size)
         self.noise = check.choice(NOISES, noise=noise)
         self.clip_share = require_share(clip_share=clip_share)
-        self.problem, self.radius = problem, check.positive(radius=radius, allow_inf=True)
+        self.problem = problem
+        self.radius = check.positive(radius=radius, allow_inf=True)
         if noise == "paper" and math.isinf(self.radius):
-            raise MissingConstantError("radius must be finite for noise='paper': the paper projects onto a ball")
+            raise MissingConstantError(
+                "radius must be finite for noise='paper': the paper projects onto a ball"
+            )
         # past problem.radius some constants are not promised; rows are clipped all the same
         self._reach = min(self.radius, problem.radius)
         if noise == "paper":
-            self._constant, self._follows = problem.paper_grad_bound(self._reach), False
+            self._constant = problem.paper_grad_bound(self._reach)
+            self._follows = False
             return
         at_zero = problem.grad_bound(0.0)  # raises if constants are missing
         try:
@@ -87,7 +91,10 @@ class HolderClipped(ClippedMean):
             return self._constant * self.clip_share
         norm = joint_norm(query)
         if math.isinf(norm):
-            raise ValueError("the iterate must be finite: training diverged, lower lr or bound the domain (radius=)")
+            raise ValueError(
+                "the iterate must be finite: training diverged, lower lr or bound the domain"
+                " (radius=)"
+            )
         here = self.problem.grad_bound(min(norm, self._reach))
         return shared_bound(here, self._constant, self.clip_share)
 
@@ -146,7 +153,12 @@ class HolderAbsolute(HolderClipped):
     """
 
     def __init__(
-        self, problem: Problem, noise_std: float | Sequence[float], batch_size: int, *, radius: float = math.inf
+        self,
+        problem: Problem,
+        noise_std: float | Sequence[float],
+        batch_size: int,
+        *,
+        radius: float = math.inf,
     ) -> None:
         super().__init__(problem, 0.0, batch_size, radius=radius)
         given = (noise_std,) if isinstance(noise_std, (int, float)) else tuple(noise_std)

@@ -155,7 +155,11 @@ class Phased(MeanOracle):
     def state(self) -> dict[str, Any]:
         """Returns the states of the oracles, secret if one of them is."""
         states = {str(k): oracle.state() for k, oracle in enumerate(self.members)}
-        return SecretState(states) if any(isinstance(state, SecretState) for state in states.values()) else states
+        return (
+            SecretState(states)
+            if any(isinstance(state, SecretState) for state in states.values())
+            else states
+        )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores them."""
@@ -194,14 +198,23 @@ class QuantilePilot(MeanOracle):
     jumps = True
 
     def __init__(
-        self, batch_size: int, epsilon: float, *, quantile: float = 0.9, c_min: float = C_MIN, c_max: float = C_MAX
+        self,
+        batch_size: int,
+        epsilon: float,
+        *,
+        quantile: float = 0.9,
+        c_min: float = C_MIN,
+        c_max: float = C_MAX,
     ) -> None:
         super().__init__(check.positive_count(batch_size=batch_size))
         self.epsilon = check.positive(epsilon=epsilon)
         self.quantile = check.between(0.0, 1.0, quantile=quantile)
-        self.c_min, self.c_max = check.positive(c_min=c_min), check.positive(c_max=c_max)
+        self.c_min = check.positive(c_min=c_min)
+        self.c_max = check.positive(c_max=c_max)
         self._grid = geometric_grid(self.c_min, self.c_max)
-        quantile_law([], self._grid, self.quantile, self.epsilon, self.batch_size)  # its checks, before rows are read
+        quantile_law(
+            [], self._grid, self.quantile, self.epsilon, self.batch_size
+        )  # its checks, before rows are read
         self._event = Pure(self.epsilon, ADJACENCIES)
         self._query: list[Tensor] | None = None
         self._norms: list[Tensor] = []
@@ -222,7 +235,9 @@ class QuantilePilot(MeanOracle):
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts the pilot's batch; raises SequenceError after its release."""
         if self.released:
-            raise SequenceError("the pilot has released its threshold: make a new one for another group")
+            raise SequenceError(
+                "the pilot has released its threshold: make a new one for another group"
+            )
         self.discard()
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
         self._query = [torch.zeros(p.shape, dtype=dtype, device=p.device) for p in query]
@@ -236,7 +251,8 @@ class QuantilePilot(MeanOracle):
 
     def discard(self) -> None:
         """Forgets the batch."""
-        self._query, self._norms = None, []
+        self._query = None
+        self._norms = []
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns 0: the released mean is constant."""
@@ -257,10 +273,13 @@ class QuantilePilot(MeanOracle):
         """
         if self._query is None:
             raise SequenceError("no logical batch was opened: call open(query) first")
-        still, norms = self._query, torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms]).numpy()
+        still = self._query
+        norms = torch.cat([torch.zeros(0, dtype=torch.float64), *self._norms]).numpy()
         self.discard()
         # PRIVACY: the rank is that of the announced size (test_the_rank_is_that_of_the_announced_size)
-        chosen = draw_quantile(norms, self._grid, self.quantile, self.epsilon, self.batch_size, generator)
+        chosen = draw_quantile(
+            norms, self._grid, self.quantile, self.epsilon, self.batch_size, generator
+        )
         warn_at_grid_end(chosen, self._grid)
         self._chosen = chosen
         return Release(still, still=True)
@@ -269,7 +288,8 @@ class QuantilePilot(MeanOracle):
         """Takes the middle of the grid, a public number, for a threshold that is lost; warns of it."""
         self._chosen = float(self._grid[len(self._grid) // 2])
         warnings.warn(
-            f"the pilot's threshold was lost to a crash: the middle of its grid, {self._chosen:g}, is taken instead",
+            f"the pilot's threshold was lost to a crash: the middle of its grid, {self._chosen:g},"
+            " is taken instead",
             UtilityWarning,
             stacklevel=5,
         )
@@ -284,7 +304,10 @@ class QuantilePilot(MeanOracle):
         self.discard()
         chosen = state["chosen"]
         if chosen is not None and chosen not in self._grid:
-            raise ValueError(f"chosen must be on the grid between {self.c_min:g} and {self.c_max:g} (got {chosen})")
+            raise ValueError(
+                f"chosen must be on the grid between {self.c_min:g} and {self.c_max:g} (got"
+                f" {chosen})"
+            )
         self._chosen = None if chosen is None else float(chosen)
 
     def settings(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class _Shuffled(GroupedMean):
         honest_fraction: float = 1.0,
     ) -> None:
         super().__init__(clip, batch_size, groups)
-        self.parameters, self.dim = parameters, check.positive_count(dim=dim)
+        self.parameters = parameters
+        self.dim = check.positive_count(dim=dim)
         self.failure = check.open_interval(0.0, 1.0, failure=failure)
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
         largest_count(self.group_size, parameters)
@@ -83,12 +84,17 @@ class _Shuffled(GroupedMean):
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """Returns what the shuffle model assumes."""
         honest = (
-            "All users" if self.honest_fraction == 1.0 else f"At least {self.honest_fraction:g} of the users of a batch"
+            "All users"
+            if self.honest_fraction == 1.0
+            else f"At least {self.honest_fraction:g} of the users of a batch"
         )
         return (
             f"{honest} are honest: they add the noise bits that they should.",
-            "This was a central simulation of the shuffle model: one process has seen all rows. The guarantee is that "
-            "of the released means; against a collector of the messages it takes real users and a real shuffler.",
+            (
+                "This was a central simulation of the shuffle model: one process has seen all rows."
+                " The guarantee is that of the released means; against a collector of the messages"
+                " it takes real users and a real shuffler."
+            ),
         )
 
     def cost(self) -> ShuffleCost:
@@ -105,7 +111,8 @@ class _Shuffled(GroupedMean):
     @property
     def noise_std(self) -> float:
         """Standard deviation of the binomial noise on the mean of each group and coordinate, without rounding."""
-        p, bits = self.parameters.noise_probability, self.parameters.noise_bits
+        p = self.parameters.noise_probability
+        bits = self.parameters.noise_bits
         ones = math.sqrt(self.group_size * bits * p * (1.0 - p))
         return 2.0 * self.clip / self.parameters.grid * ones / self.group_size
 
@@ -114,14 +121,18 @@ class _Shuffled(GroupedMean):
         size = sum(p.numel() for p in query)
         if size != self.dim:
             # PRIVACY: the cost is that of dim coordinates (test_a_query_of_another_dimension_is_refused)
-            raise ValueError(f"dim must be {size}, the number of trained parameters (got {self.dim})")
+            raise ValueError(
+                f"dim must be {size}, the number of trained parameters (got {self.dim})"
+            )
         super().open(query, step)
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and puts them on the grid."""
         dense = self._dense(rows)
         if sum(map(len, self._places)) + len(rows) > self.batch_size:
-            raise SequenceError(f"a logical batch must have exactly {self.batch_size} rows, its fixed size")
+            raise SequenceError(
+                f"a logical batch must have exactly {self.batch_size} rows, its fixed size"
+            )
         # PRIVACY: every row passes the clip (test_no_neighbor_moves_a_count_past_the_budget)
         values = self._clipped(rows, dense) + self.clip
         self._places.append(grid_values(values, 2.0 * self.clip, self.parameters.grid))
@@ -136,11 +147,14 @@ class _Shuffled(GroupedMean):
 
     def counts(self, generator: Source) -> Tensor:
         """Returns the numbers of ones that a shuffler would deliver, (groups, dim) int64, and ends the batch."""
-        places, self._places = self._places, []
+        places = self._places
+        self._places = []
         n_rows = sum(map(len, places))
         if n_rows != self.batch_size:
             # PRIVACY: absent users add no noise (test_a_batch_of_another_size_is_refused)
-            raise SequenceError(f"a logical batch must have exactly {self.batch_size} rows (got another number)")
+            raise SequenceError(
+                f"a logical batch must have exactly {self.batch_size} rows (got another number)"
+            )
         if self._noise is None:
             trials = self.group_size * self.parameters.noise_bits
             self._noise = BinomialNoise(trials, self.parameters.noise_probability)
@@ -157,14 +171,21 @@ class _Shuffled(GroupedMean):
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
         """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""
-        grid, root = self.parameters.grid, math.sqrt(self.dim)
-        steps = min(self._clips(adjacency) / 2.0 * grid * spread + root, grid * root)  # the grid is of 2 clips
+        grid = self.parameters.grid
+        root = math.sqrt(self.dim)
+        steps = min(
+            self._clips(adjacency) / 2.0 * grid * spread + root, grid * root
+        )  # the grid is of 2 clips
         return steps * 2.0 * self.clip / (grid * self.group_size) * (1.0 + 2.0**-40)
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers, and what is simulated."""
         simulated = {"model": "shuffle model, simulated centrally; honest users assumed"}
-        return self._named("clip", "dim", "groups", "failure", "honest_fraction") | asdict(self.parameters) | simulated
+        return (
+            self._named("clip", "dim", "groups", "failure", "honest_fraction")
+            | asdict(self.parameters)
+            | simulated
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std."""
@@ -211,7 +232,9 @@ class ShuffledClipped(_Shuffled):
         failure: float = FAILURE,
         honest_fraction: float = 1.0,
     ) -> None:
-        super().__init__(clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction)
+        super().__init__(
+            clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction
+        )
 
     @classmethod
     def calibrated(
@@ -227,8 +250,12 @@ class ShuffledClipped(_Shuffled):
     ) -> ShuffledClipped:
         """Returns the oracle whose releases are (epsilon, delta)-DP each; see `vector_parameters`."""
         check.positive_count(batch_size=batch_size)
-        sizes = vector_parameters(batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction)
-        return cls(clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction)
+        sizes = vector_parameters(
+            batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
+        )
+        return cls(
+            clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction
+        )
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -293,7 +320,15 @@ class ShuffledMedian(_Shuffled):
         sizes = coordinate_parameters(
             batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
         )
-        return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), honest_fraction=honest_fraction)
+        return cls(
+            clip,
+            sizes,
+            batch_size,
+            dim,
+            groups,
+            failure=failure_of(delta),
+            honest_fraction=honest_fraction,
+        )
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)

@@ -32,7 +32,13 @@ from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
-from torch_dpsco.rows.layers.table import RECORDED, can_record, is_recorded, start_recording, stop_recording
+from torch_dpsco.rows.layers.table import (
+    RECORDED,
+    can_record,
+    is_recorded,
+    start_recording,
+    stop_recording,
+)
 from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
 from torch_dpsco.rows.plain_steps import PASSES, WATCH
 from torch_dpsco.rows.precision import HALF, inexact_mean
@@ -66,7 +72,8 @@ class _Attachment:
         check_first_step: bool,
     ) -> None:
         self.mean = loss_reduction == "mean"
-        self.passes, self.batch_dim = PassCounter(), 0 if batch_first else 1
+        self.passes = PassCounter()
+        self.batch_dim = 0 if batch_first else 1
         self.carried = CarriedState(model)
         self.filled: int | None = None  # rows of the batch, if some of them may be filling
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
@@ -79,12 +86,17 @@ class _Attachment:
 
             try:
                 self.hooks = DenseHooks(
-                    model, factored, self.passes, batch_first=batch_first, loss_reduction=loss_reduction
+                    model,
+                    factored,
+                    self.passes,
+                    batch_first=batch_first,
+                    loss_reduction=loss_reduction,
                 )
             except NotImplementedError as error:
                 raise ValueError(
-                    f"model must have layers that Opacus can sample where they do not record their own rows, and it "
-                    f"says: {error}; move trained parameters into modules without buffers (docs/compatibility.md)"
+                    "model must have layers that Opacus can sample where they do not record their"
+                    f" own rows, and it says: {error}; move trained parameters into modules without"
+                    " buffers (docs/compatibility.md)"
                 ) from error
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
@@ -98,7 +110,9 @@ class _Attachment:
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim)
         self.compared = False
-        self.through_training = True  # whether the last backward came through a forward in training mode
+        self.through_training = (
+            True  # whether the last backward came through a forward in training mode
+        )
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
 
@@ -120,8 +134,8 @@ class _Attachment:
         if waiting or has_rows(self.factored + self.dense):
             # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
             raise SequenceError(
-                "a model must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
-                "optimizer.discard() first"
+                "a model must be saved or copied between steps: it holds rows of records now; call"
+                " optimizer.step() or optimizer.discard() first"
             )
         # hooks of parameters are neither copied nor pickled
         return self.__dict__ | {"hooked": False, "stop_watching": None}
@@ -153,8 +167,9 @@ class _Attachment:
             return
         if number <= self.passes.used or (self.dense and number != self.passes.number):
             self.refuse(
-                "a backward must follow its own forward, before a step, a discard() or (where layers are not factored) "
-                "another forward: compute the loss anew for each batch, without retain_graph"
+                "a backward must follow its own forward, before a step, a discard() or (where"
+                " layers are not factored) another forward: compute the loss anew for each batch,"
+                " without retain_graph"
             )
 
     def refuse(self, message: str) -> NoReturn:
@@ -179,8 +194,8 @@ class _Attachment:
             # PRIVACY: rows of records and gradients of public data would meet
             # (test_public_steps_within_a_private_batch_are_refused)
             raise SequenceError(
-                "dp.public must not begin within a private batch, between its forward and its step: call "
-                "optimizer.step() or optimizer.discard() first"
+                "dp.public must not begin within a private batch, between its forward and its step:"
+                " call optimizer.step() or optimizer.discard() first"
             )
         self.passes.paused = True
         if self.hooks is not None:
@@ -198,9 +213,13 @@ class _Attachment:
         if p.grad is None or self.passes.paused:
             return
         p.grad = None
-        used_in = [layer for layer in self.layers if any(q is p for q in layer._parameters.values())]
+        used_in = [
+            layer for layer in self.layers if any(q is p for q in layer._parameters.values())
+        ]
         trained = self.through_training and all(layer.training for layer in used_in)
-        raise SequenceError(f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}")
+        raise SequenceError(
+            f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}"
+        )
 
     def _drop_dense(self, p: Tensor) -> None:
         if self.passes.paused:
@@ -227,7 +246,9 @@ class _Weakly:
 
 
 def _after_accumulation(p: nn.Parameter, method: Callable[[Tensor], None]) -> Any:
-    required = p.requires_grad  # torch registers on no other tensor; a copy of a model may have frozen parameters
+    required = (
+        p.requires_grad
+    )  # torch registers on no other tensor; a copy of a model may have frozen parameters
     handle = p.requires_grad_(True).register_post_accumulate_grad_hook(_Weakly(method))
     p.requires_grad_(required)
     return handle
@@ -253,13 +274,19 @@ def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
         if not t.requires_grad:
             sizes = t.detach().abs().double()
             # text, so that NaN equals NaN
-            found.append((f"{type(m).__name__}.{name}", f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"))
+            found.append(
+                (
+                    f"{type(m).__name__}.{name}",
+                    f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}",
+                )
+            )
     return found
 
 
 def _changed_values(attachment: _Attachment) -> set[str]:
     """Compares values once: a write through `.data` leaves no trace in the version."""
-    before, attachment.values = attachment.values, None
+    before = attachment.values
+    attachment.values = None
     if before is None:
         return set()
     pairs = zip(before, _values(attachment.layers), strict=False)
@@ -268,7 +295,9 @@ def _changed_values(attachment: _Attachment) -> set[str]:
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if not attachment.hooked:  # in eval mode too: a backward there would leave a raw gradient on a copy
+    if (
+        not attachment.hooked
+    ):  # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
     if attachment.passes.paused:
         return None
@@ -281,18 +310,23 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # Opacus sums two forwards into one row per position, which would clip two records as one.
     if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
         raise SequenceError(
-            "a training forward is still waiting for its backward: run backward after each forward, compute metrics "
-            f"under torch.no_grad() or in eval mode, or call optimizer.discard() to start over; {ONE_MODULE}"
+            "a training forward is still waiting for its backward: run backward after each"
+            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
+            f" optimizer.discard() to start over; {ONE_MODULE}"
         )
     for p in attachment.dense:
         p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     if not attachment.compared:
-        attachment.values, attachment.compared = _values(attachment.layers), True
+        attachment.values = _values(attachment.layers)
+        attachment.compared = True
     attachment.buffers = _states(attachment.layers)
-    traced = attachment.first.waits and any(isinstance(t, Traced) for t in tree_leaves((args, kwargs)))
+    traced = attachment.first.waits and any(
+        isinstance(t, Traced) for t in tree_leaves((args, kwargs))
+    )
     if traced:  # outputs of another attached model
-        args, kwargs = plain(args), plain(kwargs)
+        args = plain(args)
+        kwargs = plain(kwargs)
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     args, kwargs = tree_map(_copied, (args, kwargs))
@@ -312,7 +346,8 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     error = sys.exc_info()[1] if output is None else None
     if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
         _tell_of_filling(error, attachment.filled)
-    number, forward = attachment.passes.tag, _END.call(attachment, output, (args, kwargs))
+    number = attachment.passes.tag
+    forward = _END.call(attachment, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: attachment.require_fresh(number, forward))
@@ -323,13 +358,18 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if _states(attachment.layers) != attachment.buffers:
         before = set(attachment.buffers)
         found = _everything(attachment.layers)
-        new = {f"{type(m).__name__}.{name}" for m, name, t in found if (id(t), t._version) not in before}
+        new = {
+            f"{type(m).__name__}.{name}"
+            for m, name, t in found
+            if (id(t), t._version) not in before
+        }
         changed |= new or {"tensors removed or exchanged"}
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
         raise PrivacyError(
-            f"a training forward must not change buffers or weights, they would carry private data out of the model "
-            f"(changed: {sorted(changed)}); use layers without running statistics, e.g. GroupNorm"
+            "a training forward must not change buffers or weights, they would carry private data"
+            f" out of the model (changed: {sorted(changed)}); use layers without running"
+            " statistics, e.g. GroupNorm"
         )
     failed = output is None  # this hook is called then too
     if not attachment.first.waits or failed:
@@ -340,10 +380,11 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
 def _tell_of_filling(error: BaseException, rows: int) -> None:
     """Says in an exception of a forward that some rows may be no records; not how many, which is private."""
     note = (
-        f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many records were drawn: "
-        f"zeros in all tensors (a length of 0, class 0), at any place. Make the forward take such rows, e.g. by "
-        f"lengths.clamp(min=1), and by a mask in place of packed sequences; or give padding=False to "
-        f"optimizer.loader(...), whose risk docs/guarantees.md describes"
+        f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
+        " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
+        " the forward take such rows, e.g. by lengths.clamp(min=1), and by a mask in place of"
+        " packed sequences; or give padding=False to optimizer.loader(...), whose risk"
+        " docs/guarantees.md describes"
     )
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}",)  # loggers print this alone
@@ -351,7 +392,9 @@ def _tell_of_filling(error: BaseException, rows: int) -> None:
         error.add_note(note)
 
 
-def _look(attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _look(
+    attachment: _Attachment, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> Any:
     try:
         return attachment.first.look(model, args, kwargs, output)
     except PrivacyError:
@@ -373,7 +416,10 @@ def _end(attachment: _Attachment, output: Any, inputs: Any) -> Forward | None:
     return attachment.carried.end(output, inputs)
 
 
-_LOOK, _BEGIN, _TAKE, _END = LeftOut(_look), LeftOut(_begin), LeftOut(_take), LeftOut(_end)
+_LOOK = LeftOut(_look)
+_BEGIN = LeftOut(_begin)
+_TAKE = LeftOut(_take)
+_END = LeftOut(_end)
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -444,23 +490,27 @@ def attach(
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
     if _is_part_of_attached(model):
         raise SequenceError(
-            "model is attached already: call dp.detach(model) first to attach it in another way; a part of an attached "
-            "model must be detached with the whole"
+            "model is attached already: call dp.detach(model) first to attach it in another way; a"
+            " part of an attached model must be detached with the whole"
         )
     require_supported(model, batch_first=batch_first)
     if loss_reduction == "mean" and any(p.dtype in HALF for p in model.parameters()):
         # PRIVACY: 1/B rounds to 8 bits there, so that one record more moves ALL rows of a mean
         # (test_a_mean_in_half_precision_is_refused)
         raise ValueError(
-            "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss that sums over the "
-            "batch"
+            "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss"
+            " that sums over the batch"
         )
     factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
     if rows == "factored":
-        others = [f"{type(m).__name__} {name!r}" for name, m in trainable_layers(model) if m not in factored]
+        others = [
+            f"{type(m).__name__} {name!r}"
+            for name, m in trainable_layers(model)
+            if m not in factored
+        ]
         if others:
             raise ValueError(
-                f"rows='factored' needs layers that own their parameters, of the kinds "
+                "rows='factored' needs layers that own their parameters, of the kinds "
                 f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
             )
     attachment = _Attachment(model, factored, loss_reduction, batch_first, check_first_step)

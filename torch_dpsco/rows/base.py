@@ -34,7 +34,10 @@ UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
 _GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
-_FEW, _SMALL = 2**16, 2**17  # up to that many numbers float64 is not slower, in one block or altogether
+_FEW, _SMALL = (
+    2**16,
+    2**17,
+)  # up to that many numbers float64 is not slower, in one block or altogether
 _LARGE = 64  # rows of a tile
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
@@ -63,7 +66,9 @@ def row_norms(rows: Tensor) -> Tensor:
     pieces = piece_norms(rows).double()
     norms = pieces[:, 0] if width <= PIECE else torch.linalg.vector_norm(pieces, dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
-    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(UNDERFLOW[rows.dtype] * width**0.5)
+    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(
+        UNDERFLOW[rows.dtype] * width**0.5
+    )
     return bounds
 
 
@@ -79,10 +84,14 @@ def piece_norms(rows: Tensor) -> Tensor:
     if not whole:
         pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return pieces
-    pieces = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2)
+    pieces = torch.linalg.vector_norm(
+        rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2
+    )
     if whole == width:
         return pieces
-    return torch.cat([pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1)
+    return torch.cat(
+        [pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1
+    )
 
 
 def joint_norms(parts: Iterable[Tensor]) -> Tensor:
@@ -202,15 +211,25 @@ def plan_summation(
         return 2.0 * chain * 2.0**-24 * rows
 
     def largest(chain_of: Callable[[int], int]) -> tuple[int, float]:
-        fitting = [(t, error(chain_of(t))) for t in (64, 32, 16, 8, 4) if error(chain_of(t)) <= _MAX_ERROR32]
+        fitting = [
+            (t, error(chain_of(t)))
+            for t in (64, 32, 16, 8, 4)
+            if error(chain_of(t)) <= _MAX_ERROR32
+        ]
         return fitting[0] if fitting else (0, 0.0)
 
-    always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (2 * batch_size + 1024)
+    always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (
+        2 * batch_size + 1024
+    )
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
     vector_tile, vector_error = largest(_vector_chain) if vectors else (0, 0.0)
-    matrix_tile, matrix_error = largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else (0, 0.0)
-    return Summation(vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always, in_c)
+    matrix_tile, matrix_error = (
+        largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else (0, 0.0)
+    )
+    return Summation(
+        vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always, in_c
+    )
 
 
 @lru_cache(maxsize=256)
@@ -240,7 +259,9 @@ def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor
         precision: of the sum; few numbers are summed in float64 anyway.
     """
     if native.suits(rows):
-        return native.add_weighted(rows, weights.double(), rows.new_zeros(rows.shape[1], dtype=torch.float64))
+        return native.add_weighted(
+            rows, weights.double(), rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        )
     if rows.numel() <= _FEW:
         return weights.double() @ rows.double()
     if not precision.vector_tile or rows.dtype == torch.float64:
@@ -267,7 +288,8 @@ def _tiled_sum(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
 
 def _sum_of_tiles(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
     """Returns the weighted sum of whole tiles: each in float32, then groups of their sums, and those in float64."""
-    tiles, width = len(rows) // tile, rows.shape[1]
+    tiles = len(rows) // tile
+    width = rows.shape[1]
     sums = torch.bmm(weights.view(tiles, 1, tile), rows.view(tiles, tile, width)).squeeze(1)
     if tiles < _MANY_TILES:
         return sums.sum(0, dtype=torch.float64)
@@ -280,7 +302,11 @@ def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yields (index, rows of the tile in float64), as many as stay in cache; each is valid until the next only."""
     n_rows, width = rows.shape
     step = max(1, min(1024, _TILE_ELEMENTS // max(width, 1)))
-    buffer = None if rows.dtype == torch.float64 else rows.new_empty(min(step, n_rows), width, dtype=torch.float64)
+    buffer = (
+        None
+        if rows.dtype == torch.float64
+        else rows.new_empty(min(step, n_rows), width, dtype=torch.float64)
+    )
     for start in range(0, n_rows, step):
         index = slice(start, min(start + step, n_rows))
         if buffer is None:

@@ -36,7 +36,10 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(p.__dict__.get("grad_sample") is not None or _LEFT in p.__dict__ or _tape(p) is not None for p in params)
+    return any(
+        p.__dict__.get("grad_sample") is not None or _LEFT in p.__dict__ or _tape(p) is not None
+        for p in params
+    )
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -70,7 +73,9 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
     # PRIVACY: a loss term on the weights is in p.grad but in no row; it would be dropped, or worse, applied without
     # noise (test_regularizer_in_the_loss_is_refused). `attach` keeps the first backward's p.grad for this comparison.
-    gaps: dict[int, tuple[float, float, float]] = {}  # error, size of the rows, and the share of it that rounding takes
+    gaps: dict[
+        int, tuple[float, float, float]
+    ] = {}  # error, size of the rows, and the share of it that rounding takes
     for place, p in enumerate(params):
         grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
         rows = getattr(p, "grad_sample", None)
@@ -79,15 +84,19 @@ def _check_backwards(params: Sequence[nn.Parameter]) -> None:
         p.dpsco_compared = True  # type: ignore[attr-defined]
         scale = len(rows) if mean else 1
         error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
-        size = float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum()) / scale
+        size = (
+            float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum())
+            / scale
+        )
         gaps[place] = error, size, slack(rows.dtype)
     # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
     joint = math.hypot(*(size for _, size, _ in gaps.values()))
     for place, (error, size, share) in gaps.items():
         if math.isfinite(error) and error > share * (size + 1e-3 * joint) + 1e-12:
             raise SequenceError(
-                f"the gradient of parameter {place} is not the sum of its per-sample gradients: the loss has a term on "
-                f"the weights (give reg= or prox= to the optimizer instead), or uses a weight outside of its layer"
+                f"the gradient of parameter {place} is not the sum of its per-sample gradients: the"
+                " loss has a term on the weights (give reg= or prox= to the optimizer instead), or"
+                " uses a weight outside of its layer"
             )
 
 
@@ -95,16 +104,19 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
     rows = getattr(p, "grad_sample", None)
     if rows is None:
         raise SequenceError(
-            f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}: call "
-            f"dp.attach(model) before the forward, run forward and backward in training mode before each step, freeze "
-            f"parameters that the loss does not use with requires_grad_(False), and use parameters only in the forward "
-            f"of their own module"
+            f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}:"
+            " call dp.attach(model) before the forward, run forward and backward in training mode"
+            " before each step, freeze parameters that the loss does not use with"
+            " requires_grad_(False), and use parameters only in the forward of their own module"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
     require_unprocessed(chunks)
     if len(chunks) != len(getattr(p, "dpsco_passes", chunks)):
         # PRIVACY: else a record could be in two rows (test_rows_left_by_autograd_grad_are_refused)
-        raise SequenceError("torch.autograd.grad in training mode has left rows: call optimizer.zero_grad() after it")
+        raise SequenceError(
+            "torch.autograd.grad in training mode has left rows: call optimizer.zero_grad()"
+            " after it"
+        )
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
@@ -113,10 +125,13 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     attached: set[tuple[int, ...]] = set()
     sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
     for p in params:
-        tape, rows = _tape(p), getattr(p, "grad_sample", None)
+        tape = _tape(p)
+        rows = getattr(p, "grad_sample", None)
         if tape is not None:
             tags = {tag for tag, _ in tape.uses}
-            if tags != {None}:  # parts of the model that were called on their own have no number, and one pass
+            if tags != {
+                None
+            }:  # parts of the model that were called on their own have no number, and one pass
                 attached.add(tuple(sorted(tag or 0 for tag in tags)))
         elif hasattr(p, "dpsco_passes"):
             attached.add(tuple(p.dpsco_passes))
@@ -127,7 +142,8 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
         # PRIVACY: else row i of one layer and row i of another could be of different records, and one record in two
         # rows (test_rows_of_different_passes_are_never_joined)
         raise SequenceError(
-            "every backward pass of a step must reach all parameters, so that their rows belong together"
+            "every backward pass of a step must reach all parameters, so that their rows belong"
+            " together"
         )
     return max(map(len, attached | sizes), default=1)
 
@@ -147,14 +163,21 @@ class GradBatch:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], order: Sequence[int] | None = None, passes: int = 1, averaged: bool = False
+        self,
+        blocks: Sequence[Block],
+        order: Sequence[int] | None = None,
+        passes: int = 1,
+        averaged: bool = False,
     ) -> None:
         if not blocks:
             raise ValueError("blocks must hold at least one block (got none)")
         if len(blocks) > 1 and len({len(block) for block in blocks}) > 1:
-            raise ValueError(f"blocks must have the same number of rows (got {[len(block) for block in blocks]})")
+            raise ValueError(
+                f"blocks must have the same number of rows (got {[len(block) for block in blocks]})"
+            )
         self.blocks = list(blocks)
-        self.passes, self.averaged = passes, averaged
+        self.passes = passes
+        self.averaged = averaged
         self._scale = 1.0
         n_tensors = sum(len(block.shapes) for block in blocks)
         self.order = list(range(n_tensors)) if order is None else list(order)
@@ -171,12 +194,16 @@ class GradBatch:
         """
         place = {id(p): i for i, p in enumerate(params)}
         try:
-            left: LeftRows | None = next((p.__dict__[_LEFT] for p in params if _LEFT in p.__dict__), None)
+            left: LeftRows | None = next(
+                (p.__dict__[_LEFT] for p in params if _LEFT in p.__dict__), None
+            )
             if left is not None:
                 if place.keys() != {id(p) for p in left.params}:
                     # PRIVACY: else a parameter would move by rows that are not its own, or by none
                     # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
-                    raise SequenceError("the optimizer must train exactly the parameters whose rows were left")
+                    raise SequenceError(
+                        "the optimizer must train exactly the parameters whose rows were left"
+                    )
                 return cls([left], [place[id(p)] for p in left.params])
             blocks: list[Block] = []
             order: list[int] = []
@@ -196,11 +223,14 @@ class GradBatch:
             sizes = sorted({len(block) for block in blocks})
             if len(sizes) > 1:
                 raise SequenceError(
-                    f"all parameters must have the same rows, but layers saw different numbers of them "
-                    f"(got {len(sizes)} different numbers): run the whole model on every batch"
+                    "all parameters must have the same rows, but layers saw different numbers of"
+                    f" them (got {len(sizes)} different numbers): run the whole model on every"
+                    " batch"
                 )
             _check_backwards(params)
-            averaged = any(getattr(p, "dpsco_mean", True) for p in params)  # unknown of rows of Opacus' own modules
+            averaged = any(
+                getattr(p, "dpsco_mean", True) for p in params
+            )  # unknown of rows of Opacus' own modules
             # recorded layers have looked in their backward
             if averaged and loose and (problem := inexact_mean((), loose)):
                 raise SequenceError(problem)
@@ -228,7 +258,11 @@ class GradBatch:
         block = self.blocks[0]
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return block.linear() if isinstance(block, (FactoredBlock, LinearBlock, OccupiedBlock)) and len(block) else None
+        return (
+            block.linear()
+            if isinstance(block, (FactoredBlock, LinearBlock, OccupiedBlock)) and len(block)
+            else None
+        )
 
     @property
     def has_one_output(self) -> bool:
@@ -267,7 +301,8 @@ class GradBatch:
         if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
-            weights, blocks = weights[index], [block.select(index) for block in blocks]
+            weights = weights[index]
+            blocks = [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
 
@@ -287,15 +322,24 @@ class GradBatch:
             ValueError: ids of another shape, type or range.
         """
         if users.shape != (len(self),) or users.dtype != torch.int64:
-            raise ValueError(f"users must be ({len(self)},) int64, the user of each row (got {users.shape})")
+            raise ValueError(
+                f"users must be ({len(self)},) int64, the user of each row (got {users.shape})"
+            )
         if len(self) and not 0 <= int(users.min()) <= int(users.max()) < len(sums):
             # PRIVACY: a negative id would count from the end (test_ids_out_of_range_are_refused)
             raise ValueError(f"users must be in [0, {len(sums)})")
         step = max(1, _TILE_ELEMENTS // max(1, sums.shape[1]))
         for index in torch.arange(len(self), device=users.device).split(step):
-            rows = self._in_order([part for block in self.blocks for part in block.select(index).dense()])
-            flat = torch.cat([part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows], dim=1)
-            _add_in_order(sums, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale))
+            rows = self._in_order(
+                [part for block in self.blocks for part in block.select(index).dense()]
+            )
+            flat = torch.cat(
+                [part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows],
+                dim=1,
+            )
+            _add_in_order(
+                sums, users[index], flat if self._scale == 1.0 else flat.mul_(self._scale)
+            )
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter, (B, *shape), in the order of the parameters."""
@@ -320,8 +364,12 @@ class OccupiedBlock(Block):
     """
 
     def __init__(self, block: Block, index: Tensor) -> None:
-        self._block, self._index, self.shapes = block, index, block.shapes
-        self._dense: list[list[Tensor]] = []  # of all rows, once they were asked for; parts share it
+        self._block = block
+        self._index = index
+        self.shapes = block.shapes
+        self._dense: list[
+            list[Tensor]
+        ] = []  # of all rows, once they were asked for; parts share it
 
     def __len__(self) -> int:
         return len(self._index)
@@ -349,7 +397,9 @@ class OccupiedBlock(Block):
 
     def linear(self) -> LinearBlock | None:
         """Returns the rows that count as those of one output, see `FactoredBlock.linear`."""
-        rows = self._block.linear() if isinstance(self._block, (FactoredBlock, LinearBlock)) else None
+        rows = (
+            self._block.linear() if isinstance(self._block, (FactoredBlock, LinearBlock)) else None
+        )
         return None if rows is None else rows.select(self._index)
 
 
@@ -367,7 +417,9 @@ def _turns(users: Tensor) -> Iterator[Tensor]:
     """Yields the places of the first rows of all users, of their second ones, and so on."""
     order = users.argsort(stable=True)
     runs = users[order].unique_consecutive(return_counts=True)[1]
-    nth = torch.arange(len(users), device=users.device) - (runs.cumsum(0) - runs).repeat_interleave(runs)
+    nth = torch.arange(len(users), device=users.device) - (runs.cumsum(0) - runs).repeat_interleave(
+        runs
+    )
     for k in range(int(runs.max()) if len(runs) else 0):
         yield order[nth == k]
 
@@ -398,7 +450,9 @@ def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
     if any(_LEFT in p.__dict__ or getattr(p, "grad_sample", None) is not None for p in params):
         # PRIVACY: rows of another batch would be dropped in silence, or be joined with these
         # (test_rows_are_not_left_beside_others)
-        raise SequenceError("rows are waiting for a step already: make it, or call optimizer.discard()")
+        raise SequenceError(
+            "rows are waiting for a step already: make it, or call optimizer.discard()"
+        )
     params[0].__dict__[_LEFT] = LeftRows(params, rows)
 
 

@@ -37,10 +37,11 @@ _DEPTH = 6  # of what is nested in inputs and outputs
 _MARK = "dpsco_forward"
 _CLOCK = count(1)  # orders forwards and ends of batches
 _FOUND = (
-    "inputs of a training forward must not be outputs of an earlier batch (got {what}, of shape {shape}): records of "
-    "that batch would be in the rows of this one, which its charge does not cover; begin each batch with a fresh state "
-    "(None, or a new tensor of zeros), or give whole sequences to one forward; outputs for public data may be inputs "
-    "where the forward that gave them was in eval mode (docs/pitfalls.md, stateful model)"
+    "inputs of a training forward must not be outputs of an earlier batch (got {what}, of shape"
+    " {shape}): records of that batch would be in the rows of this one, which its charge does not"
+    " cover; begin each batch with a fresh state (None, or a new tensor of zeros), or give whole"
+    " sequences to one forward; outputs for public data may be inputs where the forward that gave"
+    " them was in eval mode (docs/pitfalls.md, stateful model)"
 )
 
 
@@ -56,7 +57,8 @@ class Forward:
     """
 
     def __init__(self, owner: CarriedState) -> None:
-        self.owner, self.time = owner, next(_CLOCK)
+        self.owner = owner
+        self.time = next(_CLOCK)
         self.has_left_rows = False
 
 
@@ -70,9 +72,13 @@ class CarriedState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._ended = 0  # when the last batch did
-        self._inputs: list[tuple[Tensor, int]] | None = None  # of the running forward, with their versions
+        self._inputs: list[tuple[Tensor, int]] | None = (
+            None  # of the running forward, with their versions
+        )
         self._copies: list[tuple[Tensor, int]] = []  # which it runs on
-        self._kept: list[tuple[Forward, int, Tensor | bytes]] = []  # the last outputs: forward, size and numbers
+        self._kept: list[
+            tuple[Forward, int, Tensor | bytes]
+        ] = []  # the last outputs: forward, size and numbers
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
@@ -113,8 +119,10 @@ class CarriedState:
             output: nested tensors.
             inputs: those that it ran on; what was written to them, or put into them, is output too.
         """
-        before, self._inputs = self._inputs, None
-        copies, self._copies = self._copies, []
+        before = self._inputs
+        self._inputs = None
+        copies = self._copies
+        self._copies = []
         if before is None:
             return None
         forward = Forward(self)
@@ -132,7 +140,9 @@ class CarriedState:
     def _keep(self, forward: Forward, t: Tensor, inputs: list[Tensor]) -> None:
         if not t.is_floating_point() or t.numel() < _DISTINCT:
             return
-        numbers = _numbers(t) if t.is_cuda else _bytes(_numbers(t))  # which needs not wait for a GPU
+        numbers = (
+            _numbers(t) if t.is_cuda else _bytes(_numbers(t))
+        )  # which needs not wait for a GPU
         alike = [x for x in inputs if x.numel() == t.numel() and x.is_floating_point()]
         if not any(_bytes(_numbers(x)) == _bytes(numbers) for x in alike):
             self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
@@ -146,13 +156,19 @@ class CarriedState:
         if forward is not None and self._is_over(forward) and not self._is_released(storage):
             # PRIVACY: (test_state_that_a_loop_carries_is_refused)
             raise CarriedStateError(_FOUND.format(what="one in the same memory", shape=(*t.shape,)))
-        kept = [numbers for forward, size, numbers in self._kept if size == t.numel() and self._is_over(forward)]
+        kept = [
+            numbers
+            for forward, size, numbers in self._kept
+            if size == t.numel() and self._is_over(forward)
+        ]
         if kept and t.is_floating_point() and _is_one_of(_numbers(t), kept):
             # PRIVACY: (test_copies_of_state_that_a_loop_carries_are_refused)
             raise CarriedStateError(_FOUND.format(what="a copy of one", shape=(*t.shape,)))
 
     def _is_released(self, storage: Any) -> bool:
-        return any(_storage(t) is storage for t in (*self._model.parameters(), *self._model.buffers()))
+        return any(
+            _storage(t) is storage for t in (*self._model.parameters(), *self._model.buffers())
+        )
 
 
 def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
@@ -161,7 +177,9 @@ def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         if _storage(tree) is not None:
             yield tree
     elif depth and not isinstance(tree, (str, type, nn.Module)):
-        parts = tree.values() if isinstance(tree, Mapping) else getattr(tree, "__dict__", {}).values()
+        parts = (
+            tree.values() if isinstance(tree, Mapping) else getattr(tree, "__dict__", {}).values()
+        )
         for part in tree if isinstance(tree, (tuple, list)) else parts:
             yield from _tensors(part, depth - 1)
 
@@ -180,7 +198,8 @@ def _version(t: Tensor) -> int:
 
 def _numbers(t: Tensor) -> Tensor:
     """Returns numbers of a tensor at places that its size alone decides, as float64."""
-    flat, step = t.detach(), -(-t.numel() // _PLACES) or 1
+    flat = t.detach()
+    step = -(-t.numel() // _PLACES) or 1
     if flat.is_contiguous():
         return flat.view(-1)[::step].to(torch.float64, copy=True)
     places = torch.arange(0, t.numel(), step, device=t.device)

@@ -38,9 +38,13 @@ from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factor
 from torch_dpsco.rows.layers.table import RECORDED
 from torch_dpsco.sampling import PrivateLoader
 
-_Slope = Callable[[Tensor, Tensor], Tensor]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+_Slope = Callable[
+    [Tensor, Tensor], Tensor
+]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _BLOCK_ROWS = 8192
-_FEW = 2**16  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+_FEW = (
+    2**16
+)  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
 
 
 class ClosedForm:
@@ -54,17 +58,22 @@ class ClosedForm:
         size: public size of the data set.
     """
 
-    def __init__(self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor, size: int) -> None:
+    def __init__(
+        self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor, size: int
+    ) -> None:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
-        weight, bias = "weight" in trained, "bias" in trained
+        weight = "weight" in trained
+        bias = "bias" in trained
         self._trained = {"weight": weight, "bias": bias}
         self._columns = [features, targets.contiguous()]
         self._rows: Callable[..., GradBatch] = self._factored
         self._extended = False  # whether features have a 1 more
         if weight and bias and layer.out_features == 1:
-            self._columns.append(torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)]))
+            self._columns.append(
+                torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)])
+            )
             self._rows = self._linear
             if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
                 self._rows = self._scored
@@ -98,9 +107,13 @@ class ClosedForm:
             scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
         else:
             scores = torch.mv(features, weight.squeeze(0)).add_(bias)
-        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors, self._extended)])
+        return GradBatch(
+            [LinearBlock(features, self._slope(scores, targets), factors, self._extended)]
+        )
 
-    def _factored(self, features: Tensor, targets: Tensor, factors: Tensor | None = None) -> GradBatch:
+    def _factored(
+        self, features: Tensor, targets: Tensor, factors: Tensor | None = None
+    ) -> GradBatch:
         weight, bias = self._params
         scores = nn.functional.linear(features, weight, bias)
         if len(weight) == 1:
@@ -122,12 +135,19 @@ class _Scored(LinearBlock):
     extended = False
 
     def __init__(
-        self, columns: Sequence[Tensor], params: tuple[Tensor, Tensor | None], slope: _Slope, index: Tensor | None
+        self,
+        columns: Sequence[Tensor],
+        params: tuple[Tensor, Tensor | None],
+        slope: _Slope,
+        index: Tensor | None,
     ) -> None:
         weight, bias = params
         assert bias is not None
-        self._columns, self._slope, self._index = columns, slope, index
-        self._weight, self._bias = weight, bias
+        self._columns = columns
+        self._slope = slope
+        self._index = index
+        self._weight = weight
+        self._bias = bias
         self.shapes = [weight.shape, bias.shape]
 
     def __len__(self) -> int:
@@ -176,7 +196,11 @@ class _Scored(LinearBlock):
 
 
 def closed_form(
-    model: nn.Module, params: Sequence[Tensor], loss_fn: Any, dataset: Dataset[Any], loader: PrivateLoader
+    model: nn.Module,
+    params: Sequence[Tensor],
+    loss_fn: Any,
+    dataset: Dataset[Any],
+    loader: PrivateLoader,
 ) -> ClosedForm | None:
     """Returns the closed form of the rows of a model on a data set, None if there is none.
 
@@ -190,22 +214,38 @@ def closed_form(
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
         return None
     features, targets = dataset.tensors
-    if not isinstance(model, nn.Linear) or type(model) is not RECORDED[nn.Linear] or _is_changed(model, loss_fn):
+    if (
+        not isinstance(model, nn.Linear)
+        or type(model) is not RECORDED[nn.Linear]
+        or _is_changed(model, loss_fn)
+    ):
         return None
     own = [model._parameters[name] for name in ("weight", "bias")]
     if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
         return None
     weight = model.weight
     same = features.dtype == weight.dtype and features.device == weight.device == targets.device
-    if not same or features.dim() != 2 or features.shape[1] != model.in_features or not features.is_contiguous():
+    if (
+        not same
+        or features.dim() != 2
+        or features.shape[1] != model.in_features
+        or not features.is_contiguous()
+    ):
         return None
-    found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean))
-    return None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
+    found = _slope_of(
+        loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean)
+    )
+    return (
+        None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
+    )
 
 
 def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
     """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
-    for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):  # attach has a hook before and one after the forward
+    for module, own in (
+        (model, [1, 1]),
+        (loss_fn, [0, 0]),
+    ):  # attach has a hook before and one after the forward
         if isinstance(module, nn.Module):
             hooks = [module._forward_pre_hooks, module._forward_hooks]
             others = len(module._backward_hooks) + len(module._backward_pre_hooks)
@@ -222,7 +262,11 @@ def _slope_of(
     if isinstance(loss_fn, Loss):
         if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
             return None
-        fits = mean and loss_fn.num_scores == outputs and targets.shape in ((len(targets),), (len(targets), 1))
+        fits = (
+            mean
+            and loss_fn.num_scores == outputs
+            and targets.shape in ((len(targets),), (len(targets), 1))
+        )
         if not fits or targets.is_complex():
             return None
         if type(loss_fn) is Logistic:  # the same numbers in fewer calls
@@ -240,10 +284,18 @@ def _slope_of(
             return None
         ignored = targets == loss_fn.ignore_index
         # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
-        return None if mean and bool(ignored.any()) else (_softmax_slope, _classes(targets, outputs, ignored))
+        return (
+            None
+            if mean and bool(ignored.any())
+            else (_softmax_slope, _classes(targets, outputs, ignored))
+        )
     if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
         return None
-    if type(loss_fn) is nn.BCEWithLogitsLoss and loss_fn.weight is None and loss_fn.pos_weight is None:
+    if (
+        type(loss_fn) is nn.BCEWithLogitsLoss
+        and loss_fn.weight is None
+        and loss_fn.pos_weight is None
+    ):
         return _logistic_slope, _labels(CHANCE, targets, dtype)
     square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
     return (_square_slope, _labels(REAL, targets, dtype)) if square else None
@@ -287,4 +339,8 @@ def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
     return slopes.masked_fill_((targets < 0)[:, None], 0.0)
 
 
-_IN_C: dict[_Slope, str] = {_sign_slope: "sign", _logistic_slope: "logistic", _square_slope: "square"}
+_IN_C: dict[_Slope, str] = {
+    _sign_slope: "sign",
+    _logistic_slope: "logistic",
+    _square_slope: "square",
+}

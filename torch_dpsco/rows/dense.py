@@ -32,8 +32,13 @@ class DenseBlock(Block):
 
     def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
         if rows.dim() < 1 or not rows.is_floating_point():
-            raise ValueError(f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype}, {rows.shape})")
-        self.rows, self.pieces, self.shapes = rows, pieces, [rows.shape[1:]]
+            raise ValueError(
+                f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype},"
+                f" {rows.shape})"
+            )
+        self.rows = rows
+        self.pieces = pieces
+        self.shapes = [rows.shape[1:]]
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -95,19 +100,28 @@ class DenseBlocks(Block):
             return joint_norms([row_norms(rows) for rows in flat])
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
         known = [block.pieces for block in self.blocks]
-        parts = [piece_norms(rows) if own is None else own for rows, own in zip(flat, known, strict=True)]
+        parts = [
+            piece_norms(rows) if own is None else own for rows, own in zip(flat, known, strict=True)
+        ]
         norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
         dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
         error = max(NORM_ERROR[dtype] for dtype in dtypes)
-        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * sum(shape.numel() for shape in self.shapes) ** 0.5
+        hidden = (
+            max(UNDERFLOW[dtype] for dtype in dtypes)
+            * sum(shape.numel() for shape in self.shapes) ** 0.5
+        )
         # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
         return norms.mul_(1.0 + error).add_(hidden)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
         tile = precision.vector_tile
-        if not 0 < len(self) <= tile or any(block.rows.dtype == torch.float64 for block in self.blocks):
-            return [total for block in self.blocks for total in block.weighted_sum(weights, precision)]
+        if not 0 < len(self) <= tile or any(
+            block.rows.dtype == torch.float64 for block in self.blocks
+        ):
+            return [
+                total for block in self.blocks for total in block.weighted_sum(weights, precision)
+            ]
         small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
         return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
 

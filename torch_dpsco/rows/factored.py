@@ -104,10 +104,18 @@ class FactoredBlock(Block):
         scale: int = 1,
     ) -> None:
         if acts.dim() != 2 or backprops.dim() != 2 or acts.shape[0] != backprops.shape[0]:
-            raise ValueError(f"acts and backprops must be (B, in) and (B, out) (got {acts.shape}, {backprops.shape})")
-        self.acts, self.backprops, self.weight, self.bias, self.factors = acts, backprops, weight, bias, factors
+            raise ValueError(
+                f"acts and backprops must be (B, in) and (B, out) (got {acts.shape},"
+                f" {backprops.shape})"
+            )
+        self.acts = acts
+        self.backprops = backprops
+        self.weight = weight
+        self.bias = bias
+        self.factors = factors
         self.scale = scale
-        out, width = backprops.shape[1], acts.shape[1]
+        out = backprops.shape[1]
+        width = acts.shape[1]
         self.shapes = [torch.Size([out, width])] * weight + [torch.Size([out])] * bias
 
     def __len__(self) -> int:
@@ -136,12 +144,20 @@ class FactoredBlock(Block):
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
         # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
         # and the row is dropped), or a single number per record, of which float32 never sums enough
-        matrix32 = self.backprops.shape[1] > 1 and precision.matrix_tile and self.acts.dtype != torch.float64
+        matrix32 = (
+            self.backprops.shape[1] > 1
+            and precision.matrix_tile
+            and self.acts.dtype != torch.float64
+        )
         if matrix32 and precision.in_c:
             if native.suits(self.acts) and native.suits(self.backprops):
                 weights = (weights * self.scale).double()
                 both = native.outer_sums(self.backprops, self.acts, weights, precision.matrix_tile)
-                return [total for total, trained in zip(both, (self.weight, self.bias), strict=True) if trained]
+                return [
+                    total
+                    for total, trained in zip(both, (self.weight, self.bias), strict=True)
+                    if trained
+                ]
             matrix32 = False
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
@@ -149,7 +165,9 @@ class FactoredBlock(Block):
         if self.weight:
             out.append(self._weight_sum(scaled, precision))
         if self.bias:
-            out.append(_column_sums(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0))
+            out.append(
+                _column_sums(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0)
+            )
         return out
 
     def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
@@ -160,7 +178,8 @@ class FactoredBlock(Block):
             for index, acts in float64_tiles(self.acts):
                 total.addmm_(scaled[index].t(), acts)
             return total
-        tile, acts = precision.matrix_tile, self.acts.float()
+        tile = precision.matrix_tile
+        acts = self.acts.float()
         total = scaled[:tile].t() @ acts[:tile]
         for start in range(tile, len(acts), tile):
             # PRIVACY: not addmm_, which may add one product after another to the total: a chain of all rows
@@ -171,7 +190,8 @@ class FactoredBlock(Block):
     def select(self, index: Tensor) -> FactoredBlock:
         """Returns the block of some rows."""
         part = copy.copy(self)
-        part.acts, part.backprops = self.acts[index], self.backprops[index]
+        part.acts = self.acts[index]
+        part.backprops = self.backprops[index]
         part.factors = None if self.factors is None else self.factors[index]
         return part
 
@@ -197,11 +217,14 @@ MAX_TIMES = 960  # times of a record, and pairs of a tile
 _TILE_ELEMENTS = 2**19  # numbers in the float64 tiles of a norm
 
 
-def outer_sums(acts: Tensor, backprops: Tensor, scale: int = 1, out: Tensor | None = None) -> Tensor:
+def outer_sums(
+    acts: Tensor, backprops: Tensor, scale: int = 1, out: Tensor | None = None
+) -> Tensor:
     """Returns the rows scale * sum_t g_t a_t^T: (B, out, in), for (B, T, in) and (B, T, out)."""
     dtype = work_dtype(torch.promote_types(acts.dtype, backprops.dtype))
     unused = acts.new_empty(1, 1, 1, dtype=dtype)
-    left, right = backprops.to(dtype).transpose(1, 2), acts.to(dtype)
+    left = backprops.to(dtype).transpose(1, 2)
+    right = acts.to(dtype)
     return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
 
 
@@ -215,8 +238,13 @@ class LinearBlock(Block):
         extended: whether the features are (x_i, 1), (B, d + 1).
     """
 
-    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor | None, extended: bool = False) -> None:
-        self.features, self.slopes, self._factors, self.extended = features, slopes, factors, extended
+    def __init__(
+        self, features: Tensor, slopes: Tensor, factors: Tensor | None, extended: bool = False
+    ) -> None:
+        self.features = features
+        self.slopes = slopes
+        self._factors = factors
+        self.extended = extended
         self.shapes = [torch.Size([1, features.shape[1] - extended]), torch.Size([1])]
 
     def __len__(self) -> int:
@@ -241,11 +269,17 @@ class LinearBlock(Block):
         Returns:
             (d + 1,) float64, or None where the accelerator is missing, or does not suit.
         """
-        if self.extended or self.slopes.dtype is not torch.float32 or not native.suits(self.features):
+        if (
+            self.extended
+            or self.slopes.dtype is not torch.float32
+            or not native.suits(self.features)
+        ):
             return None
         factors = None if self._factors is None else self._factors.double().contiguous()
         total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
-        return native.add_linear(self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale)
+        return native.add_linear(
+            self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale
+        )
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
@@ -280,10 +314,15 @@ class SequenceBlock(Block):
 
     def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size) -> None:
         if acts.dim() != 3 or backprops.dim() != 3 or acts.shape[:2] != backprops.shape[:2]:
-            raise ValueError(f"acts, backprops must be (B, T, in), (B, T, out) (got {acts.shape}, {backprops.shape})")
+            raise ValueError(
+                f"acts, backprops must be (B, T, in), (B, T, out) (got {acts.shape},"
+                f" {backprops.shape})"
+            )
         if acts.shape[1] > MAX_TIMES or torch.float64 in (acts.dtype, backprops.dtype):
             raise ValueError(f"sequences must be of at most {MAX_TIMES} pairs of at most float32")
-        self.acts, self.backprops, self.shapes = acts, backprops, [shape]
+        self.acts = acts
+        self.backprops = backprops
+        self.shapes = [shape]
 
     def __len__(self) -> int:
         return self.acts.shape[0]
@@ -295,13 +334,19 @@ class SequenceBlock(Block):
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms, at least S / CANCELLATION: (B,) float64."""
-        times, width, out = self.acts.shape[1], self.acts.shape[2], self.backprops.shape[2]
+        times = self.acts.shape[1]
+        width = self.acts.shape[2]
+        out = self.backprops.shape[2]
         slack = 2.0 * (out + width + 2 * times + 8) * 2.0**-53
         squares, terms = (self.acts.new_zeros(len(self), dtype=torch.float64) for _ in range(2))
-        for index, acts, backprops in self._tiles(max(1, _TILE_ELEMENTS // max(times * (2 * times + width + out), 1))):
+        for index, acts, backprops in self._tiles(
+            max(1, _TILE_ELEMENTS // max(times * (2 * times + width + out), 1))
+        ):
             gram = torch.bmm(backprops, backprops.transpose(1, 2))
             inputs = torch.bmm(acts, acts.transpose(1, 2))
-            terms[index] = (gram.diagonal(dim1=1, dim2=2) * inputs.diagonal(dim1=1, dim2=2)).sqrt_().sum(1)
+            terms[index] = (
+                (gram.diagonal(dim1=1, dim2=2) * inputs.diagonal(dim1=1, dim2=2)).sqrt_().sum(1)
+            )
             squares[index] = gram.mul_(inputs).sum(2).sum(1)
         terms.mul_(1.0 + slack)
         # PRIVACY: what cancels in the Gram matrix may hide a row (test_a_gram_norm_without_its_error_is_below_the_row)
@@ -312,7 +357,8 @@ class SequenceBlock(Block):
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * row_i], in float64 whatever the precision asked for."""
-        width, out = self.acts.shape[2], self.backprops.shape[2]
+        width = self.acts.shape[2]
+        out = self.backprops.shape[2]
         total = self.acts.new_zeros(out, width, dtype=torch.float64)
         part = torch.empty_like(total)
         for index, acts, backprops in self._tiles(max(1, MAX_TIMES // max(self.acts.shape[1], 1))):

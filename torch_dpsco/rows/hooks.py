@@ -38,22 +38,36 @@ from torch_dpsco.rows.supported import require_known
 compat.require_opacus()
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
-_OWN_LAYOUT = (RNNLinear, SequenceBias)  # inside of Opacus' own layers, whose inputs are laid out in another way
+_OWN_LAYOUT = (
+    RNNLinear,
+    SequenceBias,
+)  # inside of Opacus' own layers, whose inputs are laid out in another way
 
 
-def _embedding_rows(layer: nn.Embedding, inputs: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+def _embedding_rows(
+    layer: nn.Embedding, inputs: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
     """Rows of an Embedding, for ids (B, ...): each use of an item adds its gradient; the padding item has none."""
     ids = inputs[0].reshape(len(inputs[0]), inputs[0][:1].numel() if len(inputs[0]) else 0)
     records = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
-    rows = _summed(layer.weight, records.flatten(), ids.flatten(), backprops.reshape(-1, layer.embedding_dim), len(ids))
+    rows = _summed(
+        layer.weight,
+        records.flatten(),
+        ids.flatten(),
+        backprops.reshape(-1, layer.embedding_dim),
+        len(ids),
+    )
     if layer.padding_idx is not None:
         rows[:, layer.padding_idx] = 0.0
     return {layer.weight: rows}
 
 
-def _bag_rows(layer: nn.EmbeddingBag, inputs: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+def _bag_rows(
+    layer: nn.EmbeddingBag, inputs: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
     """Rows of an EmbeddingBag of mode sum or mean, for ids (B, T), or flat ids with offsets (B,)."""
-    ids, n_records = inputs[0], len(backprops)
+    ids = inputs[0]
+    n_records = len(backprops)
     if len(inputs) == 1:
         counts = ids.new_full((n_records,), ids.shape[1])
     else:
@@ -61,7 +75,9 @@ def _bag_rows(layer: nn.EmbeddingBag, inputs: list[Tensor], backprops: Tensor) -
     records = torch.arange(n_records, device=ids.device).repeat_interleave(counts)
     if layer.mode == "mean":
         backprops = backprops / counts.clamp(min=1)[:, None]
-    return {layer.weight: _summed(layer.weight, records, ids.flatten(), backprops[records], n_records)}
+    return {
+        layer.weight: _summed(layer.weight, records, ids.flatten(), backprops[records], n_records)
+    }
 
 
 def _summed(weight: Tensor, records: Tensor, items: Tensor, uses: Tensor, n_records: int) -> Tensor:
@@ -96,13 +112,16 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         loss_reduction: str,
         batch_first: bool,
     ) -> None:
-        self._left_out, self._passes = {id(layer) for layer in factored}, passes
+        self._left_out = {id(layer) for layer in factored}
+        self._passes = passes
         self._seen: dict[int, int] = {}  # layer: number of the last forward that kept its input
         super().__init__(model, batch_first=batch_first, loss_reduction=loss_reduction)
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """Yields the layers to hook."""
-        return (layer for layer in super().iterate_submodules(module) if id(layer) not in self._left_out)
+        return (
+            layer for layer in super().iterate_submodules(module) if id(layer) not in self._left_out
+        )
 
     def add_hooks(self, **options: Any) -> None:
         """Adds Opacus' hooks and those that check inputs; all or none."""
@@ -111,17 +130,23 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             handles = self._module.autograd_grad_sample_hooks
             for layer in self.iterate_submodules(self._module):
                 if type(layer) not in _RECURRENT:
-                    handles.append(layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True))
+                    handles.append(
+                        layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True)
+                    )
             for module in self._module.modules():
                 if type(module) in _RECURRENT:
-                    handles.append(module.register_forward_pre_hook(_require_sorted, with_kwargs=True))
+                    handles.append(
+                        module.register_forward_pre_hook(_require_sorted, with_kwargs=True)
+                    )
                 elif getattr(module, "inplace", False) is True:
                     handles.append(module.register_forward_pre_hook(_refuse_in_place))
         except BaseException:
             self.cleanup()
             raise
 
-    def capture_activations_hook(self, module: nn.Module, forward_input: Any, forward_output: Any) -> None:
+    def capture_activations_hook(
+        self, module: nn.Module, forward_input: Any, forward_output: Any
+    ) -> None:
         """Keeps the input of a layer, after checking that rows can be made from it."""
         if self.hooks_enabled and module.training and torch.is_grad_enabled():
             in_backward = compat.backward_number() != -1
@@ -139,17 +164,24 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         wrong = whole and (len(inputs) != 1 or not isinstance(output, Tensor))
         if wrong or not inputs or len(tensors) != len(inputs):
             raise SequenceError(
-                f"layer {name} must take one tensor by position and return one (got {len(inputs)} inputs and "
-                f"{type(output).__name__}), because only that is seen when its rows are computed: move its parameters "
-                f"into a module of their own"
+                f"layer {name} must take one tensor by position and return one (got {len(inputs)}"
+                f" inputs and {type(output).__name__}), because only that is seen when its rows are"
+                " computed: move its parameters into a module of their own"
             )
         if not whole and (unknown := _unknown_option(module, tensors)):
-            raise SequenceError(f"rows of {name} with {unknown} are not known where its rows are dense")
+            raise SequenceError(
+                f"rows of {name} with {unknown} are not known where its rows are dense"
+            )
         if not isinstance(module, _OWN_LAYOUT):
             self._passes.require_batch(module, tensors[-1], 0 if self.batch_first else 1)
 
     def capture_backprops_hook(
-        self, module: nn.Module, _forward_input: Any, forward_output: Any, loss_reduction: str, batch_first: bool
+        self,
+        module: nn.Module,
+        _forward_input: Any,
+        forward_output: Any,
+        loss_reduction: str,
+        batch_first: bool,
     ) -> None:
         """Does what Opacus does, and says what is wrong where the forward recorded nothing."""
         if self.hooks_enabled:
@@ -160,7 +192,9 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
                 # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits
                 # (test_a_mean_loss_under_autocast_is_refused)
                 require_full_precision(forward_output[0])
-        super().capture_backprops_hook(module, _forward_input, forward_output, loss_reduction, batch_first)
+        super().capture_backprops_hook(
+            module, _forward_input, forward_output, loss_reduction, batch_first
+        )
 
 
 def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
@@ -177,8 +211,9 @@ def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
 def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs and module.training and torch.is_grad_enabled():
         raise SequenceError(
-            f"layer {type(module).__name__} must get its inputs by position (got {sorted(kwargs)} by keyword), because "
-            f"Opacus' hooks do not see keywords; keywords of the whole model are fine"
+            f"layer {type(module).__name__} must get its inputs by position (got {sorted(kwargs)}"
+            " by keyword), because Opacus' hooks do not see keywords; keywords of the whole model"
+            " are fine"
         )
 
 
@@ -188,8 +223,8 @@ def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         # PRIVACY: rows of this layer would be in the order of lengths, those of the others in that of the batch, so
         # that a record is in two rows (test_packed_sequences_that_are_not_sorted_are_refused)
         raise SequenceError(
-            "packed sequences must be made with enforce_sorted=True: sort the records of a batch by length, longest "
-            "first, in the collate function"
+            "packed sequences must be made with enforce_sorted=True: sort the records of a batch by"
+            " length, longest first, in the collate function"
         )
 
 
@@ -197,6 +232,6 @@ def _refuse_in_place(module: nn.Module, args: Any) -> None:
     node = args[0].grad_fn if args and isinstance(args[0], Tensor) else None
     if type(node).__name__ == "BackwardHookFunctionBackward":
         raise SequenceError(
-            f"{type(module).__name__}(inplace=True) would overwrite the output of a layer whose rows are recorded: use "
-            f"inplace=False"
+            f"{type(module).__name__}(inplace=True) would overwrite the output of a layer whose"
+            " rows are recorded: use inplace=False"
         )

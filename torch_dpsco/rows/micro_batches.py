@@ -27,7 +27,9 @@ _NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only 
 _UNKNOWN = 16  # records at once if nothing is known of batches
 
 
-def micro_batch_size(model: nn.Module, design: Design | None, physical_batch_size: int | None = None) -> int:
+def micro_batch_size(
+    model: nn.Module, design: Design | None, physical_batch_size: int | None = None
+) -> int:
     """Returns the number of records to compute at once.
 
     Args:
@@ -48,7 +50,9 @@ def micro_batch_size(model: nn.Module, design: Design | None, physical_batch_siz
     plan = design.parts if isinstance(design, Parts) else ((design, 1),)
 
     def cost(size: int) -> float:
-        parts = math.fsum(draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan)
+        parts = math.fsum(
+            draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan
+        )
         return parts * (size + _CALL)
 
     return min(range(1, most + 1), key=cost)
@@ -58,7 +62,11 @@ def _expected_parts(design: Design, size: int, physical_batch_size: int | None) 
     mean = design.batch_size
     if physical_batch_size is not None and physical_batch_size <= mean:  # most come in full ones
         return mean / physical_batch_size * math.ceil(physical_batch_size / size)
-    return _poisson_parts(mean, size) if isinstance(design, (Poisson, Assigned)) else math.ceil(mean / size)
+    return (
+        _poisson_parts(mean, size)
+        if isinstance(design, (Poisson, Assigned))
+        else math.ceil(mean / size)
+    )
 
 
 def _poisson_parts(mean: int, size: int) -> float:

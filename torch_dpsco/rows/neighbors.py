@@ -146,7 +146,8 @@ class _Counter:
     """Loops over pairs of tiles of the points of an index, each pair once."""
 
     def __init__(self, points: Points, index: Tensor, radii: Sequence[float]) -> None:
-        self._points, self._index = points, index
+        self._points = points
+        self._index = index
         self._squares = [radius * radius for radius in radii]
         self._half = points.norms[index] / 2
         self._whole = bool(len(index) == len(points))
@@ -170,9 +171,11 @@ class _Counter:
 
     def _tile(self, which: int, span: slice, k: int, *more: Tensor | float) -> Tensor:
         """Returns rows of the index in the k-th range of columns; the first one has the two columns more."""
-        columns, rows = self._columns[k], span.stop - span.start
+        columns = self._columns[k]
+        rows = span.stop - span.start
         index = span if self._whole else self._index[span]  # no gather where all points are in it
-        width, room = columns.stop - columns.start, 2 if k == 0 else 0
+        width = columns.stop - columns.start
+        room = 2 if k == 0 else 0
         tile = self._tiles[which, : rows * (width + room)].view(rows, width + room)
         self._points.read_into(tile[:, :width], index, columns)
         if k == 0:
@@ -186,7 +189,8 @@ class _Counter:
         return self._tile(1, span, k, 1.0, self._half[span] - self._squares[-1] / 2)
 
     def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
-        m, n = rows.stop - rows.start, others.stop - others.start
+        m = rows.stop - rows.start
+        n = others.stop - others.start
         entries, *spare = (buffer[: m * n].view(m, n) for buffer in self._buffers)
         for k in range(len(self._columns)):
             left = self._left(rows, k) if kept is None else kept
@@ -207,11 +211,16 @@ class _Counter:
         counts, (m, n) = self.counts[which], entries.shape
         counts[rows] += ((n - torch.mv(entries, self._ones[:n]) / unit) / 2).round_().long()
         if rows != others:
-            counts[others] += ((m - torch.mv(entries.t(), self._ones[:m]) / unit) / 2).round_().long()
+            counts[others] += (
+                ((m - torch.mv(entries.t(), self._ones[:m]) / unit) / 2).round_().long()
+            )
 
-    def _decide(self, entries: Tensor, rows: slice, others: slice, square: float, unit: float) -> None:
+    def _decide(
+        self, entries: Tensor, rows: slice, others: slice, square: float, unit: float
+    ) -> None:
         """Replaces entries that are not certain by the verdict of the sum of squares."""
-        first, second = self._index[rows], self._index[others]
+        first = self._index[rows]
+        second = self._index[others]
         step = max(1, _PAIRS * _PAIRS // entries.shape[1])
         for start in range(0, len(entries), step):
             part = entries[start : start + step]

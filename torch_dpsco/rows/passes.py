@@ -12,20 +12,22 @@ from torch_dpsco.compat import backward_number
 from torch_dpsco.errors import SequenceError
 
 ONE_MODULE = (
-    "where a loss needs several forwards of one model (real and generated images, views of a record, pairs), wrap them "
-    "in one module that makes all of them inside of its forward, model(real, fake), and attach that"
+    "where a loss needs several forwards of one model (real and generated images, views of a"
+    " record, pairs), wrap them in one module that makes all of them inside of its forward,"
+    " model(real, fake), and attach that"
 )
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
 _PARTS = "(also of parts of the model), and take metrics under torch.no_grad()"
 _TWICE = (
-    "came from the double backward of a gradient (create_graph=True, as in a gradient penalty), of which no rows are "
-    "known: leave the penalty out and bound the critic by weight clipping, p.clamp_(-c, c) after each optimizer.step()"
+    "came from the double backward of a gradient (create_graph=True, as in a gradient penalty), of"
+    " which no rows are known: leave the penalty out and bound the critic by weight clipping,"
+    " p.clamp_(-c, c) after each optimizer.step()"
 )
 _OUTSIDE = (
-    "came from outside of the layer: give a regularizer of the loss to the optimizer instead (reg=, prox=); where the "
-    "forward uses the weight directly (layer.weight @ x), move weight and use into a module of their own, "
-    "with the weight as its nn.Parameter, and call that module"
+    "came from outside of the layer: give a regularizer of the loss to the optimizer instead (reg=,"
+    " prox=); where the forward uses the weight directly (layer.weight @ x), move weight and use"
+    " into a module of their own, with the weight as its nn.Parameter, and call that module"
 )
 
 
@@ -42,7 +44,9 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
         return frozenset()
     if not isinstance(inputs, (tuple, list, dict)):
         return None
-    parts = [batch_sizes(part, dim) for part in (inputs.values() if isinstance(inputs, dict) else inputs)]
+    parts = [
+        batch_sizes(part, dim) for part in (inputs.values() if isinstance(inputs, dict) else inputs)
+    ]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -60,7 +64,9 @@ class PassCounter:
         self.paused = False  # whether plain gradients are computed, of public data
         self._sizes: frozenset[int] | None = None
         self._exact = -1  # number of the last backward that was seen to run in full precision
-        self._differentiated = False  # whether a backward of the running batch is to be differentiated itself
+        self._differentiated = (
+            False  # whether a backward of the running batch is to be differentiated itself
+        )
 
     def note_exact(self) -> None:
         """Notes that the running backward is in full precision."""
@@ -77,7 +83,10 @@ class PassCounter:
             layer_is_trained: whether its layer, and the model, are in training mode.
         """
         if not layer_is_trained:
-            return f"came from a forward in eval mode, which records no rows: call model.train() before it {_PARTS}"
+            return (
+                "came from a forward in eval mode, which records no rows: call model.train()"
+                f" before it {_PARTS}"
+            )
         return _TWICE if self._differentiated else _OUTSIDE
 
     def is_exact(self) -> bool:
@@ -87,7 +96,8 @@ class PassCounter:
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
         self.number += 1
-        self.tag, self._sizes = self.number, sizes
+        self.tag = self.number
+        self._sizes = sizes
         self._differentiated = self._differentiated and self.number - 1 > self.used
 
     def close(self) -> None:
@@ -100,8 +110,9 @@ class PassCounter:
         # (test_parts_of_a_model_make_no_rows_without_the_model); a reentrant checkpoint runs after the model has
         if tag is None and self.number == self.used:
             raise SequenceError(
-                "the attached model itself must be called, in training mode (model.train()), not its parts: move what "
-                "combines them into its forward, or attach the module that you call"
+                "the attached model itself must be called, in training mode (model.train()), not"
+                " its parts: move what combines them into its forward, or attach the module that"
+                " you call"
             )
 
     def require_batch(self, layer: nn.Module, x: Tensor, dim: int) -> None:
@@ -109,16 +120,17 @@ class PassCounter:
         shape = x.shape
         if x.layout is not torch.strided:
             raise SequenceError(
-                f"input of {layer} must be dense (got {x.layout}), since rows of sparse ones are not known: call "
-                f"x.to_dense() before the model, or give indices to an EmbeddingBag"
+                f"input of {layer} must be dense (got {x.layout}), since rows of sparse ones are"
+                " not known: call x.to_dense() before the model, or give indices to an"
+                " EmbeddingBag"
             )
         if self._sizes and (len(shape) <= dim or shape[dim] not in self._sizes):
             # PRIVACY: rows would be times or parts of a record, or one row for all of them
             # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private
             raise SequenceError(
-                f"dimension {dim} of the input of {layer} must be the batch, as in the inputs of the model: expand "
-                f"constants to one per record, leave time out of it, do not cut the batch up, and say where it is by "
-                f"dp.attach(model, batch_first=...)"
+                f"dimension {dim} of the input of {layer} must be the batch, as in the inputs of"
+                " the model: expand constants to one per record, leave time out of it, do not cut"
+                " the batch up, and say where it is by dp.attach(model, batch_first=...)"
             )
 
 

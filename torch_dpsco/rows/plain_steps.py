@@ -37,7 +37,12 @@ def note_owner(params: Iterable[nn.Parameter], optimizer: Any) -> None:
 
 def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     """Returns the private optimizers that train some of the parameters."""
-    found = {id(owner): owner for p in params if _OWNERS in p.__dict__ for owner in p.__dict__[_OWNERS].alive}
+    found = {
+        id(owner): owner
+        for p in params
+        if _OWNERS in p.__dict__
+        for owner in p.__dict__[_OWNERS].alive
+    }
     return list(found.values())
 
 
@@ -71,10 +76,12 @@ class _Watch:
             if optimizer in mine or any(owner.in_step for owner in mine):
                 return
             raise SequenceError(
-                f"a plain optimizer must not step on an attached model (got {type(optimizer).__name__}): its gradients "
-                f"are recorded row by row, so that nothing would move. For private records call step() of a private "
-                f"optimizer, that of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data write "
-                f"`with dp.public(model):` around zero_grad, backward and step; after private training dp.detach(model)"
+                "a plain optimizer must not step on an attached model (got"
+                f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
+                " nothing would move. For private records call step() of a private optimizer, that"
+                " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
+                " write `with dp.public(model):` around zero_grad, backward and step; after"
+                " private training dp.detach(model)"
             )
 
 

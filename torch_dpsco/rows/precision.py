@@ -34,8 +34,9 @@ def require_full_precision(backprops: Tensor) -> None:
     """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
     if backprops.dtype in HALF:
         raise SequenceError(
-            "a backward in half precision needs a loss that sums over the batch: dp.attach(model, "
-            "loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by the batch size"
+            "a backward in half precision needs a loss that sums over the batch: dp.attach(model,"
+            " loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by"
+            " the batch size"
         )
 
 
@@ -47,7 +48,9 @@ def products_are_exact() -> bool:
 def _matmul_is_exact() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set through torch's newer per-backend switches: unknown, so assume the worst
+    except (
+        RuntimeError
+    ):  # set through torch's newer per-backend switches: unknown, so assume the worst
         return False
 
 
@@ -91,9 +94,15 @@ def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coa
     if torch.is_autocast_enabled(device):
         return Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
     if variable := _fpmath_mode():
-        return Coarse(f"the environment variable {variable}={os.environ[variable]}", f"unset {variable} and start anew")
+        return Coarse(
+            f"the environment variable {variable}={os.environ[variable]}",
+            f"unset {variable} and start anew",
+        )
     if not _matmul_is_exact():
-        setting = "torch.set_float32_matmul_precision, or another switch of products in reduced precision,"
+        setting = (
+            "torch.set_float32_matmul_precision, or another switch of products in reduced"
+            " precision,"
+        )
         return Coarse(setting, "torch.set_float32_matmul_precision('highest')")
     library = "cudnn" if device == "cuda" else "mkldnn"
     kinds = [("conv", ConvNd), ("rnn", nn.RNNBase)]
@@ -107,13 +116,19 @@ def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     switch = getattr(backend, kernels, None)
     for_all = f"torch.backends.{library}.allow_tf32"
     if switch is None:
-        return Coarse(f"{for_all}=True", f"{for_all} = False") if getattr(backend, "allow_tf32", False) else None
+        return (
+            Coarse(f"{for_all}=True", f"{for_all} = False")
+            if getattr(backend, "allow_tf32", False)
+            else None
+        )
     if switch.fp32_precision in _EXACT:
         return None
     own = f"torch.backends.{library}.{kernels}.fp32_precision"
     # on by default on CUDA, where nothing was asked for
     default = (library, switch.fp32_precision, backend.fp32_precision) == ("cudnn", "tf32", "none")
-    return Coarse(f"{own}={switch.fp32_precision!r}", f"{for_all} = False" if default else f"{own} = 'ieee'")
+    return Coarse(
+        f"{own}={switch.fp32_precision!r}", f"{for_all} = False" if default else f"{own} = 'ieee'"
+    )
 
 
 def switches() -> tuple[object, ...]:
@@ -122,9 +137,20 @@ def switches() -> tuple[object, ...]:
         for_all = torch.get_float32_matmul_precision()
     except RuntimeError:  # as in `products_are_exact`
         for_all = "mixed"
-    products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
-    kernels = [_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in ("conv", "rnn")]
-    return for_all, _fpmath_mode(), *(getattr(product, "fp32_precision", None) for product in products), *kernels
+    products = [
+        getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")
+    ]
+    kernels = [
+        _coarse_kernels(library, name)
+        for library in ("cudnn", "mkldnn")
+        for name in ("conv", "rnn")
+    ]
+    return (
+        for_all,
+        _fpmath_mode(),
+        *(getattr(product, "fp32_precision", None) for product in products),
+        *kernels,
+    )
 
 
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
@@ -139,7 +165,8 @@ def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str |
         return None
     # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
     return (
-        f"a mean loss needs products in full precision, and {found.setting} rounds its 1/B to fewer bits, in the rows "
-        f"of all records: use a loss that sums, dp.attach(model, loss_reduction='sum') and criterion(..., "
-        f"reduction='sum') (the optimizer divides by the batch size), or switch it off: {found.cure}"
+        f"a mean loss needs products in full precision, and {found.setting} rounds its 1/B to fewer"
+        " bits, in the rows of all records: use a loss that sums, dp.attach(model,"
+        " loss_reduction='sum') and criterion(..., reduction='sum') (the optimizer divides by the"
+        f" batch size), or switch it off: {found.cure}"
     )

@@ -56,10 +56,15 @@ def require_supported(model: nn.Module, *, batch_first: bool) -> None:
 _RECOMPUTED = {  # hooks that make the weight anew in each forward, by the name of their class
     "BasePruningMethod": (
         "pruned by torch.nn.utils.prune",
-        "call prune.remove(layer, 'weight') before attach, and multiply the weight by its mask after each "
-        "optimizer.step() to keep its zeros",
+        (
+            "call prune.remove(layer, 'weight') before attach, and multiply the weight by its mask"
+            " after each optimizer.step() to keep its zeros"
+        ),
     ),
-    "WeightNorm": ("under torch.nn.utils.weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    "WeightNorm": (
+        "under torch.nn.utils.weight_norm",
+        "use torch.nn.utils.parametrizations.weight_norm",
+    ),
     "SpectralNorm": (
         "under torch.nn.utils.spectral_norm",
         "leave it out, and bound the weights by clamping them after each optimizer.step()",
@@ -71,33 +76,38 @@ def _require_plain(name: str, module: nn.Module) -> None:
     layer = f"{type(module).__name__} {name!r}"
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"model must not be scripted or traced (got {layer}), since layers inside cannot be recorded: attach the "
-            f"module as it was before torch.jit, and use torch.compile for speed"
+            f"model must not be scripted or traced (got {layer}), since layers inside cannot be"
+            " recorded: attach the module as it was before torch.jit, and use torch.compile for"
+            " speed"
         )
     if any(isinstance(p, nn.UninitializedParameter) for p in module._parameters.values()):
         raise ValueError(
-            f"model must have all its parameters (got {layer}, which is lazy): run it once on a made-up batch of the "
-            f"data's shape, model(torch.zeros(2, ...)), before dp.attach and before its optimizer is made"
+            f"model must have all its parameters (got {layer}, which is lazy): run it once on a"
+            " made-up batch of the data's shape, model(torch.zeros(2, ...)), before dp.attach and"
+            " before its optimizer is made"
         )
     for hook in module._forward_pre_hooks.values():
         for kind in type(hook).__mro__:
             if kind.__name__ in _RECOMPUTED:
                 what, cure = _RECOMPUTED[kind.__name__]
                 raise ValueError(
-                    f"{layer} must not be {what}: its weight is computed anew in each forward, so that rows of its "
-                    f"parameters are not known; {cure}"
+                    f"{layer} must not be {what}: its weight is computed anew in each forward, so"
+                    f" that rows of its parameters are not known; {cure}"
                 )
 
 
 def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     kind = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one device")
+        raise ValueError(
+            f"model must not be replicated (got {kind} {name!r}): attach the module inside, on one"
+            " device"
+        )
     _require_whole(module, name)
     if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
         raise ValueError(
-            f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX} replaces them by "
-            f"GroupNorm"
+            f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX}"
+            " replaces them by GroupNorm"
         )
     if (
         isinstance(module, of_opacus("layers.dp_multihead_attention.DPMultiheadAttention"))
@@ -105,8 +115,9 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     ):
         # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
         raise ValueError(
-            f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got {batch_first}); "
-            f"make the layer with batch_first=True, or attach with batch_first=False"
+            f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got"
+            f" {batch_first}); make the layer with batch_first=True, or attach with"
+            " batch_first=False"
         )
 
 
@@ -114,11 +125,13 @@ def _require_whole(module: nn.Module, name: str = "") -> None:
     # PRIVACY: a layer cut by tensor parallelism sees a part of each row, whose norm is too small
     # (test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left,
     # test_a_wrapped_or_sharded_model_is_refused_by_name)
-    if is_sharded(module) or any(is_sharded(p) for p in module._parameters.values() if p is not None):
+    if is_sharded(module) or any(
+        is_sharded(p) for p in module._parameters.values() if p is not None
+    ):
         raise ValueError(
-            f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped and noised for whole "
-            f"parameters; leave fully_shard, FSDP or parallelize_module out and give every process the whole model, "
-            f"see docs/distributed.md"
+            f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped"
+            " and noised for whole parameters; leave fully_shard, FSDP or parallelize_module out"
+            " and give every process the whole model, see docs/distributed.md"
         )
 
 
@@ -137,38 +150,49 @@ def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) 
             ("sparse=False", module.sparse),
             ("mode='sum' or 'mean'", getattr(module, "mode", "") == "max"),
             ("include_last_offset=False", getattr(module, "include_last_offset", False)),
-            ("padding_idx=None", isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None),
+            (
+                "padding_idx=None",
+                isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None,
+            ),
         )
         if value
     ]
     # PRIVACY: max_norm overwrites the weights of the items that occur, without noise
     # (test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left)
     if wrong:
-        raise ValueError(f"{type(module).__name__} {name!r} must have {' and '.join(wrong)} for per-sample gradients")
+        raise ValueError(
+            f"{type(module).__name__} {name!r} must have {' and '.join(wrong)} for per-sample"
+            " gradients"
+        )
 
 
 def _require_samplable(name: str, module: nn.Module) -> None:
     layer = f"{type(module).__name__} {name!r}"
     if isinstance(module, (nn.MultiheadAttention, nn.LSTM, nn.GRU)):
-        raise ValueError(f"{layer} has no per-sample gradients: {_FIX} replaces it by a layer that has")
+        raise ValueError(
+            f"{layer} has no per-sample gradients: {_FIX} replaces it by a layer that has"
+        )
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        raise ValueError(f"{layer} has no per-sample gradients: use DPRNN, DPGRU or DPLSTM of opacus.layers")
+        raise ValueError(
+            f"{layer} has no per-sample gradients: use DPRNN, DPGRU or DPLSTM of opacus.layers"
+        )
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         raise ValueError(
-            f"{layer} is never called itself, so that its rows cannot be recorded: make its parameters attributes of "
-            f"the module that uses them"
+            f"{layer} is never called itself, so that its rows cannot be recorded: make its"
+            " parameters attributes of the module that uses them"
         )
     if _has_sampler(module):
         return
     if any(True for _ in module.buffers()):
         raise ValueError(
-            f"{layer} has parameters of its own and buffers (spectral_norm and its kin, or a constant): such a layer "
-            f"has no per-sample gradients; move the parameters into a module without buffers"
+            f"{layer} has parameters of its own and buffers (spectral_norm and its kin, or a"
+            " constant): such a layer has no per-sample gradients; move the parameters into a"
+            " module without buffers"
         )
     if any(isinstance(child, DropoutNd) and child.p > 0 for child in module.modules()):
         raise ValueError(
-            f"{layer} has parameters of its own, so that it is run again for its rows, with other dropout masks: move "
-            f"these parameters into a module of their own"
+            f"{layer} has parameters of its own, so that it is run again for its rows, with other"
+            " dropout masks: move these parameters into a module of their own"
         )
 
 
@@ -179,9 +203,9 @@ def require_known(layer: nn.Module, params: Iterable[Tensor]) -> None:
         # PRIVACY: rows at one point would be taken for rows at another
         # (test_weights_that_attach_has_not_seen_are_refused)
         raise SequenceError(
-            f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach (functional_call, "
-            f"load_state_dict(assign=True), requires_grad_, a copy of a part): attach the model after "
-            f"such changes, or use a copy of it that is detached"
+            f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach"
+            " (functional_call, load_state_dict(assign=True), requires_grad_, a copy of a part):"
+            " attach the model after such changes, or use a copy of it that is detached"
         )
 
 
@@ -191,16 +215,18 @@ def require_alone(model: nn.Module) -> None:
         _require_whole(model)
     if is_replicated(model):
         raise SequenceError(
-            "model must not be replicated (got a forward of DistributedDataParallel): its backward waits for all "
-            "ranks, of which some may have no rows; call the module inside, whose optimizer joins the ranks by itself"
+            "model must not be replicated (got a forward of DistributedDataParallel): its backward"
+            " waits for all ranks, of which some may have no rows; call the module inside, whose"
+            " optimizer joins the ranks by itself"
         )
 
 
-_ON_PARAMETERS, _ON_ROWS = "summed_grad", "_processed"
+_ON_PARAMETERS = "summed_grad"
+_ON_ROWS = "_processed"
 _WRAPPED = (
-    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by "
-    "PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out and use "
-    "optimizer.loader(dataset)"
+    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by"
+    " PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out"
+    " and use optimizer.loader(dataset)"
 )
 
 

@@ -1,7 +1,13 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
 from torch_dpsco.sampling.draws import Chunk, DrawLog, fingerprint, records_of
-from torch_dpsco.sampling.loader import BoundedLoader, PhysicalBatches, PrivateLoader, adapt, bounded
+from torch_dpsco.sampling.loader import (
+    BoundedLoader,
+    PhysicalBatches,
+    PrivateLoader,
+    adapt,
+    bounded,
+)
 from torch_dpsco.sampling.one_pass import (
     AssignedSampler,
     DisjointSampler,

@@ -44,7 +44,10 @@ def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
         yield from (tensor if order is None else tensor[order] for tensor in dataset.tensors)
     elif isinstance(dataset, Gathered):
         places = np.arange(len(dataset)) if order is None else np.array(order, dtype=np.int64)
-        yield from (dataset.gather(places[start : start + _BLOCK]) for start in range(0, len(places), _BLOCK))
+        yield from (
+            dataset.gather(places[start : start + _BLOCK])
+            for start in range(0, len(places), _BLOCK)
+        )
     else:
         yield from (dataset[i] for i in (range(len(dataset)) if order is None else order))
 
@@ -69,15 +72,17 @@ def _parts(leaf: Any) -> Iterator[Any]:
     elif isinstance(leaf, (bytes, str, int, float, complex, NoneType)):
         yield type(leaf).__name__.encode()
         yield leaf if isinstance(leaf, bytes) else repr(leaf).encode()
-    elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:  # their scalars, images
+    elif (
+        hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject
+    ):  # their scalars, images
         values = np.asarray(leaf)
         yield f"{values.dtype}{values.shape}".encode()
         yield values.tobytes()
     else:
         # PRIVACY: others may look alike (test_records_that_cannot_be_told_apart_are_refused)
         raise PrivacyError(
-            f"dataset must hold dense tensors, arrays of numbers, numbers or strings, so that a run of one pass knows "
-            f"its records again (got a {type(leaf).__name__})"
+            "dataset must hold dense tensors, arrays of numbers, numbers or strings, so that a run"
+            f" of one pass knows its records again (got a {type(leaf).__name__})"
         )
 
 
@@ -124,14 +129,16 @@ class Chunk(NamedTuple):
 
 
 _UNUSED = (
-    "the previous batch was not used: call optimizer.step() for every batch of a private loader, also an empty one (a "
-    "draw that is left out by its size or its records voids the sampling), or optimizer.discard() to have the same "
-    "draw delivered again; use another loader for evaluation; let only optimizer.loader(dataset, "
-    "physical_batch_size=..., num_workers=...) run ahead, not a BatchMemoryManager with workers"
+    "the previous batch was not used: call optimizer.step() for every batch of a private loader,"
+    " also an empty one (a draw that is left out by its size or its records voids the sampling), or"
+    " optimizer.discard() to have the same draw delivered again; use another loader for evaluation;"
+    " let only optimizer.loader(dataset, physical_batch_size=..., num_workers=...) run ahead, not a"
+    " BatchMemoryManager with workers"
 )
 _GIVEN_UP = (
-    "the draw was given up, by discard() or by a step that failed, and is the next one again: start a new loop over "
-    "the loader (of one pass: over optimizer.loader(dataset, resume=True)), which delivers it from its beginning"
+    "the draw was given up, by discard() or by a step that failed, and is the next one again: start"
+    " a new loop over the loader (of one pass: over optimizer.loader(dataset, resume=True)), which"
+    " delivers it from its beginning"
 )
 
 
@@ -148,7 +155,9 @@ class DrawLog:
         self.waiting: deque[Chunk] = deque()
         self.taken: Chunk | None = None  # by a step that has not ended it
         self.held: Chunk | None = None  # of the draw that the next step must use
-        self.order: npt.NDArray[np.int64] | None = None  # newest permutation, where batches are parts of one
+        self.order: npt.NDArray[np.int64] | None = (
+            None  # newest permutation, where batches are parts of one
+        )
         self.made = 0  # draws of one pass that steps have used
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
@@ -182,8 +191,9 @@ class DrawLog:
             # PRIVACY: of several loaders that were looked at one could be chosen
             # (test_of_several_loaders_only_the_newest_delivers)
             raise SequenceError(
-                "this loader was replaced by a later one of the same optimizer (iterate over that one), or by a "
-                "checkpoint, which goes on with its own pass (iterate over optimizer.loader(dataset, resume=True))"
+                "this loader was replaced by a later one of the same optimizer (iterate over that"
+                " one), or by a checkpoint, which goes on with its own pass (iterate over"
+                " optimizer.loader(dataset, resume=True))"
             )
 
     def deliver(self, chunk: Chunk) -> None:
@@ -203,8 +213,9 @@ class DrawLog:
         self._require_used()
         if self._split is not None:
             raise SequenceError(
-                "the previous draw is not complete: signal_skip_step(True) was called for its last part; leave the "
-                "calls to BatchMemoryManager, or use optimizer.loader(dataset, physical_batch_size=...)"
+                "the previous draw is not complete: signal_skip_step(True) was called for its last"
+                " part; leave the calls to BatchMemoryManager, or use optimizer.loader(dataset,"
+                " physical_batch_size=...)"
             )
         begins = chunk.start == 0 and (self.held is None or self._given_up)
         continues = self.held is not None and not self._given_up and chunk.draw is self.held.draw
@@ -213,11 +224,13 @@ class DrawLog:
             # and delivered once more; or another draw would take the place of one of which parts were seen
             # (test_parts_of_two_iterations_are_never_joined, test_the_rest_of_a_draw_that_was_used_up_is_refused)
             raise SequenceError(
-                "an older iteration of the loader was continued inside of a newer one: finish one loop over a loader "
-                "before starting the next, or call optimizer.discard() and start a new one"
+                "an older iteration of the loader was continued inside of a newer one: finish one"
+                " loop over a loader before starting the next, or call optimizer.discard() and"
+                " start a new one"
             )
         self.waiting.append(chunk)
-        self.held, self._given_up = chunk, False
+        self.held = chunk
+        self._given_up = False
         self.on_delivery(chunk)
 
     def split(self, *, more: bool) -> None:
@@ -238,8 +251,8 @@ class DrawLog:
             raise SequenceError(_GIVEN_UP)
         else:
             raise SequenceError(
-                "signal_skip_step() must follow a new draw of the optimizer's own loader: give the loader of "
-                "optimizer.loader(dataset) to BatchMemoryManager"
+                "signal_skip_step() must follow a new draw of the optimizer's own loader: give the"
+                " loader of optimizer.loader(dataset) to BatchMemoryManager"
             )
         self._split = self.waiting[-1] if more else None
 
@@ -251,8 +264,8 @@ class DrawLog:
         """Returns the batch that the next step must use; raises SequenceError if there is none."""
         if not self.waiting:
             raise SequenceError(
-                "no batch is outstanding: each step needs one batch of this optimizer's own loader (made by "
-                "optimizer.loader(dataset) or optimizer.bind(loader)) and can use it once"
+                "no batch is outstanding: each step needs one batch of this optimizer's own loader"
+                " (made by optimizer.loader(dataset) or optimizer.bind(loader)) and can use it once"
             )
         self.taken = self.waiting.popleft()
         return self.taken
@@ -283,28 +296,32 @@ class DrawLog:
         if self.held is not None:
             # PRIVACY: of several samplers that were looked at one could be chosen
             # (test_a_loader_whose_draw_was_seen_is_not_bound)
-            raise SequenceError("loader must be bound before its first batch is drawn: bind a new one")
+            raise SequenceError(
+                "loader must be bound before its first batch is drawn: bind a new one"
+            )
         # PRIVACY: places that ranks have drawn in their shards may be places of one record in a common data set
         # (test_a_draw_given_up_is_refused_on_a_data_set_of_another_size,
         # test_a_draw_of_a_shard_is_no_draw_of_all_records)
         if old.held is not None and (old.size, old.own) != (self.size, self.own):
             raise SequenceError(
-                "a draw was given up and is the next one again: use a loader of the same data set, by "
-                "optimizer.loader(dataset)"
+                "a draw was given up and is the next one again: use a loader of the same data set,"
+                " by optimizer.loader(dataset)"
             )
         begun = old.held is not None and old.order is not None and old.held.draw.part != "0"
         if begun and (self.dataset is None or self.dataset is not old.dataset):
             # PRIVACY: another data set, or the same in another order, may hold a record at the given-up places that an
             # earlier batch of this permutation has used (test_a_permutation_that_was_begun_keeps_its_data_set)
             raise SequenceError(
-                "a draw was given up in the middle of a shuffled pass, which goes on with the same dataset object: "
-                "iterate over the loader again, or make a new one of that object"
+                "a draw was given up in the middle of a shuffled pass, which goes on with the same"
+                " dataset object: iterate over the loader again, or make a new one of that object"
             )
         if old.held is not None and old.held.draw.part == "0":
             # PRIVACY: only from its start, since another data set may hold a record that was used at a place to come
             # (test_a_permutation_that_was_begun_goes_on_in_its_own_loader_only)
             self.order = old.order
-        self.held, old.held = old.held, None
-        old._replaced, self._replaced = True, False
+        self.held = old.held
+        old.held = None
+        old._replaced = True
+        self._replaced = False
         old.give_up()
         self.give_up()

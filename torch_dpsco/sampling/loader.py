@@ -52,8 +52,8 @@ def _require_real(records: Any) -> None:
     for leaf in tree_leaves(records):
         if isinstance(leaf, Tensor) and leaf.is_complex():
             raise ValueError(
-                f"dataset must give real numbers (got {leaf.dtype}): give torch.view_as_real(x), of which a model may "
-                f"make torch.view_as_complex(x)"
+                f"dataset must give real numbers (got {leaf.dtype}): give torch.view_as_real(x), of"
+                " which a model may make torch.view_as_complex(x)"
             )
 
 
@@ -107,15 +107,21 @@ class PrivateLoader:
         if isinstance(dataset, TensorDataset):
             _require_real(dataset.tensors)
         self.dataset: Any = one_by_one(dataset)
-        self.batch_sampler, self.slots = sampler, slots
+        self.batch_sampler = sampler
+        self.slots = slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
         self.isolation = Isolation(block=None if slots is None else slots.block)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
-        self.num_workers, self.pin_memory = num_workers, pin_memory
-        plain = collate_fn.collate if isinstance(collate_fn, _EmptyLikeOne) else collate_fn or default_collate
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        plain = (
+            collate_fn.collate
+            if isinstance(collate_fn, _EmptyLikeOne)
+            else collate_fn or default_collate
+        )
         self.collate_fn = _EmptyLikeOne(plain, self.dataset)
         # a subclass may override __getitem__
         at_once = type(dataset) is TensorDataset or isinstance(dataset, Gathered)
@@ -125,7 +131,8 @@ class PrivateLoader:
     def _require_size(self, records: int) -> None:
         if records != self.batch_sampler.size:
             raise UnitError(
-                f"dataset must have {self.batch_sampler.size} records, as its sampler was made for (got {records})"
+                f"dataset must have {self.batch_sampler.size} records, as its sampler was made for"
+                f" (got {records})"
             )
 
     @property
@@ -150,14 +157,17 @@ class PrivateLoader:
     ) -> Iterator[_Indices]:
         draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
         places = self._places(source, len(indices) if sizes is None else len(sizes))
-        blocks, start = self._blocks(len(indices), sizes, places), 0
+        blocks = self._blocks(len(indices), sizes, places)
+        start = 0
         for k, (part, slots) in enumerate(blocks, start=1):
             rows = indices[part]
             size = len(rows) if self.slots is None else self.slots.block
             users = self._users_of(rows)
             if slots is not None and users is not None:  # rows of the filling are nobody's
                 users = filled(users, slots, size, -1)
-            chunks.append(Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size, places))
+            chunks.append(
+                Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size, places)
+            )
             start += len(rows)
             yield rows
 
@@ -170,12 +180,16 @@ class PrivateLoader:
             return held.places
         return None if self.slots is None else self.slots.places(units)
 
-    def _blocks(self, size: int, sizes: _Indices | None, places: _Indices | None) -> list[tuple[Any, Tensor | None]]:
+    def _blocks(
+        self, size: int, sizes: _Indices | None, places: _Indices | None
+    ) -> list[tuple[Any, Tensor | None]]:
         """Returns which rows of a draw are delivered together, and their slots where they have some."""
         if self.slots is None or places is None:
             step = self.physical_batch_size or max(1, size)
             return [(slice(start, start + step), None) for start in range(0, max(1, size), step)]
-        made = self.slots.of_records(places) if sizes is None else self.slots.of_users(sizes, places)
+        made = (
+            self.slots.of_records(places) if sizes is None else self.slots.of_users(sizes, places)
+        )
         return [(part, torch.from_numpy(slots)) for part, slots in made]
 
     def _users_of(self, part: _Indices) -> Tensor | None:
@@ -191,7 +205,9 @@ class PrivateLoader:
             yield from _gathered(self.dataset.tensors, parts)
             return
         lists = (part.tolist() for part in parts)
-        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)  # are records, and no positions
+        drawn = isinstance(
+            getattr(self.batch_sampler, "ids", None), Streamed
+        )  # are records, and no positions
         yield from DataLoader(
             Itself() if drawn else self.dataset,
             batch_sampler=lists,
@@ -225,15 +241,23 @@ class PrivateLoader:
 
         None for all records in their order.
         """
-        share, size = self._shares, len(self.dataset)
+        share = self._shares
+        size = len(self.dataset)
         return self._delivered(
-            lambda parts: (None if share and len(part) == size else torch.from_numpy(part) for part in parts), -1
+            lambda parts: (
+                None if share and len(part) == size else torch.from_numpy(part) for part in parts
+            ),
+            -1,
         )
 
-    def _delivered(self, batches: Callable[[Iterator[_Indices]], Iterator[Any]], filling: int = 0) -> Iterator[Any]:
+    def _delivered(
+        self, batches: Callable[[Iterator[_Indices]], Iterator[Any]], filling: int = 0
+    ) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
-        chunks: deque[Chunk] = deque()  # of this iteration only: nothing is left over when it is broken off
+        chunks: deque[Chunk] = (
+            deque()
+        )  # of this iteration only: nothing is left over when it is broken off
         for batch in batches(self._split(chunks)):
             chunk = chunks.popleft()
             log.deliver(chunk)
@@ -263,12 +287,15 @@ def filled(batch: Any, slots: Tensor, size: int, value: float = 0) -> Any:
 
 
 _NOT_ROWS = (
-    "a batch must be of tensors whose first dimension is the records, so that it can be filled up to a public size: "
-    "collate to such tensors, or give padding=False, whose risk docs/guarantees.md describes"
+    "a batch must be of tensors whose first dimension is the records, so that it can be filled up"
+    " to a public size: collate to such tensors, or give padding=False, whose risk"
+    " docs/guarantees.md describes"
 )
 
 
-def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False) -> Iterator[list[Tensor]]:
+def _gathered(
+    tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False
+) -> Iterator[list[Tensor]]:
     """Yields the rows of tensors at some positions; `share`: as many positions as rows are all of them, in order."""
     size = tensors[0].shape[0]
     for part in parts:
@@ -276,7 +303,10 @@ def _gathered(tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bo
             yield list(tensors)
             continue
         index = torch.from_numpy(part)
-        yield [t.index_select(0, index if t.device.type == "cpu" else index.to(t.device)) for t in tensors]
+        yield [
+            t.index_select(0, index if t.device.type == "cpu" else index.to(t.device))
+            for t in tensors
+        ]
 
 
 @typed
@@ -306,22 +336,25 @@ class PhysicalBatches:
         [([0, 1], False), ([2, 3], False), ([4], True)]
     """
 
-    def __init__(self, loader: PrivateLoader | BoundedLoader | DataLoader[Any], physical_batch_size: int) -> None:
+    def __init__(
+        self, loader: PrivateLoader | BoundedLoader | DataLoader[Any], physical_batch_size: int
+    ) -> None:
         sampler = getattr(loader, "batch_sampler", None)
         if type(loader) is not PrivateLoader and isinstance(loader, PrivateLoader):
             raise UnknownSamplerError(
-                f"loader must draw records (got {type(loader).__name__}): use optimizer.loader(..., "
-                f"physical_batch_size=...)"
+                f"loader must draw records (got {type(loader).__name__}): use optimizer.loader(...,"
+                " physical_batch_size=...)"
             )
         if isinstance(loader, BoundedLoader):
             raise UnknownSamplerError(
-                "loader must be one whose optimizer adds up parts of a draw; this one needs whole batches "
-                "(got BoundedLoader)"
+                "loader must be one whose optimizer adds up parts of a draw; this one needs whole"
+                " batches (got BoundedLoader)"
             )
         if not isinstance(sampler, DesignSampler):
             raise UnknownSamplerError(
-                f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use "
-                f"optimizer.loader(dataset), or DataLoader(dataset, batch_sampler=...) bound to the optimizer"
+                f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use"
+                " optimizer.loader(dataset), or DataLoader(dataset, batch_sampler=...) bound to"
+                " the optimizer"
             )
         known = loader.slots if isinstance(loader, PrivateLoader) else None
         self._loader = PrivateLoader(
@@ -345,7 +378,10 @@ class PhysicalBatches:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Ends nothing: after `optimizer.discard()` the next iteration delivers an unfinished draw again."""
 
@@ -362,7 +398,9 @@ class BoundedLoader:
     """
 
     def __init__(self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None) -> None:
-        self._loader, self._bound_x, self._bound_y = loader, bound_x, bound_y
+        self._loader = loader
+        self._bound_x = bound_x
+        self._bound_y = bound_y
 
     @property
     def dataset(self) -> Any:
@@ -400,4 +438,6 @@ def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[An
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns a nested batch with its tensors moved to a device."""
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )

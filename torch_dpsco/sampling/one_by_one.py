@@ -38,7 +38,9 @@ class OneByOne(Dataset[Any]):
         found = several([index])
         if len(found) != 1:
             # PRIVACY: one record would be several (test_a_fetch_of_one_record_gives_one)
-            raise UnitError(f"dataset.__getitems__ must give one record for one index (got {len(found)})")
+            raise UnitError(
+                f"dataset.__getitems__ must give one record for one index (got {len(found)})"
+            )
         return owned(found[0])
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +51,9 @@ class OneByOne(Dataset[Any]):
 
 def one_by_one(dataset: Any) -> Any:
     """Returns a data set whose records nothing writes to, as those of tensors in memory, or `OneByOne` of it."""
-    fresh = type(dataset) is TensorDataset or isinstance(dataset, (Gathered, OneByOne))  # a subclass may write to them
+    fresh = type(dataset) is TensorDataset or isinstance(
+        dataset, (Gathered, OneByOne)
+    )  # a subclass may write to them
     return dataset if fresh else OneByOne(dataset)
 
 

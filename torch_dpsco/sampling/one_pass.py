@@ -31,7 +31,10 @@ from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
-_BY_ID, _OF_SHARDS = b"\x01", b"\x02"  # ends of cuts from which records draw by their ids, or places in shards
+_BY_ID, _OF_SHARDS = (
+    b"\x01",
+    b"\x02",
+)  # ends of cuts from which records draw by their ids, or places in shards
 _HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
@@ -87,10 +90,17 @@ class OnePassSampler(DesignSampler):
             raise SequenceError(_EXHAUSTED)
         super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
         if self.steps > left:
-            raise ValueError(f"steps must be <= {left}, what is left of one pass over the data (got {self.steps})")
-        if resume is not None and self.size != (len(resume.cut) if resume.size is None else resume.size):
+            raise ValueError(
+                f"steps must be <= {left}, what is left of one pass over the data (got"
+                f" {self.steps})"
+            )
+        if resume is not None and self.size != (
+            len(resume.cut) if resume.size is None else resume.size
+        ):
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
-            raise ValueError("resume must be with the data set of the run (got one of another size)")
+            raise ValueError(
+                "resume must be with the data set of the run (got one of another size)"
+            )
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
         self._used = False
@@ -103,7 +113,8 @@ class OnePassSampler(DesignSampler):
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
         """Yields the draws of one iteration with their positions."""
         first = self._begin()
-        name, parts = partition_name(self.design, self.partition), self._parts_from(self.partition.cut, first)
+        name = partition_name(self.design, self.partition)
+        parts = self._parts_from(self.partition.cut, first)
         for index, (part, indices) in enumerate(islice(parts, self.steps), first):
             yield Draw(len(indices), name, part, index), indices
 
@@ -128,8 +139,8 @@ class OnePassSampler(DesignSampler):
 
 
 _EXHAUSTED = (
-    "a one-pass loader is exhausted: each record may be used once; go on with optimizer.loader(dataset, resume=True) "
-    "if steps are left, or make a new optimizer"
+    "a one-pass loader is exhausted: each record may be used once; go on with"
+    " optimizer.loader(dataset, resume=True) if steps are left, or make a new optimizer"
 )
 
 
@@ -170,7 +181,8 @@ class _KeyedSampler(OnePassSampler):
         super().__setstate__(state)
         # PRIVACY: two runs of the same draws would be charged as if they were fresh
         # (test_copies_of_an_assigned_sampler_draw_anew)
-        self.partition, self.resumed = Partition(self._new_cut(), size=self.size), False
+        self.partition = Partition(self._new_cut(), size=self.size)
+        self.resumed = False
 
     def _new_cut(self) -> _Indices:
         return np.frombuffer(self.rng.read(_KEY), dtype=np.uint8).copy()
@@ -178,7 +190,9 @@ class _KeyedSampler(OnePassSampler):
     def _require_key(self, cut: _Indices) -> None:
         if cut.dtype != np.uint8 or len(cut) != _KEY:
             # PRIVACY: other keys would be drawn from it (test_a_cut_that_is_no_key_is_refused)
-            raise SequenceError("resume must be a partition as it was written: its cut is the key of the parts")
+            raise SequenceError(
+                "resume must be a partition as it was written: its cut is the key of the parts"
+            )
 
 
 class AssignedSampler(_KeyedSampler):
@@ -232,10 +246,17 @@ class AssignedSampler(_KeyedSampler):
         if self.ids is not None and not design.amplification:
             # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
             # batch to who knows the key (test_ids_need_secret_draws)
-            raise UnknownSamplerError("ids need secret draws: leave seed= and amplification=False away, or ids=")
+            raise UnknownSamplerError(
+                "ids need secret draws: leave seed= and amplification=False away, or ids="
+            )
         self.resumed = resume is not None
         if steps is None and design.passes > 1:
-            steps = max(1, min(design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)))
+            steps = max(
+                1,
+                min(
+                    design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)
+                ),
+            )
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
 
     def _new_cut(self) -> _Indices:
@@ -255,8 +276,8 @@ class AssignedSampler(_KeyedSampler):
         # (test_a_run_by_ids_goes_on_by_its_ids_only, test_a_pass_over_shards_goes_on_over_the_same_shards_only)
         if cut.dtype == np.uint8 and bytes(cut[_KEY:]) != self._end:
             raise SequenceError(
-                "resume must be with ids= if the run has drawn by ids, and without if by positions; with shard= if "
-                "from shards"
+                "resume must be with ids= if the run has drawn by ids, and without if by positions;"
+                " with shard= if from shards"
             )
         super()._require_key(cut[:_KEY])
 
@@ -294,7 +315,8 @@ class AssignedSampler(_KeyedSampler):
             yield from self.ids.members(cut[:_KEY].tobytes(), k, self.design.batches, start, stop)
             return
         own = range(self.size)[self._owned]
-        keys, members = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        keys = [np.empty(0, dtype=np.int64)]
+        members = [np.empty(0, dtype=np.int64)]
         begin = 0
         for drawn in self._drawn(cut, k, len(own)):
             kept = np.flatnonzero((drawn >= start) & (drawn < stop))
@@ -313,7 +335,9 @@ class AssignedSampler(_KeyedSampler):
             return
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
         stream = KeyedStream(key, self._label(k))
-        block = _BLOCK if self.design.amplification else max(1, count)  # the latter as versions before drew them
+        block = (
+            _BLOCK if self.design.amplification else max(1, count)
+        )  # the latter as versions before drew them
         for begin in range(0, count, block):
             yield stream.integers(self.design.batches, min(block, count - begin))
 
@@ -353,7 +377,8 @@ class RankAssignedSampler(AssignedSampler):
         ids: Any = None,
         own: bool = False,
     ) -> None:
-        self.processes, self.rank = check.positive_count(processes=processes), check.count(rank=rank)
+        self.processes = check.positive_count(processes=processes)
+        self.rank = check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
         cut = np.frombuffer(key, dtype=np.uint8).copy()
@@ -364,12 +389,16 @@ class RankAssignedSampler(AssignedSampler):
             self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
             size = len(self.ids)
         cut = self._of_kind(cut)
-        known = Partition(cut, size=design.n if size is None else size) if resume is None else resume
+        known = (
+            Partition(cut, size=design.n if size is None else size) if resume is None else resume
+        )
         self._require_key(known.cut)
         # PRIVACY: with another key records would be drawn a second time in a pass
         # (test_ranks_go_on_with_a_partition_of_their_common_key_only)
         if known.cut.tobytes() != cut.tobytes():
-            raise SequenceError("resume must be of the run of all ranks (got a partition of another key)")
+            raise SequenceError(
+                "resume must be of the run of all ranks (got a partition of another key)"
+            )
         super().__init__(design, size=size, steps=steps, resume=known, ids=self.ids)
 
     def _label(self, k: int) -> str:
@@ -424,7 +453,9 @@ class PartsSampler(_KeyedSampler):
         """Raises UnknownSamplerError unless the design is of this sampler's kind, and of no kind of it."""
         # PRIVACY: it is charged under add_remove (test_samplers_are_of_their_designs_and_sizes)
         if type(design) is not cls.kind:
-            raise UnknownSamplerError(f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})")
+            raise UnknownSamplerError(
+                f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})"
+            )
 
     @property
     def _keyed(self) -> bool:
@@ -439,13 +470,17 @@ class PartsSampler(_KeyedSampler):
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         if self._keyed:
             self._require_key(cut)
-        for part, ((design, draws), members) in enumerate(zip(self.design.parts, self._members(cut), strict=True)):
+        for part, ((design, draws), members) in enumerate(
+            zip(self.design.parts, self._members(cut), strict=True)
+        ):
             if isinstance(design, Assigned):
                 yield from islice(self._passes(cut, part, design, members), draws)
                 continue
             if isinstance(design, Disjoint):  # cut further, by the same permutation
                 size = design.batch_size
-                yield from ((f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws))
+                yield from (
+                    (f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws)
+                )
                 continue
             members = np.sort(members)  # in memory order: gathered faster
             inner: Any = kind_of(design)(design, size=len(members), steps=draws)
@@ -459,7 +494,9 @@ class PartsSampler(_KeyedSampler):
         ends = np.cumsum([0, *(design.n for design, _ in self.design.parts)]).tolist()
         yield from (order[start:stop] for start, stop in pairwise(ends))
 
-    def _passes(self, cut: _Indices, part: int, design: Assigned, members: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _passes(
+        self, cut: _Indices, part: int, design: Assigned, members: _Indices
+    ) -> Iterator[tuple[str, _Indices]]:
         """Yields the batches of all passes inside of a part."""
         members = np.sort(members)
         for k in range(design.passes):
@@ -524,7 +561,8 @@ def make_sampler(
         if not isinstance(design, Assigned):
             _held(ids, size).require_unique()  # the first thing to know, where records were copied
             raise UnknownSamplerError(
-                f"design must be Assigned for draws by ids, or of a stream: give sampling='allocated' (got {design})"
+                "design must be Assigned for draws by ids, or of a stream: give"
+                f" sampling='allocated' (got {design})"
             )
         return AssignedSampler(design, size=size, steps=steps, seed=seed, resume=resume, ids=ids)
     for sampler in _KINDS:

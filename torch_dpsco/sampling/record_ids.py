@@ -61,7 +61,9 @@ class RecordIds:
 
     def require_unique(self) -> None:
         """Raises UnitError if two records have one id."""
-        different = np.unique(self._ids) if isinstance(self._ids, np.ndarray) else set(self._bytes())
+        different = (
+            np.unique(self._ids) if isinstance(self._ids, np.ndarray) else set(self._bytes())
+        )
         if len(different) < len(self):
             raise UnitError(SEVERAL)
 
@@ -74,7 +76,9 @@ class RecordIds:
             batches: of a pass.
         """
         start = start_of_pass(key, k)
-        return np.fromiter((pick(start, name, batches) for name in self._bytes()), np.int64, len(self))
+        return np.fromiter(
+            (pick(start, name, batches) for name in self._bytes()), np.int64, len(self)
+        )
 
     def digests(self, key: bytes) -> _Indices:
         """Returns (n, 2) words by which holders of a key can tell whether ids are equal."""
@@ -100,15 +104,19 @@ class RecordIds:
 
 
 SEVERAL = (
-    "ids must be unique (got one of several records): who has several records is protected as a user, by "
-    "UserClippedSGD and optimizer.loader(dataset, users=...)"
+    "ids must be unique (got one of several records): who has several records is protected as a"
+    " user, by UserClippedSGD and optimizer.loader(dataset, users=...)"
 )
 SPREAD = "users must be on one rank each, with all of their records (got one who is on several)"
 
 
 def _plain(thing: Any) -> Any:
     """Returns the number or text of a scalar, whose memory may be filled again."""
-    return thing.item() if isinstance(thing, np.generic) or (isinstance(thing, Tensor) and not thing.ndim) else thing
+    return (
+        thing.item()
+        if isinstance(thing, np.generic) or (isinstance(thing, Tensor) and not thing.ndim)
+        else thing
+    )
 
 
 def id_bytes(thing: Any) -> bytes:

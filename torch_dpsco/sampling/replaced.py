@@ -49,14 +49,16 @@ def require_replaceable(loader: DataLoader[Any], name: str = "data_loader") -> N
         way_out = _WAYS_OUT.get(type(found), f"{PART}; {WEIGHTS}")
         # PRIVACY: records that it leaves out would be drawn (test_no_door_drops_a_sampler)
         raise UnknownSamplerError(
-            f"{name} must have a fixed batch_size and no sampler of its own (got {type(found).__name__}), which "
-            f"private draws from all records would replace: {way_out}"
+            f"{name} must have a fixed batch_size and no sampler of its own (got"
+            f" {type(found).__name__}), which private draws from all records would replace:"
+            f" {way_out}"
         )
     lost = list(_not_kept(loader))
     if lost:
         warn(
-            f"{', '.join(lost)} of {name} cannot be kept, since private batches are drawn at random, anew in each run: "
-            f"say shuffle=True if the order does not matter; if it does, a record must hold all that belongs together",
+            f"{', '.join(lost)} of {name} cannot be kept, since private batches are drawn at"
+            " random, anew in each run: say shuffle=True if the order does not matter; if it does,"
+            " a record must hold all that belongs together",
             stacklevel=4,
         )
 

@@ -24,7 +24,9 @@ from torch.utils.data import Dataset, get_worker_info
 from torch_dpsco.errors import PrivacyError, UnitError
 
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
-_GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None  # elsewhere it means more
+_GIVE_BACK = (
+    getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
+)  # elsewhere it means more
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
@@ -39,8 +41,15 @@ def row_dtype(
     if dtype not in (torch.float32, torch.float64):  # null records have inputs of NaN
         raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
     if target_dtype not in _NUMPY:
-        raise ValueError(f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})")
-    return np.dtype([("inputs", _NUMPY[dtype], tuple(shape)), ("target", _NUMPY[target_dtype], tuple(target_shape))])
+        raise ValueError(
+            f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})"
+        )
+    return np.dtype(
+        [
+            ("inputs", _NUMPY[dtype], tuple(shape)),
+            ("target", _NUMPY[target_dtype], tuple(target_shape)),
+        ]
+    )
 
 
 class Gathered(Dataset[Any], ABC):
@@ -68,10 +77,15 @@ class RowFile(Gathered):
     """
 
     def __init__(
-        self, blocks: Iterable[npt.NDArray[Any]], row: np.dtype[Any], folder: str | os.PathLike[str] | None = None
+        self,
+        blocks: Iterable[npt.NDArray[Any]],
+        row: np.dtype[Any],
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if get_worker_info() is not None:
-            raise UnitError("rows must be read in the main process: a worker may have a part of them only")
+            raise UnitError(
+                "rows must be read in the main process: a worker may have a part of them only"
+            )
         if folder is not None and not os.path.isdir(folder):
             raise ValueError(f"folder must be one that is there (got {os.fspath(folder)!r})")
         self._map: mmap.mmap | None = None

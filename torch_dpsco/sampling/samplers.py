@@ -62,7 +62,12 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     @typed
     def __init__(
-        self, design: Design, *, size: int | None = None, steps: int | None = None, seed: int | None = None
+        self,
+        design: Design,
+        *,
+        size: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
     ) -> None:
         self.require_kind(design)
         if seed is not None and seed < 0:
@@ -73,15 +78,21 @@ class DesignSampler(Sampler[list[int]], ABC):
         self.log = DrawLog(self.size)
         self.seeded = seed is not None
         self.rng = sampling_generator(seed)
-        if self.size != design.n and not isinstance(design, (Poisson, Full, Assigned, AssignedParts)):
-            raise UnitError(f"size must be n={design.n}, the declared number of records (got {self.size})")
+        if self.size != design.n and not isinstance(
+            design, (Poisson, Full, Assigned, AssignedParts)
+        ):
+            raise UnitError(
+                f"size must be n={design.n}, the declared number of records (got {self.size})"
+            )
 
     @classmethod
     def require_kind(cls, design: Design) -> None:
         """Raises UnknownSamplerError unless the design is of this sampler's kind."""
         if not isinstance(design, cls.kind):
             # PRIVACY: accounting believes the design that a sampler carries (test_a_sampler_refuses_a_foreign_design)
-            raise UnknownSamplerError(f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})")
+            raise UnknownSamplerError(
+                f"design must be {cls.kind.__name__} for {cls.__name__} (got {design})"
+            )
 
     def __len__(self) -> int:
         return self.steps
@@ -143,9 +154,11 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     if rate >= 1.0:
         return np.arange(size, dtype=np.int64)
     log_miss = math.log1p(-rate)
-    mean, error = size * rate, -_UNSURE / log_miss
+    mean = size * rate
+    error = -_UNSURE / log_miss
     chunk = int(mean + 6.0 * math.sqrt(mean) + 16.0)
-    last, found = -1, []
+    last = -1
+    found = []
     while last < size:
         words = rng.words(chunk).view(np.uint64) >> np.uint64(1)
         quotients = np.log((words + 0.5) * 2.0**-63) / log_miss
@@ -167,19 +180,24 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
 
 # a word of 2^40 or more, its half added, gives log V to 2^-41, and arithmetic is off by less than 2^-44 (numpy's log: 4
 # units in the last place)
-_FEW, _UNSURE = 2**40, 2.0**-40
+_FEW = 2**40
+_UNSURE = 2.0**-40
 
 
 def _sure_gap(word: int, rate: float, rng: Stream) -> int:
     """Returns floor(log V / log(1 - rate)), V = word 2^-63 + further bits, as many as it takes."""
     bits = 63
     while True:
-        word, bits = (word << 64) + rng.integer(64), bits + 64
+        word = (word << 64) + rng.integer(64)
+        bits = bits + 64
         digits = bits + 53 - math.frexp(rate)[1]  # 1 - rate is exact, errors are far below 2^-bits
         with localcontext(Context(prec=digits)):
-            log_miss, scale = (1 - Decimal(rate)).ln(), Decimal(2) ** bits
+            log_miss = (1 - Decimal(rate)).ln()
+            scale = Decimal(2) ** bits
             # wider than what is known of V by more than these errors
-            ends = {int((Decimal(end) / scale).ln() / log_miss) for end in (max(word, 2) - 1, word + 2)}
+            ends = {
+                int((Decimal(end) / scale).ln() / log_miss) for end in (max(word, 2) - 1, word + 2)
+            }
         if word > 1 and len(ends) == 1:
             return ends.pop()
 
@@ -213,7 +231,9 @@ class ShuffledSampler(DesignSampler):
         rest: list[Drawn] = []
         if self.log.order is not None:  # its permutation goes on
             parts = _parts(self.log.order, self.design.batch_size, self.design.steps_per_epoch)
-            rest = [(other, indices) for other, indices in parts if other.partition == draw.partition]
+            rest = [
+                (other, indices) for other, indices in parts if other.partition == draw.partition
+            ]
         yield from rest[int(draw.part) + 1 :]
         yield from self.draws()
 
@@ -239,7 +259,12 @@ class FullSampler(DesignSampler):
             yield Draw(self.size), everyone
 
 
-_KINDS: tuple[type[DesignSampler], ...] = (PoissonSampler, FixedSampler, ShuffledSampler, FullSampler)
+_KINDS: tuple[type[DesignSampler], ...] = (
+    PoissonSampler,
+    FixedSampler,
+    ShuffledSampler,
+    FullSampler,
+)
 
 
 def kind_of(design: Design) -> type[DesignSampler]:
@@ -248,8 +273,8 @@ def kind_of(design: Design) -> type[DesignSampler]:
         if isinstance(design, sampler.kind):
             return sampler
     raise UnknownSamplerError(
-        "no sampling was declared: give n= (Poisson sampling) or sampling= to the plan (design= to a PrivateOptimizer) "
-        "to get a loader from the optimizer"
+        "no sampling was declared: give n= (Poisson sampling) or sampling= to the plan (design= to"
+        " a PrivateOptimizer) to get a loader from the optimizer"
     )
 
 
@@ -259,9 +284,9 @@ def require_divisible(design: Design) -> None:
         # PRIVACY: parts that are drawn independently are no batch of another design
         # (test_designs_whose_positions_depend_on_each_other_are_refused)
         raise UnknownSamplerError(
-            f"design must be Poisson or Full in a run of several processes, which draw without knowing of each other "
-            f"(got {design}): give the plan n= (n_users= for users) and sampling='poisson' or 'full'; for records "
-            f"sampling='allocated' does too"
+            "design must be Poisson or Full in a run of several processes, which draw without"
+            f" knowing of each other (got {design}): give the plan n= (n_users= for users) and"
+            " sampling='poisson' or 'full'; for records sampling='allocated' does too"
         )
 
 

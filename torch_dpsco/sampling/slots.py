@@ -34,7 +34,12 @@ from torch_dpsco.rng import Stream, sampling_generator
 _Indices = npt.NDArray[np.int64]
 _RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
-_EACH, _LEAST, _MOST, _NUMBERS = 4, 64, 8192, 2**26  # of blocks of users: rows of a user, rows, numbers of all rows
+_EACH, _LEAST, _MOST, _NUMBERS = (
+    4,
+    64,
+    8192,
+    2**26,
+)  # of blocks of users: rows of a user, rows, numbers of all rows
 
 
 def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
@@ -56,7 +61,9 @@ def capacity(design: Design, *, processes: int = 1, records: int | None = None) 
         # PRIVACY: a part of all its records has a random number of them, if they were assigned to it
         # (test_a_part_of_assigned_records_overflows_as_rarely)
         drawn = isinstance(design, AssignedParts)
-        inner = [Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts]
+        inner = [
+            Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts
+        ]
         return max(capacity(part, processes=processes, records=records) for part in inner)
     if not isinstance(design, (Full, Poisson, Assigned)):
         return max(1, math.ceil(design.batch_size / processes))
@@ -66,7 +73,8 @@ def capacity(design: Design, *, processes: int = 1, records: int | None = None) 
     expected = float(design.batch_size)
     if isinstance(design, Assigned):  # which may have fewer batches, and a divisor of its own
         expected = max(expected, design.n / design.batches)
-    mean, most = expected * held / design.n / processes, math.ceil(held / processes)
+    mean = expected * held / design.n / processes
+    most = math.ceil(held / processes)
     most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
     room = most if isinstance(design, Full) else math.ceil(mean)
     while room < most and mean * _rate(room / mean - 1.0) < _RARE:
@@ -95,13 +103,15 @@ class Isolation:
     def __str__(self) -> str:
         if self.private and self.block is None:
             return (
-                f"batches are not filled up to a public size: a record's row must not depend on how many others are in "
-                f"its batch, to the last bit ({self.checked})"
+                "batches are not filled up to a public size: a record's row must not depend on how"
+                f" many others are in its batch, to the last bit ({self.checked})"
             )
-        size = "one size" if self.block is None else f"{self.block} rows, to which all are filled up,"
+        size = (
+            "one size" if self.block is None else f"{self.block} rows, to which all are filled up,"
+        )
         return (
-            f"kernels for batches of {size} compute each row from its own record alone, to the last bit "
-            f"({self.checked})"
+            f"kernels for batches of {size} compute each row from its own record alone, to the last"
+            f" bit ({self.checked})"
         )
 
 
@@ -128,16 +138,20 @@ class Slots:
         dim: int = 1,
     ) -> None:
         self.capacity = capacity(design, processes=processes, records=records)
-        self._users, self._dim = of_users, dim
+        self._users = of_users
+        self._dim = dim
         self.block = self._fitting(physical_batch_size)
         self._rng = sampling_generator()
-        self._keeps, self._kept = isinstance(design, Full), np.empty(0, dtype=np.int64)
+        self._keeps = isinstance(design, Full)
+        self._kept = np.empty(0, dtype=np.int64)
 
     def _fitting(self, most: int | None) -> int:
         if self._users:
             rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
             return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
-        return math.ceil(self.capacity / math.ceil(self.capacity / min(most or self.capacity, self.capacity)))
+        return math.ceil(
+            self.capacity / math.ceil(self.capacity / min(most or self.capacity, self.capacity))
+        )
 
     def of_size(self, physical_batch_size: int) -> Slots:
         """Returns slots of smaller blocks for the same draws."""
@@ -183,7 +197,9 @@ class Slots:
         width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
         column = places[owner] % (self.block // width) * width
         block = _stacked(column, width, self.block)
-        nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)  # of its piece's rows
+        nth = np.arange(length.sum()) - np.repeat(
+            np.cumsum(length) - length, length
+        )  # of its piece's rows
         return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
 
 
@@ -203,7 +219,8 @@ def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indi
 
 def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
     """Returns the block of each piece, the wide ones first: the first one in which its columns, and later, are free."""
-    block, used = np.empty_like(column), np.zeros(columns, dtype=np.int64)
+    block = np.empty_like(column)
+    used = np.zeros(columns, dtype=np.int64)
     for wide in np.unique(width)[::-1]:
         mine = np.flatnonzero(width == wide)
         # narrower widths divide this one: all columns of a piece are used equally far

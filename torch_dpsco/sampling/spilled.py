@@ -41,15 +41,20 @@ class Spilled(Dataset[Any]):
     @typed
     def __init__(self, stream: Iterable[Any], folder: str | os.PathLike[str] | None = None) -> None:
         if get_worker_info() is not None:
-            raise UnitError("stream must be read in the main process: a worker may have a part of it only")
+            raise UnitError(
+                "stream must be read in the main process: a worker may have a part of it only"
+            )
         self._records = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (as long as the data set)
         self._places = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         for file in (self._records, self._places):
             weakref.finalize(self, file.close)
-        self._length, end = 0, 0
+        self._length = 0
+        end = 0
         for record in stream:
             self._places.write(end.to_bytes(_PLACE, "little"))
-            end += self._records.write(pickle.dumps(owned(record), protocol=pickle.HIGHEST_PROTOCOL))
+            end += self._records.write(
+                pickle.dumps(owned(record), protocol=pickle.HIGHEST_PROTOCOL)
+            )
             self._length += 1
         self._places.write(end.to_bytes(_PLACE, "little"))
         self._records.flush()
@@ -61,7 +66,9 @@ class Spilled(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
             raise IndexError("index must be that of a record")  # how many there are may be private
-        places = os.pread(self._places.fileno(), 2 * _PLACE, _PLACE * index)  # which workers may do side by side
+        places = os.pread(
+            self._places.fileno(), 2 * _PLACE, _PLACE * index
+        )  # which workers may do side by side
         start, end = (int.from_bytes(places[k : k + _PLACE], "little") for k in (0, _PLACE))
         return pickle.loads(os.pread(self._records.fileno(), end - start, start))
 
@@ -69,4 +76,6 @@ class Spilled(Dataset[Any]):
         return "Spilled(SECRET)"
 
     def __reduce__(self) -> NoReturn:
-        raise PrivacyError("records of a stream must not be pickled: they are in files of this process")
+        raise PrivacyError(
+            "records of a stream must not be pickled: they are in files of this process"
+        )

@@ -40,13 +40,17 @@ class Streamed(Dataset[Any]):
     """
 
     @typed
-    def __init__(self, stream: Iterable[Any], id_of: Callable[[Any], Any], held: int = 1 << 20) -> None:
+    def __init__(
+        self, stream: Iterable[Any], id_of: Callable[[Any], Any], held: int = 1 << 20
+    ) -> None:
         if isinstance(stream, Iterator):
             raise UnitError(
-                f"stream must be one that can be read again (got a {type(stream).__name__}): Spilled(stream) reads it "
-                f"once into private files"
+                f"stream must be one that can be read again (got a {type(stream).__name__}):"
+                " Spilled(stream) reads it once into private files"
             )
-        self._stream, self._id_of, self.held = stream, id_of, check.positive_count(held=held)
+        self._stream = stream
+        self._id_of = id_of
+        self.held = check.positive_count(held=held)
         self._length: int | None = None
 
     def __len__(self) -> int:
@@ -57,7 +61,9 @@ class Streamed(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         """Returns a record by a reading up to it."""
-        for record in islice(self._stream, index, None) if isinstance(index, int) and index >= 0 else ():
+        for record in (
+            islice(self._stream, index, None) if isinstance(index, int) and index >= 0 else ()
+        ):
             return owned(record)
         raise IndexError("index must be that of a record")  # how many there are may be private
 
@@ -70,7 +76,9 @@ class Streamed(Dataset[Any]):
     def require_unique(self) -> None:
         """Does nothing: equal ids are found when their batch is drawn."""
 
-    def members(self, key: bytes, k: int, batches: int, first: int, stop: int) -> Iterator[npt.NDArray[Any]]:
+    def members(
+        self, key: bytes, k: int, batches: int, first: int, stop: int
+    ) -> Iterator[npt.NDArray[Any]]:
         """Yields the records of the batches first, .., stop - 1 of pass k, by one reading.
 
         Args:
@@ -83,7 +91,8 @@ class Streamed(Dataset[Any]):
         Raises:
             UnitError: two records of a batch have one id; those of one id are in one batch.
         """
-        begin, names = start_of_pass(key, k), set()
+        begin = start_of_pass(key, k)
+        names = set()
         found: list[list[Any]] = [[] for _ in range(first, stop)]
         for record in self._stream:
             name = id_bytes(self._id_of(record))
@@ -101,7 +110,9 @@ class Streamed(Dataset[Any]):
 
     def contents(self, dataset: Any) -> Iterator[Any]:
         """Yields a number that tells these ids and records from others, in whatever order they come."""
-        one_by_one = (fingerprint("", (id_bytes(self._id_of(record)), record)) for record in self._stream)
+        one_by_one = (
+            fingerprint("", (id_bytes(self._id_of(record)), record)) for record in self._stream
+        )
         yield f"{sum(int(tag, 16) for tag in one_by_one):x}"
 
 

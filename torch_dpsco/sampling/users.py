@@ -43,7 +43,9 @@ def user_ids(users: Any, records: int, name: str = "users") -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
         raise UnitError(f"{name} must hold integer ids, or strings (got {ids.dtype})")
     if ids.shape != (records,):
-        raise UnitError(f"{name} must hold one id per record, {records} of them (got shape {tuple(ids.shape)})")
+        raise UnitError(
+            f"{name} must hold one id per record, {records} of them (got shape {tuple(ids.shape)})"
+        )
     if records and int(ids.min()) < 0:
         raise UnitError(f"{name} must be >= 0 (got a negative id)")
     return ids.to(torch.int64)
@@ -61,16 +63,23 @@ def _numbered(users: Any, name: str) -> Tensor:
         try:
             return torch.from_numpy(np.array(things, dtype=None if things else np.int64))
         except TypeError:  # too large for any integer dtype
-            raise UnitError(f"{name} must hold integers below 2**63, or strings (got a larger one)") from None
+            raise UnitError(
+                f"{name} must hold integers below 2**63, or strings (got a larger one)"
+            ) from None
     # PRIVACY: records without an id would be one user's, and 1, 1.0 and True are one id
     # (test_ids_that_cannot_be_are_refused_by_name)
     if numbers or any(
-        thing is None or not isinstance(thing, Hashable) or (thing == thing) is not True for thing in things
+        thing is None or not isinstance(thing, Hashable) or (thing == thing) is not True
+        for thing in things
     ):
         kinds = sorted({type(thing).__name__ for thing in things})
-        raise UnitError(f"{name} must hold integers only, or only strings or other ids that hash (got {kinds})")
+        raise UnitError(
+            f"{name} must hold integers only, or only strings or other ids that hash (got {kinds})"
+        )
     places: dict[Any, int] = {}
-    return torch.tensor([places.setdefault(thing, len(places)) for thing in things], dtype=torch.int64)
+    return torch.tensor(
+        [places.setdefault(thing, len(places)) for thing in things], dtype=torch.int64
+    )
 
 
 class UserLoader(PrivateLoader):
@@ -86,16 +95,22 @@ class UserLoader(PrivateLoader):
         UnitError: an id is not below the number of users.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any
+    ) -> None:
         super().__init__(dataset, sampler, **options)
         if getattr(sampler, "ids", None) is not None:
-            raise UnitError("users must be drawn by their numbers (got a sampler of ids of records)")
+            raise UnitError(
+                "users must be drawn by their numbers (got a sampler of ids of records)"
+            )
         ids = users.numpy()
         if getattr(sampler, "own", False):
             ids = np.unique(ids, return_inverse=True)[1]
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
-            raise UnitError(f"users must be < n_users={sampler.size} (got a larger id, or more users)")
+            raise UnitError(
+                f"users must be < n_users={sampler.size} (got a larger id, or more users)"
+            )
         self._ids = users
         self._records = np.argsort(ids, kind="stable")
         self._ends = np.cumsum(np.bincount(ids, minlength=sampler.size))

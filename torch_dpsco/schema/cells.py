@@ -15,7 +15,9 @@ import numpy as np
 _BLOCK = 1 << 20  # bytes that are looked at together
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, before the first cell
 _QUOTE = ord('"')
-_OUTSIDE = np.isin(np.arange(256), [*b',\r\n"'])  # what may be on the outer side of a quote; another quote doubles it
+_OUTSIDE = np.isin(
+    np.arange(256), [*b',\r\n"']
+)  # what may be on the outer side of a quote; another quote doubles it
 
 
 class Readable(Protocol):
@@ -33,14 +35,19 @@ def has_whole_cells(file: Readable) -> bool:
         >>> [has_whole_cells(io.BytesIO(text)) for text in (b'1,"a ""b""\n"', b'1,"a\n2,b', b'1,a "b"', b'1,"a"b')]
         [True, False, False, False]
     """
-    before, block, inside = b"\n", file.read(_BLOCK).removeprefix(_MARK), 0
+    before = b"\n"
+    block = file.read(_BLOCK).removeprefix(_MARK)
+    inside = 0
     while block:
         after = file.read(_BLOCK)
         codes = np.frombuffer(before + block + (after[:1] or b"\n"), dtype=np.uint8)
         quotes = 1 + np.flatnonzero(codes[1:-1] == _QUOTE)
-        opening, closing = quotes[inside::2], quotes[1 - inside :: 2]
+        opening = quotes[inside::2]
+        closing = quotes[1 - inside :: 2]
         # PRIVACY: (test_no_quote_of_a_record_swallows_others)
         if not (_OUTSIDE[codes[opening - 1]].all() and _OUTSIDE[codes[closing + 1]].all()):
             return False
-        before, block, inside = block[-1:], after, (inside + len(quotes)) % 2
+        before = block[-1:]
+        block = after
+        inside = (inside + len(quotes)) % 2
     return not inside

@@ -43,7 +43,10 @@ def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
         raise ValueError(f"{name} must be a list of 2 or more values (got {check.shown(levels)})")
     places = {key(level): place for place, level in enumerate(levels)}
     if None in places or "" in places or len(places) < len(levels):
-        raise ValueError(f"{name} must be numbers or text, distinct; 1 and '1' are one (got {check.shown(levels)})")
+        raise ValueError(
+            f"{name} must be numbers or text, distinct; 1 and '1' are one (got"
+            f" {check.shown(levels)})"
+        )
     return places
 
 
@@ -75,7 +78,9 @@ class Number:
     def __post_init__(self) -> None:
         check.fields(self, low=check.finite, high=check.finite, missing=check.flag)
         if not (self.low < self.high and math.isfinite(self.high - self.low)):
-            raise ValueError(f"low must be below high, a finite distance away (got {self.low}, {self.high})")
+            raise ValueError(
+                f"low must be below high, a finite distance away (got {self.low}, {self.high})"
+            )
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
@@ -93,7 +98,9 @@ class Number:
         """Returns the features (n, 1 or 2) of numbers, as `code` does, bit by bit."""
         found = values.astype(np.float64)
         lost = ~np.isfinite(found)
-        share = (np.clip(np.where(lost, self.low, found), self.low, self.high) - self.low) / (self.high - self.low)
+        share = (np.clip(np.where(lost, self.low, found), self.low, self.high) - self.low) / (
+            self.high - self.low
+        )
         coded = np.where(lost, 0.0 if self.missing else math.nan, np.clip(2 * share - 1, -1.0, 1.0))
         return np.stack([coded, lost.astype(np.float64)][: 1 + self.missing], axis=1)
 

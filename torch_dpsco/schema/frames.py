@@ -12,33 +12,53 @@ from numpy.typing import NDArray
 from torch_dpsco.schema.cells import has_whole_cells
 from torch_dpsco.schema.columns import Category, Number, Ordered
 
-_ARROW = ("int", "uint", "float", "double", "halffloat")  # types of numbers, of which missing ones become NaN
+_ARROW = (
+    "int",
+    "uint",
+    "float",
+    "double",
+    "halffloat",
+)  # types of numbers, of which missing ones become NaN
 
 
 def opened(frame: Any, wanted: list[str] | None) -> Any:
     """Returns a table; that of a path with these columns alone, or all of them."""
     if not isinstance(frame, (str, os.PathLike)):
-        if not hasattr(frame, "columns") and not isinstance(frame, Mapping) and not hasattr(frame, "column_names"):
-            raise ValueError(f"frame must be a table with named columns, or a path (got {type(frame).__name__})")
+        if (
+            not hasattr(frame, "columns")
+            and not isinstance(frame, Mapping)
+            and not hasattr(frame, "column_names")
+        ):
+            raise ValueError(
+                f"frame must be a table with named columns, or a path (got {type(frame).__name__})"
+            )
         return frame
     path = os.fspath(frame)
     if not path.endswith((".csv", ".parquet")):
-        raise ValueError(f"frame must be a table, or the path of a .csv or .parquet file (got {path!r})")
+        raise ValueError(
+            f"frame must be a table, or the path of a .csv or .parquet file (got {path!r})"
+        )
     if not os.path.isfile(path):
         raise FileNotFoundError(f"frame must be a file that is there (got {path!r})")
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ImportError("files must be read by pyarrow: pip install 'torch_dpsco[parquet]'") from error
+        raise ImportError(
+            "files must be read by pyarrow: pip install 'torch_dpsco[parquet]'"
+        ) from error
     try:
         if path.endswith(".parquet"):
             present = parquet.read_schema(path).names
-            return parquet.read_table(path, columns=None if wanted is None else [n for n in wanted if n in present])
+            return parquet.read_table(
+                path, columns=None if wanted is None else [n for n in wanted if n in present]
+            )
         return _read_csv(path)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         # PRIVACY: pyarrow quotes the row (test_no_row_of_a_broken_file_is_quoted)
-        raise ValueError(f"frame must be a valid {path.rpartition('.')[2]} file (got {path!r})") from None
+        raise ValueError(
+            f"frame must be a valid {path.rpartition('.')[2]} file (got {path!r})"
+        ) from None
 
 
 def _read_csv(path: str) -> Any:
@@ -54,9 +74,9 @@ def _read_csv(path: str) -> Any:
             # PRIVACY: a note that begins with a quote would swallow the rows after it
             # (test_no_quote_of_a_record_swallows_others)
             raise ValueError(
-                f"frame must be a .csv file whose quotes enclose whole cells, and are doubled inside, as CSV writers do"
-                f" (got {path!r}): one that is left open swallows the rows after it; write the file anew from its "
-                f"source, or as .parquet"
+                "frame must be a .csv file whose quotes enclose whole cells, and are doubled"
+                f" inside, as CSV writers do (got {path!r}): one that is left open swallows the"
+                " rows after it; write the file anew from its source, or as .parquet"
             )
     # each reader opens the file itself: threads of pyarrow read ahead, also after a reader is done, so that one file
     # for both would lose rows (test_no_row_of_a_slow_file_is_lost)
@@ -77,14 +97,22 @@ def _version(path: str) -> tuple[int, int, int]:
 
 def names(frame: Any) -> list[str]:
     """Returns the names of the columns."""
-    return list(getattr(frame, "column_names", frame.keys() if isinstance(frame, Mapping) else frame.columns))
+    return list(
+        getattr(
+            frame, "column_names", frame.keys() if isinstance(frame, Mapping) else frame.columns
+        )
+    )
 
 
 def others(frame: Any, wanted: list[str]) -> dict[Any, Any]:
     """Returns the columns beside those that are wanted, as far as they are columns."""
     there = names(frame)
     found = {name: frame[name] for name in there if name not in wanted and there.count(name) == 1}
-    return {name: one for name, one in found.items() if hasattr(one, "__len__") and not isinstance(one, (str, bytes))}
+    return {
+        name: one
+        for name, one in found.items()
+        if hasattr(one, "__len__") and not isinstance(one, (str, bytes))
+    }
 
 
 def column(frame: Any, name: str) -> Any:
@@ -93,11 +121,19 @@ def column(frame: Any, name: str) -> Any:
         raise ValueError(f"column {name!r} must be in the frame, once (got it {times} times)")
     found = frame[name]
     if not hasattr(found, "__len__") or isinstance(found, (str, bytes)):
-        raise ValueError(f"column {name!r} of the frame must be a list or array of values (got {type(found).__name__})")
+        raise ValueError(
+            f"column {name!r} of the frame must be a list or array of values (got"
+            f" {type(found).__name__})"
+        )
     if kind_of(found).startswith(("datetime", "timedelta", "timestamp", "date", "complex")):
-        raise ValueError(f"column {name!r} of the frame must be of numbers or text (got {kind_of(found)})")
+        raise ValueError(
+            f"column {name!r} of the frame must be of numbers or text (got {kind_of(found)})"
+        )
     if getattr(found, "ndim", 1) != 1:
-        raise ValueError(f"column {name!r} of the frame must have one value per row (got shape {tuple(found.shape)})")
+        raise ValueError(
+            f"column {name!r} of the frame must have one value per row (got shape"
+            f" {tuple(found.shape)})"
+        )
     return found
 
 
@@ -107,8 +143,13 @@ def with_line_breaks(frame: Any) -> dict[str, float]:
         return {}
     from pyarrow import compute, types
 
-    texts = {field.name: frame[i] for i, field in enumerate(frame.schema) if types.is_string(field.type)}
-    breaks = {name: compute.sum(compute.match_substring_regex(text, "[\r\n]")).as_py() for name, text in texts.items()}
+    texts = {
+        field.name: frame[i] for i, field in enumerate(frame.schema) if types.is_string(field.type)
+    }
+    breaks = {
+        name: compute.sum(compute.match_substring_regex(text, "[\r\n]")).as_py()
+        for name, text in texts.items()
+    }
     return {name: count / len(frame) for name, count in breaks.items() if count}
 
 

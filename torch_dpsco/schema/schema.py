@@ -18,7 +18,16 @@ from torch_dpsco.accounting.report.names import names_of
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 from torch_dpsco.schema import files, frames
-from torch_dpsco.schema.columns import ROW, Category, Number, Ordered, index_of, key, number, unit_id
+from torch_dpsco.schema.columns import (
+    ROW,
+    Category,
+    Number,
+    Ordered,
+    index_of,
+    key,
+    number,
+    unit_id,
+)
 from torch_dpsco.schema.look import Check, look
 from torch_dpsco.schema.table import Table
 
@@ -57,11 +66,17 @@ class Schema:
         for name, kind in self.columns.items():
             _require_name(columns=name)
             if not isinstance(kind, (Number, Category, Ordered)):
-                raise ValueError(f"column {name!r} must be a Number, Category or Ordered (got {check.shown(kind)})")
+                raise ValueError(
+                    f"column {name!r} must be a Number, Category or Ordered (got"
+                    f" {check.shown(kind)})"
+                )
         _require_name(target=self.target)
         for field, other in (("target", self.target), ("ids", self.ids)):
             if other in self.columns:
-                raise ValueError(f"{field} must not be among the features (got {other!r}): remove it from columns")
+                raise ValueError(
+                    f"{field} must not be among the features (got {other!r}): remove it from"
+                    " columns"
+                )
         if self.target == self.ids:
             raise ValueError(f"ids must be another column than the target (got {self.ids!r})")
         if (self.labels is None) == (self.target_range is None):
@@ -70,7 +85,9 @@ class Schema:
             index_of("labels", self.labels)
             object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read
             if len({isinstance(label, str) for label in self.labels}) > 1:
-                raise ValueError(f"labels must be all text or all numbers (got {check.shown(self.labels)})")
+                raise ValueError(
+                    f"labels must be all text or all numbers (got {check.shown(self.labels)})"
+                )
         if self.target_range is not None:
             Number(*self.target_range)
             object.__setattr__(self, "target_range", tuple(self.target_range))
@@ -78,7 +95,10 @@ class Schema:
             check.fields(self, rows_per_unit=check.positive_count)
         self._check_unit()
         if self.ids is None and self.rows_per_unit != 1:
-            raise ValueError(f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column of ids")
+            raise ValueError(
+                f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column"
+                " of ids"
+            )
 
     def _check_unit(self) -> None:
         """Raises ValueError unless the name of a unit is one that reports take, and it is said why it is protected."""
@@ -87,14 +107,14 @@ class Schema:
         # PRIVACY: else a name is promised to people with several rows (test_a_name_of_units_needs_ids_or_a_promise)
         if by_rows and not self.one_row_per_unit:
             raise ValueError(
-                f"unit must have ids, the column that says whose rows are whose (got {self.unit!r} without): a "
-                f"{self.unit} with several rows would not be protected as a whole. If each {self.unit} has one row, "
-                f"promise one_row_per_unit=True"
+                f"unit must have ids, the column that says whose rows are whose (got {self.unit!r}"
+                f" without): a {self.unit} with several rows would not be protected as a whole. If"
+                f" each {self.unit} has one row, promise one_row_per_unit=True"
             )
         if self.one_row_per_unit and not by_rows:
             raise ValueError(
-                f"one_row_per_unit must be left out with ids, which say it, and for a unit without a name (got unit "
-                f"{self.unit!r}, ids {self.ids!r})"
+                "one_row_per_unit must be left out with ids, which say it, and for a unit without"
+                f" a name (got unit {self.unit!r}, ids {self.ids!r})"
             )
 
     @property
@@ -137,7 +157,10 @@ class Schema:
         fits = {"real": count == 0, "sign": count == 2, "class": 0 < count <= loss.num_scores}
         if not fits[loss.target_kind]:
             what = "a real target" if self.labels is None else f"{len(self.labels)} labels"
-            raise ValueError(f"loss must be one of {what} (got {loss!r}, of targets that are {loss.target_kind!r})")
+            raise ValueError(
+                f"loss must be one of {what} (got {loss!r}, of targets that are"
+                f" {loss.target_kind!r})"
+            )
 
     @property
     def _bound_y(self) -> float:
@@ -160,7 +183,9 @@ class Schema:
         frame = frames.opened(frame, wanted)
         columns = {name: frames.column(frame, name) for name in wanted}
         rows = _one_length(columns)
-        kept, groups, lost = np.arange(rows), None, np.zeros(rows, dtype=bool)
+        kept = np.arange(rows)
+        groups = None
+        lost = np.zeros(rows, dtype=bool)
         if self.ids is not None:
             kind = frames.kind_of(columns[self.ids])
             if kind.startswith("bool"):
@@ -171,7 +196,9 @@ class Schema:
             lost = np.array([unit is None for unit in units], dtype=bool)
         features = self._features(columns, rows)
         features[lost] = math.nan
-        targets = self._targets([values[row] for values in (frames.values(columns[self.target]),) for row in kept])
+        targets = self._targets(
+            [values[row] for values in (frames.values(columns[self.target]),) for row in kept]
+        )
         return Table(self, features[kept], targets, None if self.rows_per_unit == 1 else groups)
 
     def features(self, frame: Any) -> NDArray[np.float64]:
@@ -194,7 +221,9 @@ class Schema:
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, None)
         columns = {name: frames.column(frame, name) for name in wanted}
-        return look(self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame))
+        return look(
+            self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame)
+        )
 
     @classmethod
     @typed
@@ -222,7 +251,11 @@ class Schema:
         if target not in kinds:
             raise ValueError(f"target must be a column of the table (got {target!r})")
         goal = kinds.pop(target)
-        found = {"labels": goal.levels} if isinstance(goal, Category) else {"target_range": (goal.low, goal.high)}
+        found = (
+            {"labels": goal.levels}
+            if isinstance(goal, Category)
+            else {"target_range": (goal.low, goal.high)}
+        )
         return cls(**{"columns": kinds, "target": target, **found, **fields})
 
     def to_dict(self) -> dict[str, Any]:
@@ -249,12 +282,16 @@ class Schema:
         return cls.from_dict(files.read_toml(path))
 
     def _features(self, columns: Mapping[str, Any], rows: int) -> NDArray[np.float64]:
-        parts = [frames.coded(kind, columns[name], len(kind.names(name))) for name, kind in self.columns.items()]
+        parts = [
+            frames.coded(kind, columns[name], len(kind.names(name)))
+            for name, kind in self.columns.items()
+        ]
         return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
 
     def _units(self, units: list[str | None]) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Returns the rows that are kept, and their groups; a row without an id is a unit of its own."""
-        kept, seen = [], Counter[str]()
+        kept = []
+        seen = Counter[str]()
         for row, unit in enumerate(units):
             # PRIVACY: what is kept of a unit is decided by its own rows (test_rows_of_other_units_do_not_matter)
             group = f"?{row}" if unit is None else unit
@@ -266,19 +303,28 @@ class Schema:
 
     def _targets(self, values: list[Any]) -> NDArray[Any]:
         if self.target_range is not None:
-            return np.clip(np.array([number(value) for value in values], dtype=np.float64), *self.target_range)
+            return np.clip(
+                np.array([number(value) for value in values], dtype=np.float64), *self.target_range
+            )
         assert self.labels is not None
         places = index_of("labels", self.labels)
         unknown = "" if isinstance(self.labels[0], str) else math.nan
         known = np.array([*self.labels, unknown])
-        return known[[places.get(key(value), len(places)) for value in values]] if values else known[:0]
+        return (
+            known[[places.get(key(value), len(places)) for value in values]]
+            if values
+            else known[:0]
+        )
 
 
 def _require_name(**field: Any) -> None:
     """Raises ValueError unless the name of a column can stand in plans, pictures and files."""
     ((name, value),) = field.items()
     if not (isinstance(value, str) and value.strip() and value.isprintable()):
-        raise ValueError(f"{name} must have names of printable text (got {check.shown(value)}): rename the column")
+        raise ValueError(
+            f"{name} must have names of printable text (got {check.shown(value)}): rename the"
+            " column"
+        )
 
 
 def _one_length(columns: Mapping[str, Any]) -> int:

@@ -31,7 +31,11 @@ class Table:
 
     def arguments(self) -> dict[str, Any]:
         """Returns all of it, for `model.fit(**table.arguments())`."""
-        return {"X": self.X, "y": self.y, **({} if self.groups is None else {"groups": self.groups})}
+        return {
+            "X": self.X,
+            "y": self.y,
+            **({} if self.groups is None else {"groups": self.groups}),
+        }
 
     @typed
     def dataset(self, loss: Loss, *, unit: str = "example") -> TensorDataset:
@@ -52,20 +56,27 @@ class Table:
         if (unit == "user") != (self.groups is not None):
             # PRIVACY: rows without their ids would be protected one by one (test_rows_of_users_are_not_taken_for_units)
             raise UnitError(
-                f"unit must be 'user' where the schema keeps several rows of a unit, with loader(dataset, "
-                f"users=table.groups), and only there (got {unit!r})"
+                "unit must be 'user' where the schema keeps several rows of a unit, with"
+                f" loader(dataset, users=table.groups), and only there (got {unit!r})"
             )
         self.schema.require_targets(loss)
-        rows, dtype = self.X.copy(), torch.get_default_dtype()
+        rows = self.X.copy()
+        dtype = torch.get_default_dtype()
         if self.schema.labels is None:
             targets = self.y.astype(np.float64)
             null = ~np.isfinite(targets)
             targets = np.where(null, 0.0, targets)
         else:
             places = {key(label): place for place, label in enumerate(self.schema.labels)}
-            codes = np.array([places.get(key(label), -1) for label in self.y.tolist()], dtype=np.int64)
+            codes = np.array(
+                [places.get(key(label), -1) for label in self.y.tolist()], dtype=np.int64
+            )
             null = codes < 0
-            targets = np.where(null, 0, codes) if loss.target_kind == "class" else np.where(codes == 0, -1.0, 1.0)
+            targets = (
+                np.where(null, 0, codes)
+                if loss.target_kind == "class"
+                else np.where(codes == 0, -1.0, 1.0)
+            )
         rows[null] = np.nan
         wanted = torch.int64 if loss.target_kind == "class" else dtype
         return TensorDataset(torch.from_numpy(rows).to(dtype), torch.from_numpy(targets).to(wanted))

@@ -32,7 +32,13 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+)
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.report.figures import PrivacyReport
@@ -86,10 +92,16 @@ class ConformalSets:
             ValueError: the model was calibrated as a regressor, or X is no table of finite numbers.
         """
         if not self.classes:
-            raise ValueError("sets(X) are of a classifier: call intervals(X) (calibrated with bound=, a regressor)")
+            raise ValueError(
+                "sets(X) are of a classifier: call intervals(X) (calibrated with bound=, a"
+                " regressor)"
+            )
         scores = 1.0 - asked(*_question(self.model, len(self.classes)), _rows(X))
         passed = (scores <= self.threshold) | math.isinf(self.threshold)
-        return [tuple(label for label, is_in in zip(self.classes, row, strict=True) if is_in) for row in passed]
+        return [
+            tuple(label for label, is_in in zip(self.classes, row, strict=True) if is_in)
+            for row in passed
+        ]
 
     def intervals(self, X: Any) -> NDArray[np.float64]:
         """Returns the ends of intervals (m, 2) of targets.
@@ -101,11 +113,16 @@ class ConformalSets:
             ValueError: the model was calibrated as a classifier, or X is no table of finite numbers.
         """
         if self.classes:
-            raise ValueError("intervals(X) are of a regressor: call sets(X) (calibrated with classes, a classifier)")
+            raise ValueError(
+                "intervals(X) are of a regressor: call sets(X) (calibrated with classes, a"
+                " classifier)"
+            )
         predicted = asked(*_question(self.model, 0), _rows(X))
         if math.isinf(self.threshold):
             return np.tile([-math.inf, math.inf], (len(predicted), 1))
-        wide = math.nextafter(self.threshold, math.inf)  # |y - p| was rounded before it was compared
+        wide = math.nextafter(
+            self.threshold, math.inf
+        )  # |y - p| was rounded before it was compared
         return np.stack([predicted - wide, predicted + wide], axis=1)
 
 
@@ -176,23 +193,35 @@ def conformal(
     level = check.open_interval(0.0, 1.0, level=level)
     if check.positive_count(bins=bins) > 1024:
         raise ValueError(f"bins must be in 1..1024 (got {bins})")
-    failure = (1.0 - level) / 20.0 if failure is None else check.open_interval(0.0, 1.0, failure=failure)
+    failure = (
+        (1.0 - level) / 20.0 if failure is None else check.open_interval(0.0, 1.0, failure=failure)
+    )
     rank = math.ceil(Fraction(level) / (1 - Fraction(failure)) * _UNIT)
     if rank >= _UNIT:
-        raise ValueError(f"failure must be below 1 - level = {1.0 - level:g}, the more the better (got {failure:g})")
+        raise ValueError(
+            f"failure must be below 1 - level = {1.0 - level:g}, the more the better (got"
+            f" {failure:g})"
+        )
     if bound is not None and classes is not None:
-        raise ValueError(f"classes must not be given with a bound, of a regressor (got {check.shown(classes)})")
+        raise ValueError(
+            f"classes must not be given with a bound, of a regressor (got {check.shown(classes)})"
+        )
     labels = public_labels(model, classes) if bound is None else []
     edges = np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
     sensitivity = _sensitivities(rank)[budget.adjacency]
     error = math.ceil(score_slack(bins + 1, sensitivity, budget.epsilon, failure))
     if error >= _MOST:
-        raise ValueError(f"budget must have a larger epsilon: no number of records is enough (got {budget.epsilon:g})")
+        raise ValueError(
+            "budget must have a larger epsilon: no number of records is enough (got"
+            f" {budget.epsilon:g})"
+        )
     ledger, delta = ledger_of(budget, accountant, groups)
     records = held_out(X, y, labels, groups)
     law = score_law(
-        _scores(records, _cells(model, records, len(labels), edges), rank, error, bins + 1), sensitivity, budget.epsilon
+        _scores(records, _cells(model, records, len(labels), edges), rank, error, bins + 1),
+        sensitivity,
+        budget.epsilon,
     )
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before the draw, where it was proved (test_no_set_is_drawn_that_was_not_charged)
@@ -203,7 +232,9 @@ def conformal(
 
 def conformal_event(budget: Budget) -> Event:
     """Returns what a calibration charges, under the adjacencies where a unit moves no score by more."""
-    return Pure(budget.epsilon, ADJACENCIES if budget.adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT))
+    return Pure(
+        budget.epsilon, ADJACENCIES if budget.adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
+    )
 
 
 def _sensitivities(rank: int) -> dict[Adjacency, float]:
@@ -212,7 +243,9 @@ def _sensitivities(rank: int) -> dict[Adjacency, float]:
     return {ADD_REMOVE: one, ZERO_OUT: one, REPLACE_ONE: float(_UNIT)}
 
 
-def _scores(records: HeldOut, cells: NDArray[np.int64], rank: int, error: int, size: int) -> NDArray[np.float64]:
+def _scores(
+    records: HeldOut, cells: NDArray[np.int64], rank: int, error: int, size: int
+) -> NDArray[np.float64]:
     """Returns the score of each edge in units, exact in float64: the lower, the better."""
     # PRIVACY: null records count for nothing (test_null_records_count_for_nothing_in_sets)
     cells = cells[records.valid]
@@ -231,7 +264,9 @@ def _scores(records: HeldOut, cells: NDArray[np.int64], rank: int, error: int, s
     return distance.astype(np.float64)
 
 
-def _cells(model: Any, records: HeldOut, classes: int, edges: NDArray[np.float64]) -> NDArray[np.int64]:
+def _cells(
+    model: Any, records: HeldOut, classes: int, edges: NDArray[np.float64]
+) -> NDArray[np.int64]:
     """Returns the first edge that covers each record; that of NaN is the infinite one."""
     require_apart(*_question(model, classes), records.rows.shape[1], records.rows.dtype)
     said = asked(*_question(model, classes), records.rows)

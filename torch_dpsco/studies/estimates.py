@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 Counts = NDArray[np.float64]
 
 _BURIED = 2.0  # a total below so many standard deviations of its noise says nothing
-_LEAST_BINS, _MOST_BINS = 8, 128
+_LEAST_BINS = 8
+_MOST_BINS = 128
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,18 @@ def of_area(noisy: Counts, variance: float) -> Estimate:
     totals = float(first.sum()), float(second.sum())
     if _buried(min(totals), len(first) * variance):
         return _UNKNOWN
-    pairs, wins = totals[0] * totals[1], _wins(len(first))
+    pairs = totals[0] * totals[1]
+    wins = _wins(len(first))
     area = float(second @ wins @ first) / pairs
     rest = wins - area
-    ahead, behind = rest @ first, second @ rest
+    ahead = rest @ first
+    behind = second @ rest
     # noise times noise, which is in the squares below once for each histogram
     twice = variance**2 * float((rest**2).sum())
     spread = max(variance * float(ahead @ ahead + behind @ behind) - twice, twice)
-    shared = variance * float(totals[0] * ahead.sum() + totals[1] * behind.sum()) - variance**2 * float(rest.sum())
+    shared = variance * float(
+        totals[0] * ahead.sum() + totals[1] * behind.sum()
+    ) - variance**2 * float(rest.sum())
     noise = math.sqrt(spread) / pairs
     value = _corrected(area, shared / pairs**2, noise)
     return Estimate(value, noise, _sampling(value, *totals))

@@ -59,7 +59,9 @@ class HeldOut:
         return len(self.rows) if self.users is None else len(np.unique(self.users))
 
 
-def ledger_of(budget: Budget, accountant: Accountant | None, groups: Any) -> tuple[Accountant, float | None]:
+def ledger_of(
+    budget: Budget, accountant: Accountant | None, groups: Any
+) -> tuple[Accountant, float | None]:
     """Returns the ledger that a release is charged to, and the delta of its report.
 
     Raises:
@@ -67,15 +69,21 @@ def ledger_of(budget: Budget, accountant: Accountant | None, groups: Any) -> tup
         UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
     """
     if (budget.unit == "user") != (groups is not None):
-        raise UnitError(f"groups must be given with a budget of unit 'user', and only then (got unit {budget.unit!r})")
+        raise UnitError(
+            "groups must be given with a budget of unit 'user', and only then (got unit"
+            f" {budget.unit!r})"
+        )
     ledger = Accountant(budget) if accountant is None else accountant
     ledger.require_unit(budget.unit)
     if ledger.adjacency != budget.adjacency:
         raise AdjacencyError(
-            f"budget must have the adjacency of the accountant, {ledger.adjacency} (got {budget.adjacency})"
+            f"budget must have the adjacency of the accountant, {ledger.adjacency} (got"
+            f" {budget.adjacency})"
         )
     delta = budget.delta if ledger.budget is None else None
-    ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
+    ledger.report(
+        delta
+    )  # raises, before anything is charged, if the ledger has no answer at this delta
     return ledger, delta
 
 
@@ -85,13 +93,17 @@ def held_out(X: Any, y: Any, labels: list[Any], groups: Any) -> HeldOut:
     count = len(features)
     users = None if groups is None else user_ids(groups, count, "groups")
     targets = (
-        as_codes(y, labels, count, CPU).double() if labels else as_column(y, "y", count, CPU).to(CPU, torch.float64)
+        as_codes(y, labels, count, CPU).double()
+        if labels
+        else as_column(y, "y", count, CPU).to(CPU, torch.float64)
     )
     require_dtype(y, labels or None)
-    rows, valid = features.cpu().numpy(), (features.isfinite().all(1).cpu() & targets.isfinite()).numpy()
+    rows = features.cpu().numpy()
+    valid = (features.isfinite().all(1).cpu() & targets.isfinite()).numpy()
     valid &= (targets >= 0).numpy() if labels else True
     # PRIVACY: a record that the model would refuse counts for nothing (test_a_null_record_counts_for_nothing)
-    rows, truth = np.where(valid[:, None], rows, 0.0).astype(rows.dtype), np.where(valid, targets.numpy(), 0.0)
+    rows = np.where(valid[:, None], rows, 0.0).astype(rows.dtype)
+    truth = np.where(valid, targets.numpy(), 0.0)
     return HeldOut(rows, truth, valid, users)
 
 
@@ -100,13 +112,19 @@ def public_labels(model: Any, classes: Any) -> list[Any]:
     given = getattr(model, "classes_", None) if classes is None else classes
     if given is None:
         raise ValueError(
-            f"classes must be given, as (0, 1), for a model without classes_, which a fitted classifier has (got "
-            f"{check.shown(model)}): fit it first; a regressor takes metric='absolute_error', or the bound of intervals"
+            "classes must be given, as (0, 1), for a model without classes_, which a fitted"
+            f" classifier has (got {check.shown(model)}): fit it first; a regressor takes"
+            " metric='absolute_error', or the bound of intervals"
         )
     if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
-        raise ValueError(f"classes must be the public labels, as (0, 1), or the model's (got {check.shown(given)})")
+        raise ValueError(
+            "classes must be the public labels, as (0, 1), or the model's (got"
+            f" {check.shown(given)})"
+        )
     labels = list(given.tolist() if hasattr(given, "tolist") else given)
-    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(2, len(labels)):
+    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(
+        2, len(labels)
+    ):
         raise ValueError(f"classes must be two or more different labels (got {check.shown(given)})")
     return labels
 
@@ -125,7 +143,10 @@ def numbers(values: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     said = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else values
     array = np.array(said, dtype=np.float64)
     if array.shape != shape:
-        raise ValueError(f"model must give numbers of shape {shape} for {shape[0]} rows (got shape {array.shape})")
+        raise ValueError(
+            f"model must give numbers of shape {shape} for {shape[0]} rows (got shape"
+            f" {array.shape})"
+        )
     return array
 
 
@@ -165,7 +186,10 @@ def require_apart(method: Method, read: Read, width: int, dtype: Any) -> None:
     """
     found = _of_made_up_rows(method, read, width, dtype)
     if isinstance(found, Refused):
-        warn(f"it could not be tried that the model says of a row what depends on that row alone: {found}")
+        warn(
+            "it could not be tried that the model says of a row what depends on that row alone:"
+            f" {found}"
+        )
         return
     alone, beside, after, again = found
     repeats = np.array_equal(after, again, equal_nan=True)
@@ -173,16 +197,23 @@ def require_apart(method: Method, read: Read, width: int, dtype: Any) -> None:
     # PRIVACY: one record would move what is said of all others (test_a_model_that_couples_rows_is_refused)
     if not (agree(alone[_KEPT], beside[_KEPT]) and agree(alone, after) and agree(after, again)):
         raise NotCertifiedError(
-            "model must say of a row what depends on that row alone (made-up rows got other answers beside or after "
-            "other rows): call model.eval(), and normalize by public constants, not by the batch"
+            "model must say of a row what depends on that row alone (made-up rows got other answers"
+            " beside or after other rows): call model.eval(), and normalize by public constants,"
+            " not by the batch"
         )
     if not repeats:
-        warn("what the model says of a row differs from call to call in its last bits, which may depend on other rows")
+        warn(
+            "what the model says of a row differs from call to call in its last bits, which may"
+            " depend on other rows"
+        )
 
 
-def _of_made_up_rows(method: Method, read: Read, width: int, dtype: Any) -> list[NDArray[Any]] | Refused:
+def _of_made_up_rows(
+    method: Method, read: Read, width: int, dtype: Any
+) -> list[NDArray[Any]] | Refused:
     """Returns what is said of a block, of one with half of its rows, and of the first one twice, or how that failed."""
-    made_up, size = np.random.default_rng(0), (BLOCK, width)
+    made_up = np.random.default_rng(0)
+    size = (BLOCK, width)
     kinds = [
         (made_up.normal(size=size), 10.0 + 30.0 * made_up.normal(size=size)),
         (made_up.integers(2, size=size), np.ones(size)),  # for models that take no other numbers
@@ -196,9 +227,12 @@ def _of_made_up_rows(method: Method, read: Read, width: int, dtype: Any) -> list
     return found
 
 
-def _answers(method: Method, read: Read, blocks: list[NDArray[Any]]) -> list[NDArray[Any]] | Refused:
+def _answers(
+    method: Method, read: Read, blocks: list[NDArray[Any]]
+) -> list[NDArray[Any]] | Refused:
     """Returns what a method says of each block, with the same random numbers, or how it failed."""
-    streams, said = RandomStreams(), []
+    streams = RandomStreams()
+    said = []
     for block in blocks:
         answer = attempt("on made-up rows it", partial(method, block))
         streams.restore()
@@ -208,7 +242,9 @@ def _answers(method: Method, read: Read, blocks: list[NDArray[Any]]) -> list[NDA
     return said
 
 
-def split(units: int, share: float, adjacency: Adjacency, source: Stream | None = None) -> NDArray[np.bool_]:
+def split(
+    units: int, share: float, adjacency: Adjacency, source: Stream | None = None
+) -> NDArray[np.bool_]:
     """Returns which units are held out: as many as the share says, or under add_remove by one coin each.
 
     Args:

@@ -47,7 +47,9 @@ def study(
         require_readable(schema, frame)
     if n is None:
         if budget.adjacency == ADD_REMOVE:
-            raise ValueError("n must be given under add_remove, where the number of units is private (got None)")
+            raise ValueError(
+                "n must be given under add_remove, where the number of units is private (got None)"
+            )
         n = units_of(schema.read(frame))[0]
     plan = plan_study(schema, budget, n=n, **settings)
     if show is not None:

@@ -165,7 +165,9 @@ def score(
     if kind not in LOSSES and bound is not None:
         raise ValueError(f"bound must not be given for {kind}, which has one (got {bound})")
     if kind in LOSSES and bound is None:
-        raise ValueError(f"bound must be given for {kind}: a public bound on the loss of a record (got None)")
+        raise ValueError(
+            f"bound must be given for {kind}: a public bound on the loss of a record (got None)"
+        )
     limit = 1.0 if bound is None else check.positive(bound=bound)
     if bins is not None and not 2 <= check.positive_count(bins=bins) <= _MOST_BINS:
         raise ValueError(f"bins must be in 2..{_MOST_BINS} (got {bins})")
@@ -180,22 +182,36 @@ def score(
     if bins is None:
         # PRIVACY: how many there are must not tell a private number of records
         # (test_the_number_of_bins_is_one_of_public_numbers)
-        bins = _USUAL_BINS if budget.adjacency == ADD_REMOVE else bins_of(records.units, noise.deviation)
+        bins = (
+            _USUAL_BINS
+            if budget.adjacency == ADD_REMOVE
+            else bins_of(records.units, noise.deviation)
+        )
     vectors = _contributions(model, kind, limit, labels, bins, records.rows, records.truth)
     total = counts(vectors * records.valid[:, None], records.users)
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
     ledger.authorize(noise.event)
     noisy = noise.release(total, source)
-    found = of_area(noisy.reshape(2, bins), noise.variance) if kind == "auc" else of_share(noisy, noise.variance)
+    found = (
+        of_area(noisy.reshape(2, bins), noise.variance)
+        if kind == "auc"
+        else of_share(noisy, noise.variance)
+    )
     errors = limit * found.noise, limit * found.sampling
-    return PrivateScore(kind, limit * found.value, *errors, kind not in LOSSES, ledger.report(delta))
+    return PrivateScore(
+        kind, limit * found.value, *errors, kind not in LOSSES, ledger.report(delta)
+    )
 
 
 def quietest(budget: Budget) -> Budget:
     """Returns a budget of delta 0 if that has less noise and implies this one, else this one."""
     pure = Budget(budget.epsilon, 0.0, adjacency=budget.adjacency, unit=budget.unit)
-    return pure if budget.mode == "planned" and _Noise(pure).variance < _Noise(budget).variance else budget
+    return (
+        pure
+        if budget.mode == "planned" and _Noise(pure).variance < _Noise(budget).variance
+        else budget
+    )
 
 
 def default_bins(budget: Budget, n: int) -> int:
@@ -245,9 +261,16 @@ class _Noise:
     def release(self, total: NDArray[np.int64], source: Source) -> NDArray[np.float64]:
         """Returns noisy counts, in records."""
         if isinstance(self.event, Gaussian):
-            return np.asarray(exact_release(torch.from_numpy(total / _UNIT), self.event, source).numpy())
+            return np.asarray(
+                exact_release(torch.from_numpy(total / _UNIT), self.event, source).numpy()
+            )
         step = Fraction(1, _UNIT)
-        return np.array([float(Fraction(int(one), _UNIT) + draw_laplace(self._scale, step, source)) for one in total])
+        return np.array(
+            [
+                float(Fraction(int(one), _UNIT) + draw_laplace(self._scale, step, source))
+                for one in total
+            ]
+        )
 
 
 def _classes(model: Any, metric: str, classes: Any) -> list[Any]:
@@ -305,7 +328,10 @@ def _question(model: Any, metric: str, labels: list[Any]) -> tuple[Method, Read]
             return np.asarray(-np.log(numbers(out, (BLOCK, len(labels)))))
 
     if metric == "accuracy":
-        return method_of(model, "predict"), lambda out: as_codes(out, labels, BLOCK, CPU).double().numpy()
+        return (
+            method_of(model, "predict"),
+            lambda out: as_codes(out, labels, BLOCK, CPU).double().numpy(),
+        )
     if metric == "log_loss":
         return method_of(model, "predict_proba"), losses
     if metric != "auc":

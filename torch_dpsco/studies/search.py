@@ -50,7 +50,14 @@ from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.studies.held_out import CPU, split
-from torch_dpsco.studies.scores import LOSSES, METRICS, PrivateScore, default_bins, score, score_event
+from torch_dpsco.studies.scores import (
+    LOSSES,
+    METRICS,
+    PrivateScore,
+    default_bins,
+    score,
+    score_event,
+)
 
 LAWS = {"geometric": 1.0, "logarithmic": 0.0}  # name to eta of the truncated negative binomial law
 _LEVEL = 1  # orders up to 2^14
@@ -153,7 +160,9 @@ class PrivateSearch(BaseEstimator):
             warnings.simplefilter("ignore")  # of budgets that are tried
             if excess(root) > 0:
                 low = self._least(excess, root)
-                root = scipy.optimize.brentq(lambda x: excess(x) + _CLOSE, low, root, xtol=_CLOSE / 4)
+                root = scipy.optimize.brentq(
+                    lambda x: excess(x) + _CLOSE, low, root, xtol=_CLOSE / 4
+                )
             # PRIVACY: a root is found from either side
             # (test_a_root_that_is_found_from_above_is_moved_into_the_budget)
             while excess(root) > 0:
@@ -162,9 +171,14 @@ class PrivateSearch(BaseEstimator):
         found = event(trial.epsilon)
         words = [
             f"PrivateSearch: {budget.target} ({budget.adjacency}), charged once, beforehand",
-            f"  {self.law} number of trials, {self.trials:g} on average, among {len(self.candidates)} candidates",
-            f"  each is fitted to {1 - self.holdout:g} of the records and scored on the others ({self.metric}), with "
-            f"epsilon {trial.epsilon:.4g} at delta {trial.delta:g}",
+            (
+                f"  {self.law} number of trials, {self.trials:g} on average, among"
+                f" {len(self.candidates)} candidates"
+            ),
+            (
+                f"  each is fitted to {1 - self.holdout:g} of the records and scored on the others"
+                f" ({self.metric}), with epsilon {trial.epsilon:.4g} at delta {trial.delta:g}"
+            ),
         ]
         return SearchPlan(trial, gamma, found, _epsilon(found, budget), "\n".join(words))
 
@@ -185,17 +199,27 @@ class PrivateSearch(BaseEstimator):
         budget, _ = self._settings()
         features = as_features(X)
         if budget.adjacency != ADD_REMOVE and len(features) != self.n:
-            raise UnitError(f"n must be the number of records under {budget.adjacency} (got {self.n})")
+            raise UnitError(
+                f"n must be the number of records under {budget.adjacency} (got {self.n})"
+            )
         plan = self.plan(features.shape[1])
         ledger = Accountant(budget) if self.accountant is None else self.accountant
         ledger.require_unit("example")
         if ledger.adjacency != budget.adjacency:
-            raise AdjacencyError(f"accountant must have the adjacency {budget.adjacency!r} (got {ledger.adjacency!r})")
+            raise AdjacencyError(
+                f"accountant must have the adjacency {budget.adjacency!r} (got"
+                f" {ledger.adjacency!r})"
+            )
         delta = budget.delta if ledger.budget is None else None
-        privacy = ledger.report(delta)  # raises, before anything is charged, if the ledger has no answer at this delta
-        rows, targets = features.cpu().numpy(), np.asarray(y, dtype=object) if isinstance(y, list) else np.asarray(y)
+        privacy = ledger.report(
+            delta
+        )  # raises, before anything is charged, if the ledger has no answer at this delta
+        rows = features.cpu().numpy()
+        targets = np.asarray(y, dtype=object) if isinstance(y, list) else np.asarray(y)
         if targets.shape != (len(rows),):
-            raise ValueError(f"y must have one target per row (got shape {targets.shape} for {len(rows)} rows)")
+            raise ValueError(
+                f"y must have one target per row (got shape {targets.shape} for {len(rows)} rows)"
+            )
         held = split(len(rows), self.holdout, budget.adjacency)
         # PRIVACY: a trial that a setting fails tells of no record (test_no_setting_fails_after_the_charge)
         for name in self.candidates:
@@ -211,12 +235,16 @@ class PrivateSearch(BaseEstimator):
             found = attempt("a trial", lambda: self._best(plan, rows, targets, held))
         if isinstance(found, Refused):
             # PRIVACY: which trial failed, and how, tells of records (test_a_search_that_fails_releases_nothing)
-            raise PrivacyError("the search failed: nothing is released, and what was charged stays") from None
+            raise PrivacyError(
+                "the search failed: nothing is released, and what was charged stays"
+            ) from None
         best, model = found
-        self.best_score_, self.best_error_ = best.value, best.error
+        self.best_score_ = best.value
+        self.best_error_ = best.error
         self.privacy_ = model.privacy_ = ledger.report(delta)
         model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
-        model.accountant, model.epsilon = ledger, self.epsilon
+        model.accountant = ledger
+        model.epsilon = self.epsilon
         self.best_estimator_ = model
         return self
 
@@ -239,31 +267,48 @@ class PrivateSearch(BaseEstimator):
         check_fields(self)
         for name, model in self.candidates.items():
             if not isinstance(model, LinearModel):
-                raise ValueError(f"candidates must be models of torch_dpsco.estimators (got {check.shown(model)})")
+                raise ValueError(
+                    "candidates must be models of torch_dpsco.estimators (got"
+                    f" {check.shown(model)})"
+                )
             if model.accountant is not None:
-                raise ValueError(f"candidates must have no ledger, since the search has one (got one of {name!r})")
+                raise ValueError(
+                    "candidates must have no ledger, since the search has one (got one of"
+                    f" {name!r})"
+                )
         if not self.candidates:
             raise ValueError("candidates must be one or more models by name (got none)")
         if check.open_interval(0.0, 1.0, delta=self.delta) and self.n is None:
             raise ValueError("n must be given, as for the models (got None)")
-        check.positive_count(n=self.n), check.open_interval(0.0, 1.0, holdout=self.holdout)
-        check.choice(METRICS, metric=self.metric), check.choice(tuple(LAWS), law=self.law)
+        check.positive_count(n=self.n)
+        check.open_interval(0.0, 1.0, holdout=self.holdout)
+        check.choice(METRICS, metric=self.metric)
+        check.choice(tuple(LAWS), law=self.law)
         if not 1 < check.finite(trials=self.trials) <= _MOST_TRIALS:
-            raise ValueError(f"trials must be in (1, {_MOST_TRIALS:g}], their expected number (got {self.trials})")
+            raise ValueError(
+                f"trials must be in (1, {_MOST_TRIALS:g}], their expected number (got"
+                f" {self.trials})"
+            )
         if (self.bound is None) == (self.metric in LOSSES):
-            raise ValueError(f"bound must be given for losses, and only for them (got {self.bound} for {self.metric})")
+            raise ValueError(
+                f"bound must be given for losses, and only for them (got {self.bound} for"
+                f" {self.metric})"
+            )
         eta = LAWS[self.law]
         gamma = scipy.optimize.brentq(
             lambda g: math.log(expected_trials(eta, g) / self.trials), 1e-9, 1 - 1e-9, xtol=1e-15
         )
-        return Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency)), float(gamma)
+        return Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency)), float(
+            gamma
+        )
 
     def _least(self, excess: Callable[[float], float], high: float) -> float:
         """Returns the logarithm of a trial's epsilon that keeps the budget; raises InfeasibleError if there is none.
 
         What is too small for a setting of a candidate, as for a reg of its own, is passed by.
         """
-        low, why = high - math.log(64), ""
+        low = high - math.log(64)
+        why = ""
         tried = low
         while high - low > _CLOSE:
             try:
@@ -271,13 +316,22 @@ class PrivateSearch(BaseEstimator):
                     return tried
                 high = tried
             except CalibrationError as error:
-                low, why = tried, f". A smaller budget of each trial leaves nothing: {error}"
+                low = tried
+                why = f". A smaller budget of each trial leaves nothing: {error}"
             tried = (low + high) / 2
         raise InfeasibleError(
-            f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon {self.epsilon:g}){why}"
+            f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon"
+            f" {self.epsilon:g}){why}"
         )
 
-    def _try(self, name: str, trial: Budget, privacy: PrivacyReport, rows: NDArray[Any], targets: NDArray[Any]) -> None:
+    def _try(
+        self,
+        name: str,
+        trial: Budget,
+        privacy: PrivacyReport,
+        rows: NDArray[Any],
+        targets: NDArray[Any],
+    ) -> None:
         """Scores a stand-in for a candidate's fit on made-up rows; raises whatever a trial would by settings.
 
         Args:
@@ -294,11 +348,18 @@ class PrivateSearch(BaseEstimator):
         labels = getattr(made, "classes_", np.zeros(1))
         try:
             charged: dict[str, Any] = {"budget": trial, "accountant": Accountant(trial)}
-            score(made, np.zeros((2, rows.shape[1])), [labels[0]] * 2, self.metric, bound=self.bound, **charged)
+            score(
+                made,
+                np.zeros((2, rows.shape[1])),
+                [labels[0]] * 2,
+                self.metric,
+                bound=self.bound,
+                **charged,
+            )
         except ValueError as error:
             raise ValueError(
-                f"metric must be one that candidate {name!r} ({type(model).__name__}) can be scored by (got "
-                f"{self.metric!r}): {error}"
+                f"metric must be one that candidate {name!r} ({type(model).__name__}) can be scored"
+                f" by (got {self.metric!r}): {error}"
             ) from error
 
     def _trial(self, budget: Budget, epsilon: float) -> Budget:
@@ -307,7 +368,12 @@ class PrivateSearch(BaseEstimator):
     def _model(self, name: str, trial: Budget) -> LinearModel:
         assert self.n is not None
         fitted = self.n - round(self.holdout * self.n)
-        settings = {"epsilon": trial.epsilon, "delta": trial.delta, "adjacency": trial.adjacency, "n": fitted}
+        settings = {
+            "epsilon": trial.epsilon,
+            "delta": trial.delta,
+            "adjacency": trial.adjacency,
+            "n": fitted,
+        }
         model = self.candidates[name]
         return type(model)(**{**model.get_params(deep=False), **settings})
 
@@ -324,13 +390,16 @@ class PrivateSearch(BaseEstimator):
 
     def _event(self, trial: Budget, dim: int, gamma: float) -> RDPCurve:
         """Returns the charge of a search with this budget of each fit and each score."""
-        orders, values = orders_at(_LEVEL), _curve("score", score_event(trial), trial)
+        orders = orders_at(_LEVEL)
+        values = _curve("score", score_event(trial), trial)
         for name in self.candidates:
             plan = self._plan_of(name, trial, dim)
             try:
                 curved = replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
             except ConditionError as error:
-                raise ConditionError(f"candidates must have a Renyi curve (got {name!r}): {error}") from error
+                raise ConditionError(
+                    f"candidates must have a Renyi curve (got {name!r}): {error}"
+                ) from error
             values = np.maximum(values, _curve(name, curved.event(), trial))
         found = negative_binomial_selection(orders, values, LAWS[self.law], gamma)
         return RDPCurve(tuple(orders.tolist()), tuple(found.tolist()), (trial.adjacency,))
@@ -339,7 +408,9 @@ class PrivateSearch(BaseEstimator):
         self, plan: SearchPlan, rows: NDArray[Any], targets: NDArray[Any], held: NDArray[np.bool_]
     ) -> tuple[PrivateScore, LinearModel]:
         """Returns the best score and its model, of K trials; ties go to the first, which is a random one of them."""
-        source, names, best = Keystream(), list(self.candidates), None
+        source = Keystream()
+        names = list(self.candidates)
+        best = None
         sign = -1.0 if self.metric in LOSSES else 1.0
         for _ in range(draw_count(self.law, plan.gamma, source)):
             model = self._model(names[int(source.integers(len(names), 1)[0])], plan.trial)
@@ -348,7 +419,13 @@ class PrivateSearch(BaseEstimator):
             # (test_the_noise_of_a_trial_is_that_of_its_charge)
             charged: dict[str, Any] = {"budget": plan.trial, "accountant": Accountant(plan.trial)}
             found = score(
-                model, rows[held], targets[held], self.metric, bound=self.bound, bins=self._bins(plan.trial), **charged
+                model,
+                rows[held],
+                targets[held],
+                self.metric,
+                bound=self.bound,
+                bins=self._bins(plan.trial),
+                **charged,
             )
             if best is None or sign * found.value > sign * best[0].value:
                 best = found, model
@@ -361,7 +438,8 @@ def _curve(name: str, event: Event, trial: Budget) -> NDArray[np.float64]:
     cost = Ledger([event]).cost(trial.adjacency, _LEVEL)
     if cost.fails or not np.isfinite(cost.rdp).any():
         raise ConditionError(
-            f"candidates must have a Renyi curve, as LogisticRegression, LinearSVC and Ridge do (got {name!r}, {event})"
+            "candidates must have a Renyi curve, as LogisticRegression, LinearSVC and Ridge do"
+            f" (got {name!r}, {event})"
         )
     return np.asarray(cost.rdp)
 
@@ -383,9 +461,11 @@ def draw_count(law: str, gamma: float, source: Stream) -> int:
     fail = _EXACT.subtract(Decimal(1), success)
     # P(1), and what P(k) has to be divided by, of P(k) proportional to fail^k and fail^k / k
     power = success if law == "geometric" else _EXACT.divide(fail, _EXACT.minus(_EXACT.ln(success)))
-    count, below = 1, power
+    count = 1
+    below = power
     while below <= wanted:
-        count, power = count + 1, _EXACT.multiply(power, fail)
+        count = count + 1
+        power = _EXACT.multiply(power, fail)
         chance = power if law == "geometric" else _EXACT.divide(power, Decimal(count))
         if _EXACT.add(below, chance) == below:
             break  # what is left is less than the digits

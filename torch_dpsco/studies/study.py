@@ -82,17 +82,24 @@ class StudyPlan:
     level: float | None
 
     def __str__(self) -> str:
-        about, unit = "about " if self.budget.adjacency == ADD_REMOVE else "", self._unit
+        about = "about " if self.budget.adjacency == ADD_REMOVE else ""
+        unit = self._unit
         shown: list[str] = []
         if isinstance(self.model, PrivateSearch):
-            how = f"the best of {self.model.trials:g} trials on average, among {', '.join(self.model.candidates)}"
+            how = (
+                f"the best of {self.model.trials:g} trials on average, among"
+                f" {', '.join(self.model.candidates)}"
+            )
         else:
             with parts():
                 plan = self.model.plan(len(self.schema.names), self.budget.unit)
             how = f"{type(self.model).__name__} by {plan.mechanism}"
             shown = [f"    {plan.shown}"] if plan.shown else []
         lines = [
-            f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}), for each {unit}",
+            (
+                f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}),"
+                f" for each {unit}"
+            ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
             f"    {how}, {len(self.schema.names)} features",
             *shown,
@@ -100,16 +107,25 @@ class StudyPlan:
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
         if self.level is not None:
-            lines.append(f"    predictions that cover {100 * self.level:g} %: epsilon {self._shared.epsilon:g}")
+            lines.append(
+                f"    predictions that cover {100 * self.level:g} %: epsilon"
+                f" {self._shared.epsilon:g}"
+            )
         lines.append(f"  Each {unit} is in one of the two parts, by a draw that looks at no value.")
         if self.schema.one_row_per_unit:
-            lines.append(f"  No {unit} has a second row: one_row_per_unit=True of the schema promises it.")
+            lines.append(
+                f"  No {unit} has a second row: one_row_per_unit=True of the schema promises it."
+            )
         return "\n".join(lines)
 
     @property
     def pays_for_intervals(self) -> bool:
         """Whether a part of the budget is for intervals of coefficients."""
-        models = self.model.candidates.values() if isinstance(self.model, PrivateSearch) else [self.model]
+        models = (
+            self.model.candidates.values()
+            if isinstance(self.model, PrivateSearch)
+            else [self.model]
+        )
         return any(getattr(model, "intervals", None) is not None for model in models)
 
     @property
@@ -139,7 +155,9 @@ class StudyPlan:
             ConditionError: the plan is to search among several models.
         """
         if isinstance(self.model, PrivateSearch):
-            raise ConditionError("a preview is of one model: plan a study without candidates for each of them")
+            raise ConditionError(
+                "a preview is of one model: plan a study without candidates for each of them"
+            )
         if frame is None:
             return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
         table = self.schema.read(frame)
@@ -148,7 +166,9 @@ class StudyPlan:
         return self.model.preview(table.X[whole], table.y[whole], groups, **options)
 
     @typed
-    def run(self, frame: Any, *, ledger_path: str | os.PathLike[str] | None = None, check: bool = True) -> Study:
+    def run(
+        self, frame: Any, *, ledger_path: str | os.PathLike[str] | None = None, check: bool = True
+    ) -> Study:
         """Carries it out.
 
         Args:
@@ -165,7 +185,10 @@ class StudyPlan:
         table = self.schema.read(frame)
         units, places = units_of(table)
         if self.budget.adjacency != ADD_REMOVE and units != self.n:
-            raise UnitError(f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got {self.n})")
+            raise UnitError(
+                f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got"
+                f" {self.n})"
+            )
         charges = self._charges()
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
@@ -194,24 +217,40 @@ class StudyPlan:
         """Returns the study: a fit that charges the first part, measured on the rows of the second."""
         charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
         positional = self.budget.adjacency != ADD_REMOVE
-        name, cut = f"{HELD}{secrets.token_hex(16)}", ("positional", False) if positional else ("keyed", True)
+        name = f"{HELD}{secrets.token_hex(16)}"
+        cut = ("positional", False) if positional else ("keyed", True)
         ledger.declare(Parallel(charges, name, *cut), 1)
         with parts(), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model = fitted()
         with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
             bins = default_bins(self._scored, self.held)
             scored = charged | {"budget": self._scored}
-            found = score(model, metric=self.metric, bound=_most(self.schema, self.metric), bins=bins, **held, **scored)
+            found = score(
+                model,
+                metric=self.metric,
+                bound=_most(self.schema, self.metric),
+                bins=bins,
+                **held,
+                **scored,
+            )
             sets = None
             if self.level is not None:
-                sets = conformal(model, level=self.level, bound=_most(self.schema, "absolute_error"), **held, **charged)
+                sets = conformal(
+                    model,
+                    level=self.level,
+                    bound=_most(self.schema, "absolute_error"),
+                    **held,
+                    **charged,
+                )
         report = ledger.report()
         ledger.close()  # so that others may open its file
         return Study(self, model, found, sets, report)
 
     def _rehearse(self, charges: dict[str, tuple[Event, ...]]) -> None:
         """Carries it out on made-up rows with a stand-in for the fit, and raises what could not be made of a study."""
-        schema, unit, ledger = self.schema, self.budget.unit, Accountant(self.budget)
+        schema = self.schema
+        unit = self.budget.unit
+        ledger = Accountant(self.budget)
         (event,) = charges["fit"]
         model = _one_of(self.model)
 
@@ -220,7 +259,11 @@ class StudyPlan:
             return stand_in(model, model.plan(len(schema.names), unit), ledger.report())
 
         target, *_ = schema.labels or schema.target_range or (0.0,)
-        held = {"X": np.zeros((1, len(schema.names))), "y": [target], **({} if unit == "example" else {"groups": [0]})}
+        held = {
+            "X": np.zeros((1, len(schema.names))),
+            "y": [target],
+            **({} if unit == "example" else {"groups": [0]}),
+        }
         self._carried_out(ledger, charges, fitted, held)._try_out()
 
     def fit_event(self) -> Event:
@@ -252,15 +295,26 @@ class Study:
 
     def report(self) -> Statement:
         """Returns what all of it guarantees, in plain words."""
-        promise = "ranges, levels and labels of the schema are public, and were not read off the table"
+        promise = (
+            "ranges, levels and labels of the schema are public, and were not read off the table"
+        )
         privacy = self.privacy.promising(promise)
-        schema, named = self.plan.schema, privacy
+        schema = self.plan.schema
+        named = privacy
         if schema.unit != ROW:
             by_ids = schema.ids is not None and privacy.unit == "example"
-            named = privacy.named(schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids)
+            named = privacy.named(
+                schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids
+            )
         model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
-        released = (model, f"score ({self.score})", "threshold of its predictions")[: 3 - (self.sets is None)]
-        run = StudyRun(**vars(self.model.report().run) | {"name": "study"}, held=self.plan.held, released=released)
+        released = (model, f"score ({self.score})", "threshold of its predictions")[
+            : 3 - (self.sets is None)
+        ]
+        run = StudyRun(
+            **vars(self.model.report().run) | {"name": "study"},
+            held=self.plan.held,
+            released=released,
+        )
         return make_statement(named, run)
 
     def predict(self, frame: Any) -> NDArray[Any]:
@@ -282,13 +336,17 @@ class Study:
             ConditionError: the study did not pay for intervals, or noise buries them.
         """
         found = self.model.summary(level)
-        return replace(found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :]))
+        return replace(
+            found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :])
+        )
 
     def summary(self) -> str:
         """Returns the plan, the score, and intervals if they were paid for, as text."""
         lines = [str(self.plan), f"held out: {self.score}"]
         if self.sets is not None:
-            lines.append(f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}")
+            lines.append(
+                f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}"
+            )
         if self.plan.pays_for_intervals:
             try:
                 lines.append(str(self.coefficients()))
@@ -309,24 +367,36 @@ class Study:
 
     @property
     def _title(self) -> str:
-        return f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g} +- {self.score.error:.2g}"
+        return (
+            f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g} +-"
+            f" {self.score.error:.2g}"
+        )
 
     def _own_panels(self) -> list[plots.Panel]:
         several = np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1
         return [] if several else [self._panel()]
 
     def _panel(self) -> plots.Panel:
-        names, values = self.plan.schema.names, np.ravel(self.model.coef_)
-        ends, label = np.stack([values, values], axis=1), "released coefficient"
+        names = self.plan.schema.names
+        values = np.ravel(self.model.coef_)
+        ends = np.stack([values, values], axis=1)
+        label = "released coefficient"
         if self.plan.pays_for_intervals:
             with suppress(ConditionError):
                 found = self.coefficients()
-                values, ends = found.coefficients[: len(names)], found.intervals
+                values = found.coefficients[: len(names)]
+                ends = found.intervals
                 label = f"estimate and {100 * found.level:g} % interval"
         largest = np.argsort(-np.abs(values), kind="stable")[:_SHOWN]
-        rows, where = [names[k] for k in largest], "per unit of the coded feature"
+        rows = [names[k] for k in largest]
+        where = "per unit of the coded feature"
         return plots.ranges(
-            "Largest coefficients", where, rows, values[largest].tolist(), ends[largest].tolist(), label
+            "Largest coefficients",
+            where,
+            rows,
+            values[largest].tolist(),
+            ends[largest].tolist(),
+            label,
         )
 
     @typed
@@ -402,28 +472,41 @@ def plan_study(
     """
     if (budget.unit == "user") != (schema.rows_per_unit != 1):
         raise UnitError(
-            f"budget must be of unit 'user' where the schema keeps several rows of a unit, and only there (got "
-            f"{budget.unit!r} with rows_per_unit={schema.rows_per_unit})"
+            "budget must be of unit 'user' where the schema keeps several rows of a unit, and only"
+            f" there (got {budget.unit!r} with rows_per_unit={schema.rows_per_unit})"
         )
     if budget.mode != "planned":
-        raise ValueError(f"budget must be of mode 'planned', as all of a study is (got {budget.mode!r})")
+        raise ValueError(
+            f"budget must be of mode 'planned', as all of a study is (got {budget.mode!r})"
+        )
     classes = len(schema.labels or ())
-    usual = ("accuracy", "auc") if classes == 2 else ("accuracy",) if classes else ("absolute_error", "squared_error")
+    usual = (
+        ("accuracy", "auc")
+        if classes == 2
+        else ("accuracy",)
+        if classes
+        else ("absolute_error", "squared_error")
+    )
     metric = usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
     count = check.positive_count(n=n)
     warn_of_delta(budget, count)
     held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
     if min(held, count - held) < _LEAST:
-        raise ValueError(f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})")
+        raise ValueError(
+            f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})"
+        )
     if model is not None and not issubclass(model, LinearModel):
-        raise ValueError(f"model must be a class of torch_dpsco.estimators, as Ridge (got {model.__name__})")
+        raise ValueError(
+            f"model must be a class of torch_dpsco.estimators, as Ridge (got {model.__name__})"
+        )
     if model is None:
         regressor = HuberRegressor if budget.unit == "user" else Ridge
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
     if missing := schema.settings().keys() - inspect.signature(model).parameters.keys():
         what = f"{classes} labels" if classes else "a real target"
         raise ValueError(
-            f"model must be one for {what}, as the schema has (got {model.__name__}, which takes no {min(missing)})"
+            f"model must be one for {what}, as the schema has (got {model.__name__}, which takes no"
+            f" {min(missing)})"
         )
     target = {"epsilon": budget.epsilon, "delta": budget.delta}
     given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
@@ -431,14 +514,22 @@ def plan_study(
         raise ValueError(f"trials must be given with candidates only (got {trials})")
     several = {"": {}} if candidates is None else candidates
     if not all(isinstance(more, Mapping) for more in several.values()):
-        raise ValueError(f"candidates must map names to settings, as {{'little': {{'reg': 30.0}}}} (got {candidates})")
-    models = {name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()}
+        raise ValueError(
+            "candidates must map names to settings, as {'little': {'reg': 30.0}} (got"
+            f" {candidates})"
+        )
+    models = {
+        name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()
+    }
     if not models:
         raise ValueError("candidates must be one or more settings by name (got none)")
     fitted: LinearModel | PrivateSearch = next(iter(models.values()))
     if candidates is not None:
         if budget.unit == "user":
-            raise UnitError("candidates must be of rows: a search among fits of users is not proved (got unit 'user')")
+            raise UnitError(
+                "candidates must be of rows: a search among fits of users is not proved (got unit"
+                " 'user')"
+            )
         own = {name: one.set_params(**_UNSET) for name, one in models.items()}
         bound = None if classes else _most(schema, metric)
         average = 10.0 if trials is None else trials
@@ -459,15 +550,24 @@ def _settled(
     public = schema.settings()
     if unknown := sorted(settings.keys() - inspect.signature(kind).parameters.keys()):
         given_as = f"{unknown[0]}={settings[unknown[0]]!r}"
-        raise ValueError(f"{unknown[0]} must be an argument of study, or a setting of {kind.__name__} (got {given_as})")
+        raise ValueError(
+            f"{unknown[0]} must be an argument of study, or a setting of {kind.__name__} (got"
+            f" {given_as})"
+        )
     if twice := sorted(settings.keys() & {*given, *public}):
-        raise ValueError(f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})")
+        raise ValueError(
+            f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})"
+        )
     fitted = kind(**given, **public, **settings)
-    whole = [name for name, column in schema.columns.items() if isinstance(column, Category) and not column.baseline]
+    whole = [
+        name
+        for name, column in schema.columns.items()
+        if isinstance(column, Category) and not column.baseline
+    ]
     if getattr(fitted, "intervals", None) is not None and fitted.fit_intercept and whole:
         raise ValueError(
-            f"intervals must be of features that are no function of each other: give column {whole[0]!r} "
-            f"Category(..., baseline=True)"
+            "intervals must be of features that are no function of each other: give column"
+            f" {whole[0]!r} Category(..., baseline=True)"
         )
     return fitted
 
@@ -485,7 +585,9 @@ def _one_of(model: LinearModel | PrivateSearch) -> LinearModel:
     if not isinstance(model, PrivateSearch):
         return model
     one = next(iter(model.candidates.values()))
-    found: LinearModel = type(one)(**one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET})
+    found: LinearModel = type(one)(
+        **one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET}
+    )
     return found
 
 
@@ -503,8 +605,9 @@ def require_readable(schema: Schema, frame: Any) -> None:
     if found.stops:
         # PRIVACY: errors travel further than a terminal (test_what_the_look_finds_is_on_standard_error_alone)
         raise ValueError(
-            "the table must be one that its schema can read: what does not fit is on standard error, for whoever holds "
-            "the data. Mend the table or the schema, or pass check=False (dpsco fit --unchecked). Nothing was spent"
+            "the table must be one that its schema can read: what does not fit is on standard"
+            " error, for whoever holds the data. Mend the table or the schema, or pass check=False"
+            " (dpsco fit --unchecked). Nothing was spent"
         )
 
 

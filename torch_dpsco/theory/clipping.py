@@ -70,7 +70,8 @@ def clip_bias(moment: float, moment_order: float, clip: float, mode: str = "tigh
         (0.5, 2.0)
     """
     check.choice(("tight", "paper"), mode=mode)
-    k, log_r = check.order(moment_order=moment_order), math.log(check.positive(moment=moment))
+    k = check.order(moment_order=moment_order)
+    log_r = math.log(check.positive(moment=moment))
     constant = _log_bias_constant(k) if mode == "tight" else -math.log(k - 1)
     return safe_exp(constant + log_r + (k - 1) * (log_r - math.log(check.positive(clip=clip))))
 
@@ -93,7 +94,9 @@ def clip_bias_worst(moment: float, moment_order: float, clip: float) -> float:
         (0.75, 1.0)
     """
     bound = clip_bias(moment, moment_order, clip)
-    return bound if clip >= moment * math.exp(_log_ratio(moment_order)) else min(bound, moment - clip)
+    return (
+        bound if clip >= moment * math.exp(_log_ratio(moment_order)) else min(bound, moment - clip)
+    )
 
 
 def clip_threshold_linear(moment: float, moment_order: float, noise_weight: float) -> float:
@@ -117,12 +120,15 @@ def clip_threshold_linear(moment: float, moment_order: float, noise_weight: floa
         >>> round(clip_threshold_linear(1.0, 2.0, 0.01), 12)
         5.0
     """
-    k, log_r = check.order(moment_order=moment_order), math.log(check.positive(moment=moment))
+    k = check.order(moment_order=moment_order)
+    log_r = math.log(check.positive(moment=moment))
     log_clip = log_r + _log_ratio(k) - math.log(check.positive(noise_weight=noise_weight)) / k
     return _finite_clip(log_clip, noise_weight)
 
 
-def clip_threshold_square(moment: float, moment_order: float, bias_weight: float, noise_weight: float) -> float:
+def clip_threshold_square(
+    moment: float, moment_order: float, bias_weight: float, noise_weight: float
+) -> float:
     """Returns the threshold that minimizes u B(C)^2 + q C^2: C = r ((k-1) u beta_k^2 / q)^(1/(2k)).
 
     Args:
@@ -141,7 +147,8 @@ def clip_threshold_square(moment: float, moment_order: float, bias_weight: float
         >>> round(clip_threshold_square(1.0, 2.0, 1.0, 0.0001), 12)
         5.0
     """
-    k, log_r = check.order(moment_order=moment_order), math.log(check.positive(moment=moment))
+    k = check.order(moment_order=moment_order)
+    log_r = math.log(check.positive(moment=moment))
     log_weights = math.log(check.positive(bias_weight=bias_weight)) - math.log(
         check.positive(noise_weight=noise_weight)
     )
@@ -188,15 +195,19 @@ def mean_noise_std(
         >>> round(mean_noise_std(1.0, batch_size=100, rho=0.5), 12)
         0.02
     """
-    C, s = check.positive(clip=clip), check.positive_count(batch_size=batch_size)
-    S, T = sensitivity_factor(adjacency), check.positive_count(steps=steps)
+    C = check.positive(clip=clip)
+    s = check.positive_count(batch_size=batch_size)
+    S = sensitivity_factor(adjacency)
+    T = check.positive_count(steps=steps)
     if check.positive(rho=rho, allow_inf=non_private) == math.inf:
         return 0.0
     # PRIVACY: rounded up, never down (test_the_noise_of_a_mean_is_never_below_its_exact_value).
     return _rounded_up(S * C / s, math.sqrt(T / (2.0 * rho)))
 
 
-def exchange_rate_mean(batch_size: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
+def exchange_rate_mean(
+    batch_size: int, dim: int, rho: float, adjacency: str = "replace_one"
+) -> float:
     """Returns a = sqrt(2 d / rho) / s (replace_one), the error by noise per unit of threshold, for one mean.
 
     Since d/dC E(||g|| - C)_+ = -P(||g|| > C), the (1 - a)-quantile of the gradient norms minimizes
@@ -215,11 +226,14 @@ def exchange_rate_mean(batch_size: int, dim: int, rho: float, adjacency: str = "
         >>> round(exchange_rate_mean(batch_size=100, dim=1, rho=0.5), 12)
         0.02
     """
-    s, d = check.positive_count(batch_size=batch_size), check.positive_count(dim=dim)
+    s = check.positive_count(batch_size=batch_size)
+    d = check.positive_count(dim=dim)
     return sensitivity_factor(adjacency) / 2.0 * math.sqrt(2.0 * d / check.positive(rho=rho)) / s
 
 
-def exchange_rate_accelerated(n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one") -> float:
+def exchange_rate_accelerated(
+    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
+) -> float:
     """Returns a = 4 sqrt(d T / (3 rho)) / n of AcceleratedSGD, n = T floor(n/T) records used.
 
     Source:
@@ -229,7 +243,8 @@ def exchange_rate_accelerated(n: int, dim: int, steps: int, rho: float, adjacenc
         >>> round(exchange_rate_accelerated(n=1000, dim=3, steps=4, rho=1.0), 12)
         0.008
     """
-    s, T = _batch(n, steps), float(steps)
+    s = _batch(n, steps)
+    T = float(steps)
     return 2.0 * math.sqrt(2.0 / (3.0 * T)) * exchange_rate_mean(s, dim, rho, adjacency)
 
 
@@ -247,7 +262,13 @@ def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_
 
 
 def exchange_rate_strongly_convex(
-    n: int, dim: int, steps: int, rho: float, bias: float, noise: float, adjacency: str = "replace_one"
+    n: int,
+    dim: int,
+    steps: int,
+    rho: float,
+    bias: float,
+    noise: float,
+    adjacency: str = "replace_one",
 ) -> float:
     """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD.
 
@@ -271,7 +292,9 @@ def exchange_rate_strongly_convex(
     return math.sqrt(ratio) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)
 
 
-def exchange_rate_proximal_pl(n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one") -> float:
+def exchange_rate_proximal_pl(
+    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
+) -> float:
     """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD.
 
     Source:
@@ -286,7 +309,9 @@ def exchange_rate_proximal_pl(n: int, dim: int, steps: int, rho: float, adjacenc
 
 def _batch(n: int, steps: int) -> int:
     if check.positive_count(steps=steps) > check.positive_count(n=n):
-        raise ValueError(f"steps must be <= n={n}, for batches that use each record once (got {steps})")
+        raise ValueError(
+            f"steps must be <= n={n}, for batches that use each record once (got {steps})"
+        )
     return n // steps
 
 
@@ -303,8 +328,8 @@ def _finite_clip(log_clip: float, noise_weight: float) -> float:
     clip = safe_exp(log_clip)
     if not 0.0 < clip < math.inf:
         raise InfeasibleError(
-            f"noise_weight must leave a threshold within floating point (got {noise_weight:g}, log threshold "
-            f"{log_clip:g}): give a clip"
+            f"noise_weight must leave a threshold within floating point (got {noise_weight:g}, log"
+            f" threshold {log_clip:g}): give a clip"
         )
     return clip
 
@@ -314,7 +339,7 @@ def _rounded_up(sensitivity: float, ratio: float) -> float:
     std = sensitivity * ratio
     if not (_SMALLEST < sensitivity < _LARGEST and _SMALLEST < std < _LARGEST):
         raise InfeasibleError(
-            f"clip and rho must give a noise std within floating point (got sensitivity {sensitivity:g}, std over "
-            f"sensitivity {ratio:g})"
+            "clip and rho must give a noise std within floating point (got sensitivity"
+            f" {sensitivity:g}, std over sensitivity {ratio:g})"
         )
     return scaled_up(std, 6)

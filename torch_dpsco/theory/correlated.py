@@ -59,7 +59,9 @@ class Banded:
         column = tuple(check.between(0.0, 1.0, coefficients=c) for c in self.coefficients)
         if column[:1] != (1.0,) or any(later > earlier for earlier, later in pairwise(column)):
             # PRIVACY: noise that grows is rounded to nothing (test_noise_that_grows_is_refused)
-            raise ValueError(f"coefficients must begin with 1 and never increase (got {check.shown(column)})")
+            raise ValueError(
+                f"coefficients must begin with 1 and never increase (got {check.shown(column)})"
+            )
         object.__setattr__(self, "coefficients", column)
 
     @property
@@ -91,8 +93,12 @@ class Banded:
         participations, last = self._participations(steps, separation)
         if adjacency == "add_remove":
             # PRIVACY: every later position shifts (test_add_remove_is_refused)
-            raise AdjacencyError("correlated noise is proved for zero_out and replace_one, where positions stay")
-        square = (participations - 1) * self._square(self.bands) + self._square(min(self.bands, last))
+            raise AdjacencyError(
+                "correlated noise is proved for zero_out and replace_one, where positions stay"
+            )
+        square = (participations - 1) * self._square(self.bands) + self._square(
+            min(self.bands, last)
+        )
         # margin: of the root (docs/proofs/rounding.md#model-of-arithmetic)
         return scaled_up(sensitivity_factor(adjacency) * math.sqrt(square), 4)
 
@@ -111,7 +117,9 @@ class Banded:
         rows = participations * (self.bands - 1) * check.positive_count(dim=dim)
         relative = gamma(self.bands) * math.fsum(self.coefficients[1:])
         if steps * relative > 0.5:
-            raise ConditionError(f"steps must be at most {0.5 / relative:g} with {self.bands} bands (got {steps})")
+            raise ConditionError(
+                f"steps must be at most {0.5 / relative:g} with {self.bands} bands (got {steps})"
+            )
         return scaled_up(2.0 * math.sqrt(rows) * relative * 2.0 * _REACH * math.sqrt(steps), 16)
 
     def correlated(self, fresh: Any, past: Iterable[Any]) -> Any:
@@ -148,10 +156,13 @@ class Banded:
 
     def _participations(self, steps: int, separation: int) -> tuple[int, int]:
         """Returns how many steps a record is in at most, and how many are left from the last such step on."""
-        steps, separation = check.positive_count(steps=steps), check.positive_count(separation=separation)
+        steps = check.positive_count(steps=steps)
+        separation = check.positive_count(separation=separation)
         if separation < self.bands:
             # PRIVACY: rows of one record would add up (test_fewer_steps_apart_than_bands_are_refused)
-            raise ConditionError(f"separation must be at least {self.bands}, the number of bands (got {separation})")
+            raise ConditionError(
+                f"separation must be at least {self.bands}, the number of bands (got {separation})"
+            )
         participations = -(-steps // separation)
         return participations, steps - (participations - 1) * separation
 
@@ -176,21 +187,27 @@ def least_error(steps: int, bands: int) -> Banded:
         >>> [round(c, 2) for c in least_error(steps=1000, bands=4).coefficients]
         [1.0, 0.86, 0.8, 0.73]
     """
-    steps, start = check.positive_count(steps=steps), np.array(square_root(bands).coefficients)
+    steps = check.positive_count(steps=steps)
+    start = np.array(square_root(bands).coefficients)
     if bands > steps:
         raise ValueError(f"bands must be at most {steps}, the number of steps (got {bands})")
     share = np.arange(steps, 0, -1) / steps
 
     def log_error(lifetimes: FloatArray) -> tuple[float, FloatArray]:
         column = _survival(lifetimes)
-        weights = scipy.signal.lfilter([1.0], column, np.ones(steps))  # B; dB / dc_j is B C^{-1}, down by j
+        weights = scipy.signal.lfilter(
+            [1.0], column, np.ones(steps)
+        )  # B; dB / dc_j is B C^{-1}, down by j
         change = scipy.signal.lfilter([1.0], column, weights)
-        size, error = column @ column, share @ weights**2
+        size = column @ column
+        error = share @ weights**2
         slopes = [-2.0 * (share * weights)[j:] @ change[: steps - j] for j in range(bands)]
         return math.log(size * error), np.cumsum(2.0 * column / size + np.array(slopes) / error)
 
     lifetimes = start - np.append(start[1:], 0.0)
-    found = scipy.optimize.minimize(log_error, lifetimes, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * bands)
+    found = scipy.optimize.minimize(
+        log_error, lifetimes, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * bands
+    )
     column = _survival(found.x)
     return Banded(tuple((column / column[0]).tolist()))
 

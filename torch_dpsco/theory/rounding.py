@@ -173,7 +173,13 @@ class Arithmetic:
         return radius * (1 + self._gamma(self.dim + 16))
 
     def errors(
-        self, lr: FloatArray, radii: FloatArray, grad_bounds: FloatArray, exponent: float, constant: float, glm: bool
+        self,
+        lr: FloatArray,
+        radii: FloatArray,
+        grad_bounds: FloatArray,
+        exponent: float,
+        constant: float,
+        glm: bool,
     ) -> list[RoundingErrors]:
         """Returns the bounds on the errors of all steps, of which the caller may take whichever is better for the run.
 
@@ -188,13 +194,15 @@ class Arithmetic:
         Raises:
             MissingConstantError: no scalar score and no certified gradient_error.
         """
-        added = lr * self.gradient_error_of(grad_bounds) + self.update_error(radii, lr * grad_bounds)
+        added = lr * self.gradient_error_of(grad_bounds) + self.update_error(
+            radii, lr * grad_bounds
+        )
         if self.gradient_error is not None:
             return [RoundingErrors(np.zeros_like(lr), added)]
         if not glm:
             raise MissingConstantError(
-                "gradient_error must be certified for a loss without scalar score: a bound on the rounding error of "
-                "the mean gradient (got None)"
+                "gradient_error must be certified for a loss without scalar score: a bound on the"
+                " rounding error of the mean gradient (got None)"
             )
         score = self.score_error(radii)
         forms = [RoundingErrors(8 * lr * score * grad_bounds, added)]
@@ -204,7 +212,9 @@ class Arithmetic:
             theta = (1 - exponent) / 64
             powers = np.power(4 * exponent / ((1 + exponent) * theta) * score, exponent)
             scale = math.exp(-2 * exponent / (1 - exponent) * math.log1p(-theta / 2))
-            forms.append(RoundingErrors(4 / (1 + exponent) * lr * constant * score * powers, added, scale))
+            forms.append(
+                RoundingErrors(4 / (1 + exponent) * lr * constant * score * powers, added, scale)
+            )
         return forms
 
     def _gamma(self, operations: int) -> float:
@@ -213,7 +223,8 @@ class Arithmetic:
 
 _SHARE = 2.0**-12  # of a sensitivity, that is added for the grid
 _NOISE = 1.0 + 2.0**-17  # of the std charged: what randomized rounding takes, and a hair
-_LEAST_BITS, _MOST_BITS = 12, 40
+_LEAST_BITS = 12
+_MOST_BITS = 40
 _RANGE = (2.0**-500, 2.0**500)  # of std: no number of the release is subnormal, or overflows
 
 
@@ -235,11 +246,15 @@ def asks_exact(secure: str | None) -> bool:
     return check.choice((None, "exact"), secure=secure) == "exact"
 
 
-def require_gaussian(secure: str | None, why: str = "delta = 0 takes K-norm noise, whose law is continuous") -> None:
+def require_gaussian(
+    secure: str | None, why: str = "delta = 0 takes K-norm noise, whose law is continuous"
+) -> None:
     """Raises ConditionError if exact noise is asked for where there is none; `why` says what there is, in words."""
     if asks_exact(secure):
         # PRIVACY: (test_what_has_no_exact_form_refuses_by_name)
-        raise ConditionError(f"secure must be None here, since exact noise is Gaussian and on the answer: {why}")
+        raise ConditionError(
+            f"secure must be None here, since exact noise is Gaussian and on the answer: {why}"
+        )
 
 
 def with_grid(sensitivity: float, exact: bool = True) -> float:
@@ -266,18 +281,23 @@ def exact_grid(std: float, sensitivity: float, dim: int, largest: float = 0.0) -
         >>> grid.bits, round(grid.spacing * 2**grid.bits, 4)
         (19, 2.0)
     """
-    std, sensitivity = check.positive(std=std), check.positive(sensitivity=sensitivity)
+    std = check.positive(std=std)
+    sensitivity = check.positive(sensitivity=sensitivity)
     if not _RANGE[0] <= std <= _RANGE[1]:
         raise ConditionError(f"the noise std must be in [2^-500, 2^500] to be exact (got {std:g})")
     # PRIVACY: 1.5 g sqrt(d) within 2^-13 of the sensitivity, half of what `with_grid` added
     # (test_neighbors_differ_by_at_most_the_charged_sensitivity_on_the_grid)
-    bits = math.log2(1.5 * math.sqrt(check.positive_count(dim=dim)) * _NOISE) + math.log2(std) - math.log2(sensitivity)
+    bits = (
+        math.log2(1.5 * math.sqrt(check.positive_count(dim=dim)) * _NOISE)
+        + math.log2(std)
+        - math.log2(sensitivity)
+    )
     p = max(_LEAST_BITS, math.ceil(bits + 13.0))
     spacing = std * _NOISE / 2.0**p
     if p > _MOST_BITS or not check.nonnegative(largest=largest) <= 2.0**49 * spacing:
         raise ConditionError(
-            f"secure='exact' needs numbers of 64 bits: noise std over sensitivity times sqrt(dim) must be below 2^26, "
-            f"and values below 2^49 steps of the grid (got std {std:g}, sensitivity {sensitivity:g}, dim {dim}, values "
-            f"up to {largest:g}); use secure=None"
+            "secure='exact' needs numbers of 64 bits: noise std over sensitivity times sqrt(dim)"
+            f" must be below 2^26, and values below 2^49 steps of the grid (got std {std:g},"
+            f" sensitivity {sensitivity:g}, dim {dim}, values up to {largest:g}); use secure=None"
         )
     return Grid(spacing, p)

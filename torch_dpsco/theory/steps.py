@@ -21,8 +21,13 @@ from torch_dpsco import _validate as check
 
 LEAST, MOST, MOST_OF_USERS = 64, 1024, 256  # steps
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
-SETTLED = 5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
-_FIRST_STEPS, _TARGETS = 50.0, 3.0  # D in units of a first step of size 1/B^2, and of the targets' bound over B
+SETTLED = (
+    5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
+)
+_FIRST_STEPS, _TARGETS = (
+    50.0,
+    3.0,
+)  # D in units of a first step of size 1/B^2, and of the targets' bound over B
 _ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
 _SAMPLED = 4.0  # and deviations of single rows from them
 _LOUD, _CLIPPED = 0.008, 0.5  # noise from which rows are clipped at half of the bound
@@ -44,7 +49,9 @@ class Pace:
     momentum: float = 0.0
 
 
-def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, smooth: bool) -> float:
+def usual_distance(
+    grad_at_zero: float, bound_x: float, bound_y: float | None, smooth: bool
+) -> float:
     """Returns the guess of |w_1 - w*| where there is none: 50 first steps, at most six times the targets' bound.
 
     Args:
@@ -57,7 +64,11 @@ def usual_distance(grad_at_zero: float, bound_x: float, bound_y: float | None, s
         >>> usual_distance(0.5, 1.0, None, smooth=True)
         25.0
     """
-    steps = _FIRST_STEPS * check.positive(grad_at_zero=grad_at_zero) / check.positive(bound_x=bound_x) ** 2
+    steps = (
+        _FIRST_STEPS
+        * check.positive(grad_at_zero=grad_at_zero)
+        / check.positive(bound_x=bound_x) ** 2
+    )
     if bound_y is None:
         return steps
     targets = _TARGETS * check.positive(bound_y=bound_y) / bound_x
@@ -81,7 +92,12 @@ def clip_share(noise: float) -> float:
 
 
 def noise_of_mean(
-    noise_multiplier: float, clip: float, batch_size: int, steps: int, dim: int | None, sampled: bool
+    noise_multiplier: float,
+    clip: float,
+    batch_size: int,
+    steps: int,
+    dim: int | None,
+    sampled: bool,
 ) -> float:
     """Returns s, the norm of the noise of the mean of all steps, that of sampling included.
 
@@ -106,7 +122,10 @@ def steps_to(horizon: float, smoothness: float | None) -> int:
     """
     if smoothness is None:
         return MOST
-    return min(MOST, max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * check.positive(horizon=horizon)))))
+    return min(
+        MOST,
+        max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * check.positive(horizon=horizon)))),
+    )
 
 
 def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
@@ -121,7 +140,10 @@ def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
         >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
         Pace(lr=0.5, momentum=0.0)
     """
-    step = min(check.positive(horizon=horizon) / check.positive_count(steps=steps), steps / (SETTLED * smoothness))
+    step = min(
+        check.positive(horizon=horizon) / check.positive_count(steps=steps),
+        steps / (SETTLED * smoothness),
+    )
     reach = check.positive(smoothness=smoothness) * max(step, 1.0 / smoothness)
     momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
     return Pace(step * (1.0 - momentum), momentum)
@@ -175,7 +197,10 @@ def risk(distance: float, noise: float, steps: int, smoothness: float, momentum:
         (0.1, True)
     """
     largest = check.positive_count(steps=steps) / SETTLED if momentum else 0.5
-    horizon = min(check.positive(distance=distance) / noise, steps * largest / check.positive(smoothness=smoothness))
+    horizon = min(
+        check.positive(distance=distance) / noise,
+        steps * largest / check.positive(smoothness=smoothness),
+    )
     return distance**2 / (2.0 * horizon) + horizon * noise**2 / 2.0
 
 
@@ -185,7 +210,9 @@ def relative_steps(noise: float) -> int:
     Args:
         noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
     """
-    return min(MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise)))))
+    return min(
+        MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise))))
+    )
 
 
 def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
@@ -203,7 +230,8 @@ def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pa
         >>> round(pace.lr, 9), pace.momentum
         (0.06, 0.9)
     """
-    steps, reach = check.positive_count(steps=steps), check.positive(distance=distance or _RELATIVE)
+    steps = check.positive_count(steps=steps)
+    reach = check.positive(distance=distance or _RELATIVE)
     slow = min(1.0, 2.0 * SETTLED / steps)
     step = min(1.0 / (steps * check.positive(noise=noise)), 1.0 / (_OSCILLATION * slow))
     return Pace(reach * step * slow, 1.0 - slow)

@@ -25,7 +25,9 @@ def exact_tails(k: int, n: int, p: float) -> tuple[mp.mpf, mp.mpf]:
 @given(st.integers(0, 150), rates, st.integers(-2, 152))
 def test_tails_are_exact_rounded_up(n, p, k):
     with mp.workdps(400):
-        for found, exact in zip((lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True):
+        for found, exact in zip(
+            (lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True
+        ):
             assert min(exact, 1) <= found
             assert found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
 
@@ -36,7 +38,9 @@ def test_tails_of_thousands_of_trials_are_exact_rounded_up(n, p):
     with mp.workdps(60):
         for away in (-6, -1, 0, 1, 6, 12):
             k = int(n * p + away * deviation)
-            for found, exact in zip((lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True):
+            for found, exact in zip(
+                (lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True
+            ):
                 assert min(exact, 1) <= found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
 
 

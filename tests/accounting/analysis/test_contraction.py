@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, noisy_gd_mu
 
-contractions = st.one_of(st.floats(0.0, 1.0), st.floats(1e-16, 1e-3).map(lambda gap: 1 - gap), st.floats(0.0, 1e-9))
+contractions = st.one_of(
+    st.floats(0.0, 1.0), st.floats(1e-16, 1e-3).map(lambda gap: 1 - gap), st.floats(0.0, 1e-9)
+)
 scales = st.floats(-6.0, 6.0).map(lambda x: 10**x)
 
 
@@ -33,14 +35,24 @@ def test_mu_is_the_exact_formula_rounded_up(steps, contraction, sensitivity, noi
         )
 
 
-@given(st.integers(1, 60), st.floats(0.0, 1.0), st.floats(0.1, 3.0), st.floats(0.1, 3.0), st.floats(0.01, 2.0))
-def test_quadratics_whose_gradients_differ_by_a_constant_attain_mu(steps, contraction, sensitivity, noise, rate):
+@given(
+    st.integers(1, 60),
+    st.floats(0.0, 1.0),
+    st.floats(0.1, 3.0),
+    st.floats(0.1, 3.0),
+    st.floats(0.01, 2.0),
+)
+def test_quadratics_whose_gradients_differ_by_a_constant_attain_mu(
+    steps, contraction, sensitivity, noise, rate
+):
     """w <- c w + (0 or eta S) + eta s N: the last iterates are Gaussians with one variance."""
     gap = variance = 0.0
     for _ in range(steps):
         gap = contraction * gap + rate * sensitivity
         variance = contraction**2 * variance + (rate * noise) ** 2
-    assert noisy_gd_mu(steps, contraction, sensitivity, noise) == pytest.approx(gap / math.sqrt(variance), rel=1e-12)
+    assert noisy_gd_mu(steps, contraction, sensitivity, noise) == pytest.approx(
+        gap / math.sqrt(variance), rel=1e-12
+    )
 
 
 GRID = np.linspace(-14.0, 14.0, 701)
@@ -71,7 +83,9 @@ def test_the_quadrature_sees_a_linear_chain_at_the_bound():
     one, other = (last_density(lambda w, gap=gap: 0.8 * w + gap, 5) for gap in (0.0, 0.7))
     mu = noisy_gd_mu(5, 0.8, 0.7, 1.0)
     for epsilon in (0.0, 0.3, 1.0, 2.0):
-        assert hockey_stick(other, one, epsilon) == pytest.approx(gaussian_delta(mu, epsilon), abs=2e-4)
+        assert hockey_stick(other, one, epsilon) == pytest.approx(
+            gaussian_delta(mu, epsilon), abs=2e-4
+        )
         assert gaussian_delta(0.97 * mu, epsilon) < hockey_stick(other, one, epsilon) - 1e-3
 
 
@@ -104,7 +118,9 @@ def test_no_chain_of_contractions_passes_mu(data):
 
 
 @given(st.integers(1, 1000), contractions, scales, scales)
-def test_mu_grows_with_steps_and_contraction_and_is_below_releasing_every_iterate(steps, c, sensitivity, noise):
+def test_mu_grows_with_steps_and_contraction_and_is_below_releasing_every_iterate(
+    steps, c, sensitivity, noise
+):
     mu = noisy_gd_mu(steps, c, sensitivity, noise)
     slack = 1 + 4e-14
     assert mu <= noisy_gd_mu(steps + 1, c, sensitivity, noise) * slack
@@ -120,7 +136,9 @@ def test_the_ends_of_the_ranges():
     assert noisy_gd_mu(math.inf, 0.0, 1.0, 2.0) == pytest.approx(0.5, rel=1e-13)
     assert noisy_gd_mu(math.inf, 0.9, 1.0, 1.0) == pytest.approx(math.sqrt(19), rel=1e-13)
     assert noisy_gd_mu(100, 1.0, 1.0, 5.0) == pytest.approx(2.0, rel=1e-13)
-    assert noisy_gd_mu(3, 0.5, 5e-324, 1e300) > 0.0  # PRIVACY: a quotient that underflows is not free
+    assert (
+        noisy_gd_mu(3, 0.5, 5e-324, 1e300) > 0.0
+    )  # PRIVACY: a quotient that underflows is not free
 
 
 @pytest.mark.parametrize(

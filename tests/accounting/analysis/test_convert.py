@@ -44,7 +44,9 @@ def test_epsilon_at_the_converted_delta_is_nearly_the_epsilon(curve, epsilon):
     orders, values = curve
     delta = rdp_delta(orders, values, epsilon)
     if 1e-300 < delta < 0.99 and max(orders) > 1.01:
-        assert rdp_epsilon(orders, values, delta * (1 + 1e-6)).epsilon <= epsilon * (1 + 1e-9) + 1e-9 * max(values)
+        assert rdp_epsilon(orders, values, delta * (1 + 1e-6)).epsilon <= epsilon * (
+            1 + 1e-9
+        ) + 1e-9 * max(values)
 
 
 @given(curves(), deltas, deltas)
@@ -62,7 +64,10 @@ def test_delta_is_monotone_in_epsilon(curve, epsilon, other):
 @given(curves(), deltas)
 def test_more_orders_never_hurt(curve, delta):
     orders, values = curve
-    assert rdp_epsilon(orders, values, delta).epsilon <= rdp_epsilon(orders[:1], values[:1], delta).epsilon
+    assert (
+        rdp_epsilon(orders, values, delta).epsilon
+        <= rdp_epsilon(orders[:1], values[:1], delta).epsilon
+    )
 
 
 @given(curves(), deltas)
@@ -71,7 +76,9 @@ def test_epsilon_agrees_with_dp_accounting(curve, delta):
     values = [value + 1e-9 for value in values]  # at 0 their test for small divergences underflows
     theirs, _ = compute_epsilon(orders, values, delta)
     scale = max(values) + 1 + abs(math.log(delta)) / (min(orders) - 1)
-    assert rdp_epsilon(orders, values, delta).epsilon == pytest.approx(theirs, rel=1e-12, abs=1e-13 * scale)
+    assert rdp_epsilon(orders, values, delta).epsilon == pytest.approx(
+        theirs, rel=1e-12, abs=1e-13 * scale
+    )
 
 
 @given(st.floats(1.02, 1e4), st.floats(0.0, 1e3), deltas)
@@ -98,7 +105,9 @@ def test_epsilon_is_never_negative_where_other_accountants_return_less_than_zero
     orders = np.array([1.5, 2.0, 8.0, 64.0])
     values = 1e-4**2 * orders / 2 / 100**2
     for delta in (1e-2, 0.5):
-        assert min(rdp_epsilon_at_order(v, a, delta) for a, v in zip(orders, values, strict=True)) < 0
+        assert (
+            min(rdp_epsilon_at_order(v, a, delta) for a, v in zip(orders, values, strict=True)) < 0
+        )
         assert rdp_epsilon(orders, values, delta).epsilon == 0.0
 
 

@@ -17,7 +17,11 @@ from torch_dpsco.accounting.analysis.convert import (
     epsilon_with_failures,
     mu_upper,
 )
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_log_delta,
+)
 from torch_dpsco.accounting.analysis.pure import pure_delta
 
 KINDS = ["coupling", "transcript", "per_side"]
@@ -27,7 +31,11 @@ epsilons = st.floats(0.0, 12.0)
 
 def exact_total(delta, failure, epsilon, kind) -> mp.mpf:
     d, f = mp.mpf(delta), mp.mpf(failure)
-    return {"coupling": f + (1 - f) * d, "transcript": d + f, "per_side": d + (1 + mp.exp(mp.mpf(epsilon))) * f}[kind]
+    return {
+        "coupling": f + (1 - f) * d,
+        "transcript": d + f,
+        "per_side": d + (1 + mp.exp(mp.mpf(epsilon))) * f,
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,7 +44,11 @@ def exact_total(delta, failure, epsilon, kind) -> mp.mpf:
 def test_a_failure_is_never_undercharged(kind, delta, failure, epsilon):
     with mp.workdps(60):
         exact = min(mp.mpf(1), exact_total(delta, failure, epsilon, kind))
-        assert exact <= delta_with_failure(delta, failure, epsilon, kind) <= exact * (1 + mp.mpf("2e-14"))
+        assert (
+            exact
+            <= delta_with_failure(delta, failure, epsilon, kind)
+            <= exact * (1 + mp.mpf("2e-14"))
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +59,11 @@ def test_the_inverse_never_exceeds_the_delta_of_the_statement(kind, delta, failu
     with mp.workdps(60):
         if left > 0:
             assert exact_total(left, failure, epsilon, kind) <= delta
-            assert left >= (delta - (exact_total(0.0, failure, epsilon, kind))) * (1 - mp.mpf("1e-10")) - 1e-13 * delta
+            assert (
+                left
+                >= (delta - (exact_total(0.0, failure, epsilon, kind))) * (1 - mp.mpf("1e-10"))
+                - 1e-13 * delta
+            )
         else:
             assert exact_total(0.0, failure, epsilon, kind) >= delta * (1 - 1e-12)
 
@@ -76,12 +92,18 @@ def test_each_rule_is_reached_by_a_mechanism_with_that_failure(strength, failure
 
     # coupled except with probability f, and then told apart
     one, other = [*(1 - failure) * near, failure, 0.0], [*(1 - failure) * far, 0.0, failure]
-    assert hockey_stick(one, other) == pytest.approx(delta_with_failure(delta, failure, epsilon, "coupling"), rel=1e-9)
+    assert hockey_stick(one, other) == pytest.approx(
+        delta_with_failure(delta, failure, epsilon, "coupling"), rel=1e-9
+    )
     # on each side mass f is moved: to an outcome that the other side never has, and out of the set that decides
     moved = min(failure, (1 - p) * 0.99)
     one, other = [p - 0.0, 1 - p - moved, moved], [1 - p - moved, p + moved, 0.0]
     bound = delta_with_failure(delta, moved, epsilon, "per_side")
-    assert delta_with_failure(delta, moved, epsilon, "transcript") - 1e-12 <= hockey_stick(one, other) <= bound + 1e-12
+    assert (
+        delta_with_failure(delta, moved, epsilon, "transcript") - 1e-12
+        <= hockey_stick(one, other)
+        <= bound + 1e-12
+    )
     if epsilon < strength:
         assert hockey_stick(one, other) == pytest.approx(bound, rel=1e-9)
 
@@ -95,7 +117,11 @@ def test_each_rule_is_reached_by_a_mechanism_with_that_failure(strength, failure
 )
 @settings(max_examples=60)
 def test_the_epsilon_with_failures_satisfies_delta(mu, delta, coupling, transcript, per_side):
-    shares = {"coupling": coupling * delta, "transcript": transcript * delta, "per_side": per_side * delta}
+    shares = {
+        "coupling": coupling * delta,
+        "transcript": transcript * delta,
+        "per_side": per_side * delta,
+    }
     epsilon = epsilon_with_failures(delta, lambda d: gaussian_epsilon(mu, d), **shares)
     if math.isinf(epsilon):
         # no epsilon satisfies delta: what the failures add, and what the mechanism has, is too much at each of these
@@ -115,15 +141,22 @@ def total(mu, epsilon, shares):
 
 
 def test_without_failures_the_conversion_is_unchanged():
-    assert epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d)) == gaussian_epsilon(0.3, 1e-5)
+    assert epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d)) == gaussian_epsilon(
+        0.3, 1e-5
+    )
     assert epsilon_with_failures(1e-5, lambda d: 0.0) == 0.0
 
 
 def test_failures_that_take_all_of_delta_leave_no_epsilon():
     for kind in KINDS:
-        assert epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d), **{kind: 1e-5}) == math.inf
+        assert (
+            epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d), **{kind: 1e-5})
+            == math.inf
+        )
     # (1 + e^epsilon) beta grows past delta before the mechanism's epsilon is reached
-    assert epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(3.0, d), per_side=1e-6) == math.inf
+    assert (
+        epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(3.0, d), per_side=1e-6) == math.inf
+    )
 
 
 @given(st.floats(0.01, 3.0), st.floats(-12.0, -2.0).map(lambda x: 10**x))
@@ -132,7 +165,10 @@ def test_mu_upper_is_above_every_point_of_the_curve(noise, delta_min):
     grid = np.concatenate([[0.0], np.geomspace(1e-3, 400, 200)])
 
     def curve(epsilon):
-        return max(poisson_group_delta(1, 0.1, 0.3 + noise, epsilon, direction) for direction in ("remove", "add"))
+        return max(
+            poisson_group_delta(1, 0.1, 0.3 + noise, epsilon, direction)
+            for direction in ("remove", "add")
+        )
 
     deltas = np.minimum.accumulate([curve(float(epsilon)) for epsilon in grid])
     mu = mu_upper(grid, deltas, delta_min)
@@ -167,7 +203,10 @@ def test_a_gaussian_curve_is_summarized_by_its_own_mu():
         (lambda: delta_with_failure(1.1, 0.0, 1.0, "coupling"), "delta must be in"),
         (lambda: delta_with_failure(0.1, -0.1, 1.0, "coupling"), "failure must be in"),
         (lambda: delta_with_failure(0.1, 0.1, -1.0, "coupling"), "epsilon must be >= 0"),
-        (lambda: delta_with_failure(0.1, 0.1, 1.0, "both"), "kind must be one of coupling, transcript, per_side"),
+        (
+            lambda: delta_with_failure(0.1, 0.1, 1.0, "both"),
+            "kind must be one of coupling, transcript, per_side",
+        ),
         (lambda: delta_before_failure(math.nan, 0.1, 1.0, "coupling"), "delta must be in"),
         (lambda: epsilon_with_failures(0.0, lambda d: 0.0), "delta must be in"),
         (lambda: epsilon_with_failures(0.1, lambda d: 0.0, transcript=2.0), "failure must be in"),

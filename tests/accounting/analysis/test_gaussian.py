@@ -44,12 +44,19 @@ def test_log_delta_agrees_with_exact_arithmetic(mu, depth):
     epsilon = mu * depth
     exact = exact_log_delta(epsilon, mu)
     # relative to log(delta) where delta is near 1, absolute elsewhere
-    assert abs(gaussian_log_delta(epsilon, mu) - exact) <= 1e-12 * min(1, abs(exact)) + 1e-13 * abs(exact) + 1e-300
+    assert (
+        abs(gaussian_log_delta(epsilon, mu) - exact)
+        <= 1e-12 * min(1, abs(exact)) + 1e-13 * abs(exact) + 1e-300
+    )
 
 
-@pytest.mark.parametrize(("epsilon", "mu"), [(0.5, 0.02), (8.0, 0.9), (400.0, 30.0), (5000.0, 100.0), (0.5, 1e-2)])
+@pytest.mark.parametrize(
+    ("epsilon", "mu"), [(0.5, 0.02), (8.0, 0.9), (400.0, 30.0), (5000.0, 100.0), (0.5, 1e-2)]
+)
 def test_log_delta_survives_where_delta_underflows_or_is_one(epsilon, mu):
-    assert gaussian_log_delta(epsilon, mu) == pytest.approx(float(exact_log_delta(epsilon, mu)), rel=1e-12)
+    assert gaussian_log_delta(epsilon, mu) == pytest.approx(
+        float(exact_log_delta(epsilon, mu)), rel=1e-12
+    )
 
 
 def test_delta_at_the_ends_of_its_range():
@@ -69,7 +76,9 @@ def test_delta_at_epsilon_zero_is_the_total_variation_distance():
 
 def test_the_array_kernel_agrees_with_the_scalar_one():
     grid = np.geomspace(1e-6, 100, 50)
-    assert log_delta_curve(grid, 0.7).tolist() == [gaussian_log_delta(epsilon, 0.7) for epsilon in grid]
+    assert log_delta_curve(grid, 0.7).tolist() == [
+        gaussian_log_delta(epsilon, 0.7) for epsilon in grid
+    ]
 
 
 @given(mus, mus, epsilons, epsilons)
@@ -150,7 +159,11 @@ def test_the_textbook_noise_fails_above_a_known_epsilon(delta, last):
     assert textbook(last + 0.002) < gaussian_sigma(last + 0.002, delta, 1.0)
 
 
-halves = st.one_of(st.floats(5e-324, 1e-3), st.floats(1e-3, 0.499), st.floats(1e-16, 1e-3).map(lambda gap: 0.5 - gap))
+halves = st.one_of(
+    st.floats(5e-324, 1e-3),
+    st.floats(1e-3, 0.499),
+    st.floats(1e-16, 1e-3).map(lambda gap: 0.5 - gap),
+)
 
 
 def exact_zhao_constant(delta: float) -> mp.mpf:
@@ -186,16 +199,24 @@ def test_the_noise_of_zhao_covers_the_exact_curve_for_every_epsilon(epsilon, del
 
 def test_the_noise_of_zhao_costs_what_was_measured():
     for delta, ratio in [(1e-12, 1.12), (1e-6, 1.20), (1e-3, 1.35)]:
-        assert gaussian_sigma_zhao(1.0, delta, 1.0) / gaussian_sigma(1.0, delta, 1.0) == pytest.approx(ratio, abs=6e-3)
+        assert gaussian_sigma_zhao(1.0, delta, 1.0) / gaussian_sigma(
+            1.0, delta, 1.0
+        ) == pytest.approx(ratio, abs=6e-3)
 
 
 def test_the_noise_of_zhao_is_checked_against_the_exact_curve():
     """A subnormal std cannot hold what the closed form asks for: only the curve sees that."""
     smallest = 5e-324
-    with pytest.raises(ConditionError, match=r"falls short of delta = 1e-06 at epsilon = 4.125; use gaussian_sigma"):
+    with pytest.raises(
+        ConditionError, match=r"falls short of delta = 1e-06 at epsilon = 4.125; use gaussian_sigma"
+    ):
         gaussian_sigma_zhao(4.125, 1e-6, smallest)
     assert gaussian_sigma(4.125, 1e-6, smallest) == 2 * smallest
-    assert gaussian_sigma(100.0, 1e-6, smallest) == gaussian_sigma_zhao(100.0, 1e-6, smallest) == smallest
+    assert (
+        gaussian_sigma(100.0, 1e-6, smallest)
+        == gaussian_sigma_zhao(100.0, 1e-6, smallest)
+        == smallest
+    )
 
 
 @pytest.mark.parametrize(

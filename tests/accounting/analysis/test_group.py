@@ -18,7 +18,9 @@ from torch_dpsco.accounting.analysis.groups import group_approx_dp_delta, group_
 from torch_dpsco.accounting.analysis.rdp import rdp_poisson_gaussian_group
 
 sizes = st.integers(1, 12)
-orders = st.one_of(st.floats(1.001, 4.0), st.floats(1.0, 10.0).map(lambda x: 2**x)).filter(lambda a: a > 1)
+orders = st.one_of(st.floats(1.001, 4.0), st.floats(1.0, 10.0).map(lambda x: 2**x)).filter(
+    lambda a: a > 1
+)
 epsilons = st.floats(0.0, 6.0)
 
 
@@ -27,7 +29,9 @@ epsilons = st.floats(0.0, 6.0)
 @example(0.0, 1e-6, 7)
 def test_group_delta_is_not_below_its_exact_value(epsilon, delta, size):
     with mp.workdps(60):
-        exact = min(mp.mpf(1), mp.mpf(delta) * mp.fsum(mp.exp(i * mp.mpf(epsilon)) for i in range(size)))
+        exact = min(
+            mp.mpf(1), mp.mpf(delta) * mp.fsum(mp.exp(i * mp.mpf(epsilon)) for i in range(size))
+        )
         found = group_approx_dp_delta(epsilon, delta, size)
         assert exact <= found <= exact * (1 + mp.mpf("3e-12"))
 
@@ -51,11 +55,17 @@ def test_products_that_are_exact_stay_exact():
 
 def hockey_stick(size: int, rate: float, noise: float, epsilon: float, direction: str) -> mp.mpf:
     """By survival functions at the root of the loss, in enough digits for their difference."""
-    q, z, e = mp.mpf(rate), mp.mpf(noise), mp.mpf(epsilon)  # epsilon may have more digits than a float
+    q, z, e = (
+        mp.mpf(rate),
+        mp.mpf(noise),
+        mp.mpf(epsilon),
+    )  # epsilon may have more digits than a float
     weights = [mp.binomial(size, j) * q**j * (1 - q) ** (size - j) for j in range(size + 1)]
 
     def log_ratio(x):
-        return mp.log(mp.fsum(w * mp.exp(j * (2 * x - j) / (2 * z * z)) for j, w in enumerate(weights)))
+        return mp.log(
+            mp.fsum(w * mp.exp(j * (2 * x - j) / (2 * z * z)) for j, w in enumerate(weights))
+        )
 
     def survival(x):
         return mp.erfc(x / mp.sqrt(2)) / 2
@@ -70,7 +80,9 @@ def hockey_stick(size: int, rate: float, noise: float, epsilon: float, direction
     if direction == "remove":
         mixture = mp.fsum(w * survival((low - j) / z) for j, w in enumerate(weights))
         return mixture - mp.exp(e) * survival(low / z)
-    return survival(-low / z) - mp.exp(e) * mp.fsum(w * survival((j - low) / z) for j, w in enumerate(weights))
+    return survival(-low / z) - mp.exp(e) * mp.fsum(
+        w * survival((j - low) / z) for j, w in enumerate(weights)
+    )
 
 
 @pytest.mark.slow
@@ -86,7 +98,9 @@ def hockey_stick(size: int, rate: float, noise: float, epsilon: float, direction
 @example(1, 0.5, 1.0, 0.69, "add")
 @example(1, 0.001, 1.0, 0.001, "add")
 @example(8, 0.3, 0.02, 1e-6, "add")
-def test_poisson_group_delta_is_not_below_its_high_precision_value(size, rate, noise, epsilon, direction):
+def test_poisson_group_delta_is_not_below_its_high_precision_value(
+    size, rate, noise, epsilon, direction
+):
     with mp.workdps(80):
         exact = hockey_stick(size, rate, noise, epsilon, direction)
         found = poisson_group_delta(size, rate, noise, epsilon, direction)
@@ -104,7 +118,9 @@ def test_the_poisson_profile_is_below_its_limits(size, rate, noise, epsilon):
         delta = poisson_group_delta(size, rate, noise, epsilon, direction)
         assert 0 <= delta <= gaussian_delta(size / noise, epsilon) * (1 + 2e-9)
         assert delta <= poisson_group_delta(size + 1, rate, noise, epsilon, direction) * (1 + 2e-9)
-        assert delta <= (1 - (1 - rate) ** size) * (1 + 2e-9)  # data processing: the null without the unit's records
+        assert delta <= (1 - (1 - rate) ** size) * (
+            1 + 2e-9
+        )  # data processing: the null without the unit's records
         orders = np.array([1.5, 2.0, 4.0, 8.0, 32.0])
         cost = rdp_poisson_gaussian_group(rate, noise, size, orders, direction)
         if 1e-200 < delta < 1:
@@ -113,7 +129,9 @@ def test_the_poisson_profile_is_below_its_limits(size, rate, noise, epsilon):
 
 def test_full_sampling_is_the_gaussian_mechanism_and_no_sampling_costs_nothing():
     for direction in ("remove", "add"):
-        assert poisson_group_delta(3, 1.0, 2.0, 0.5, direction) == pytest.approx(gaussian_delta(1.5, 0.5), rel=1e-12)
+        assert poisson_group_delta(3, 1.0, 2.0, 0.5, direction) == pytest.approx(
+            gaussian_delta(1.5, 0.5), rel=1e-12
+        )
         near = poisson_group_delta(3, 1 - 1e-12, 2.0, 0.5, direction)
         assert near == pytest.approx(gaussian_delta(1.5, 0.5), rel=1e-8)
         assert poisson_group_delta(3, 0.0, 0.0, 0.5, direction) == 0.0
@@ -121,10 +139,14 @@ def test_full_sampling_is_the_gaussian_mechanism_and_no_sampling_costs_nothing()
 
 def test_little_noise_counts_as_none():
     for noise in (0.0, 1e-5, 3e-4):
-        remove, add = (poisson_group_delta(2, 0.3, noise, 0.2, direction) for direction in ("remove", "add"))
+        remove, add = (
+            poisson_group_delta(2, 0.3, noise, 0.2, direction) for direction in ("remove", "add")
+        )
         assert remove == pytest.approx(1 - 0.49, rel=2e-9)
         assert add == pytest.approx(1 - math.exp(0.2) * 0.49, rel=2e-9)
-    assert poisson_group_delta(2, 1.0, 0.0, 5.0) == poisson_group_delta(2, 1.0, 0.0, 5.0, "add") == 1.0
+    assert (
+        poisson_group_delta(2, 1.0, 0.0, 5.0) == poisson_group_delta(2, 1.0, 0.0, 5.0, "add") == 1.0
+    )
     assert poisson_group_delta(2, 0.3, 0.0, 5.0, "add") == 0.0
 
 
@@ -144,7 +166,10 @@ def test_extreme_arguments_give_probabilities():
         (lambda: group_approx_dp_delta(1.0, 0.1, 0), "group_size must be an integer >= 1"),
         (lambda: group_gdp_mu(math.nan, 2), "mu must be >= 0"),
         (lambda: poisson_group_delta(1, 1.5, 1.0, 1.0), "sample_rate must be in"),
-        (lambda: poisson_group_delta(1, 0.5, 1.0, 1.0, "both"), "direction must be one of remove, add"),
+        (
+            lambda: poisson_group_delta(1, 0.5, 1.0, 1.0, "both"),
+            "direction must be one of remove, add",
+        ),
         (lambda: poisson_group_delta(1, 0.5, -1.0, 1.0), "noise_multiplier must be >= 0"),
     ],
 )

@@ -36,7 +36,9 @@ def closed_form(epsilon: float, dim: int, order: float) -> mp.mpf:
     """log(x (x/s)^nu (K_(nu+1)(x) I_nu(s) + (x/s) K_nu(x) I_(nu+1)(s))) / (a - 1), s = (2a - 1) x."""
     x, nu, a = mp.mpf(epsilon) / 2, mp.mpf(dim) / 2 - 1, mp.mpf(order)
     s = (2 * a - 1) * x
-    parts = mp.besselk(nu + 1, x) * mp.besseli(nu, s) + x / s * mp.besselk(nu, x) * mp.besseli(nu + 1, s)
+    parts = mp.besselk(nu + 1, x) * mp.besseli(nu, s) + x / s * mp.besselk(nu, x) * mp.besseli(
+        nu + 1, s
+    )
     return mp.log(x * (x / s) ** nu * parts) / (a - 1)
 
 
@@ -44,7 +46,9 @@ def log_density_of_loss(epsilon: mp.mpf, dim: int):
     """The density of eta = loss / epsilon, unnormalized: from the Bessel functions, not from the module."""
     x, nu = epsilon / 2, mp.mpf(dim) / 2 - 1
     kappa = 2 * (dim - 1) / epsilon * mp.besselk(nu + 1, x) / mp.besselk(nu, x)
-    return lambda theta: mp.cos(theta) ** (dim - 2) * (kappa + mp.cos(theta) ** 2) * mp.exp(x * mp.sin(theta))
+    return lambda theta: (
+        mp.cos(theta) ** (dim - 2) * (kappa + mp.cos(theta) ** 2) * mp.exp(x * mp.sin(theta))
+    )
 
 
 @pytest.mark.slow
@@ -66,10 +70,16 @@ def test_the_curve_is_not_below_its_closed_form(epsilon, dim, order):
 def test_the_closed_form_is_met_at_the_corners(epsilon, dim, order):
     with mp.workdps(60):
         exact = closed_form(epsilon, dim, order)
-        assert exact * (1 - mp.mpf("1e-40")) <= rdp_l2_knorm(epsilon, dim, order) <= exact * (1 + mp.mpf("1.2e-12"))
+        assert (
+            exact * (1 - mp.mpf("1e-40"))
+            <= rdp_l2_knorm(epsilon, dim, order)
+            <= exact * (1 + mp.mpf("1.2e-12"))
+        )
 
 
-@pytest.mark.parametrize(("epsilon", "dim", "order"), [(1.0, 2, 2.0), (2.0, 5, 2.5), (0.5, 5, 8.0), (4.0, 10, 3.0)])
+@pytest.mark.parametrize(
+    ("epsilon", "dim", "order"), [(1.0, 2, 2.0), (2.0, 5, 2.5), (0.5, 5, 8.0), (4.0, 10, 3.0)]
+)
 def test_the_curve_is_the_integral_over_radius_and_angle(epsilon, dim, order):
     """Another form: E exp((a-1) epsilon (|Z - e1| - |Z|)), |Z| ~ Gamma(dim, 1/epsilon), angle ~ sin^(dim-2)."""
     norm = math.sqrt(math.pi) * math.gamma((dim - 1) / 2) / math.gamma(dim / 2)
@@ -84,7 +94,9 @@ def test_the_curve_is_the_integral_over_radius_and_angle(epsilon, dim, order):
         dblquad(integrand, low, high, 0, math.pi, epsabs=1e-9, epsrel=1e-9)[0]
         for low, high in [(0, 0.5), (0.5, 1), (1, 2), (2, top / 3), (top / 3, top)]
     )
-    assert rdp_l2_knorm(epsilon, dim, order) == pytest.approx(math.log(total) / (order - 1), rel=1e-6)
+    assert rdp_l2_knorm(epsilon, dim, order) == pytest.approx(
+        math.log(total) / (order - 1), rel=1e-6
+    )
 
 
 def test_no_shift_is_worse_than_the_longest_one():
@@ -92,12 +104,17 @@ def test_no_shift_is_worse_than_the_longest_one():
     rng = np.random.default_rng(7)
     epsilon, dim, c = 2.0, 4, 3.0
     direction = rng.normal(size=(20_000, dim))
-    z = direction / np.linalg.norm(direction, axis=1, keepdims=True) * rng.gamma(dim, 1 / epsilon, 20_000)[:, None]
+    z = (
+        direction
+        / np.linalg.norm(direction, axis=1, keepdims=True)
+        * rng.gamma(dim, 1 / epsilon, 20_000)[:, None]
+    )
     z = np.concatenate([z, -z])
     radius = np.linalg.norm(z, axis=1)
     lengths = np.linspace(0, 1, 11)
     moments = [
-        np.mean(np.exp(c * (np.linalg.norm(z - length * np.eye(dim)[0], axis=1) - radius))) for length in lengths
+        np.mean(np.exp(c * (np.linalg.norm(z - length * np.eye(dim)[0], axis=1) - radius)))
+        for length in lengths
     ]
     assert np.all(np.diff(moments) > 0)
     assert np.all(np.diff(moments, 2) > 0)
@@ -105,11 +122,15 @@ def test_no_shift_is_worse_than_the_longest_one():
 
 @given(epsilons, st.sampled_from([1, 2, 3, 7, 50, 10**4, 10**7]), orders)
 @settings(max_examples=60)
-def test_the_curve_is_below_randomized_response_and_decreases_with_the_dimension(epsilon, dim, order):
+def test_the_curve_is_below_randomized_response_and_decreases_with_the_dimension(
+    epsilon, dim, order
+):
     assert rdp_l2_knorm(epsilon, dim, order) <= rdp_pure(epsilon, order)
     assert rdp_l2_knorm(epsilon, dim + 1, order) <= rdp_l2_knorm(epsilon, dim, order) * SLACK
     assert rdp_l2_knorm(epsilon, dim, order) <= rdp_l2_knorm(2 * epsilon, dim, order) * SLACK
-    assert rdp_l2_knorm(epsilon, dim, order) <= rdp_l2_knorm(epsilon, dim, 1 + 2 * (order - 1)) * SLACK
+    assert (
+        rdp_l2_knorm(epsilon, dim, order) <= rdp_l2_knorm(epsilon, dim, 1 + 2 * (order - 1)) * SLACK
+    )
 
 
 def test_one_dimension_is_laplace_noise():
@@ -150,12 +171,17 @@ def test_the_profile_is_not_below_its_integral_in_high_precision(pure, share, di
 
 
 @given(st.floats(0.01, 20.0), st.floats(0.0, 1.5), st.sampled_from([1, 2, 10, 1000, 10**7]))
-def test_the_profile_is_below_the_conversion_of_its_renyi_curve_and_below_pure_privacy(pure, share, dim):
+def test_the_profile_is_below_the_conversion_of_its_renyi_curve_and_below_pure_privacy(
+    pure, share, dim
+):
     delta = knorm_delta(pure * share, pure, dim)
     assert 0 <= delta <= pure_delta(pure * share, pure)
     if 1e-200 < delta < 1:
         grid = default_orders()
-        assert rdp_epsilon(grid, rdp_l2_knorm(pure, dim, grid), delta).epsilon >= pure * share * (1 - 1e-6) - 1e-9
+        assert (
+            rdp_epsilon(grid, rdp_l2_knorm(pure, dim, grid), delta).epsilon
+            >= pure * share * (1 - 1e-6) - 1e-9
+        )
 
 
 @given(st.floats(0.0, 4.0), st.floats(0.0, 4.0))
@@ -170,7 +196,11 @@ def test_the_profile_agrees_with_sampling():
     rng = np.random.default_rng(3)
     epsilon, pure, dim, n = 0.3, 2.0, 6, 200_000
     direction = rng.normal(size=(n, dim))
-    z = direction / np.linalg.norm(direction, axis=1, keepdims=True) * rng.gamma(dim, 1 / pure, n)[:, None]
+    z = (
+        direction
+        / np.linalg.norm(direction, axis=1, keepdims=True)
+        * rng.gamma(dim, 1 / pure, n)[:, None]
+    )
     shifted = z.copy()
     shifted[:, 0] -= 1
     loss = pure * (np.linalg.norm(shifted, axis=1) - np.linalg.norm(z, axis=1))
@@ -189,15 +219,21 @@ def test_the_scale_never_falls_short_of_the_exact_ratio(epsilon, sensitivity):
 def test_the_density_integrates_to_one_and_has_the_stated_moments(dim):
     sensitivity, epsilon = 0.7, 1.3
     radius = np.linspace(0, 60, 400_001)[1:]
-    log_density = np.array([knorm_logpdf([0.0] * dim, sensitivity, epsilon)]) - radius / knorm_scale(
-        epsilon, sensitivity
+    log_density = np.array(
+        [knorm_logpdf([0.0] * dim, sensitivity, epsilon)]
+    ) - radius / knorm_scale(epsilon, sensitivity)
+    shell = (
+        2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1) * np.exp(log_density)
     )
-    shell = 2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1) * np.exp(log_density)
     step = radius[1] - radius[0]
     correction = shell[0] / 2 if dim == 1 else 0.0  # the end point at 0
     assert (shell.sum() + correction) * step == pytest.approx(1, rel=1e-6)
-    assert (shell * radius).sum() * step == pytest.approx(knorm_mean_norm(dim, sensitivity, epsilon), rel=1e-6)
-    assert (shell * radius**2).sum() * step == pytest.approx(knorm_second_moment(dim, sensitivity, epsilon), rel=1e-6)
+    assert (shell * radius).sum() * step == pytest.approx(
+        knorm_mean_norm(dim, sensitivity, epsilon), rel=1e-6
+    )
+    assert (shell * radius**2).sum() * step == pytest.approx(
+        knorm_second_moment(dim, sensitivity, epsilon), rel=1e-6
+    )
     median = knorm_radius_quantile(dim, sensitivity, epsilon, 0.5)
     assert (shell[radius <= median].sum() + correction) * step == pytest.approx(0.5, abs=1e-3)
 

@@ -31,17 +31,29 @@ log_scale = st.floats(-6.0, 2.0).map(lambda x: 10**x)
 @st.composite
 def states(draw, with_weights=True):
     """Orders, costs (some 0, some infinite) and weights."""
-    excess = draw(st.lists(st.floats(-2.0, 5.0).map(lambda x: 10**x), min_size=1, max_size=6, unique=True))
+    excess = draw(
+        st.lists(st.floats(-2.0, 5.0).map(lambda x: 10**x), min_size=1, max_size=6, unique=True)
+    )
     size = len(excess)
-    spent = draw(st.lists(st.one_of(log_scale, st.just(0.0), st.just(math.inf)), min_size=size, max_size=size))
-    raw = draw(st.lists(st.floats(0.01, 1.0), min_size=size, max_size=size)) if with_weights else [1.0] * size
+    spent = draw(
+        st.lists(
+            st.one_of(log_scale, st.just(0.0), st.just(math.inf)), min_size=size, max_size=size
+        )
+    )
+    raw = (
+        draw(st.lists(st.floats(0.01, 1.0), min_size=size, max_size=size))
+        if with_weights
+        else [1.0] * size
+    )
     return [1 + e for e in excess], spent, [w / math.fsum(raw) for w in raw]
 
 
 def mixture(epsilon: mp.mpf, orders, spent, weights) -> mp.mpf:
     """sum_a w_a e^((a-1) (epsilon - S_a))"""
     parts = zip(orders, spent, weights, strict=True)
-    return mp.fsum(w * mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s))) for a, s, w in parts if math.isfinite(s))
+    return mp.fsum(
+        w * mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s))) for a, s, w in parts if math.isfinite(s)
+    )
 
 
 @given(states(), deltas)
@@ -79,9 +91,13 @@ def test_the_overhead_of_the_odometer_is_the_measured_one():
 def test_the_odometer_grows_with_the_costs_and_shrinks_with_delta(state, delta, factor):
     orders, spent, _ = state
     more = [factor * s for s in spent]
-    assert odometer_epsilon(orders, spent, delta) <= odometer_epsilon(orders, more, delta) * (1 + 1e-12)
+    assert odometer_epsilon(orders, spent, delta) <= odometer_epsilon(orders, more, delta) * (
+        1 + 1e-12
+    )
     smaller = delta / factor
-    assert odometer_epsilon(orders, spent, delta) <= odometer_epsilon(orders, spent, smaller) * (1 + 1e-12)
+    assert odometer_epsilon(orders, spent, delta) <= odometer_epsilon(orders, spent, smaller) * (
+        1 + 1e-12
+    )
 
 
 @given(states(), st.one_of(st.just(0.0), st.floats(-3.0, 2.0).map(lambda x: 10**x)))
@@ -96,7 +112,11 @@ def test_the_margin_is_never_above_the_true_minimum(state, epsilon):
         assert found == -math.inf
         return
     with mp.workdps(50):
-        kept = [(mp.mpf(a) - 1, mp.mpf(s), w) for a, s, w in zip(orders, spent, weights, strict=True) if s < math.inf]
+        kept = [
+            (mp.mpf(a) - 1, mp.mpf(s), w)
+            for a, s, w in zip(orders, spent, weights, strict=True)
+            if s < math.inf
+        ]
 
         def terms(x):
             return [w * mp.exp(e * (epsilon - s + x)) for e, s, w in kept]
@@ -105,7 +125,9 @@ def test_the_margin_is_never_above_the_true_minimum(state, epsilon):
         for _ in range(150):
             middle = (low + high) / 2
             parts = terms(middle)
-            slope = mp.fsum(t * e for t, (e, _, _) in zip(parts, kept, strict=True)) / mp.fsum(parts)
+            slope = mp.fsum(t * e for t, (e, _, _) in zip(parts, kept, strict=True)) / mp.fsum(
+                parts
+            )
             low, high = (middle, high) if slope < 1 / mp.expm1(middle) else (low, middle)
         minimum = mp.log(mp.fsum(terms(low))) - mp.log(-mp.expm1(-low))
         size = float(max(e * max(s, epsilon, 1) for e, s, _ in kept))
@@ -123,7 +145,9 @@ def test_an_admitted_state_satisfies_the_inequality_for_every_loss(state, epsilo
     with mp.workdps(50):
         for x in np.concatenate([np.geomspace(1e-7, 30, 60), [1 / (a - 1) for a in orders]]):
             loss = epsilon + mp.mpf(float(x))
-            assert -mp.expm1(-mp.mpf(float(x))) <= mp.mpf(delta) * mixture(loss, orders, spent, weights)
+            assert -mp.expm1(-mp.mpf(float(x))) <= mp.mpf(delta) * mixture(
+                loss, orders, spent, weights
+            )
 
 
 @given(st.floats(1.02, 500.0), log_scale, st.floats(0.0, 10.0))
@@ -139,7 +163,9 @@ def test_a_filter_of_one_order_grants_the_conversion_of_that_order(order, spent,
 
 @given(st.floats(0.1, 10.0), st.floats(-12.0, -1.0).map(lambda x: 10**x))
 @settings(max_examples=10)
-def test_the_mixture_filter_admits_more_than_the_odometer_and_less_than_the_best_order(epsilon, delta):
+def test_the_mixture_filter_admits_more_than_the_odometer_and_less_than_the_best_order(
+    epsilon, delta
+):
     def largest(fits):
         low, high = 0.0, 100.0
         for _ in range(45):
@@ -198,7 +224,9 @@ def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
     epsilon, delta = 0.8, 0.05
     table = np.linspace(0, 1, 201)
     budget = {
-        "mixture": max(rho for rho in table if mixture_filter_admits(epsilon, delta, GRID, rho * GRID)),
+        "mixture": max(
+            rho for rho in table if mixture_filter_admits(epsilon, delta, GRID, rho * GRID)
+        ),
         "zcdp": zcdp_filter_budget(epsilon, delta),
         "gdp": gdp_filter_budget(epsilon, delta) / 2,
     }[kind]
@@ -208,7 +236,9 @@ def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
     spent_delta = np.mean(np.maximum(0.0, -np.expm1(epsilon - loss)))
     assert spent_delta <= delta + 0.0186
     unlimited = adaptive_losses(np.random.default_rng(6), lambda spent: spent <= 4)[-1][0]
-    assert np.mean(np.maximum(0.0, -np.expm1(epsilon - unlimited))) > delta + 0.0186  # the test has power
+    assert (
+        np.mean(np.maximum(0.0, -np.expm1(epsilon - unlimited))) > delta + 0.0186
+    )  # the test has power
 
 
 @given(st.floats(0.01, 10.0), deltas)
@@ -243,7 +273,10 @@ def test_the_orders_of_the_odometer_are_those_of_the_spec():
         (lambda: odometer_epsilon([], [], 0.1), "orders and spent must be 1-d"),
         (lambda: odometer_epsilon([2.0], [0.1], 0.0), "delta must be in"),
         (lambda: odometer_epsilon([2.0], [0.1], 0.1, [0.5, 0.5]), "weights must have the length"),
-        (lambda: odometer_epsilon([2.0, 3.0], [0.1, 0.1], 0.1, [0.7, 0.7]), "weights must sum to 1"),
+        (
+            lambda: odometer_epsilon([2.0, 3.0], [0.1, 0.1], 0.1, [0.7, 0.7]),
+            "weights must sum to 1",
+        ),
         (lambda: odometer_epsilon([2.0, 3.0], [0.1, 0.1], 0.1, [0.0, 1.0]), "weights must be in"),
         (lambda: mixture_filter_admits(-1.0, 0.1, [2.0], [0.1]), "epsilon must be >= 0"),
         (lambda: mixture_filter_admits(1.0, 1.0, [2.0], [0.1]), "delta must be in"),

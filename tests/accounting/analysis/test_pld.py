@@ -38,7 +38,11 @@ from torch_dpsco.accounting.analysis.rdp import (
 )
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "accounting.json"
-CASES = [case for case in json.loads(VECTORS.read_text())["cases"] if case["function"].startswith("epsilon_")]
+CASES = [
+    case
+    for case in json.loads(VECTORS.read_text())["cases"]
+    if case["function"].startswith("epsilon_")
+]
 ORDERS = default_orders()
 RATE, EPOCH = 256 / 60000, 235
 
@@ -61,7 +65,9 @@ def law_of(case: dict) -> LossLaw:
     return ReplaceOneLoss(inputs["q"], noise) if inputs["q"] < 1 else GaussianLoss(2 / noise)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['function']}-{list(case['inputs'].values())}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case['function']}-{list(case['inputs'].values())}"
+)
 def test_vectors_are_met(case):
     result = pld_epsilon([(law_of(case), case["inputs"]["steps"])], case["inputs"]["delta"])
     expected = case["expected"]
@@ -112,8 +118,12 @@ def test_random_settings_agree_with_dp_accounting(rate, noise, steps, delta, adj
 
 
 def test_laplace_agrees_with_dp_accounting():
-    theirs = other_tool.from_laplace_mechanism(5.0, value_discretization_interval=1e-3).self_compose(60)
-    assert epsilon(LaplaceLoss(0.2), 60, 1e-6) == pytest.approx(theirs.get_epsilon_for_delta(1e-6), rel=1e-5)
+    theirs = other_tool.from_laplace_mechanism(
+        5.0, value_discretization_interval=1e-3
+    ).self_compose(60)
+    assert epsilon(LaplaceLoss(0.2), 60, 1e-6) == pytest.approx(
+        theirs.get_epsilon_for_delta(1e-6), rel=1e-5
+    )
 
 
 def fourier_path(mu: float, steps: int, query: pld._Query, grid: float) -> pld.PLDResult | None:
@@ -156,9 +166,15 @@ def test_a_single_step_has_its_exact_delta(rate, noise, at):
 
 
 def test_epsilon_and_delta_are_inverse():
-    ledger = [(ReplaceOneLoss(0.02, 1.1), 300), (FixedSizeLoss(0.01, 1.5), 20), (LaplaceLoss(0.1), 3)]
+    ledger = [
+        (ReplaceOneLoss(0.02, 1.1), 300),
+        (FixedSizeLoss(0.01, 1.5), 20),
+        (LaplaceLoss(0.1), 3),
+    ]
     for delta in (1e-3, 1e-6, 1e-12):
-        assert pld_delta(ledger, pld_epsilon(ledger, delta).epsilon).delta == pytest.approx(delta, rel=1e-2)
+        assert pld_delta(ledger, pld_epsilon(ledger, delta).epsilon).delta == pytest.approx(
+            delta, rel=1e-2
+        )
 
 
 def test_the_worse_direction_is_reported():
@@ -169,7 +185,10 @@ def test_the_worse_direction_is_reported():
         ways = [pld._improved(order, query, 1e-4).result.delta for order in (ledger, exchanged)]
         assert pld_delta(ledger, at).delta == pld_delta(exchanged, at).delta == max(ways)
     assert ways[0] == pytest.approx(ways[1], rel=1e-6)  # the total variation distance has no order
-    ways = [pld._improved(order, pld._AtDelta(1e-5, 1e-5), 1e-4).result.epsilon for order in (ledger, exchanged)]
+    ways = [
+        pld._improved(order, pld._AtDelta(1e-5, 1e-5), 1e-4).result.epsilon
+        for order in (ledger, exchanged)
+    ]
     assert pld_epsilon(exchanged, 1e-5).epsilon == ways[0] > 1.05 * ways[1]
 
 
@@ -195,7 +214,9 @@ def test_gaussians_merge_into_one():
     assert found.grid == found.error == 0
     assert pld_delta(parts, 2.0).delta == pytest.approx(gaussian_delta(mu, 2.0), rel=1e-9)
     mixed = [(PoissonLoss(0.01, 1.0), 50)]
-    assert pld_epsilon([*parts, *mixed], 1e-6) == pld_epsilon([(GaussianLoss(mu), 1), *mixed], 1e-6)._replace(
+    assert pld_epsilon([*parts, *mixed], 1e-6) == pld_epsilon(
+        [(GaussianLoss(mu), 1), *mixed], 1e-6
+    )._replace(
         epsilon=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).epsilon, rel=1e-12),
         error=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).error, rel=1e-3),
         rounding=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).rounding, rel=1e-1),
@@ -209,13 +230,22 @@ def test_merged_gaussians_are_not_below_their_exact_sum(parts):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda q: PoissonLoss(q, 3.0), lambda q: ReplaceOneLoss(q, 6.0), lambda q: FixedSizeLoss(q, 3.0)]
+    "make",
+    [
+        lambda q: PoissonLoss(q, 3.0),
+        lambda q: ReplaceOneLoss(q, 6.0),
+        lambda q: FixedSizeLoss(q, 3.0),
+    ],
 )
 def test_the_unsampled_limit_is_gaussian(make):
-    assert epsilon(make(1 - 1e-9), 10) == pytest.approx(gaussian_epsilon(math.sqrt(10) / 3, 1e-5), rel=1e-6)
+    assert epsilon(make(1 - 1e-9), 10) == pytest.approx(
+        gaussian_epsilon(math.sqrt(10) / 3, 1e-5), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize("make", [PoissonLoss, ReplaceOneLoss, FixedSizeLoss], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [PoissonLoss, ReplaceOneLoss, FixedSizeLoss], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("delta", [1e-3, 1e-7])
 def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
     rates, noises, steps = (1e-4, 1e-3, 0.05, 0.6, 0.99), (5.0, 1.5, 0.9, 0.5), (1, 2, 30, 400)
@@ -241,21 +271,34 @@ def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
 def test_renyi_bounds_are_never_lower(rate, noise, steps, delta, adjacency):
     law, curve = {
         "add_remove": lambda: (PoissonLoss(rate, noise), rdp_poisson_gaussian(rate, noise, ORDERS)),
-        "replace_one": lambda: (ReplaceOneLoss(rate, noise), rdp_poisson_gaussian_replace_one(rate, noise, ORDERS)),
+        "replace_one": lambda: (
+            ReplaceOneLoss(rate, noise),
+            rdp_poisson_gaussian_replace_one(rate, noise, ORDERS),
+        ),
         "fixed": lambda: (FixedSizeLoss(rate, noise), rdp_wor_gaussian(rate, noise, ORDERS)),
-        "group": lambda: (PoissonLoss(rate, noise, 3), rdp_poisson_gaussian_group(rate, noise, 3, ORDERS)),
+        "group": lambda: (
+            PoissonLoss(rate, noise, 3),
+            rdp_poisson_gaussian_group(rate, noise, 3, ORDERS),
+        ),
     }[adjacency]()
     found = pld_epsilon([(law, steps)], delta)
-    assert found.epsilon - found.error <= rdp_epsilon(ORDERS, steps * curve, delta).epsilon * (1 + 1e-9) + 1e-9
+    assert (
+        found.epsilon - found.error
+        <= rdp_epsilon(ORDERS, steps * curve, delta).epsilon * (1 + 1e-9) + 1e-9
+    )
 
 
 def test_replace_one_costs_at_least_add_remove_and_at_most_twice_the_sensitivity():
     for rate, noise, steps in ((0.004, 0.6, 235), (0.1, 2.0, 100), (0.5, 1.0, 10)):
         replaced = epsilon(ReplaceOneLoss(rate, noise), steps)
         assert (
-            epsilon(PoissonLoss(rate, noise), steps) < replaced < gaussian_epsilon(2 * math.sqrt(steps) / noise, 1e-5)
+            epsilon(PoissonLoss(rate, noise), steps)
+            < replaced
+            < gaussian_epsilon(2 * math.sqrt(steps) / noise, 1e-5)
         )
-        assert epsilon(PoissonLoss(rate, noise), steps) < epsilon(PoissonLoss(rate, noise, 2), steps)
+        assert epsilon(PoissonLoss(rate, noise), steps) < epsilon(
+            PoissonLoss(rate, noise, 2), steps
+        )
 
 
 def test_the_grid_only_adds_and_says_how_much():
@@ -274,15 +317,21 @@ def test_the_grid_adapts_to_losses_below_it():
     assert found.grid < 1e-5
     tilted = epsilon(FixedSizeLoss(1 / 60000, 0.591), 60000, 60000.0**-2)
     assert tilted == pytest.approx(0.9793, rel=2e-3)
-    assert epsilon(ReplaceOneLoss(1 / 60000, 0.591), 60000, 60000.0**-2) == pytest.approx(0.980, rel=2e-3)
+    assert epsilon(ReplaceOneLoss(1 / 60000, 0.591), 60000, 60000.0**-2) == pytest.approx(
+        0.980, rel=2e-3
+    )
 
 
 def test_bugs_of_other_accountants_do_not_recur():
     assert epsilon(PoissonLoss(0.01, 30.0), 1) <= 6.57e-4  # orders that end at 63 gave 0.103
     assert epsilon(PoissonLoss(0.01, 20.3925), 1000) <= 0.05  # "privacy budget is too low"
     assert epsilon(PoissonLoss(1e-4, 100.0), 1, 1e-2) == 0.0  # was negative
-    assert 1.9605 <= epsilon(PoissonLoss(0.2, 3.0), 50, 1 / 48000) <= 1.971  # a central limit gave 1.838
-    assert epsilon(PoissonLoss(0.1, 0.3), 1000) == pytest.approx(506.19, rel=1e-3)  # hung, or overflowed
+    assert (
+        1.9605 <= epsilon(PoissonLoss(0.2, 3.0), 50, 1 / 48000) <= 1.971
+    )  # a central limit gave 1.838
+    assert epsilon(PoissonLoss(0.1, 0.3), 1000) == pytest.approx(
+        506.19, rel=1e-3
+    )  # hung, or overflowed
     assert epsilon(PoissonLoss(0.01, 1.0), 1000, 1e-18) == pytest.approx(5.766, rel=1e-3)  # raised
     assert epsilon(FixedSizeLoss(RATE, 0.3), EPOCH) < 24  # 300
 
@@ -306,7 +355,9 @@ def test_bugs_of_other_accountants_do_not_recur():
 def test_extreme_settings_get_a_figure_near_or_below_the_renyi_bound(law, steps, delta):
     found = pld_epsilon([(law, steps)], delta)
     curve = {
-        PoissonLoss: lambda: rdp_poisson_gaussian_group(law.rate, law.noise, getattr(law, "size", 1), ORDERS),
+        PoissonLoss: lambda: rdp_poisson_gaussian_group(
+            law.rate, law.noise, getattr(law, "size", 1), ORDERS
+        ),
         ReplaceOneLoss: lambda: rdp_poisson_gaussian_replace_one(law.rate, law.noise, ORDERS),
         FixedSizeLoss: lambda: rdp_wor_gaussian(law.rate, law.noise, ORDERS),
     }[type(law)]()
@@ -320,7 +371,11 @@ def test_what_rounding_took_from_the_losses_is_added():
     for delta in (0.04, 0.06, 0.2, 0.3):
         exact = pld._AtDelta(delta, delta).answer(curve, 0.0)
         shifted = pld._AtDelta(delta, delta).answer(curve, 0.03)
-        assert exact is shifted is None if delta < 0.05 else shifted.epsilon == pytest.approx(exact.epsilon + 0.03)
+        assert (
+            exact is shifted is None
+            if delta < 0.05
+            else shifted.epsilon == pytest.approx(exact.epsilon + 0.03)
+        )
     for epsilon in (0.2, 0.9):
         shifted = pld._AtEpsilon(epsilon).answer(curve, 0.03).delta
         assert shifted == pytest.approx(pld._AtEpsilon(epsilon - 0.03).answer(curve, 0.0).delta)
@@ -349,7 +404,9 @@ def test_pure_and_approximate_laws_compose_exactly():
     # k-fold randomized response: delta is a binomial sum
     e, k, at = 0.25, 12, 1.1
     exact = math.fsum(
-        math.comb(k, j) * max(0.0, math.exp(e * j) - math.exp(at + e * (k - j))) / (1 + math.exp(e)) ** k
+        math.comb(k, j)
+        * max(0.0, math.exp(e * j) - math.exp(at + e * (k - j)))
+        / (1 + math.exp(e)) ** k
         for j in range(k + 1)
     )
     found = pld_delta([(ApproxLoss(e), k)], at).delta

@@ -23,7 +23,13 @@ from torch_dpsco.accounting.analysis.pld_compose import (
     transform_size,
     window,
 )
-from torch_dpsco.accounting.analysis.pld_laws import ApproxLoss, FixedSizeLoss, GridLaw, PoissonLoss, ReplaceOneLoss
+from torch_dpsco.accounting.analysis.pld_laws import (
+    ApproxLoss,
+    FixedSizeLoss,
+    GridLaw,
+    PoissonLoss,
+    ReplaceOneLoss,
+)
 
 LONG = np.longdouble
 
@@ -124,7 +130,10 @@ LAWS = [
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 2.0, 7.5])
 def test_the_curve_is_that_of_the_exact_convolution_rounded_up(law, counts, epsilon):
-    laws = [(each.on_grid(0.02, 9.0), count) for each, count in zip([law, ApproxLoss(0.11)], counts, strict=False)]
+    laws = [
+        (each.on_grid(0.02, 9.0), count)
+        for each, count in zip([law, ApproxLoss(0.11)], counts, strict=False)
+    ]
     cumulant = Cumulant(laws)
     aim = min(epsilon, cumulant.top)
     tilt = least(lambda t: cumulant(t) - t * aim + conversion(t), cumulant.limit)
@@ -142,12 +151,19 @@ def test_tiny_deltas_keep_their_digits():
     laws = [(PoissonLoss(0.05, 3.0).on_grid(0.01, 37.0), 9)]
     cumulant = Cumulant(laws)
     for log_delta in (-70.0, -200.0, -450.0):
-        tilt = least(lambda t, aim=log_delta: (cumulant(t) - aim + conversion(t)) / t, cumulant.limit)
+        tilt = least(
+            lambda t, aim=log_delta: (cumulant(t) - aim + conversion(t)) / t, cumulant.limit
+        )
         aim = (cumulant(tilt) - log_delta + conversion(tilt)) / tilt
         curve = compose(laws, window(cumulant, tilt), aim)
         epsilon = curve.epsilon(log_delta)
         exact = float(
-            np.log(exact_delta([(GridLaw(law.first, law.mass, 0.0, law.grid, 0.0), n) for law, n in laws], epsilon))
+            np.log(
+                exact_delta(
+                    [(GridLaw(law.first, law.mass, 0.0, law.grid, 0.0), n) for law, n in laws],
+                    epsilon,
+                )
+            )
         )
         assert exact <= log_delta
         assert exact == pytest.approx(log_delta, abs=1e-6)

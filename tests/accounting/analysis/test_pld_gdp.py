@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss, poisson_group_delta
 from torch_dpsco.accounting.analysis import pld as pld_gdp
-from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_log_delta, gaussian_mu
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_epsilon,
+    gaussian_log_delta,
+    gaussian_mu,
+)
 from torch_dpsco.accounting.analysis.pld import gdp_upper, pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
@@ -52,7 +56,9 @@ def test_no_point_of_a_fine_curve_is_above_the_summary(name):
 
 
 @given(
-    st.lists(st.integers(0, 900).map(lambda place: place / 100), min_size=2, max_size=4, unique=True),
+    st.lists(
+        st.integers(0, 900).map(lambda place: place / 100), min_size=2, max_size=4, unique=True
+    ),
     st.lists(st.floats(1e-9, 1.0), min_size=4),
 )
 @settings(max_examples=20)
@@ -75,7 +81,10 @@ def test_one_sampled_release_is_summarized_above_its_exact_curve(rate, noise, de
     mu = gdp_upper([(PoissonLoss(rate, noise), 1)], delta_min)
     reach = 0
     for epsilon in np.linspace(0.0, 12.0, 97).tolist():
-        delta = max(poisson_group_delta(1, rate, noise, epsilon, direction) for direction in ("remove", "add"))
+        delta = max(
+            poisson_group_delta(1, rate, noise, epsilon, direction)
+            for direction in ("remove", "add")
+        )
         if delta >= delta_min:
             reach += 1
             assert gaussian_log_delta(epsilon, mu) >= math.log(delta) * (1 + 1e-12)
@@ -100,9 +109,16 @@ def test_merged_gaussians_are_summarized_by_their_own_mu(mu):
 
 @pytest.mark.parametrize(
     ("noise", "steps", "claimed", "truth"),
-    [(1.0, 235, 0.288, 0.393), (0.6, 235, 0.943, 2.781), (1.0, 2350, 1.013, 1.101), (2.0, 2350, 0.379, 0.387)],
+    [
+        (1.0, 235, 0.288, 0.393),
+        (0.6, 235, 0.943, 2.781),
+        (1.0, 2350, 1.013, 1.101),
+        (2.0, 2350, 0.379, 0.387),
+    ],
 )
-def test_the_central_limit_claims_less_than_the_truth_and_the_summary_does_not(noise, steps, claimed, truth):
+def test_the_central_limit_claims_less_than_the_truth_and_the_summary_does_not(
+    noise, steps, claimed, truth
+):
     limit = RATE * math.sqrt(steps * math.expm1(noise**-2))
     assert gaussian_epsilon(limit, 1e-5) == pytest.approx(claimed, abs=6e-4)
     losses = [(PoissonLoss(RATE, noise), steps)]
@@ -122,10 +138,14 @@ def test_a_smaller_delta_min_and_more_releases_give_no_smaller_mu():
 
 def test_the_ends_of_the_range():
     assert gdp_upper([]) == 0.0
-    assert gdp_upper([(PoissonLoss(1e-6, 10.0), 1)], 0.5) == 0.0  # delta is below delta_min everywhere
+    assert (
+        gdp_upper([(PoissonLoss(1e-6, 10.0), 1)], 0.5) == 0.0
+    )  # delta is below delta_min everywhere
     assert gdp_upper([(ApproxLoss(1.0, 1e-5), 1)], 1e-10) == math.inf
     assert gdp_upper([(ApproxLoss(1.0, 1e-12), 1)], 1e-10) < 3.0
-    assert gdp_upper([(GaussianLoss(30.0), 1)]) == math.inf  # the total variation distance is 1 in floating point
+    assert (
+        gdp_upper([(GaussianLoss(30.0), 1)]) == math.inf
+    )  # the total variation distance is 1 in floating point
     assert gdp_upper([(PoissonLoss(0.5, 0.01, size=600), 1)]) is None
 
 
@@ -136,7 +156,9 @@ def test_a_point_without_a_figure_leaves_no_summary(monkeypatch):
 
 def test_few_compositions_are_enough(monkeypatch):
     asked = []
-    monkeypatch.setattr(pld_gdp, "pld_delta", lambda *arguments: asked.append(1) or pld_delta(*arguments))
+    monkeypatch.setattr(
+        pld_gdp, "pld_delta", lambda *arguments: asked.append(1) or pld_delta(*arguments)
+    )
     for name in ("ten epochs", "pure"):
         asked.clear()
         gdp_upper(LEDGERS[name])

@@ -74,7 +74,8 @@ def tails(pair: LossPair, x: mp.mpf, above: bool) -> tuple[mp.mpf, mp.mpf]:
         means = [direction * j for j in range(pair.size + 1)]
         side = 1 if above else -1
         return mp.fsum(
-            w * mp.ncdf(side * (m - x) / mp.mpf(pair.noise)) for w, m in zip(weights(pair), means, strict=True)
+            w * mp.ncdf(side * (m - x) / mp.mpf(pair.noise))
+            for w, m in zip(weights(pair), means, strict=True)
         )
 
     return tail(1), tail(sign)
@@ -166,11 +167,16 @@ def test_the_masses_of_both_hypotheses_are_kept(law, grid):
 
 
 def test_what_integrals_may_be_short_of_is_added():
-    put = Dots(0, np.array([0.25, 0.5, 0.0]), (0.125, 0.0), (0.125, 0.0), 0.5, 0.0, accuracy=0.5).law()
+    put = Dots(
+        0, np.array([0.25, 0.5, 0.0]), (0.125, 0.0), (0.125, 0.0), 0.5, 0.0, accuracy=0.5
+    ).law()
     assert put.mass.tolist() == [0.25, 0.5 + 0.125 * 1.5, 0.0]
     assert put.infinite >= 0.125 * 1.5
     # a bucket at (0, 1/2] with all of its mass at the upper end: p = 1, e = 1 - e^-1/2; and with none there
-    full, none = (connected(np.array([1.0]), np.array([-math.expm1(-0.5) * share]), 0.5, 0.25) for share in (1.0, 0.0))
+    full, none = (
+        connected(np.array([1.0]), np.array([-math.expm1(-0.5) * share]), 0.5, 0.25)
+        for share in (1.0, 0.0)
+    )
     assert full.tolist() == pytest.approx([2 * 0.25, 1.25])
     assert none.tolist() == [1.25 + 2 * 0.25, 0.0]
 
@@ -189,10 +195,14 @@ def test_exchanged_laws_are_dual(law):
     # H_t(Q, P) = 1 - t + t H_(1/t)(P, Q)
     put, other = law.on_grid(1e-3, REACH), law.exchanged().on_grid(1e-3, REACH)
     assert law.exchanged().exchanged() == law
-    for epsilon in np.round(np.linspace(*law.span(4.0), 9), 3):  # dots: between them there are chords in t and 1/t
+    for epsilon in np.round(
+        np.linspace(*law.span(4.0), 9), 3
+    ):  # dots: between them there are chords in t and 1/t
         dual = -math.expm1(-epsilon) + math.exp(-epsilon) * hockey_stick(put, epsilon)
         # masses are rounded up, by a little of all, also where the profile is the small rest of 1 - t
-        assert hockey_stick(other, -epsilon) == pytest.approx(dual, rel=1e-10, abs=1e-12 * (1 + math.exp(-epsilon)))
+        assert hockey_stick(other, -epsilon) == pytest.approx(
+            dual, rel=1e-10, abs=1e-12 * (1 + math.exp(-epsilon))
+        )
 
 
 def test_the_law_of_fixed_batches_has_the_profile_of_both_orderings():
@@ -201,15 +211,23 @@ def test_the_law_of_fixed_batches_has_the_profile_of_both_orderings():
     backward = PoissonLoss(0.05, 0.6, reverse=True).on_grid(1e-3, REACH)
     for epsilon in (0.001, 0.02, 0.4, 3.0):
         assert hockey_stick(law, epsilon) == pytest.approx(hockey_stick(forward, epsilon), rel=1e-9)
-        assert hockey_stick(law, -epsilon) == pytest.approx(hockey_stick(backward, -epsilon), rel=1e-9)
+        assert hockey_stick(law, -epsilon) == pytest.approx(
+            hockey_stick(backward, -epsilon), rel=1e-9
+        )
         assert hockey_stick(forward, epsilon) > hockey_stick(backward, epsilon)
     dual = law.mass[::-1] * np.exp(law.losses())
-    np.testing.assert_allclose(law.mass[2:-2], dual[2:-2], rtol=1e-9)  # the ends hold tails, which move up
+    np.testing.assert_allclose(
+        law.mass[2:-2], dual[2:-2], rtol=1e-9
+    )  # the ends hold tails, which move up
 
 
 def test_at_rate_one_all_laws_are_gaussian():
     gaussian = GaussianLoss(0.5).on_grid(1e-3, REACH)
-    for law in (PoissonLoss(1.0, 2.0), PoissonLoss(1.0, 2.0, reverse=True), FixedSizeLoss(1.0, 2.0)):
+    for law in (
+        PoissonLoss(1.0, 2.0),
+        PoissonLoss(1.0, 2.0, reverse=True),
+        FixedSizeLoss(1.0, 2.0),
+    ):
         put = law.on_grid(1e-3, REACH)
         assert law.mu == 0.5
         assert put.first == gaussian.first
@@ -219,7 +237,9 @@ def test_at_rate_one_all_laws_are_gaussian():
 
 
 @pytest.mark.parametrize(
-    "pair", [*PAIRS, MixturePair(0.2, 0.05), MixturePair(0.3, 0.1, 7), OppositePair(0.5, 0.02)], ids=repr
+    "pair",
+    [*PAIRS, MixturePair(0.2, 0.05), MixturePair(0.3, 0.1, 7), OppositePair(0.5, 0.02)],
+    ids=repr,
 )
 def test_cuts_are_within_the_stated_shift(pair):
     low, high = (pair.loss(end) for end in pair.ends(REACH))
@@ -233,7 +253,9 @@ def test_cuts_are_within_the_stated_shift(pair):
             p = mp.fsum(w * mp.exp(j * (2 * x - j) / (2 * z2)) for j, w in enumerate(weights(pair)))
             q = 1
             if isinstance(pair, OppositePair):
-                q = mp.fsum(w * mp.exp(-j * (2 * x + j) / (2 * z2)) for j, w in enumerate(weights(pair)))
+                q = mp.fsum(
+                    w * mp.exp(-j * (2 * x + j) / (2 * z2)) for j, w in enumerate(weights(pair))
+                )
             assert abs(mp.log(p / q) - mp.mpf(loss)) <= pair.shift(REACH) + residual
 
 
@@ -248,20 +270,34 @@ def test_the_loss_increases(pair):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=repr)
 def test_buckets_have_the_stated_accuracy(pair):
-    losses = np.linspace(pair.loss(-pair.reverse_shift - pair.noise), pair.loss(pair.size + 2 * pair.noise), 8)
+    losses = np.linspace(
+        pair.loss(-pair.reverse_shift - pair.noise), pair.loss(pair.size + 2 * pair.noise), 8
+    )
     cuts = pair.positions(losses)[0]
     mass, excess = pair.integrate(cuts, losses[:-1], REACH)
     with mp.workdps(50):
         z2 = mp.mpf(pair.noise) ** 2
         for k in range(mass.size):
             x = mp.mpf(cuts[k])
-            p, q = (a - b for a, b in zip(tails(pair, x, True), tails(pair, mp.mpf(cuts[k + 1]), True), strict=True))
-            ratio = mp.fsum(w * mp.exp(j * (2 * x - j) / (2 * z2)) for j, w in enumerate(weights(pair)))
+            p, q = (
+                a - b
+                for a, b in zip(
+                    tails(pair, x, True), tails(pair, mp.mpf(cuts[k + 1]), True), strict=True
+                )
+            )
+            ratio = mp.fsum(
+                w * mp.exp(j * (2 * x - j) / (2 * z2)) for j, w in enumerate(weights(pair))
+            )
             if isinstance(pair, OppositePair):
-                ratio /= mp.fsum(w * mp.exp(-j * (2 * x + j) / (2 * z2)) for j, w in enumerate(weights(pair)))
+                ratio /= mp.fsum(
+                    w * mp.exp(-j * (2 * x + j) / (2 * z2)) for j, w in enumerate(weights(pair))
+                )
             assert abs(mass[k] / p - 1) <= pair.accuracy(REACH)
             # relative to what of the excess could come from a rounded left end
-            assert abs(excess[k] - (p - ratio * q)) <= pair.accuracy(REACH) * excess[k] + 1e-14 * mass[k]
+            assert (
+                abs(excess[k] - (p - ratio * q))
+                <= pair.accuracy(REACH) * excess[k] + 1e-14 * mass[k]
+            )
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,12 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 from torch_dpsco.accounting.analysis.pld_powers import Powers, crossing
 from torch_dpsco.accounting.events import PoissonGaussian
 
-LAWS = [PoissonLoss(0.004, 1.1), PoissonLoss(0.01, 3.0, 4), ReplaceOneLoss(0.02, 0.9), FixedSizeLoss(0.01, 0.8)]
+LAWS = [
+    PoissonLoss(0.004, 1.1),
+    PoissonLoss(0.01, 3.0, 4),
+    ReplaceOneLoss(0.02, 0.9),
+    FixedSizeLoss(0.01, 0.8),
+]
 
 
 def forget() -> None:
@@ -41,9 +46,14 @@ def forget() -> None:
     pld._both_ways.cache_clear()
 
 
-def block_of(laws: list[tuple[GridLaw, int]], least: list[int], tilt: float) -> tuple[Powers, Window]:
+def block_of(
+    laws: list[tuple[GridLaw, int]], least: list[int], tilt: float
+) -> tuple[Powers, Window]:
     view = window(Cumulant(laws), tilt)
-    low = min(view.low, window(Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)]), tilt).low)
+    low = min(
+        view.low,
+        window(Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)]), tilt).low,
+    )
     view = Window(tilt, low, view.high, view.rise)
     return Powers(laws, least, view, -10.0, 0.0), view
 
@@ -52,13 +62,19 @@ def block_of(laws: list[tuple[GridLaw, int]], least: list[int], tilt: float) -> 
 @pytest.mark.parametrize("atom", [0.0, 0.5, 0.999])
 @pytest.mark.parametrize("most", [[4], [9], [6, 2, 4]])
 @pytest.mark.parametrize("least_log", [-52.0, -3.0])
-def test_every_count_of_a_block_is_above_the_exact_convolution(tilt, atom, most, least_log, monkeypatch):
+def test_every_count_of_a_block_is_above_the_exact_convolution(
+    tilt, atom, most, least_log, monkeypatch
+):
     monkeypatch.setattr(pld_powers, "_LEAST_LOG", least_log)
     rng = np.random.default_rng(7)
     laws = [(random_law(rng, 40 + 11 * k, atom), count) for k, count in enumerate(most)]
     least = [max(1, count // 2) for count in most]
     powers, view = block_of(laws, least, tilt)
-    for counts in (least, most, [min(few + 1, count) for few, count in zip(least, most, strict=True)]):
+    for counts in (
+        least,
+        most,
+        [min(few + 1, count) for few, count in zip(least, most, strict=True)],
+    ):
         composed = [(law, count) for (law, _), count in zip(laws, counts, strict=True)]
         for share in (0.05, 0.4, 0.7, 0.95):
             at = view.low + share * view.width
@@ -66,7 +82,9 @@ def test_every_count_of_a_block_is_above_the_exact_convolution(tilt, atom, most,
             curve = powers.curve(counts, aim)
             losses = (curve.first + np.arange(curve.log_delta.size)) * curve.grid
             exact = [exact_delta(composed, float(loss)) for loss in losses]
-            for value, delta, rounding in zip(curve.log_delta, exact, curve.log_rounding, strict=True):
+            for value, delta, rounding in zip(
+                curve.log_delta, exact, curve.log_rounding, strict=True
+            ):
                 assert np.exp(np.longdouble(value)) >= delta
                 if least_log < -50:
                     assert np.exp(value) <= float(delta) * (1 + 1e-5) + 1.1 * np.exp(rounding)
@@ -85,13 +103,17 @@ def test_frequencies_left_out_are_counted(monkeypatch):
     assert short.first >= full.first
     one = transform(tilted(law, 1.0), powers._size, 1, law.mass.size / powers._size + 2)
     bound = (np.exp(one.log_size) + one.error) ** 5 * multiplicity(powers._size)
-    assert powers._left_out >= np.delete(bound, powers._frequencies).sum() * (1 - 1e-9)  # of the smallest count
+    assert powers._left_out >= np.delete(bound, powers._frequencies).sum() * (
+        1 - 1e-9
+    )  # of the smallest count
 
 
 def test_every_release_adds_what_rounding_took_from_its_loss():
     curve = DeltaCurve(-3, 0.5, np.log([0.9, 0.8, 0.7, 0.5, 0.2, 0.1, 0.05]), np.full(7, -40.0))
     exact, shifted = (
-        pld._Terms([shift, 0.0], [0.0, 0.0], 1.0, False).reading(pld._AtDelta(0.1, 0.1), curve, [3, 2], False)
+        pld._Terms([shift, 0.0], [0.0, 0.0], 1.0, False).reading(
+            pld._AtDelta(0.1, 0.1), curve, [3, 2], False
+        )
         for shift in (0.0, 0.02)
     )
     assert shifted.result.epsilon == pytest.approx(exact.result.epsilon + 0.06)
@@ -117,7 +139,9 @@ def test_what_lies_above_the_window_and_infinite_losses_are_counted():
         curve = powers.curve([count], math.log(0.05))
         for k, value in enumerate(curve.log_delta):
             assert math.exp(value) >= exact_delta([(law, count)], (curve.first + k) * curve.grid)
-    assert powers.curve([6], math.log(1e-3)).epsilon(math.log(1e-3)) is None  # infinite losses are more
+    assert (
+        powers.curve([6], math.log(1e-3)).epsilon(math.log(1e-3)) is None
+    )  # infinite losses are more
 
 
 @pytest.mark.parametrize("law", LAWS, ids=repr)
@@ -139,7 +163,11 @@ def test_kept_transforms_give_what_composing_anew_gives(law, delta, monkeypatch)
 
 def test_several_laws_are_kept_together(monkeypatch):
     forget()
-    ledger = [(PoissonLoss(0.01, 1.0), 777), (ReplaceOneLoss(0.02, 2.0), 30), (ApproxLoss(0.1, 1e-8), 3)]
+    ledger = [
+        (PoissonLoss(0.01, 1.0), 777),
+        (ReplaceOneLoss(0.02, 2.0), 30),
+        (ApproxLoss(0.1, 1e-8), 3),
+    ]
     kept = pld_epsilon(ledger, 1e-5)
     forget()
     monkeypatch.setattr(pld, "_kept", lambda *_: None)
@@ -189,7 +217,9 @@ def test_a_crossing_is_found_whatever_the_shape():
     for name, shape in shapes.items():
         for guess in (-5, 3, 999, 1000, 10**7):
             asked = []
-            low, high = crossing(lambda k, f=shape, a=asked: a.append(k) or f(k), -1, 10**6, guess, -1e-3)
+            low, high = crossing(
+                lambda k, f=shape, a=asked: a.append(k) or f(k), -1, 10**6, guess, -1e-3
+            )
             assert high == low + 1, name
             assert shape(high) <= 0 < shape(low)
             assert len(asked) <= 8 + 21

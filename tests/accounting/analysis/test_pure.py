@@ -16,7 +16,9 @@ from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_laplace, rdp_pu
 from torch_dpsco.accounting.analysis.rdp import default_orders
 
 epsilons = st.floats(-12.0, 3.0).map(lambda x: 10**x)
-orders = st.one_of(st.floats(-12.0, 6.1).map(lambda x: 1 + 10**x), st.integers(1, 52).map(lambda i: 1 + 2.0**-i))
+orders = st.one_of(
+    st.floats(-12.0, 6.1).map(lambda x: 1 + 10**x), st.integers(1, 52).map(lambda i: 1 + 2.0**-i)
+)
 SLACK = 1 + 2e-12  # two curves, each rounded up by 1e-12
 
 
@@ -56,7 +58,9 @@ def test_no_curve_is_below_its_high_precision_value(epsilon, order):
 def test_rho_is_not_below_its_high_precision_value(epsilon):
     with mp.workdps(60):
         exact = randomized_response(epsilon, 1.0)
-        assert rho_pure(epsilon) == epsilon or exact <= rho_pure(epsilon) <= exact * (1 + mp.mpf("4e-15"))
+        assert rho_pure(epsilon) == epsilon or exact <= rho_pure(epsilon) <= exact * (
+            1 + mp.mpf("4e-15")
+        )
 
 
 @given(epsilons, orders)
@@ -71,7 +75,11 @@ def test_published_figures_of_zcdp():
     assert rho_pure(4.0) == pytest.approx(3.856, abs=5e-4)
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(-1.0, 1.0)), min_size=2, max_size=8), epsilons, orders)
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(-1.0, 1.0)), min_size=2, max_size=8),
+    epsilons,
+    orders,
+)
 @settings(max_examples=200)
 def test_no_random_epsilon_dp_pair_costs_more_than_randomized_response(points, epsilon, order):
     """Q is any distribution, P / Q between e^-epsilon and e^epsilon after normalization."""
@@ -82,7 +90,9 @@ def test_no_random_epsilon_dp_pair_costs_more_than_randomized_response(points, e
         total_p = mp.fsum(m * r for m, r in zip(mass, ratio, strict=True))
         losses = [mp.log(r * total_q / total_p) for r in ratio]
         worst = float(max(abs(loss) for loss in losses)) * (1 + 1e-15)
-        moment = mp.fsum(m / total_q * mp.exp(order * loss) for m, loss in zip(mass, losses, strict=True))
+        moment = mp.fsum(
+            m / total_q * mp.exp(order * loss) for m, loss in zip(mass, losses, strict=True)
+        )
         divergence = mp.log(moment) / (mp.mpf(order) - 1)
         assert divergence <= rdp_pure(worst, order) + mp.mpf("1e-40") / (mp.mpf(order) - 1)
 
@@ -123,13 +133,17 @@ def test_profiles_are_not_below_their_high_precision_values(epsilon, strength):
         e, t = mp.mpf(epsilon), 1 / mp.mpf(scale)
         exact = 1 - mp.exp(e) if e <= -t else max(mp.mpf(0), 1 - mp.exp((e - t) / 2))
         assert (
-            exact - mp.mpf("1e-50") <= laplace_delta(epsilon, scale) <= exact * (1 + mp.mpf("2e-15")) + mp.mpf("1e-50")
+            exact - mp.mpf("1e-50")
+            <= laplace_delta(epsilon, scale)
+            <= exact * (1 + mp.mpf("2e-15")) + mp.mpf("1e-50")
         )
         w = mp.mpf(strength)
         p = mp.exp(w) / (1 + mp.exp(w))
         exact = max(mp.mpf(0), p - mp.exp(e) * (1 - p)) + max(mp.mpf(0), 1 - p - mp.exp(e) * p)
         assert (
-            exact - mp.mpf("1e-50") <= pure_delta(epsilon, strength) <= exact * (1 + mp.mpf("3e-15")) + mp.mpf("1e-50")
+            exact - mp.mpf("1e-50")
+            <= pure_delta(epsilon, strength)
+            <= exact * (1 + mp.mpf("3e-15")) + mp.mpf("1e-50")
         )
 
 
@@ -138,9 +152,14 @@ def test_the_laplace_profile_is_the_integral_of_the_densities(epsilon):
     scale = 1.0
 
     def excess(x):
-        return max(0.0, math.exp(-abs(x) / scale) - math.exp(epsilon - abs(x - 1) / scale)) / (2 * scale)
+        return max(0.0, math.exp(-abs(x) / scale) - math.exp(epsilon - abs(x - 1) / scale)) / (
+            2 * scale
+        )
 
-    value = sum(quad(excess, low, high, limit=200)[0] for low, high in [(-40, 0), (0, 0.5), (0.5, 1), (1, 40)])
+    value = sum(
+        quad(excess, low, high, limit=200)[0]
+        for low, high in [(-40, 0), (0, 0.5), (0.5, 1), (1, 40)]
+    )
     assert laplace_delta(epsilon, scale) == pytest.approx(value, abs=1e-8)
 
 
@@ -149,7 +168,9 @@ def test_profiles_are_dual_at_negative_thresholds_and_ordered(epsilon, strength)
     for profile in (lambda e: laplace_delta(e, 1 / strength), lambda e: pure_delta(e, strength)):
         dual = -math.expm1(-epsilon) + math.exp(-epsilon) * profile(epsilon)
         assert profile(-epsilon) == pytest.approx(dual, rel=1e-12, abs=1e-15)
-    assert laplace_delta(epsilon, 1 / strength) <= pure_delta(epsilon, strength) * (1 + 1e-14) + 1e-15
+    assert (
+        laplace_delta(epsilon, 1 / strength) <= pure_delta(epsilon, strength) * (1 + 1e-14) + 1e-15
+    )
     assert pure_delta(math.nextafter(strength, math.inf), strength) == 0.0
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch_dpsco.accounting.analysis import quadrature as quad
 
 EDGES = np.array([0.0, 0.25, 1.0])  # 32 nodes
-starts = st.one_of(st.floats(-9.0, 0.0).map(lambda x: 1 + 10**x), st.floats(0.1, 16.0).map(lambda x: 2**x))
+starts = st.one_of(
+    st.floats(-9.0, 0.0).map(lambda x: 1 + 10**x), st.floats(0.1, 16.0).map(lambda x: 2**x)
+)
 scales = st.floats(-12.0, 3.5).map(lambda x: 10**x)
 
 
@@ -29,7 +31,9 @@ def exact(order: float, ratio: np.ndarray, weight: np.ndarray, two_sided: bool) 
 @pytest.mark.parametrize("two_sided", [False, True])
 @given(starts, scales, st.floats(0.0, 1.0), st.floats(-50.0, 50.0), st.floats(0.01, 100.0))
 @settings(max_examples=100)
-def test_the_fast_integral_is_the_sum_of_its_kernel_over_the_nodes(two_sided, start, scale, zero, slope, noise):
+def test_the_fast_integral_is_the_sum_of_its_kernel_over_the_nodes(
+    two_sided, start, scale, zero, slope, noise
+):
     """log r = scale (x - zero)^3 takes both signs and all sizes; the base density varies by up to e^50 and more."""
     order = start * np.array([1.0, 1.7, 6.0, 16.0])
     taken = {}
@@ -79,7 +83,9 @@ def test_nodes_that_matter_at_no_order_are_dropped():
 
 
 def test_blocks_of_orders_span_a_factor_sixteen_at_most():
-    grid = np.concatenate([1 + np.logspace(-9, 0, 50), 2.0 ** np.arange(1, 21), [16.5, 256.5, 65537.0]])
+    grid = np.concatenate(
+        [1 + np.logspace(-9, 0, 50), 2.0 ** np.arange(1, 21), [16.5, 256.5, 65537.0]]
+    )
     blocks = []
     values = quad.by_order(lambda block: blocks.append(block) or 2 * block, grid)
     assert np.array_equal(values, 2 * grid)

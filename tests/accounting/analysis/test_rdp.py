@@ -16,7 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import gammaln
 
-from tests.reference.papers.accounting import rdp_gaussian, rdp_poisson_replace_one_profile, rdp_wor_gaussian_wbk
+from tests.reference.papers.accounting import (
+    rdp_gaussian,
+    rdp_poisson_replace_one_profile,
+    rdp_wor_gaussian_wbk,
+)
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     PoissonMixture,
@@ -67,8 +71,12 @@ def by_trapezoid(pair: str, rate: float, noise: float, order: float, size: int =
         return np.logaddexp.reduce(parts, axis=0)
 
     null = log_mixture(-x) if pair == "replace" else -(x**2) / 2 / noise**2
-    base, ratio = (null, log_mixture(x) - null) if pair != "add" else (log_mixture(x), null - log_mixture(x))
-    size_of_phi = np.maximum(order * ratio, 0) + 2 * np.minimum(0, np.log(order * np.abs(ratio) + 1e-300))
+    base, ratio = (
+        (null, log_mixture(x) - null) if pair != "add" else (log_mixture(x), null - log_mixture(x))
+    )
+    size_of_phi = np.maximum(order * ratio, 0) + 2 * np.minimum(
+        0, np.log(order * np.abs(ratio) + 1e-300)
+    )
     kept = x[base + size_of_phi > np.max(base + size_of_phi) - 50]
     with mp.workdps(50):
         q, z, a = mp.mpf(rate), mp.mpf(noise), mp.mpf(order)
@@ -144,7 +152,10 @@ def by_binomial_sum(rate: float, noise: float, order: int) -> mp.mpf:
     i = np.arange(2.0, order + 1)
     power = i * (i - 1) / 2 / noise**2
     size_of_term = (
-        gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1) + i * (math.log(rate) - math.log1p(-rate))
+        gammaln(order + 1)
+        - gammaln(i + 1)
+        - gammaln(order - i + 1)
+        + i * (math.log(rate) - math.log1p(-rate))
     )
     size_of_term += power + np.log(-np.expm1(-power))
     with mp.workdps(40):
@@ -160,10 +171,14 @@ def by_binomial_sum(rate: float, noise: float, order: int) -> mp.mpf:
 
 
 @pytest.mark.parametrize("order", [2, 3, 64, 500])
-@pytest.mark.parametrize(("rate", "noise"), [(1e-9, 0.5), (0.004, 1.0), (0.02, 20.0), (0.5, 100.0), (0.999, 1e4)])
+@pytest.mark.parametrize(
+    ("rate", "noise"), [(1e-9, 0.5), (0.004, 1.0), (0.02, 20.0), (0.5, 100.0), (0.999, 1e4)]
+)
 def test_integer_orders_agree_with_the_binomial_sum(rate, noise, order):
     exact = by_binomial_sum(rate, noise, order)
-    assert exact <= rdp_poisson_gaussian(rate, noise, float(order)) <= exact * (1 + mp.mpf("1.2e-12"))
+    assert (
+        exact <= rdp_poisson_gaussian(rate, noise, float(order)) <= exact * (1 + mp.mpf("1.2e-12"))
+    )
 
 
 def test_the_last_order_of_the_grid_agrees_with_the_binomial_sum():
@@ -192,7 +207,11 @@ def test_integer_orders_of_any_grid_agree_with_the_binomial_sum(rate, noise, log
 
 
 @pytest.mark.parametrize("pair", ["remove", "add", "replace"])
-@given(any_rates, any_noises, st.one_of(st.floats(-3.0, 0.0).map(lambda x: 1 + 10**x), st.floats(2.0, 500.0)))
+@given(
+    any_rates,
+    any_noises,
+    st.one_of(st.floats(-3.0, 0.0).map(lambda x: 1 + 10**x), st.floats(2.0, 500.0)),
+)
 @settings(max_examples=25)
 def test_any_order_of_any_grid_agrees_with_its_high_precision_value(pair, rate, noise, order):
     exact = by_trapezoid(pair, rate, noise, order)
@@ -207,11 +226,15 @@ def test_epsilon_agrees_with_dp_accounting_at_integer_orders(rate, noise):
         accountant = RdpAccountant([order])
         step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
         accountant.compose(step, 1000)
-        ours = rdp_epsilon([order], [1000 * rdp_poisson_gaussian(rate, noise, float(order))], 1e-6).epsilon
+        ours = rdp_epsilon(
+            [order], [1000 * rdp_poisson_gaussian(rate, noise, float(order))], 1e-6
+        ).epsilon
         assert ours == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-9)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in CURVES if pair != "wbk"])  # that bound is not monotone
+@pytest.mark.parametrize(
+    "pair", [pair for pair in CURVES if pair != "wbk"]
+)  # that bound is not monotone
 @given(rates, noises, orders, orders)
 @settings(max_examples=30)
 def test_every_curve_increases_with_the_order(pair, rate, noise, order, other):
@@ -230,7 +253,9 @@ def test_every_curve_decreases_with_the_noise(pair, rate, noise, other, order):
 @pytest.mark.parametrize("pair", [pair for pair in CURVES if pair != "wbk"])
 @given(rates, rates, noises, orders)
 @settings(max_examples=30)
-def test_every_curve_increases_with_the_rate_up_to_the_unsampled_gaussian(pair, rate, other, noise, order):
+def test_every_curve_increases_with_the_rate_up_to_the_unsampled_gaussian(
+    pair, rate, other, noise, order
+):
     rate, other = sorted((rate, other))
     assert CURVES[pair](rate, noise, order) <= CURVES[pair](other, noise, order) * SLACK
     unsampled = rdp_gaussian(order, noise / SHIFT.get(pair, 1.0))
@@ -256,7 +281,13 @@ def test_the_exact_replace_one_pair_is_below_the_profile_bound_and_two_hops(rate
     assert exact <= ((order - 0.5) / (order - 1) * far + near) * SLACK
 
 
-@given(st.floats(0.01, 0.9), st.floats(0.4, 3.0), st.floats(1.1, 6.0), st.floats(0, math.pi), st.floats(0.2, 1.0))
+@given(
+    st.floats(0.01, 0.9),
+    st.floats(0.4, 3.0),
+    st.floats(1.1, 6.0),
+    st.floats(0, math.pi),
+    st.floats(0.2, 1.0),
+)
 @settings(max_examples=40)
 def test_no_two_contributions_are_further_apart_than_opposite_ones(rate, noise, order, angle, norm):
     """(1-q) N(0) + q N(v) against (1-q) N(0) + q N(w) in the plane, by a Riemann sum (spectrally accurate here)."""
@@ -269,7 +300,10 @@ def test_no_two_contributions_are_further_apart_than_opposite_ones(rate, noise, 
     far = np.exp(-((x - tilt[0]) ** 2 + (y - tilt[1]) ** 2) / (2 * noise**2))
     p, q = (1 - rate) * null + rate * near + 1e-300, (1 - rate) * null + rate * far + 1e-300
     moment = np.sum(p * np.exp((order - 1) * (np.log(p) - np.log(q)))) / np.sum(null)
-    assert math.log(moment) / (order - 1) <= rdp_poisson_gaussian_replace_one(rate, noise, order) + 1e-9
+    assert (
+        math.log(moment) / (order - 1)
+        <= rdp_poisson_gaussian_replace_one(rate, noise, order) + 1e-9
+    )
 
 
 @given(st.floats(1e-4, 0.9), st.floats(0.3, 100.0), st.floats(1.01, 100.0), st.integers(1, 12))
@@ -279,7 +313,9 @@ def test_a_larger_group_costs_more_but_less_than_the_generic_group_bound(rate, n
     assert cost <= rdp_poisson_gaussian_group(rate, noise, size + 1, order) * SLACK
     # two records instead of one: (2a, D) -> (a, 3 D)
     doubled = rdp_poisson_gaussian_group(rate, noise, 2 * size, order)
-    assert doubled <= 3 * rdp_poisson_gaussian_group(rate, noise, size, 2 * order) * SLACK or order < 2
+    assert (
+        doubled <= 3 * rdp_poisson_gaussian_group(rate, noise, size, 2 * order) * SLACK or order < 2
+    )
 
 
 def test_a_group_of_one_is_a_record():
@@ -293,7 +329,9 @@ def test_large_groups_stay_within_memory_and_below_the_unsampled_cost():
     cost = rdp_poisson_gaussian_group(0.01, 50.0, 300, grid)
     assert np.all(cost < rdp_gaussian(grid, 50.0 / 300))
     assert np.all(cost > rdp_gaussian(grid, 50.0 / 3) / 2)  # three records on average
-    assert np.all(rdp_poisson_gaussian_group(0.01, 1e-3, 300, grid) <= rdp_gaussian(grid, 1e-3 / 300) * SLACK)
+    assert np.all(
+        rdp_poisson_gaussian_group(0.01, 1e-3, 300, grid) <= rdp_gaussian(grid, 1e-3 / 300) * SLACK
+    )
 
 
 @pytest.mark.parametrize("pair", CURVES)
@@ -328,7 +366,9 @@ def test_arrays_agree_with_scalars_in_any_sequence(pair):
     values = CURVES[pair](0.01, 1.3, grid)
     assert isinstance(CURVES[pair](0.01, 1.3, 2.0), float)
     assert values.shape == grid.shape
-    np.testing.assert_allclose(values, [CURVES[pair](0.01, 1.3, float(a)) for a in grid], rtol=1e-12)
+    np.testing.assert_allclose(
+        values, [CURVES[pair](0.01, 1.3, float(a)) for a in grid], rtol=1e-12
+    )
 
 
 def test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside():
@@ -346,7 +386,9 @@ def test_no_orders_give_no_values():
 
 
 def test_order_above_a_thousand_is_finite_where_binomials_overflow():
-    assert np.all(np.isfinite(rdp_poisson_gaussian(0.01, 30.0, np.array([1031.0, 6434.0, 16384.0, 2.0**20]))))
+    assert np.all(
+        np.isfinite(rdp_poisson_gaussian(0.01, 30.0, np.array([1031.0, 6434.0, 16384.0, 2.0**20])))
+    )
 
 
 def test_epsilon_has_no_floor_from_a_short_order_grid():
@@ -361,7 +403,14 @@ def test_epsilon_has_no_floor_from_a_short_order_grid():
 
 @pytest.mark.parametrize(
     ("noise", "epochs", "expected"),
-    [(0.6, 1, 3.849), (1.0, 1, 0.9899), (2.0, 1, 0.2554), (0.6, 10, 6.735), (1.0, 10, 1.9431), (2.0, 10, 0.8283)],
+    [
+        (0.6, 1, 3.849),
+        (1.0, 1, 0.9899),
+        (2.0, 1, 0.2554),
+        (0.6, 10, 6.735),
+        (1.0, 10, 1.9431),
+        (2.0, 10, 0.8283),
+    ],
 )
 def test_measured_replace_one_epsilons(noise, epochs, expected):
     grid = default_orders()
@@ -396,10 +445,22 @@ def test_the_default_grid_is_ascending_with_integers_from_eleven_on():
         (lambda: rdp_poisson_gaussian(0.1, math.inf, 2.0), "noise_multiplier must be finite"),
         (lambda: rdp_poisson_gaussian(0.1, 1.0, 1.0), "order must be finite and > 1"),
         (lambda: rdp_poisson_gaussian(0.1, 1.0, math.nan), "order must be finite and > 1"),
-        (lambda: rdp_poisson_gaussian(0.1, 1.0, np.array([2.0, 0.5])), r"order must be .* > 1 \(got 0.5\)"),
-        (lambda: rdp_poisson_gaussian(0.1, 1.0, np.ones((2, 2))), "order must be a number or a 1-d array"),
-        (lambda: rdp_poisson_gaussian(0.1, 1.0, 2.0, "both"), "direction must be one of remove, add"),
-        (lambda: rdp_poisson_gaussian_group(0.1, 1.0, 0, 2.0), "group_size must be an integer >= 1"),
+        (
+            lambda: rdp_poisson_gaussian(0.1, 1.0, np.array([2.0, 0.5])),
+            r"order must be .* > 1 \(got 0.5\)",
+        ),
+        (
+            lambda: rdp_poisson_gaussian(0.1, 1.0, np.ones((2, 2))),
+            "order must be a number or a 1-d array",
+        ),
+        (
+            lambda: rdp_poisson_gaussian(0.1, 1.0, 2.0, "both"),
+            "direction must be one of remove, add",
+        ),
+        (
+            lambda: rdp_poisson_gaussian_group(0.1, 1.0, 0, 2.0),
+            "group_size must be an integer >= 1",
+        ),
         (lambda: rdp_poisson_gaussian_replace_one(2.0, 1.0, 2.0), "sample_rate must be in"),
         (lambda: rdp_gaussian(2.0, -1.0), "noise_ratio must be >= 0"),
         (lambda: rdp_poisson_replace_one_profile(2.0, -1.0, 0.1), "noise_ratio must be >= 0"),

@@ -75,7 +75,9 @@ def test_the_cost_of_the_winner_alone_is_refuted():
 
 @pytest.mark.parametrize(("eta", "gamma"), [(1.0, 0.1), (0.0, 0.02), (0.5, 0.3)])
 def test_expected_trials_are_those_of_the_law(eta, gamma):
-    assert expected_trials(eta, gamma) == pytest.approx(negative_binomial(1.0, eta, gamma)[1], rel=1e-9)
+    assert expected_trials(eta, gamma) == pytest.approx(
+        negative_binomial(1.0, eta, gamma)[1], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("eta", "mean"), [(1.0, 10.0), (0.0, 10.0), (math.inf, 10.0)])

@@ -33,7 +33,9 @@ def reference(trials, p, shift, order, delta_window):
     with mp.workdps(40):
         window = range(low, high + 1)
         kept, a = mp.fsum(mass[y] for y in window), mp.mpf(order)
-        sums = [mp.fsum(mass[y] ** a * mass[y - s] ** (1 - a) for y in window) for s in (shift, -shift)]
+        sums = [
+            mp.fsum(mass[y] ** a * mass[y - s] ** (1 - a) for y in window) for s in (shift, -shift)
+        ]
         return max((mp.log(total) - a * mp.log(kept)) / (a - 1) for total in sums), 1 - kept
 
 
@@ -65,13 +67,18 @@ def log_binomial(trials, p, y):
     return ways + y * mp.log(chance) + (trials - y) * mp.log1p(-chance)
 
 
-@pytest.mark.parametrize(("trials", "p"), [(10**6, 0.5), (10**9, 0.5), (10**10, 0.01), (10**11, 0.5), (10**12, 0.01)])
+@pytest.mark.parametrize(
+    ("trials", "p"), [(10**6, 0.5), (10**9, 0.5), (10**10, 0.01), (10**11, 0.5), (10**12, 0.01)]
+)
 def test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up(trials, p):
     found = rdp_binomial_shift(trials, p, 2, 3.0, 1e-8).lost_mass
     exact = mp.mpf(0)
     with mp.workdps(30):
         deviation = mp.sqrt(trials * mp.mpf(p) * (1 - mp.mpf(p)))
-        for end, way in ((int(binom.ppf(5e-9, trials, p)) - 1, -1), (int(binom.isf(5e-9, trials, p)) + 1, 1)):
+        for end, way in (
+            (int(binom.ppf(5e-9, trials, p)) - 1, -1),
+            (int(binom.isf(5e-9, trials, p)) + 1, 1),
+        ):
 
             def mass(k, end=end, way=way):
                 return mp.exp(log_binomial(trials, p, end + way * k))
@@ -110,17 +117,32 @@ def test_the_sizing_example_costs_what_was_measured():
     """d = 10, n = 1000, g = 64, b = 314: epsilon 0.97 to 0.98, depending on the orders."""
     values, lost, orders = [], 0.0, [12.0, 16.0, 20.0, 24.0]
     for order in orders:
-        found = {shift: rdp_binomial_shift(314_000, 0.5, shift, order, 1e-8) for shift in (1, 8, 32, 64, 65)}
-        values.append(max(bound.rdp / shift**2 for shift, bound in found.items()) * (64 + math.sqrt(10)) ** 2)
+        found = {
+            shift: rdp_binomial_shift(314_000, 0.5, shift, order, 1e-8)
+            for shift in (1, 8, 32, 64, 65)
+        }
+        values.append(
+            max(bound.rdp / shift**2 for shift, bound in found.items()) * (64 + math.sqrt(10)) ** 2
+        )
         lost = max(lost, *(bound.lost_mass for bound in found.values()))
     assert 0.97 <= rdp_epsilon(orders, values, 1e-5 - 10 * lost).epsilon <= 0.98
 
 
-@given(st.integers(100, 5000), st.floats(0.1, 0.9), st.integers(1, 5), st.floats(1.1, 20.0), st.floats(0.1, 3.0))
-def test_the_divergence_grows_with_the_order_and_is_symmetric_in_the_coin(trials, p, shift, order, more):
+@given(
+    st.integers(100, 5000),
+    st.floats(0.1, 0.9),
+    st.integers(1, 5),
+    st.floats(1.1, 20.0),
+    st.floats(0.1, 3.0),
+)
+def test_the_divergence_grows_with_the_order_and_is_symmetric_in_the_coin(
+    trials, p, shift, order, more
+):
     found = rdp_binomial_shift(trials, p, shift, order, 1e-6)
     assert found.rdp <= rdp_binomial_shift(trials, p, shift, order + more, 1e-6).rdp * (1 + 1e-8)
-    other = rdp_binomial_shift(trials, 1 - p, shift, order, 1e-6)  # 1 - p rounds: the window may move by one
+    other = rdp_binomial_shift(
+        trials, 1 - p, shift, order, 1e-6
+    )  # 1 - p rounds: the window may move by one
     assert other.rdp == pytest.approx(found.rdp, rel=1e-4)
 
 
@@ -144,8 +166,16 @@ def test_tiny_windows_and_a_shift_as_large_as_the_support():
         ((10, 0.5, 1, 1.0, 1e-8), ValueError, "order must be finite and > 1"),
         ((10, 0.5, 1, 2.0, 0.0), ValueError, "delta_window must be in"),
         ((10, 0.5, 1, 2.0, 1.0), ValueError, "delta_window must be in"),
-        ((10, 0.5, 6, 2.0, 1e-8), ConditionError, r"shift must leave a window within 10 trials \(got 6\)"),
-        ((1000, 0.01, 60, 2.0, 1e-8), ConditionError, "shift must leave a window within 1000 trials"),
+        (
+            (10, 0.5, 6, 2.0, 1e-8),
+            ConditionError,
+            r"shift must leave a window within 10 trials \(got 6\)",
+        ),
+        (
+            (1000, 0.01, 60, 2.0, 1e-8),
+            ConditionError,
+            "shift must leave a window within 1000 trials",
+        ),
         ((10**14, 0.5, 1, 2.0, 1e-8), InfeasibleError, "window of at most 4194304 points"),
         ((10**7, 0.5, 3 * 10**6, 2.0, 1e-8), InfeasibleError, "window of at most 4194304 points"),
     ],

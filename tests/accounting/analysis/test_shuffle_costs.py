@@ -52,10 +52,14 @@ def test_rho_covers_every_order(case):
     assert pair.worst_loss() < math.inf
 
 
-@pytest.mark.parametrize(("trials", "grid", "dim"), [(10**5, 20, 4), (10**6, 126, 1000), (10**8, 126, 1000)])
+@pytest.mark.parametrize(
+    ("trials", "grid", "dim"), [(10**5, 20, 4), (10**6, 126, 1000), (10**8, 126, 1000)]
+)
 def test_rho_is_close_to_that_of_a_gaussian(trials, grid, dim):
     norm = grid + math.sqrt(dim)
-    rho = zcdp_shuffle(trials, 0.5, dim=dim, max_shift=grid, shift_norm=norm, delta_window=1e-3 / trials).rho
+    rho = zcdp_shuffle(
+        trials, 0.5, dim=dim, max_shift=grid, shift_norm=norm, delta_window=1e-3 / trials
+    ).rho
     assert norm**2 * 2 / trials <= rho <= norm**2 * 2 / trials * 1.025
 
 
@@ -64,14 +68,20 @@ def test_the_tables_of_orders_and_shifts_are_fine_enough():
     assert max(shuffle._between_orders(*pair) for pair in pairwise(orders)) < 1.006
     assert max(shuffle._between_shifts(*pair) for pair in pairwise(shifts)) < 1.006
     assert (shifts[:8], shifts[-1]) == (list(range(1, 9)), 5000)
-    assert [shuffle._shifts(most) for most in (1, 8, 9)] == [[1], list(range(1, 9)), list(range(1, 10))]
+    assert [shuffle._shifts(most) for most in (1, 8, 9)] == [
+        [1],
+        list(range(1, 9)),
+        list(range(1, 10)),
+    ]
 
 
 def test_chord_factors_bound_what_lies_between():
     for low, high in [(8, 9), (8, 11), (100, 115)]:
         for shift in range(low, high + 1):
             share = (shift - low) / (high - low)
-            assert (1 - share) * low**2 + share * high**2 <= shuffle._between_shifts(low, high) * shift**2 * (1 + 1e-12)
+            assert (1 - share) * low**2 + share * high**2 <= shuffle._between_shifts(
+                low, high
+            ) * shift**2 * (1 + 1e-12)
     for low, high in [(1.0, 1.004), (1.3, 1.7), (40.0, 46.0)]:
         for k in range(1, 100):
             order = low + (high - low) * k / 100
@@ -80,7 +90,10 @@ def test_chord_factors_bound_what_lies_between():
 
 
 def test_more_noise_bits_than_fit_count_as_many_as_fit():
-    costs = [zcdp_shuffle(10**k, 0.5, dim=1, max_shift=2, shift_norm=2, delta_window=1e-12).rho for k in (8, 12)]
+    costs = [
+        zcdp_shuffle(10**k, 0.5, dim=1, max_shift=2, shift_norm=2, delta_window=1e-12).rho
+        for k in (8, 12)
+    ]
     assert 0 < costs[1] <= costs[0]
 
 
@@ -124,9 +137,17 @@ def test_the_closed_form_for_scalars_fails_at_its_corner():
 
 
 @settings(max_examples=20)
-@given(st.integers(50, 3000), st.sampled_from([0.5, 0.3]), st.integers(1, 8), st.integers(1, 3), st.floats(0.2, 3.0))
+@given(
+    st.integers(50, 3000),
+    st.sampled_from([0.5, 0.3]),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.floats(0.2, 3.0),
+)
 def test_the_cost_covers_the_exact_hockey_stick_in_both_directions(trials, p, grid, dim, epsilon):
-    cost = zcdp_shuffle(trials, p, dim=dim, max_shift=grid, shift_norm=grid * math.sqrt(dim), delta_window=1e-6)
+    cost = zcdp_shuffle(
+        trials, p, dim=dim, max_shift=grid, shift_norm=grid * math.sqrt(dim), delta_window=1e-6
+    )
     for sign in (1, -1):
         for delta in (1e-4, 1e-2):
             if zcdp_epsilon(cost.rho, delta) <= epsilon:
@@ -137,7 +158,9 @@ def test_the_cost_covers_the_exact_hockey_stick_in_both_directions(trials, p, gr
 def test_a_shift_that_cuts_the_window_is_named_as_what_fails():
     """Bin(200, 0.9) has its mean at 180, and a shift by 21 leaves what is below 179: more than half is lost."""
     arguments = {"max_shift": 21, "shift_norm": 1.0, "delta_window": 1e-7}
-    with pytest.raises(ConditionError, match=r"max_shift must leave a window within 200 trials .* 1/2 of .*got 21"):
+    with pytest.raises(
+        ConditionError, match=r"max_shift must leave a window within 200 trials .* 1/2 of .*got 21"
+    ):
         rdp_shuffle(200, 0.9, [2.0], dim=2, **arguments)
     with pytest.raises(ConditionError, match="max_shift must leave"):
         zcdp_shuffle(200, 0.9, dim=2, **arguments)

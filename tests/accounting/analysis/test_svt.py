@@ -39,13 +39,17 @@ def transcript_probability(gaps: list[float], passed: list[bool], b1: float, b2:
     rho = np.linspace(-60 * b1, 60 * b1, 240_001)
     density = np.exp(-np.abs(rho) / b1) / (2 * b1)
     for gap, yes in zip(gaps, passed, strict=True):
-        density = density * (laplace_cdf((gap - rho) / b2) if yes else laplace_cdf((rho - gap) / b2))
+        density = density * (
+            laplace_cdf((gap - rho) / b2) if yes else laplace_cdf((rho - gap) / b2)
+        )
     return float(density.sum() * (rho[1] - rho[0]))
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.integers(1, 1000))
 def test_epsilon_is_not_below_its_exact_value(threshold, query, sensitivity, positives):
-    exact = Fraction(sensitivity) / Fraction(threshold) + 2 * positives * Fraction(sensitivity) / Fraction(query)
+    exact = Fraction(sensitivity) / Fraction(threshold) + 2 * positives * Fraction(
+        sensitivity
+    ) / Fraction(query)
     found = above_threshold_epsilon(threshold, query, sensitivity, positives)
     assert exact <= Fraction(found) <= exact * (1 + Fraction(1, 10**14))
 
@@ -65,7 +69,11 @@ def test_the_textbook_scales_spend_epsilon():
 
 
 @given(
-    st.lists(st.tuples(st.floats(-4, 4), st.sampled_from([-1.0, 0.0, 1.0]), st.booleans()), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.floats(-4, 4), st.sampled_from([-1.0, 0.0, 1.0]), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
     st.floats(0.5, 3.0),
     st.floats(0.5, 3.0),
 )
@@ -139,7 +147,9 @@ def test_the_sensitivity_of_the_score_is_reached():
             return Fraction(sum(abs(x - y) <= 1 for x in values for y in values), len(values))
 
         assert (
-            score(together) - score(apart) == Fraction(2 * (n - 1), n) <= Fraction(concentration_score_sensitivity(n))
+            score(together) - score(apart)
+            == Fraction(2 * (n - 1), n)
+            <= Fraction(concentration_score_sensitivity(n))
         )
     assert concentration_score_sensitivity(1) == 0.0
 
@@ -198,12 +208,19 @@ def test_bad_pass_probability_is_not_below_its_integral(margin, steps, b1, b2):
         m, q = mp.mpf(margin), mp.mpf(b2)
         breaks = [mp.mpf(0), -m, q * mp.log(steps) - m]
         exact = mp_integral(b1, b2, breaks, lambda r: -mp.expm1(steps * mp_log_cdf((m + r) / q)))
-        assert exact <= bad_pass_probability(margin, steps, b1, b2) <= exact * (1 + mp.mpf("1.1e-9"))
+        assert (
+            exact <= bad_pass_probability(margin, steps, b1, b2) <= exact * (1 + mp.mpf("1.1e-9"))
+        )
 
 
 @pytest.mark.parametrize(
     ("first", "last", "passes", "b1", "b2"),
-    [(2.3, -1.2, 10, 4.0, 8.0), (-30.0, 40.0, 1000, 2.0, 0.5), (5.0, 5.0, 0, 1.0, 1.0), (-3.0, 2.0, 10**6, 0.3, 20.0)],
+    [
+        (2.3, -1.2, 10, 4.0, 8.0),
+        (-30.0, 40.0, 1000, 2.0, 0.5),
+        (5.0, 5.0, 0, 1.0, 1.0),
+        (-3.0, 2.0, 10**6, 0.3, 20.0),
+    ],
 )
 def test_sequence_probability_is_its_integral(first, last, passes, b1, b2):
     with mp.workdps(30):
@@ -211,7 +228,10 @@ def test_sequence_probability_is_its_integral(first, last, passes, b1, b2):
         peak = f - q * mp.log(max(1, passes * b1 / (2 * b2)))
         breaks = [mp.mpf(0), f, g, f - q * mp.log(max(1, passes)), peak]
         exact = mp_integral(
-            b1, b2, breaks, lambda r: mp.exp(passes * mp_log_cdf((f - r) / q) + mp_log_cdf((r - g) / q))
+            b1,
+            b2,
+            breaks,
+            lambda r: mp.exp(passes * mp_log_cdf((f - r) / q) + mp_log_cdf((r - g) / q)),
         )
         assert abs(sequence_probability(first, last, passes, b1, b2) / exact - 1) < 1e-9
 
@@ -222,7 +242,9 @@ def test_bad_passes_grow_with_the_steps_and_stay_below_the_union_bound(margin, s
     one, many = (bad_pass_probability(margin, count, b1, b2) for count in (steps, 2 * steps))
     assert one <= many * (1 + 3e-9)
     assert one <= min(1.0, steps * laplace_difference_tail(margin, b1, b2)) * (1 + 2e-9)
-    assert bad_pass_probability(margin, 1, b1, b2) == pytest.approx(laplace_difference_tail(margin, b1, b2), rel=2e-9)
+    assert bad_pass_probability(margin, 1, b1, b2) == pytest.approx(
+        laplace_difference_tail(margin, b1, b2), rel=2e-9
+    )
     assert bad_pass_probability(margin + 1, steps, b1, b2) <= one * (1 + 3e-9)
 
 
@@ -253,7 +275,9 @@ def test_bad_passes_are_not_more_frequent_than_computed():
     """Binomial tail 1e-6 on 200,000 runs of 50 queries, all 12 below the threshold."""
     rng = np.random.default_rng(11)
     n, margin, b1, b2 = 200_000, 12.0, 2.0, 3.0
-    passes = rng.laplace(scale=b2, size=(n, 50)).max(axis=1) - rng.laplace(scale=b1, size=n) > margin
+    passes = (
+        rng.laplace(scale=b2, size=(n, 50)).max(axis=1) - rng.laplace(scale=b1, size=n) > margin
+    )
     beta = bad_pass_probability(margin, 50, b1, b2)
     assert binom.ppf(1e-6, n, beta) <= passes.sum() <= binom.isf(1e-6, n, beta)
 
@@ -269,17 +293,27 @@ def test_pair_delta_is_not_below_its_high_precision_value(epsilon, epsilon_svt, 
         p = mp.exp(a) / (1 + mp.exp(a))
         exact = p * hockey_stick(e - a, m) + (1 - p) * hockey_stick(e + a, m)
         if exact > mp.mpf("1e-300"):
-            assert exact <= svt_gaussian_delta(epsilon, epsilon_svt, mu) <= exact * (1 + mp.mpf("2e-9"))
+            assert (
+                exact
+                <= svt_gaussian_delta(epsilon, epsilon_svt, mu)
+                <= exact * (1 + mp.mpf("2e-9"))
+            )
 
 
 @given(st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
-def test_the_pair_costs_more_than_either_part_and_less_than_both_in_sequence(epsilon, epsilon_svt, mu):
+def test_the_pair_costs_more_than_either_part_and_less_than_both_in_sequence(
+    epsilon, epsilon_svt, mu
+):
     both = svt_gaussian_delta(epsilon, epsilon_svt, mu)
     assert both >= max(pure_delta(epsilon, epsilon_svt), gaussian_delta(mu, epsilon)) * (1 - 1e-10)
     if epsilon >= epsilon_svt:
         assert both <= gaussian_delta(mu, epsilon - epsilon_svt) * (1 + 1e-9)
-    assert svt_gaussian_delta(epsilon, epsilon_svt, 0.0) == pytest.approx(pure_delta(epsilon, epsilon_svt), rel=1e-12)
-    assert svt_gaussian_delta(epsilon, 0.0, mu) == pytest.approx(gaussian_delta(mu, epsilon), rel=1e-9)
+    assert svt_gaussian_delta(epsilon, epsilon_svt, 0.0) == pytest.approx(
+        pure_delta(epsilon, epsilon_svt), rel=1e-12
+    )
+    assert svt_gaussian_delta(epsilon, 0.0, mu) == pytest.approx(
+        gaussian_delta(mu, epsilon), rel=1e-9
+    )
 
 
 @given(st.floats(0.05, 8.0), st.floats(0.0, 0.95), st.floats(-12.0, -0.1).map(lambda x: 10**x))
@@ -303,9 +337,15 @@ def test_a_run_that_exceeds_the_budget_alone_is_infeasible_and_the_least_delta_i
         (lambda: above_threshold_epsilon(-1.0, 1.0, 1.0), "threshold_scale must be >= 0"),
         (lambda: above_threshold_epsilon(1.0, math.inf, 1.0), "query_scale must be finite"),
         (lambda: above_threshold_epsilon(1.0, 1.0, -1.0), "sensitivity must be >= 0"),
-        (lambda: above_threshold_epsilon(1.0, 1.0, 1.0, 0), "num_positives must be an integer >= 1"),
+        (
+            lambda: above_threshold_epsilon(1.0, 1.0, 1.0, 0),
+            "num_positives must be an integer >= 1",
+        ),
         (lambda: above_threshold_scales(0.0, 1.0), "epsilon must be > 0"),
-        (lambda: above_threshold_scales(1.0, 1.0, threshold_share=1.0), "threshold_share must be in"),
+        (
+            lambda: above_threshold_scales(1.0, 1.0, threshold_share=1.0),
+            "threshold_share must be in",
+        ),
         (lambda: concentration_score_sensitivity(0), "n_users must be an integer >= 1"),
         (lambda: laplace_difference_tail(math.nan, 1.0, 1.0), "margin must be finite"),
         (lambda: laplace_difference_tail(1.0, 0.0, 1.0), "threshold_scale must be > 0"),

@@ -20,12 +20,18 @@ from tests.reference.papers.accounting import (
     rdp_wor_gaussian_wbk,
 )
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_poisson_gaussian_replace_one, rdp_wor_gaussian
+from torch_dpsco.accounting.analysis.rdp import (
+    default_orders,
+    rdp_poisson_gaussian_replace_one,
+    rdp_wor_gaussian,
+)
 from torch_dpsco.errors import ConditionError
 
 SLACK = 1 + 3e-12
 # At tiny rates the curve of fixed batches rises so steeply beyond some order that the default grid costs up to 3 %.
-DENSE = np.unique(np.concatenate([np.arange(1.02, 60, 0.05), np.arange(60.0, 300.0), default_orders()]))
+DENSE = np.unique(
+    np.concatenate([np.arange(1.02, 60, 0.05), np.arange(60.0, 300.0), default_orders()])
+)
 
 
 def by_profile(rate: float, noise: float, order: float, poisson: bool) -> mp.mpf:
@@ -70,7 +76,9 @@ def test_no_curve_of_fixed_batches_is_below_its_profile_integral(rate, noise, or
 
 @pytest.mark.slow
 @given(
-    st.one_of(st.floats(-7.0, -0.01).map(lambda x: 10**x), st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x)),
+    st.one_of(
+        st.floats(-7.0, -0.01).map(lambda x: 10**x), st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x)
+    ),
     st.floats(-0.3, 2.0).map(lambda x: 10**x),
     st.one_of(st.floats(-3.0, 0.0).map(lambda x: 1 + 10**x), st.floats(2.0, 12.0)),
 )
@@ -84,7 +92,11 @@ def test_any_order_of_the_grid_agrees_with_its_profile_integral(rate, noise, ord
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_the_poisson_profile_bound_is_not_below_its_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=True)
-    assert exact <= rdp_poisson_replace_one_profile(order, noise, rate) <= exact * (1 + mp.mpf("1.2e-12"))
+    assert (
+        exact
+        <= rdp_poisson_replace_one_profile(order, noise, rate)
+        <= exact * (1 + mp.mpf("1.2e-12"))
+    )
 
 
 @pytest.mark.parametrize("order", [300.0, 16384.0, 16384.5])
@@ -105,16 +117,25 @@ def test_large_orders_agree_with_the_leading_term(order):
 def test_no_small_data_set_exceeds_the_curve(values, batch_size, noise_multiplier, order):
     """Exact divergence of one noisy batch sum of 4 scalar gradients in [-1, 1], one of which is replaced."""
     common, own, other = values[:3], values[3], values[4]
-    x = np.arange(-3 - 3 * order - 8 * noise_multiplier, 3 + 3 * order + 8 * noise_multiplier, noise_multiplier**2 / 8)
+    x = np.arange(
+        -3 - 3 * order - 8 * noise_multiplier,
+        3 + 3 * order + 8 * noise_multiplier,
+        noise_multiplier**2 / 8,
+    )
 
     def density(data):
         sums = [sum(batch) for batch in itertools.combinations(data, batch_size)]
-        return np.mean([np.exp(-((x - s) ** 2) / 2 / noise_multiplier**2) for s in sums], axis=0) + 1e-300
+        return (
+            np.mean([np.exp(-((x - s) ** 2) / 2 / noise_multiplier**2) for s in sums], axis=0)
+            + 1e-300
+        )
 
     p, q = density([*common, own]), density([*common, other])
     bound = rdp_wor_gaussian(batch_size / 4, noise_multiplier / 2, order)
     for first, second in ((p, q), (q, p)):
-        moment = np.sum(first * np.exp((order - 1) * (np.log(first) - np.log(second)))) / np.sum(second)
+        moment = np.sum(first * np.exp((order - 1) * (np.log(first) - np.log(second)))) / np.sum(
+            second
+        )
         assert math.log(moment) / (order - 1) <= bound + 1e-9
 
 
@@ -137,11 +158,16 @@ def test_the_tight_curve_is_below_the_published_ones(rate, noise, order):
 @settings(max_examples=60)
 def test_fixed_batches_cost_more_than_poisson_batches(rate, noise, order):
     """Replace-one, the same noise on the sum: noise_ratio is half of the noise multiplier."""
-    assert rdp_poisson_gaussian_replace_one(rate, 2 * noise, order) <= rdp_wor_gaussian(rate, noise, order) * SLACK
+    assert (
+        rdp_poisson_gaussian_replace_one(rate, 2 * noise, order)
+        <= rdp_wor_gaussian(rate, noise, order) * SLACK
+    )
 
 
 @pytest.mark.parametrize("rate", [1e-3, 0.05, 0.5])
-@pytest.mark.parametrize("noise", [0.5, 1.0])  # for large noise they use finite differences of the moments instead
+@pytest.mark.parametrize(
+    "noise", [0.5, 1.0]
+)  # for large noise they use finite differences of the moments instead
 def test_the_wbk_bound_agrees_with_dp_accounting(rate, noise):
     for order in (2, 3, 8, 64, 2.5, 10.3):
         accountant = RdpAccountant([order], dp_accounting.NeighboringRelation.REPLACE_ONE)
@@ -149,7 +175,9 @@ def test_the_wbk_bound_agrees_with_dp_accounting(rate, noise):
             100000, round(rate * 100000), dp_accounting.GaussianDpEvent(noise)
         )
         accountant.compose(event, 100)
-        ours = rdp_epsilon([order], [100 * rdp_wor_gaussian_wbk(rate, noise, float(order))], 1e-6).epsilon
+        ours = rdp_epsilon(
+            [order], [100 * rdp_wor_gaussian_wbk(rate, noise, float(order))], 1e-6
+        ).epsilon
         assert ours == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-8)
 
 
@@ -157,7 +185,9 @@ def test_the_wbk_bound_interpolates_the_log_moment_between_integers():
     low, high = (rdp_wor_gaussian_wbk(0.01, 1.0, a) for a in (7.0, 8.0))
     middle = rdp_wor_gaussian_wbk(0.01, 1.0, 7.25)
     assert middle * 6.25 == pytest.approx(0.75 * 6 * low + 0.25 * 7 * high, rel=1e-12)
-    assert rdp_wor_gaussian_wbk(0.01, 1.0, 1.5) == pytest.approx(rdp_wor_gaussian_wbk(0.01, 1.0, 2.0), rel=1e-12)
+    assert rdp_wor_gaussian_wbk(0.01, 1.0, 1.5) == pytest.approx(
+        rdp_wor_gaussian_wbk(0.01, 1.0, 2.0), rel=1e-12
+    )
 
 
 def test_the_wbk_bound_is_finite_at_large_orders():
@@ -165,7 +195,9 @@ def test_the_wbk_bound_is_finite_at_large_orders():
     assert rdp_wor_gaussian_wbk(0.01, 1e-160, 2.0) == math.inf
 
 
-@pytest.mark.parametrize(("noise_squared", "last"), [(0.67, 4.9), (1.0, 6.6), (4.0, 18.3), (16.0, 47.0)])
+@pytest.mark.parametrize(
+    ("noise_squared", "last"), [(0.67, 4.9), (1.0, 6.6), (4.0, 18.3), (16.0, 47.0)]
+)
 def test_the_closed_form_is_refused_outside_its_conditions(noise_squared, last):
     rate, noise = 1 / 60000, math.sqrt(noise_squared * (1 + 1e-12))
     assert rdp_wor_gaussian_closed_form(rate, noise, last * 0.99) == pytest.approx(
@@ -204,7 +236,9 @@ def test_measured_epsilons_of_fixed_batches(noise, epochs, tight, published):
 
 
 def epsilon_of_fixed_batches(n: int, batch_size: int, steps: int, noise: float) -> float:
-    return rdp_epsilon(DENSE, steps * rdp_wor_gaussian(batch_size / n, noise, DENSE), n**-2.0).epsilon
+    return rdp_epsilon(
+        DENSE, steps * rdp_wor_gaussian(batch_size / n, noise, DENSE), n**-2.0
+    ).epsilon
 
 
 def test_measured_noise_at_which_the_paper_theorem_would_apply():
@@ -229,7 +263,9 @@ def test_measured_noise_at_which_the_paper_theorem_would_apply():
         (10000, 100, 1000, 1.0, 2.12),
     ],
 )
-def test_measured_tight_noise_of_the_hoelder_spec_is_enough_and_hardly_more(n, batch_size, steps, target, noise):
+def test_measured_tight_noise_of_the_hoelder_spec_is_enough_and_hardly_more(
+    n, batch_size, steps, target, noise
+):
     """The figures were measured on a coarse set of orders: they may exceed the need by a few percent."""
     assert epsilon_of_fixed_batches(n, batch_size, steps, noise) <= target
     assert epsilon_of_fixed_batches(n, batch_size, steps, 0.92 * noise) > target

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.reference.papers.accounting import compose_parallel, compose_sequential, zcdp_epsilon_bs16, zcdp_rho_bs16
+from tests.reference.papers.accounting import (
+    compose_parallel,
+    compose_sequential,
+    zcdp_epsilon_bs16,
+    zcdp_rho_bs16,
+)
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon, zcdp_epsilon, zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 
@@ -29,7 +34,10 @@ def test_epsilon_is_the_brute_force_minimum(rho, delta):
     grid = [mp.exp(mp.mpf(i) / 10) for i in range(-150, 450)]
     near = min(grid, key=lambda b: epsilon_at(b, rho, delta))
     brute = max(mp.mpf(0), epsilon_at(near, rho, delta))
-    fine = max(mp.mpf(0), min(epsilon_at(near * mp.exp(mp.mpf(i) / 1000), rho, delta) for i in range(-100, 101)))
+    fine = max(
+        mp.mpf(0),
+        min(epsilon_at(near * mp.exp(mp.mpf(i) / 1000), rho, delta) for i in range(-100, 101)),
+    )
     found = zcdp_epsilon(rho, delta)
     assert found <= brute
     assert found == pytest.approx(float(fine), rel=1e-6, abs=1e-12)
@@ -45,7 +53,9 @@ def test_no_order_of_the_exact_curve_beats_epsilon_by_rounding(rho, delta):
         left, right = mp.mpf(0), min(mp.expm1(target), mp.sqrt(target / rho))
         for _ in range(140):
             middle = (left + right) / 2
-            left, right = (middle, right) if rho * middle**2 + mp.log1p(middle) < target else (left, middle)
+            left, right = (
+                (middle, right) if rho * middle**2 + mp.log1p(middle) < target else (left, middle)
+            )
         assert zcdp_epsilon(rho, delta) >= epsilon_at(right, rho, delta) * (1 - mp.mpf("1e-30"))
 
 
@@ -78,7 +88,9 @@ def test_the_exact_gaussian_is_below_zcdp_and_zcdp_below_the_textbook_bound(rho,
 @given(st.floats(1e-4, 10.0), st.floats(1e-12, 0.01))
 def test_the_optimal_order_beats_a_grid_of_orders(rho, delta):
     orders = [1.05, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 1000.0]
-    assert zcdp_epsilon(rho, delta) <= rdp_epsilon(orders, [rho * a for a in orders], delta).epsilon * (1 + 1e-12)
+    assert zcdp_epsilon(rho, delta) <= rdp_epsilon(
+        orders, [rho * a for a in orders], delta
+    ).epsilon * (1 + 1e-12)
 
 
 def test_measured_values_of_one_release():
@@ -118,7 +130,9 @@ def test_the_textbook_bounds_are_never_tighter_than_the_optimal_order(rho, epsil
     assert zcdp_rho(epsilon, delta) >= zcdp_rho_bs16(epsilon, delta) * (1 - 2e-12)
 
 
-@given(st.lists(st.one_of(st.just(0.0), st.floats(5e-324, 1e300), st.floats(1e-6, 1.0)), max_size=12))
+@given(
+    st.lists(st.one_of(st.just(0.0), st.floats(5e-324, 1e300), st.floats(1e-6, 1.0)), max_size=12)
+)
 @example([0.1] * 10)
 @example([1e16, 1.0, 1.0])
 @example([1e308, 1e308])
@@ -136,7 +150,11 @@ def test_composition_does_not_depend_on_order_and_parts_cost_less_than_a_sequenc
     both = [*first, *second]
     assert compose_sequential(both) == compose_sequential([*second, *first])
     assert compose_parallel(both) == max(compose_parallel(first), compose_parallel(second))
-    assert compose_parallel(both) <= compose_sequential(both) <= len(both) * compose_parallel(both) * (1 + 1e-15)
+    assert (
+        compose_parallel(both)
+        <= compose_sequential(both)
+        <= len(both) * compose_parallel(both) * (1 + 1e-15)
+    )
 
 
 def test_compositions_of_nothing_and_of_a_release_without_noise():

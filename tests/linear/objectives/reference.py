@@ -40,7 +40,11 @@ def margin_objective(X, y, curve, reg, normalizer, weights=1, linear=0):
 
     def at(w):
         value, slope = curve(y * (X @ w))
-        total = (weights * value).sum() / LONG(normalizer) + LONG(reg) / 2 * (w @ w) + np.sum(linear * w)
+        total = (
+            (weights * value).sum() / LONG(normalizer)
+            + LONG(reg) / 2 * (w @ w)
+            + np.sum(linear * w)
+        )
         return total, X.T @ (weights * slope * y) / LONG(normalizer) + LONG(reg) * w + linear
 
     return at
@@ -51,7 +55,9 @@ def residual_objective(X, y, curve, reg, normalizer):
 
     def at(w):
         value, slope = curve(y - X @ w)
-        return value.sum() / LONG(normalizer) + LONG(reg) / 2 * (w @ w), -X.T @ slope / LONG(normalizer) + LONG(reg) * w
+        return value.sum() / LONG(normalizer) + LONG(reg) / 2 * (w @ w), -X.T @ slope / LONG(
+            normalizer
+        ) + LONG(reg) * w
 
     return at
 

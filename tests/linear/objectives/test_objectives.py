@@ -38,25 +38,43 @@ def plain(name, X, y):
     weights = torch.linspace(0, 2, len(X), dtype=torch.float64)
     term = torch.arange(X.shape[1], dtype=torch.float64)
     if name == "logistic":
-        objective = LinearObjective(Logistic(), X, y, reg=0.3, normalizer=7, weights=weights, linear_term=term)
-        return objective, lambda w: (weights * soft(-y * (X @ w))).sum() / 7 + 0.15 * w @ w + term @ w
+        objective = LinearObjective(
+            Logistic(), X, y, reg=0.3, normalizer=7, weights=weights, linear_term=term
+        )
+        return (
+            objective,
+            lambda w: (weights * soft(-y * (X @ w))).sum() / 7 + 0.15 * w @ w + term @ w,
+        )
     if name == "squared":
         objective = LinearObjective(Squared(), X, y, reg=0.3, normalizer=len(X))
         return objective, lambda w: ((y - X @ w) ** 2 / 2).mean() + 0.15 * w @ w
     if name == "huber":
         objective = LinearObjective(Huber(threshold=0.7), X, y, reg=0.3, normalizer=len(X))
-        return objective, lambda w: torch.nn.functional.huber_loss(X @ w, y, delta=0.7) + 0.15 * w @ w
+        return (
+            objective,
+            lambda w: torch.nn.functional.huber_loss(X @ w, y, delta=0.7) + 0.15 * w @ w,
+        )
     if name == "tilted up" or name == "tilted down":
         tilt, reg = (2.0, 0.3) if name == "tilted up" else (-0.5, 99.0)
         bound = float(X.norm(dim=1).max())
         objective = Tilted(Logistic(), X, y, tilt=tilt, reg=reg, bound_x=bound)
-        return objective, lambda w: (torch.exp(tilt * soft(-y * (X @ w))).mean()).log() / tilt + reg / 2 * w @ w
+        return (
+            objective,
+            lambda w: (torch.exp(tilt * soft(-y * (X @ w))).mean()).log() / tilt + reg / 2 * w @ w,
+        )
     if name == "adversarial 2":
         objective = Adversarial(Logistic(), X, y, attack_radius=0.4, reg=0.3, normalizer=9)
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * w.norm())).sum() / 9 + 0.15 * w @ w
     if name == "adversarial inf":
         objective = Adversarial(
-            Logistic(), X, y, attack_radius=0.4, reg=0.3, normalizer=9, attack_norm=math.inf, smoothing=0.2
+            Logistic(),
+            X,
+            y,
+            attack_radius=0.4,
+            reg=0.3,
+            normalizer=9,
+            attack_norm=math.inf,
+            smoothing=0.2,
         )
         size = lambda w: torch.sqrt(w * w + 0.04).sum()  # noqa: E731
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * size(w))).sum() / 9 + 0.15 * w @ w
@@ -66,7 +84,16 @@ def plain(name, X, y):
     return objective, lambda w: cross(X @ w.view(3, -1).T, labels) + 0.15 * w @ w
 
 
-NAMES = ["logistic", "squared", "huber", "tilted up", "tilted down", "adversarial 2", "adversarial inf", "softmax"]
+NAMES = [
+    "logistic",
+    "squared",
+    "huber",
+    "tilted up",
+    "tilted down",
+    "adversarial 2",
+    "adversarial inf",
+    "softmax",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,7 +101,9 @@ NAMES = ["logistic", "squared", "huber", "tilted up", "tilted down", "adversaria
 def test_values_gradients_and_hessians_are_those_of_autograd(name, seed):
     X, y, w = data(seed, n=1500 if seed == 0 else 40)  # more than a block, and less
     objective, formula = plain(name, X, y)
-    point = w.repeat(objective.dim // len(w)) * torch.linspace(1, 2, objective.dim, dtype=torch.float64)
+    point = w.repeat(objective.dim // len(w)) * torch.linspace(
+        1, 2, objective.dim, dtype=torch.float64
+    )
     value, gradient = objective.value_and_gradient(point)
     leaf = point.clone().requires_grad_()
     exact = formula(leaf)
@@ -107,7 +136,11 @@ def ill_scaled(seed):
     """Features over ten orders of magnitude, a far point: scores cancel."""
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(60, 5, generator=generator, dtype=torch.float64)
-    X = X * 10.0 ** torch.randint(-6, 4, (60, 1), generator=generator) * torch.tensor([1e3, 1.0, 1e-3, 1.0, 1e2])
+    X = (
+        X
+        * 10.0 ** torch.randint(-6, 4, (60, 1), generator=generator)
+        * torch.tensor([1e3, 1.0, 1e-3, 1.0, 1e2])
+    )
     y = torch.sign(torch.randn(60, generator=generator, dtype=torch.float64))
     return X, y, torch.randn(5, generator=generator, dtype=torch.float64) * 10.0 ** (seed % 5 - 2)
 
@@ -156,7 +189,9 @@ def test_rounding_bounds_cover_scores_that_cancel():
         X = torch.randn(10, 6, generator=generator, dtype=torch.float64)
         X = X - torch.outer(X @ w, w) / (w @ w)
         objective = LinearObjective(Logistic(), X, torch.ones(10), reg=0.0, normalizer=10)
-        at = reference.margin_objective(*reference.long_rows(X, torch.ones(10)), reference.logistic, 0.0, 10)
+        at = reference.margin_objective(
+            *reference.long_rows(X, torch.ones(10)), reference.logistic, 0.0, 10
+        )
         gradient = objective.value_and_gradient(w)[1].numpy().astype(reference.LONG)
         error = float(np.sqrt(((gradient - at(w.numpy().astype(reference.LONG))[1]) ** 2).sum()))
         assert error <= objective.gradient_error(w)
@@ -168,7 +203,9 @@ def test_rounding_bounds_are_of_the_size_of_the_spec_and_not_of_the_number_of_re
     X, y, w = data(0, n=100_000, dim=4)
     X = X / X.norm(dim=1, keepdim=True)
     objective = LinearObjective(Logistic(), X, y, reg=1e-4, normalizer=len(X))
-    spec = (1024 + 2 * 7 + 4 + 64) * 2.0**-53 * (1 + 1e-4 * float(w.norm())) + 16 * 2.0**-53 * float(w.norm())
+    spec = (1024 + 2 * 7 + 4 + 64) * 2.0**-53 * (
+        1 + 1e-4 * float(w.norm())
+    ) + 16 * 2.0**-53 * float(w.norm())
     assert objective.gradient_error(w) <= 2 * spec
     assert objective.gradient_error(w) < 1e-11 / 20  # that of a plain sum would be 1e-11
 
@@ -209,8 +246,12 @@ BUILDERS = {
         ResidualClipped(Logistic(), 0.1), X, y, reg=0.1, normalizer=5, weights=c
     ),
     "squared": lambda X, y, c: LinearObjective(Squared(), X, y, reg=0.1, normalizer=5, weights=c),
-    "softmax": lambda X, y, c: SoftmaxObjective(X, (y > 0).long(), num_classes=2, reg=0.1, normalizer=5, weights=c),
-    "adversarial": lambda X, y, c: Adversarial(Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=5, weights=c),
+    "softmax": lambda X, y, c: SoftmaxObjective(
+        X, (y > 0).long(), num_classes=2, reg=0.1, normalizer=5, weights=c
+    ),
+    "adversarial": lambda X, y, c: Adversarial(
+        Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=5, weights=c
+    ),
 }
 
 
@@ -224,7 +265,9 @@ def test_null_records_contribute_exactly_nothing(name, junk):
     with_zeros[3], with_junk[3] = 0.0, junk
     build = BUILDERS[name]
     clean, dirty = build(with_zeros, y, weights), build(with_junk, y, weights)
-    bad_row = build(with_junk, y, None)  # non-finite features make a null record without a weight, too
+    bad_row = build(
+        with_junk, y, None
+    )  # non-finite features make a null record without a weight, too
     point = w.repeat(clean.dim // 3)
     for other in (dirty, bad_row):
         assert clean.value_and_gradient(point)[0] == other.value_and_gradient(point)[0]
@@ -233,7 +276,9 @@ def test_null_records_contribute_exactly_nothing(name, junk):
         assert clean.gradient_error(point) == other.gradient_error(point)
     kept = [row for row in range(40) if row != 3]
     without = build(X[kept], y[kept], None)
-    assert torch.allclose(without.value_and_gradient(point)[1], clean.value_and_gradient(point)[1], atol=1e-15)
+    assert torch.allclose(
+        without.value_and_gradient(point)[1], clean.value_and_gradient(point)[1], atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
@@ -260,7 +305,9 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
     classes[5] = 7
     weights[0], weights[5] = 1.0, 0.0
     unknown = SoftmaxObjective(X, classes, num_classes=3, reg=0.1, normalizer=5)
-    zeroed = SoftmaxObjective(X, classes.clamp(max=2), num_classes=3, reg=0.1, normalizer=5, weights=weights)
+    zeroed = SoftmaxObjective(
+        X, classes.clamp(max=2), num_classes=3, reg=0.1, normalizer=5, weights=weights
+    )
     point = w.repeat(3)
     assert torch.equal(unknown.value_and_gradient(point)[1], zeroed.value_and_gradient(point)[1])
 
@@ -283,10 +330,14 @@ def test_low_precision_features_are_read_exactly_and_never_copied_as_a_whole(dty
     sizes = [len(block) for _, block in records.blocks()]
     assert max(sizes) <= 1024
     assert sum(sizes) == 2500
-    objectives = (LinearObjective(Logistic(), part, y, reg=0.1, normalizer=9) for part in (low, low.double()))
+    objectives = (
+        LinearObjective(Logistic(), part, y, reg=0.1, normalizer=9) for part in (low, low.double())
+    )
     found, exact = (objective.value_and_gradient(w)[1] for objective in objectives)
     # half precisions are not read in C, which adds up in another order
-    torch.testing.assert_close(found, exact, rtol=0.0, atol=0.0 if dtype is torch.float32 else 1e-13)
+    torch.testing.assert_close(
+        found, exact, rtol=0.0, atol=0.0 if dtype is torch.float32 else 1e-13
+    )
 
 
 def test_blocks_of_wide_records_are_short():
@@ -303,7 +354,9 @@ def test_a_tilt_near_zero_is_the_mean_without_a_jump():
         tilted = Tilted(Logistic(), X, y, tilt=tilt, reg=0.1, bound_x=float(X.norm(dim=1).max()))
         got, slope = tilted.value_and_gradient(w)
         # the second order: tau var/2
-        assert abs(got - value - tilt * float(losses.var(unbiased=False)) / 2) <= 1e-13 + 10 * tilt**2
+        assert (
+            abs(got - value - tilt * float(losses.var(unbiased=False)) / 2) <= 1e-13 + 10 * tilt**2
+        )
         assert torch.allclose(slope, gradient, atol=1e-14 + 10 * abs(tilt))
 
 
@@ -318,7 +371,9 @@ def test_huge_tilts_neither_overflow_nor_lose_the_largest_loss():
 @pytest.mark.parametrize("attack_norm", [2, math.inf])
 def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
     X, y, w = data(9)
-    objective = Adversarial(Logistic(), X, y, attack_radius=0.4, reg=0.0, normalizer=1, attack_norm=attack_norm)
+    objective = Adversarial(
+        Logistic(), X, y, attack_radius=0.4, reg=0.0, normalizer=1, attack_norm=attack_norm
+    )
     generator = torch.Generator().manual_seed(1)
     direction = w / w.norm() if attack_norm == 2 else w.sign()
     worst = X - 0.4 * y.unsqueeze(1) * direction
@@ -327,7 +382,9 @@ def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
     for _ in range(200):
         moves = torch.randn(X.shape, generator=generator, dtype=torch.float64)
         moves = 0.4 * moves / moves.norm(dim=1, p=attack_norm, keepdim=True)
-        assert torch.nn.functional.softplus(-y * ((X + moves) @ w)).sum() <= objective.value(w) + 1e-12
+        assert (
+            torch.nn.functional.softplus(-y * ((X + moves) @ w)).sum() <= objective.value(w) + 1e-12
+        )
 
 
 @pytest.mark.parametrize("attack_norm", [2, math.inf])
@@ -354,7 +411,10 @@ def test_losses_and_tilts_that_void_a_constant_are_refused():
         Adversarial(Hinge(), X, y, attack_radius=0.1, reg=0.1, normalizer=1)
     with pytest.raises(ConditionError, match="single score"):
         LinearObjective(SoftmaxCrossEntropy(3), X, y, reg=0.1, normalizer=1)
-    assert LinearObjective(Hinge(), X, y, reg=0.1, normalizer=1).gradient_error(torch.zeros(3)) == math.inf
+    assert (
+        LinearObjective(Hinge(), X, y, reg=0.1, normalizer=1).gradient_error(torch.zeros(3))
+        == math.inf
+    )
     assert LinearObjective(PowerLoss(1.5), X, y, reg=0.1, normalizer=1).smoothness is None
 
 

@@ -42,15 +42,29 @@ def problem(seed, kind):
         return objective, reference.margin_objective(*rows, reference.logistic, reg, n), generator
     if kind == "smoothed hinge":
         objective = LinearObjective(SmoothedHinge(0.5), X, y, reg=reg, normalizer=n)
-        return objective, reference.margin_objective(*rows, reference.smoothed_hinge(0.5), reg, n), generator
+        return (
+            objective,
+            reference.margin_objective(*rows, reference.smoothed_hinge(0.5), reg, n),
+            generator,
+        )
     if kind == "squared":
         objective = LinearObjective(Squared(), X, y, reg=reg, normalizer=n)
-        return objective, reference.residual_objective(*rows, lambda r: (r * r / 2, r), reg, n), generator
+        return (
+            objective,
+            reference.residual_objective(*rows, lambda r: (r * r / 2, r), reg, n),
+            generator,
+        )
     if kind == "tilted":
         objective = Tilted(Logistic(), X, y, tilt=1.5, reg=reg)
         return objective, reference.tilted_objective(*rows, reference.logistic, reg, 1.5), generator
-    objective = Adversarial(Logistic(), X, y, attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05)
-    return objective, reference.adversarial_objective(*rows, reference.logistic, reg, 0.1, n, 0.05), generator
+    objective = Adversarial(
+        Logistic(), X, y, attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
+    )
+    return (
+        objective,
+        reference.adversarial_objective(*rows, reference.logistic, reg, 0.1, n, 0.05),
+        generator,
+    )
 
 
 @pytest.mark.parametrize("kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"])
@@ -61,10 +75,14 @@ def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
         exact, doubt = reference.minimizer(at, objective, start)
         assert doubt <= 1e-12
         points = [
-            start + 10.0**-k * torch.randn(objective.dim, generator=generator, dtype=torch.float64) for k in range(17)
+            start + 10.0**-k * torch.randn(objective.dim, generator=generator, dtype=torch.float64)
+            for k in range(17)
         ]
         for point in [start, torch.from_numpy(exact.astype(float)), *points]:
-            true, claimed = reference.distance(point, exact), gradient_certificate(objective, point).distance
+            true, claimed = (
+                reference.distance(point, exact),
+                gradient_certificate(objective, point).distance,
+            )
             assert true <= claimed + doubt
             rounding = objective.gradient_error(point) / objective.strong_convexity
             kappa = objective.smoothness / objective.strong_convexity
@@ -82,9 +100,14 @@ def test_projected_certificates_hold_on_balls_that_cut_the_minimizer_off_and_on_
             exact = constrained_minimizer(at, objective, free, radius)
             for k in range(0, 20, 3):
                 near = torch.from_numpy(exact.astype(float))
-                near = near + 10.0**-k * torch.randn(objective.dim, generator=generator, dtype=torch.float64)
+                near = near + 10.0**-k * torch.randn(
+                    objective.dim, generator=generator, dtype=torch.float64
+                )
                 moved, certificate = projected_certificate(objective, near, radius)
-                assert reference.distance(moved, exact) <= certificate.distance + 1e-17 / objective.strong_convexity
+                assert (
+                    reference.distance(moved, exact)
+                    <= certificate.distance + 1e-17 / objective.strong_convexity
+                )
                 assert float(moved.norm()) <= radius * (1 + 1e-14)
                 checked += 1
     assert checked > 1000
@@ -103,7 +126,9 @@ def constrained_minimizer(at, objective, free, radius):
             gradient = at(w)[1] + reference.LONG(middle) * w
             if np.abs(gradient).max() < 1e-17:
                 break
-            hessian = objective.hessian(torch.from_numpy(w.astype(float))).numpy() + middle * np.eye(len(w))
+            hessian = objective.hessian(
+                torch.from_numpy(w.astype(float))
+            ).numpy() + middle * np.eye(len(w))
             w = w - np.linalg.solve(hessian, gradient.astype(float))
         low, high = (middle, high) if np.sqrt((w**2).sum()) > radius else (low, middle)
     return w * (reference.LONG(radius) / np.sqrt((w**2).sum()))
@@ -119,9 +144,13 @@ def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
         X, y = objective.records._features, objective.records.targets
         weights = torch.rand(len(X), generator=generator, dtype=torch.float64) + 0.1
         term = torch.randn(objective.dim, generator=generator, dtype=torch.float64)
-        nonsmooth = LinearObjective(loss, X, y, reg=0.3, normalizer=3, weights=weights, linear_term=term)
+        nonsmooth = LinearObjective(
+            loss, X, y, reg=0.3, normalizer=3, weights=weights, linear_term=term
+        )
         box = BoxDual.of(loss)
-        dual = box.low + (box.high - box.low) * torch.rand(len(X), generator=generator, dtype=torch.float64)
+        dual = box.low + (box.high - box.low) * torch.rand(
+            len(X), generator=generator, dtype=torch.float64
+        )
         point = torch.randn(objective.dim, generator=generator, dtype=torch.float64)
         v = primal_point(nonsmooth, dual)
         # D(a) = (1/N) sum c a offset - reg/2 |v|^2, for offset 1 (hinge) or y
@@ -129,22 +158,32 @@ def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
         gap = nonsmooth.value(point) - lower
         claimed = gap_certificate(nonsmooth, point, dual).distance
         assert claimed == pytest.approx(math.sqrt(2 * gap / 0.3), rel=1e-9)
-        assert torch.allclose(box.shares(box.residuals(X @ point, y), dual) >= 0, torch.tensor(True))
+        assert torch.allclose(
+            box.shares(box.residuals(X @ point, y), dual) >= 0, torch.tensor(True)
+        )
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_gap_certificates_hold_at_random_pairs(loss):
     for seed in range(40):
         base, _, generator = problem(seed, "logistic")
-        objective = LinearObjective(loss, base.records._features, base.records.targets, reg=0.2, normalizer=2)
+        objective = LinearObjective(
+            loss, base.records._features, base.records.targets, reg=0.2, normalizer=2
+        )
         best = solve(objective, 1e-5).w  # its own certificate is tested by `test_solve`
         box = BoxDual.of(loss)
         for _ in range(5):
             dual = box.low + (box.high - box.low) * torch.rand(
                 len(objective.records.targets), generator=generator, dtype=torch.float64
             )
-            for point in (primal_point(objective, dual), torch.randn(objective.dim, generator=generator).double()):
-                assert float((point - best).norm()) <= gap_certificate(objective, point, dual).distance + 1e-5
+            for point in (
+                primal_point(objective, dual),
+                torch.randn(objective.dim, generator=generator).double(),
+            ):
+                assert (
+                    float((point - best).norm())
+                    <= gap_certificate(objective, point, dual).distance + 1e-5
+                )
 
 
 def test_an_exact_hinge_solution_has_a_gap_at_the_level_of_rounding():
@@ -156,12 +195,17 @@ def test_an_exact_hinge_solution_has_a_gap_at_the_level_of_rounding():
 
 
 def test_infeasible_duals_are_clipped_before_they_can_fake_a_gap():
-    wild, tame = hinge_dual_gap([[1.0]], [1.0], [5.0], 0.1), hinge_dual_gap([[1.0]], [1.0], [1.0], 0.1)
+    wild, tame = (
+        hinge_dual_gap([[1.0]], [1.0], [5.0], 0.1),
+        hinge_dual_gap([[1.0]], [1.0], [1.0], 0.1),
+    )
     assert wild.gap == tame.gap
     objective = LinearObjective(Hinge(), torch.ones(1, 1), torch.ones(1), reg=0.1, normalizer=1)
     point = torch.tensor([2.0], dtype=torch.float64)  # the minimizer is 1
     for dual in (-5.0, 0.2, 20.0):
-        claimed = gap_certificate(objective, point, torch.tensor([dual], dtype=torch.float64)).distance
+        claimed = gap_certificate(
+            objective, point, torch.tensor([dual], dtype=torch.float64)
+        ).distance
         assert claimed >= 1.0
         clipped = torch.tensor([min(max(dual, 0.0), 1.0)], dtype=torch.float64)
         assert claimed == gap_certificate(objective, point, clipped).distance
@@ -180,7 +224,9 @@ def test_the_counterexample_of_the_paper_is_refused_and_repaired():
         tolerance = 1e-3 * delta / 2
         adversarial = exact + sign * reach
         alpha = 1 / (mu * n * n)
-        assert 2 * alpha / (mu * reach**2) * mu * reach**2 / 2 == pytest.approx(alpha)  # accurate in expectation
+        assert 2 * alpha / (mu * reach**2) * mu * reach**2 / 2 == pytest.approx(
+            alpha
+        )  # accurate in expectation
         assert not gradient_certificate(objective, adversarial).proves(tolerance)
         repaired = solve(objective, tolerance, start=adversarial)
         assert repaired.certificate.proves(tolerance)
@@ -191,7 +237,9 @@ def test_nan_and_infinite_distances_prove_nothing():
     assert not Certificate(math.nan).proves(1e300)
     assert not Certificate(math.inf).proves(1e300)
     objective, _, _ = problem(3, "logistic")
-    assert not gradient_certificate(objective, torch.full((objective.dim,), math.nan).double()).proves(1e300)
+    assert not gradient_certificate(
+        objective, torch.full((objective.dim,), math.nan).double()
+    ).proves(1e300)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -219,10 +267,14 @@ def test_objectives_without_strong_convexity_certify_nothing():
     with pytest.raises(ConditionError, match="strong_convexity"):
         gradient_certificate(flat, torch.zeros(2, dtype=torch.float64))
     with pytest.raises(ConditionError, match="smooth"):
-        projected_certificate(LinearObjective(Hinge(), X, y, reg=1.0, normalizer=2), torch.zeros(2).double(), 1.0)
+        projected_certificate(
+            LinearObjective(Hinge(), X, y, reg=1.0, normalizer=2), torch.zeros(2).double(), 1.0
+        )
     with pytest.raises(ConditionError, match="dual"):
         gap_certificate(
-            LinearObjective(Logistic(), X, y, reg=1.0, normalizer=2), torch.zeros(2).double(), torch.zeros(2).double()
+            LinearObjective(Logistic(), X, y, reg=1.0, normalizer=2),
+            torch.zeros(2).double(),
+            torch.zeros(2).double(),
         )
 
 

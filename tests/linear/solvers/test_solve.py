@@ -14,17 +14,35 @@ from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.solvers import SOLVERS, gradient_certificate, solve
 from torch_dpsco.linear.solvers.certificates import gap_certificate
-from torch_dpsco.linear.solvers.gradient import accelerated_steps, certified_descent, katyusha, stochastic_subgradient
+from torch_dpsco.linear.solvers.gradient import (
+    accelerated_steps,
+    certified_descent,
+    katyusha,
+    stochastic_subgradient,
+)
 from torch_dpsco.linear.solvers.newton import SmoothedBox, continuation, dual_ascent, lbfgs, newton
-from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, ResidualClipped, SmoothedHinge, Squared
+from torch_dpsco.losses import (
+    Absolute,
+    Hinge,
+    Huber,
+    Logistic,
+    Pinball,
+    ResidualClipped,
+    SmoothedHinge,
+    Squared,
+)
 
-solving = importlib.import_module("torch_dpsco.linear.solvers")  # the package exports a function of this name
+solving = importlib.import_module(
+    "torch_dpsco.linear.solvers"
+)  # the package exports a function of this name
 
 
 def rows(seed, n, dim, kind="plain"):
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(n, dim, generator=generator, dtype=torch.float64) / math.sqrt(dim)
-    y = torch.sign(X @ torch.ones(dim).double() + 0.3 * torch.randn(n, generator=generator).double())
+    y = torch.sign(
+        X @ torch.ones(dim).double() + 0.3 * torch.randn(n, generator=generator).double()
+    )
     if kind == "ill-conditioned":
         X = X * torch.logspace(0, -4, dim, dtype=torch.float64)
     if kind == "duplicates":
@@ -116,11 +134,15 @@ def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind
     for module in (solving, continuing):
         monkeypatch.setattr(module, "newton", bad)
         monkeypatch.setattr(module, "lbfgs", bad)
-    monkeypatch.setattr(continuing, "onto_kinks", lambda objective, dual: (torch.zeros(3).double(), dual * 0))
+    monkeypatch.setattr(
+        continuing, "onto_kinks", lambda objective, dual: (torch.zeros(3).double(), dual * 0)
+    )
     objective = {
         "smooth": mean(Logistic(), X, y, 1e-2),
         "hinge": mean(Hinge(), X, y, 1e-1),
-        "attacked": Adversarial(Logistic(), X, y, attack_radius=0.1, reg=0.1, normalizer=40, smoothing=1e-3),
+        "attacked": Adversarial(
+            Logistic(), X, y, attack_radius=0.1, reg=0.1, normalizer=40, smoothing=1e-3
+        ),
         "ball": mean(Logistic(), X, y, 1e-2),
     }[kind]
     tolerance = 0.05 / (objective.strong_convexity * 40)
@@ -165,12 +187,22 @@ def test_worst_case_counts_of_accelerated_descent_hold_alone():
     X, y = rows(5, 60, 4, "ill-conditioned")
     for reg in (1.0, 1e-2, 1e-4):
         objective = mean(Logistic(), X, y, reg)
-        assert certified_descent(objective, torch.zeros(4).double(), 1e-4 / reg)[1].proves(1e-4 / reg)
+        assert certified_descent(objective, torch.zeros(4).double(), 1e-4 / reg)[1].proves(
+            1e-4 / reg
+        )
         exact = solve(objective, 1e-10).w
         kappa, least = objective.smoothness / reg, objective.value(exact)
         for steps in (5, 20, 80):
-            after = objective.value(accelerated_steps(objective, torch.zeros(4).double(), steps)) - least
-            rate = (reg + objective.smoothness) / 2 * float(exact @ exact) * math.exp(-(steps - 1) / math.sqrt(kappa))
+            after = (
+                objective.value(accelerated_steps(objective, torch.zeros(4).double(), steps))
+                - least
+            )
+            rate = (
+                (reg + objective.smoothness)
+                / 2
+                * float(exact @ exact)
+                * math.exp(-(steps - 1) / math.sqrt(kappa))
+            )
             assert after <= rate + 1e-14
 
 
@@ -181,7 +213,9 @@ def test_the_dual_ascent_ends_within_its_worst_case_count(monkeypatch):
     X = X / X.norm(dim=1, keepdim=True)
     counted = []
     original = continuing.primal_point
-    monkeypatch.setattr(continuing, "primal_point", lambda *pair: counted.append(1) or original(*pair))
+    monkeypatch.setattr(
+        continuing, "primal_point", lambda *pair: counted.append(1) or original(*pair)
+    )
     for reg in (1.0, 0.1):
         counted.clear()
         tolerance = 0.05 / (reg * 30)
@@ -196,7 +230,9 @@ def test_the_smoothed_box_loss_lies_below_the_loss_by_at_most_its_width():
         for width in (1.0, 0.1):
             smooth = SmoothedBox(objective, width)
             for seed in range(5):
-                w = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+                w = torch.randn(
+                    3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+                )
                 assert -1e-12 <= objective.value(w) - smooth.value(w) <= worst * width + 1e-12
                 # the dual point belongs to the gradient: grad = mu (w - v(a))
                 claimed = gap_certificate(objective, w, smooth.dual(w)).distance
@@ -205,7 +241,9 @@ def test_the_smoothed_box_loss_lies_below_the_loss_by_at_most_its_width():
 
 def test_stochastic_solvers_come_close_alone():
     X, y = rows(8, 100, 3)
-    objective = LinearObjective(Logistic(), X, y, reg=0.1, normalizer=100, linear_term=0.01 * torch.ones(3).double())
+    objective = LinearObjective(
+        Logistic(), X, y, reg=0.1, normalizer=100, linear_term=0.01 * torch.ones(3).double()
+    )
     exact, zero = solve(objective, 1e-10).w, torch.zeros(3).double()
     generator = torch.Generator().manual_seed(0)
     point = katyusha(objective, zero, 1e-6, epochs=30, generator=generator)
@@ -215,7 +253,9 @@ def test_stochastic_solvers_come_close_alone():
     # 2 L^2/(mu (T + 1)) in expectation; three times that by Markov's inequality fails with probability 1/3 at most,
     # and this seed is fixed
     assert objective.value(average) - objective.value(exact) <= 3 * 2 * lipschitz**2 / (0.1 * 4001)
-    average = stochastic_subgradient(mean(Hinge(), X, y, 0.1), zero, 4000, radius=1.0, generator=generator)
+    average = stochastic_subgradient(
+        mean(Hinge(), X, y, 0.1), zero, 4000, radius=1.0, generator=generator
+    )
     assert float(average.norm()) <= 1.0
     assert float((lbfgs(objective, zero, 1e-8) - exact).norm()) <= 1e-8
 
@@ -265,11 +305,14 @@ def test_a_first_guess_from_every_sixteenth_record_changes_nothing_but_the_way_t
     w = torch.ones(3, dtype=torch.float64)
     share = thin.normalizer / 1063
     assert torch.allclose(
-        thin.value_and_gradient(w)[1] - 1e-3 * w, (direct.value_and_gradient(w)[1] - 1e-3 * w) / share
+        thin.value_and_gradient(w)[1] - 1e-3 * w,
+        (direct.value_and_gradient(w)[1] - 1e-3 * w) / share,
     )
     solution = solve(objective, 1e-6)
     assert solution.certificate.proves(1e-6)
-    assert float((solution.w - newton(objective, torch.zeros(3).double(), 1e-9)).norm()) <= 1e-6 + 1e-9
+    assert (
+        float((solution.w - newton(objective, torch.zeros(3).double(), 1e-9)).norm()) <= 1e-6 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("reg", [1e-9, 1e-3, 1e6])
@@ -282,7 +325,9 @@ def test_newton_gets_there_from_a_hessian_of_something_else(reg):
 
 def test_an_empty_sum_has_its_minimizer_in_closed_form():
     term = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    objective = LinearObjective(Logistic(), torch.zeros(0, 2), torch.zeros(0), reg=0.5, normalizer=1, linear_term=term)
+    objective = LinearObjective(
+        Logistic(), torch.zeros(0, 2), torch.zeros(0), reg=0.5, normalizer=1, linear_term=term
+    )
     assert torch.allclose(solve(objective, 1e-9).w, -term / 0.5)
 
 
@@ -331,7 +376,9 @@ def adjacent(seed, n=12, dim=2):
         X = X[:1].repeat(n, 1) / X[0].norm()
     other, labels = X.clone(), y.clone()
     if seed % 2:
-        other[0] = torch.nn.functional.normalize(torch.randn(dim, generator=generator, dtype=torch.float64), dim=0)
+        other[0] = torch.nn.functional.normalize(
+            torch.randn(dim, generator=generator, dtype=torch.float64), dim=0
+        )
     else:
         X[0] = X[0] / X[0].norm()
         other[0] = -X[0] if seed % 4 else X[0]
@@ -350,7 +397,9 @@ SENSITIVE = {
     "tilted up": (lambda X, y: Tilted(Logistic(), X, y, tilt=0.5, reg=0.1, bound_x=1.0), None),
     "tilted down": (lambda X, y: Tilted(Logistic(), X, y, tilt=-0.05, reg=0.1, bound_x=1.0), None),
     "adversarial": (
-        lambda X, y: Adversarial(Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=12, smoothing=1e-3),
+        lambda X, y: Adversarial(
+            Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=12, smoothing=1e-3
+        ),
         2 / (0.1 * 12),
     ),
 }
@@ -364,7 +413,10 @@ def tilted_bound(tilt, mu):
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
     build, bound = SENSITIVE[name]
-    bound = bound or {"tilted up": tilted_bound(0.5, 0.1), "tilted down": tilted_bound(0.05, 0.05)}[name]
+    bound = (
+        bound
+        or {"tilted up": tilted_bound(0.5, 0.1), "tilted down": tilted_bound(0.05, 0.05)}[name]
+    )
     tolerance, ratios = 1e-3 * bound, []
     for seed in range(200):
         X, y, other, labels = adjacent(seed)
@@ -377,7 +429,9 @@ def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
 def test_the_closed_form_of_a_linear_attack_is_a_saddle_value_for_one_record():
     """One record: the solution of the closed form is the best w against its own worst attack."""
     X, y = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    objective = Adversarial(Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1, smoothing=1e-6)
+    objective = Adversarial(
+        Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1, smoothing=1e-6
+    )
     w = solve(objective, 1e-9).w
     attacked = X[0] - 0.3 * w / w.norm()
     slope = -torch.sigmoid(-(attacked @ w)) * attacked + 0.2 * w

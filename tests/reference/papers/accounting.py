@@ -19,9 +19,21 @@ from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_laws import GridLaw, LossLaw, atom, connected, cuts, lifted
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
-from torch_dpsco.accounting.analysis.pure import _LEAST, _LEAST_EPSILON, _log_integral, _log_total, _profile, pure_delta
+from torch_dpsco.accounting.analysis.pure import (
+    _LEAST,
+    _LEAST_EPSILON,
+    _log_integral,
+    _log_total,
+    _profile,
+    pure_delta,
+)
 from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, nodes
-from torch_dpsco.accounting.analysis.rdp import MAX_NOISE, PoissonMixture, gaussian_divergence, sampled_divergence
+from torch_dpsco.accounting.analysis.rdp import (
+    MAX_NOISE,
+    PoissonMixture,
+    gaussian_divergence,
+    sampled_divergence,
+)
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
 from torch_dpsco.accounting.budgets.budget import _SLACK
@@ -58,7 +70,11 @@ def rdp_epsilon_classic(value: float, order: float, delta: float) -> float:
 
 
 def poisson_group_delta(
-    group_size: int, sample_rate: float, noise_multiplier: float, epsilon: float, direction: str = "remove"
+    group_size: int,
+    sample_rate: float,
+    noise_multiplier: float,
+    epsilon: float,
+    direction: str = "remove",
 ) -> float:
     """Returns the exact privacy profile of one release for a unit of several records, each Poisson-sampled on its own.
 
@@ -87,17 +103,25 @@ def poisson_group_delta(
     rate = _validate.between(0.0, 1.0, sample_rate=sample_rate)
     noise = _validate.nonnegative(noise_multiplier=noise_multiplier)
     epsilon = _validate.nonnegative(epsilon=epsilon)
-    direction = _validate.choice(("remove", "add"), direction=_SPELLED_OUT.get(direction, direction))
+    direction = _validate.choice(
+        ("remove", "add"), direction=_SPELLED_OUT.get(direction, direction)
+    )
     if rate == 0:
         return 0.0
     if noise < _LEAST_NOISE * size**1.5:
         untouched = size * math.log1p(-rate) if rate < 1 else -math.inf
         # PRIVACY: no noise is the worst case of little (test_little_noise_counts_as_none)
-        return -math.expm1(untouched) if direction == "remove" else max(0.0, -math.expm1(epsilon + untouched))
+        return (
+            -math.expm1(untouched)
+            if direction == "remove"
+            else max(0.0, -math.expm1(epsilon + untouched))
+        )
     if rate == 1:
         return gaussian_delta(size / noise, epsilon)
     mixture = PoissonMixture(rate, min(noise, MAX_NOISE), size)
-    log_delta = _log_remove(mixture, epsilon) if direction == "remove" else _log_add(mixture, epsilon)
+    log_delta = (
+        _log_remove(mixture, epsilon) if direction == "remove" else _log_add(mixture, epsilon)
+    )
     # PRIVACY: 1e-9 exceeds the quadrature error (test_poisson_group_delta_is_not_below_its_high_precision_value)
     return min(1.0, math.exp(min(0.0, log_delta)) * (1 + 1e-9))
 
@@ -337,13 +361,18 @@ def rdp_shuffle(
         >>> round(value, 4), lost < 1e-7
         (0.4619, True)
     """
-    window, norm = _shuffle_window(trials, noise_probability, dim, max_shift, shift_norm, delta_window)
+    window, norm = _shuffle_window(
+        trials, noise_probability, dim, max_shift, shift_norm, delta_window
+    )
     wanted = [_validate.order(orders=order) for order in orders]
     bounds = []
     for shift in _shifts(max_shift):
         pair = window.pair(shift)
         bounds.append((shift, [pair.divergence(order) for order in wanted]))
-    curve = [_composed([(shift, values[k]) for shift, values in bounds], dim, norm) for k in range(len(wanted))]
+    curve = [
+        _composed([(shift, values[k]) for shift, values in bounds], dim, norm)
+        for k in range(len(wanted))
+    ]
     return curve, window.failure(dim)
 
 
@@ -376,14 +405,19 @@ def sequence_probability(
     """
     first, last = _validate.finite(gap_first=gap_first), _validate.finite(gap_last=gap_last)
     passes = _validate.count(passes=passes)
-    threshold, query = _validate.positive(threshold_scale=threshold_scale), _validate.positive(query_scale=query_scale)
+    threshold, query = (
+        _validate.positive(threshold_scale=threshold_scale),
+        _validate.positive(query_scale=query_scale),
+    )
 
     def sequence(r: FloatArray) -> FloatArray:
         all_pass = np.exp(passes * _log_cdf((first - r) / query))
         return all_pass * np.exp(_log_cdf((r - last) / query))
 
     low = first - query * math.log(max(1, passes))  # about the minimum of gap + noise
-    peak = first - query * math.log(max(1.0, passes * threshold / (2 * query)))  # of the density times all_pass
+    peak = first - query * math.log(
+        max(1.0, passes * threshold / (2 * query))
+    )  # of the density times all_pass
     return min(1.0, _mean_over_laplace(threshold, query, [0.0, first, low, peak, last], sequence))
 
 
@@ -431,13 +465,19 @@ def rdp_wor_gaussian_wbk(sample_rate: float, noise_ratio: float, order: Orders) 
         integers = np.union1d(below, np.ceil(block))
         moments = np.array([_wbk_log_moment(rate, noise, int(a)) for a in integers])
         above = moments[np.searchsorted(integers, np.ceil(block))]
-        rest = np.multiply(share, above, where=share > 0, out=np.zeros_like(block))  # 0 * inf is 0 here
-        return quad.rounded_up(((1 - share) * moments[np.searchsorted(integers, below)] + rest) / (block - 1))
+        rest = np.multiply(
+            share, above, where=share > 0, out=np.zeros_like(block)
+        )  # 0 * inf is 0 here
+        return quad.rounded_up(
+            ((1 - share) * moments[np.searchsorted(integers, below)] + rest) / (block - 1)
+        )
 
     return quad.by_order(curve, order)
 
 
-def rdp_poisson_replace_one_profile(order: Orders, noise_ratio: float, sample_rate: float) -> Orders:
+def rdp_poisson_replace_one_profile(
+    order: Orders, noise_ratio: float, sample_rate: float
+) -> Orders:
     """Returns a looser bound on `rdp_poisson_gaussian_replace_one`: a reference for checks, never used to report.
 
     With delta_G(t, mu) the profile of the Gaussian mechanism, A = e^t, u = 1 + q (A - 1), B = u / A,
@@ -494,14 +534,19 @@ def _profile_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
         log_near, log_far = log_delta_curve(t, 0.5 / noise), log_delta_curve(t, 1 / noise)
         share = np.exp(mixture.log_ratio(x) - t)
         with np.errstate(divide="ignore"):
-            profile = np.logaddexp(np.log1p(-np.minimum(share, 1.0)) + log_near, np.log(share) + log_far)
+            profile = np.logaddexp(
+                np.log1p(-np.minimum(share, 1.0)) + log_near, np.log(share) + log_far
+            )
         return profile + t + 2 * math.log(rate) - 2 * math.log(noise)
 
     edges = quad.panels(0.5, min(mean, end), noise / 2, noise, mixture.branches)
     result = log_integral(order, edges, mixture.log_ratio, log_weight, _profile_kernel)
     if end < mean:
         start = (2 * end - 1) / (2 * mixture.variance)
-        near, far = _log_profile_tail(order, start, 0.5 / noise), _log_profile_tail(order, start, 1 / noise)
+        near, far = (
+            _log_profile_tail(order, start, 0.5 / noise),
+            _log_profile_tail(order, start, 1 / noise),
+        )
         tail = np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) + order * math.log(rate)
         result = np.logaddexp(result, tail)
     return result
@@ -519,7 +564,9 @@ def _log_profile_tail(order: FloatArray, start: float, mu: float) -> FloatArray:
     With L the privacy loss, it is E_Q[1(L > s) (e^(a L) - a e^(L + (a-1) s) + (a-1) e^(a s))], s = start.
     """
     depth = start / mu
-    whole = (order - 1) * gaussian_divergence(order, 1 / mu, 1.0) + log_ndtr(mu * (order - 0.5) - depth)
+    whole = (order - 1) * gaussian_divergence(order, 1 / mu, 1.0) + log_ndtr(
+        mu * (order - 0.5) - depth
+    )
     line = np.log(order) + (order - 1) * start + log_ndtr(mu / 2 - depth)
     constant = np.log(order - 1) + order * start + log_ndtr(-mu / 2 - depth)
     return quad.log_difference(np.logaddexp(whole, constant), line)
@@ -575,7 +622,9 @@ def zcdp_rho_bs16(epsilon: float, delta: float) -> float:
     """
     epsilon = _validate.nonnegative(epsilon=epsilon)
     log_inverse = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
-    root = epsilon / (math.sqrt(epsilon + log_inverse) + math.sqrt(log_inverse))  # the difference would cancel
+    root = epsilon / (
+        math.sqrt(epsilon + log_inverse) + math.sqrt(log_inverse)
+    )  # the difference would cancel
     # PRIVACY: rounded down by more than the inverse adds (test_textbook_bounds_are_rounded_safely)
     rho = root * root * (1 - 8 * _ROUNDING)
     return rho if rho > 1e-300 else 0.0  # subnormal numbers round by more
@@ -676,13 +725,17 @@ def knorm_delta(epsilon: float, pure_epsilon: float, dim: int) -> float:
         return worst
     if dim == 1:
         return min(worst, -math.expm1((epsilon - pure) / 2) * (1 + 1e-15))
-    epsilon = min(epsilon, pure * (1 - 1e-6))  # closer to pure, delta is that of this smaller epsilon: an upper bound
+    epsilon = min(
+        epsilon, pure * (1 - 1e-6)
+    )  # closer to pure, delta is that of this smaller epsilon: an upper bound
 
     def kernel(loss: FloatArray) -> FloatArray:
         return np.log(-np.expm1(np.minimum(epsilon - loss, 0.0)))
 
     # E_P[1 - e^(epsilon - loss)] with P of exponent + loss/2
-    log_mass = _log_integral(pure, dim, np.array([pure / 2]), kernel, start=math.asin(epsilon / pure))[0]
+    log_mass = _log_integral(
+        pure, dim, np.array([pure / 2]), kernel, start=math.asin(epsilon / pure)
+    )[0]
     log_delta = float(log_mass) - _log_total(pure, dim)
     # PRIVACY: 1e-9 exceeds the quadrature error (test_the_profile_is_not_below_its_integral_in_high_precision)
     return min(worst, math.exp(min(0.0, log_delta)) * (1 + 1e-9))
@@ -792,10 +845,17 @@ def knorm_logpdf(value: Sequence[float] | FloatArray, sensitivity: float, epsilo
     """
     point = np.asarray(value, dtype=np.float64)
     if point.ndim != 1 or point.size == 0:
-        raise ValueError(f"value must be a 1-d array of at least one number (got shape {point.shape})")
+        raise ValueError(
+            f"value must be a 1-d array of at least one number (got shape {point.shape})"
+        )
     dim, scale = point.size, knorm_scale(epsilon, sensitivity)
     log_sphere = math.log(2) + dim / 2 * math.log(math.pi) - math.lgamma(dim / 2)
-    return float(-np.linalg.norm(point) / scale) - log_sphere - math.lgamma(dim) - dim * math.log(scale)
+    return (
+        float(-np.linalg.norm(point) / scale)
+        - log_sphere
+        - math.lgamma(dim)
+        - dim * math.log(scale)
+    )
 
 
 @dataclass(frozen=True)
@@ -865,7 +925,9 @@ class RDPFilter:
         check.positive(epsilon=epsilon)
         overhead = rdp_epsilon_at_order(0.0, check.order(order=order), delta)
         if overhead >= epsilon:
-            raise ValueError(f"order must leave a budget: at order {order} the conversion alone costs {overhead:.4g}")
+            raise ValueError(
+                f"order must leave a budget: at order {order} the conversion alone costs {overhead:.4g}"
+            )
         return cls(order, epsilon - max(overhead, 0.0))
 
     def admits(self, value: float) -> bool:
@@ -875,7 +937,9 @@ class RDPFilter:
     def charge(self, value: float) -> None:
         """Adds a Renyi cost; raises ValueError if it does not fit."""
         if not self.admits(value):
-            raise ValueError(f"value must fit the budget: spent {self.spent}, asked {value}, budget {self.budget}")
+            raise ValueError(
+                f"value must fit the budget: spent {self.spent}, asked {value}, budget {self.budget}"
+            )
         self.spent += value
 
 
@@ -910,9 +974,13 @@ def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: 
             return np.zeros_like(block)
         square = noise * noise
         if square < 0.67:
-            raise ConditionError(f"noise_ratio^2 must be >= 0.67 for the closed form (got {square:g})")
+            raise ConditionError(
+                f"noise_ratio^2 must be >= 0.67 for the closed form (got {square:g})"
+            )
         # PRIVACY: never extrapolated (test_the_closed_form_is_refused_outside_its_conditions)
-        usable = block - 1 <= -2 * square / 3 * (np.log(block) + math.log(rate) + math.log1p(square))
+        usable = block - 1 <= -2 * square / 3 * (
+            np.log(block) + math.log(rate) + math.log1p(square)
+        )
         if not usable.all():
             worst = block[~usable][0]
             raise ConditionError(

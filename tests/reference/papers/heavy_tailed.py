@@ -140,7 +140,9 @@ def coordinatewise_groups(dim: int, failure: float) -> int:
         >>> coordinatewise_groups(dim=10, failure=0.1)
         37
     """
-    ratio = math.log(check.positive_count(dim=dim)) - math.log(check.open_interval(0.0, 1.0, failure=failure))
+    ratio = math.log(check.positive_count(dim=dim)) - math.log(
+        check.open_interval(0.0, 1.0, failure=failure)
+    )
     return max(1, math.ceil(8.0 * ratio))
 
 
@@ -177,7 +179,9 @@ def strongly_convex_clip(
         ...                            moment=1.0, moment_order=2.0), 6)
         3.535534
     """
-    u = strongly_convex_coefficients(strong_convexity=strong_convexity, smoothness=smoothness, steps=steps)
+    u = strongly_convex_coefficients(
+        strong_convexity=strong_convexity, smoothness=smoothness, steps=steps
+    )
     data = OnePass(
         n=n,
         dim=dim,
@@ -252,7 +256,9 @@ def proximal_pl_clip(
         adjacency=adjacency,
         allow_infinite_variance=True,
     )
-    return clip_threshold_square(moment, moment_order, 3.0, 2.0 * data.noise_variance(data.batch_size(steps), 1.0))
+    return clip_threshold_square(
+        moment, moment_order, 3.0, 2.0 * data.noise_variance(data.batch_size(steps), 1.0)
+    )
 
 
 def reduction_sizes(n: int) -> list[int]:
@@ -272,7 +278,9 @@ def reduction_sizes(n: int) -> list[int]:
     return [math.floor(2.0 ** (t - 2) * n / log_n) for t in range(1, parts + 1)]
 
 
-def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float) -> FloatArray:
+def quantile_probabilities(
+    values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float
+) -> FloatArray:
     """Returns the exact law for the score |count - rank|, computed in log space: the formula, not what is drawn from.
 
     Args:
@@ -299,7 +307,9 @@ def quantile_probabilities(values: ArrayLike, grid: ArrayLike, quantile: float, 
     return _law(np.abs(_counts(numbers, points) - rank), check.positive(epsilon=epsilon))
 
 
-def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters, generator: Source) -> Tensor:
+def randomize_scalar(
+    values: Tensor, upper: float, parameters: ShuffleParameters, generator: Source
+) -> Tensor:
     """Returns the bits of each user (Algorithm 14, randomizer), in the order in which they were made: not shuffled.
 
     Args:
@@ -319,7 +329,9 @@ def randomize_scalar(values: Tensor, upper: float, parameters: ShuffleParameters
     return torch.cat([value_bits, noise_bits], dim=-1)
 
 
-def analyze_scalar_sum(count: int, n: int, grid: int, noise_bits: int, noise_probability: float, upper: float) -> float:
+def analyze_scalar_sum(
+    count: int, n: int, grid: int, noise_bits: int, noise_probability: float, upper: float
+) -> float:
     """Returns (L / g) (count - p b n), the estimate of the sum of n numbers in [0, L] (Algorithm 14, analyzer).
 
     Args:
@@ -341,7 +353,9 @@ def analyze_scalar_sum(count: int, n: int, grid: int, noise_bits: int, noise_pro
     return check.positive(upper=upper) / sizes.grid * excess
 
 
-def scalar_sum_variance(n: int, grid: int, noise_bits: int, noise_probability: float, upper: float) -> float:
+def scalar_sum_variance(
+    n: int, grid: int, noise_bits: int, noise_probability: float, upper: float
+) -> float:
     """Returns (L / g)^2 (n b p (1 - p) + n / 4), a bound of the variance of Algorithm 14's estimate.
 
     Args:
@@ -359,7 +373,9 @@ def scalar_sum_variance(n: int, grid: int, noise_bits: int, noise_probability: f
     """
     n, sizes = check.positive_count(n=n), ShuffleParameters(grid, noise_bits, noise_probability)
     p = sizes.noise_probability
-    return (check.positive(upper=upper) / sizes.grid) ** 2 * (n * sizes.noise_bits * p * (1.0 - p) + n / 4.0)
+    return (check.positive(upper=upper) / sizes.grid) ** 2 * (
+        n * sizes.noise_bits * p * (1.0 - p) + n / 4.0
+    )
 
 
 def scalar_sum(
@@ -392,7 +408,9 @@ def scalar_sum(
     """
     if messages:
         return randomize_scalar(values, upper, parameters, generator).sum(dim=(0, -1))
-    ones = round_randomly(grid_values(values, check.positive(upper=upper), parameters.grid), generator)
+    ones = round_randomly(
+        grid_values(values, check.positive(upper=upper), parameters.grid), generator
+    )
     noise = BinomialNoise(len(values) * parameters.noise_bits, parameters.noise_probability)
     return ones.sum(0) + noise.draw(tuple(values.shape[1:]), generator)
 
@@ -425,7 +443,9 @@ def vector_sum(
         [1.0, -0.5]
     """
     bound = check.positive(bound=bound)
-    count = scalar_sum(vectors.double() + bound, 2.0 * bound, parameters, generator, messages=messages)
+    count = scalar_sum(
+        vectors.double() + bound, 2.0 * bound, parameters, generator, messages=messages
+    )
     return centered_sum(count, len(vectors), bound, parameters)
 
 
@@ -454,7 +474,9 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
     n, dim = check.positive_count(n=n), check.positive_count(dim=dim)
     epsilon, delta = check.positive(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
     if epsilon > 10 or delta > 0.1:
-        raise ConditionError(f"epsilon must be <= 10 and delta <= 0.1 for the closed form (got {epsilon}, {delta})")
+        raise ConditionError(
+            f"epsilon must be <= 10 and delta <= 0.1 for the closed form (got {epsilon}, {delta})"
+        )
     grid = math.ceil(max(2.0 * math.sqrt(n), dim, 4.0))
     bits = math.ceil(24e4 * grid**2 * math.log(4.0 * (dim**2 + 1) / delta) ** 2 / (epsilon**2 * n))
     found = ShuffleParameters(grid, bits, 0.25)
@@ -469,7 +491,14 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
 
 
 def localized_schedule_paper(
-    *, n: int, dim: int, paper_epsilon: float, moment_order: float, moment_2k: float, lr: float, power: float = 1.0
+    *,
+    n: int,
+    dim: int,
+    paper_epsilon: float,
+    moment_order: float,
+    moment_2k: float,
+    lr: float,
+    power: float = 1.0,
 ) -> tuple[LocalizedPhase, ...]:
     """Returns the phases of the paper, with constants 1 in its orders, replace_one and no cap on the steps.
 

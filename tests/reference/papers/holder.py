@@ -121,7 +121,9 @@ def output_sigma_count(
         >>> round(output_sigma_count(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 4)
         0.1267
     """
-    path = _constant_path(holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant)
+    path = _constant_path(
+        holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant
+    )
     return _sigma(count_law(path, batch_size / _validate.positive_count(n=n)), epsilon, delta)
 
 
@@ -146,7 +148,9 @@ def output_sigma_weighted(
         >>> round(output_sigma_weighted(1.0, 1e-6, 1.0, 2.0, 4.0, 0.01, 300, 3000, 10, glm=True), 3)
         0.077
     """
-    path = _constant_path(holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant)
+    path = _constant_path(
+        holder_exponent, holder_constant, grad_bound, lr, steps, batch_size, glm, hit_constant
+    )
     return _sigma(weighted_law(path, batch_size / _validate.positive_count(n=n)), epsilon, delta)
 
 
@@ -157,7 +161,14 @@ def count_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
 
 
 def _constant_path(
-    exponent: float, constant: float, bound: float, lr: float, steps: int, batch_size: int, glm: bool, hit: float
+    exponent: float,
+    constant: float,
+    bound: float,
+    lr: float,
+    steps: int,
+    batch_size: int,
+    glm: bool,
+    hit: float,
 ) -> RunPath:
     return run_path(
         np.full(_validate.positive_count(steps=steps), _validate.positive(lr=lr)),
@@ -190,7 +201,13 @@ class GradientNoisePaper:
 
 
 def gradient_noise_paper(
-    n: int, batch_size: int, steps: int, epsilon: float, delta: float, split: float, grad_bound: float
+    n: int,
+    batch_size: int,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    split: float,
+    grad_bound: float,
 ) -> GradientNoisePaper:
     """Returns the paper's noise at a given split, and whether its theorem covers it.
 
@@ -228,11 +245,14 @@ def gradient_noise_paper(
         ratio_squared=ratio_squared,
         variance=4 * grad_bound**2 * ratio_squared,
         condition_a=ratio_squared >= 0.67,
-        condition_b=order - 1 <= -2 / 3 * ratio_squared * math.log(order * rate * (1 + ratio_squared)),
+        condition_b=order - 1
+        <= -2 / 3 * ratio_squared * math.log(order * rate * (1 + ratio_squared)),
     )
 
 
-def search_gradient_noise_paper(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> float:
+def search_gradient_noise_paper(
+    n: int, batch_size: int, steps: int, epsilon: float, delta: float
+) -> float:
     """Returns the least s = (noise std on the sum / 2G)^2 for which the paper's theorem gives (epsilon, delta)-DP.
 
     The arguments are those of `search_split_paper`, which also returns the split.
@@ -246,7 +266,9 @@ def search_gradient_noise_paper(n: int, batch_size: int, steps: int, epsilon: fl
     return search_split_paper(n, batch_size, steps, epsilon, delta).ratio_squared
 
 
-def self_bounding_constant(holder_exponent: float, holder_constant: float, grad_at_zero: float) -> float:
+def self_bounding_constant(
+    holder_exponent: float, holder_constant: float, grad_at_zero: float
+) -> float:
     """Returns c_{alpha,1} = (1 + 1/alpha)^{alpha/(1+alpha)} L^{1/(1+alpha)}, or M + L at alpha = 0.
 
     |g(w)| <= c_{alpha,1} l(w)^{alpha/(1+alpha)} for nonnegative losses.
@@ -287,7 +309,11 @@ def log_expansion_constant(holder_exponent: float, holder_constant: float) -> fl
 
 
 def radius_growth(
-    holder_exponent: float, holder_constant: float, loss_at_zero: float, lr: float, grad_bound: float | None = None
+    holder_exponent: float,
+    holder_constant: float,
+    loss_at_zero: float,
+    lr: float,
+    grad_bound: float | None = None,
 ) -> float:
     """Returns A(eta) with |w_{s+1}|^2 <= |w_s|^2 + A(eta) for a nonnegative convex loss, rounded up.
 
@@ -318,7 +344,12 @@ def radius_growth(
 
 
 def radius_schedule(
-    holder_exponent: float, holder_constant: float, grad_at_zero: float, loss_at_zero: float, lr: float, steps: int
+    holder_exponent: float,
+    holder_constant: float,
+    grad_at_zero: float,
+    loss_at_zero: float,
+    lr: float,
+    steps: int,
 ) -> FloatArray:
     """Returns bounds R_1..R_T on the norms of the iterates, with G(r) = M + L r^alpha (at alpha = 0 min(M + L, L)).
 
@@ -345,7 +376,9 @@ def radius_schedule(
 
     def grad_bound(radius: float) -> float:
         bound = (
-            holder_constant if holder_exponent == 0 else at_zero + holder_constant * math.pow(radius, holder_exponent)
+            holder_constant
+            if holder_exponent == 0
+            else at_zero + holder_constant * math.pow(radius, holder_exponent)
         )
         return scaled_up(bound, 8)
 
@@ -359,14 +392,18 @@ def radius_schedule(
     )[0]
 
 
-def expansion(holder_exponent: float, holder_constant: float, lr: float, glm: bool = False) -> float:
+def expansion(
+    holder_exponent: float, holder_constant: float, lr: float, glm: bool = False
+) -> float:
     """Returns `expansions` of one step size.
 
     Example:
         >>> round(expansion(0.5, 3.0, 0.05), 9), round(expansion(0.5, 3.0, 0.05, glm=True), 9)
         (0.006495191, 0.004330127)
     """
-    return float(expansions(holder_exponent, holder_constant, np.array([_validate.positive(lr=lr)]), glm)[0])
+    return float(
+        expansions(holder_exponent, holder_constant, np.array([_validate.positive(lr=lr)]), glm)[0]
+    )
 
 
 def shuffled_sensitivity(

@@ -16,7 +16,9 @@ from torch_dpsco.theory.linear.objective import (
 from torch_dpsco.theory.linear.objective_monotone import _ROUNDING, _log_sum, amp_sigma_monotone
 
 
-def objpert_delta(epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
+def objpert_delta(
+    epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
     """Returns a delta for which objective perturbation is (epsilon, delta)-DP, one record added or removed.
 
     With e = epsilon - c: 2 delta(e, s), the Gaussian profile, for e >= s^2 / 2, and 1 - 2 e^e Phi(-s) below.
@@ -46,7 +48,9 @@ def objpert_delta(epsilon: float, noise_std: float, reg: float, lipschitz: float
     return _folded(epsilon, log_det(reg, smoothness), noise_level(lipschitz, noise_std))
 
 
-def objpert_sigma(epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float) -> float:
+def objpert_sigma(
+    epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
     """Returns the least sigma with `objpert_delta` <= delta, rounded up.
 
     Args:
@@ -71,11 +75,16 @@ def objpert_sigma(epsilon: float, delta: float, reg: float, lipschitz: float, sm
     left, lipschitz = spare_epsilon(epsilon, reg, smoothness), check.positive(lipschitz=lipschitz)
     start = lipschitz / gaussian_mu(left, check.open_interval(0.0, 1.0, delta=delta))
     return least_noise(
-        lambda sigma: objpert_delta(epsilon, sigma, reg, lipschitz, smoothness), delta, start, "no noise is enough"
+        lambda sigma: objpert_delta(epsilon, sigma, reg, lipschitz, smoothness),
+        delta,
+        start,
+        "no noise is enough",
     )
 
 
-def objpert_sigma_general(epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int) -> float:
+def objpert_sigma_general(
+    epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
     """Returns the least sigma with `objpert_delta_general` <= delta, rounded up.
 
     Args:
@@ -122,7 +131,9 @@ def amp_delta(
     return amp_delta_general(epsilon, noise_std, log_det(reg, smoothness), lipschitz, 1, mu_out)
 
 
-def objpert_rdp_monotone(order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
+def objpert_rdp_monotone(
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
     """Returns c + log(Phi(-s/2) + e^(k (k+1) s^2/2) Phi(s/2 + k s)) / k, k = a - 1: the moment of c + max(0, G).
 
     Args:
@@ -141,12 +152,20 @@ def objpert_rdp_monotone(order: float, noise_std: float, reg: float, lipschitz: 
         0.107030885
     """
     k, level = check.order(order=order) - 1, noise_level(lipschitz, noise_std)
-    terms = [log_normal_cdf(-level / 2), k * (k + 1) * level * level / 2 + log_normal_cdf((k + 0.5) * level)]
+    terms = [
+        log_normal_cdf(-level / 2),
+        k * (k + 1) * level * level / 2 + log_normal_cdf((k + 0.5) * level),
+    ]
     return (log_det(reg, smoothness) + _log_sum(terms) / k) * (1 + _ROUNDING)
 
 
 def objpert_sigma_monotone(
-    epsilon: float, delta: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+    epsilon: float,
+    delta: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
 ) -> float:
     """Returns the least sigma with `objpert_delta_monotone` <= delta, rounded up: L / mu(epsilon - c, delta).
 

@@ -95,7 +95,11 @@ def adversarial_smoothness(
         5.5625
     """
     reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
-    bend = check.positive(link_lipschitz=link_lipschitz) * attack_radius / check.positive(smoothing=smoothing)
+    bend = (
+        check.positive(link_lipschitz=link_lipschitz)
+        * attack_radius
+        / check.positive(smoothing=smoothing)
+    )
     return safe(check.nonnegative(curvature=curvature) * reach * reach + bend)
 
 
@@ -138,7 +142,13 @@ def gap_rounding(
 
 
 def reg_convex_erm(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+    lipschitz: float,
+    radius: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    mode: str = "tight",
 ) -> float:
     """Returns lam for the empirical risk of Lipschitz losses: (2 L / R) sqrt(s / n), the paper's L / (R sqrt(1 + 1/q)).
 
@@ -167,7 +177,13 @@ def reg_convex_erm(
 
 
 def reg_convex_population(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+    lipschitz: float,
+    radius: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    mode: str = "tight",
 ) -> float:
     """Returns lam for the population risk of Lipschitz losses: (2 L / R) sqrt((1 + s) / n).
 
@@ -182,7 +198,9 @@ def reg_convex_population(
     scale = check.positive(lipschitz=lipschitz) / check.positive(radius=radius)
     if check.choice(_MODES, mode=mode) == "paper":
         return scale * (math.sqrt(paper_ratio(n, dim, epsilon, delta)) + 1 / math.sqrt(n))
-    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+    return (
+        2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+    )
 
 
 def reg_smooth_erm(
@@ -204,11 +222,21 @@ def reg_smooth_erm(
     scale = _cubic_scale(lipschitz, radius, smoothness)
     if check.choice(_MODES, mode=mode) == "paper":
         return scale * math.pow(paper_ratio(n, dim, epsilon, delta), 2 / 3)
-    return 2 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+    return (
+        2
+        * scale
+        * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+    )
 
 
 def risk_convex_erm(
-    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float, mode: str = "tight"
+    lipschitz: float,
+    radius: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    mode: str = "tight",
 ) -> float:
     """Returns the bound on the excess empirical risk at `reg_convex_erm`: 2 L R sqrt(s / n).
 
@@ -228,7 +256,9 @@ def risk_convex_erm(
     return 2 * scale * math.sqrt(noise_norms(dim, epsilon, delta)[0] / check.positive_count(n=n))
 
 
-def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+def risk_convex_population(
+    lipschitz: float, radius: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
     """Returns 2 L R sqrt((1 + s) / n), the bound on the excess population risk at the tight `reg_convex_population`.
 
     Arguments as in `reg_convex_erm`.
@@ -240,7 +270,9 @@ def risk_convex_population(lipschitz: float, radius: float, n: int, dim: int, ep
         0.419523539
     """
     scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
-    return 2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+    return (
+        2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+    )
 
 
 def risk_smooth_erm(
@@ -264,14 +296,22 @@ def risk_smooth_erm(
     """
     scale = _cubic_scale(lipschitz, radius, smoothness) * radius**2
     if check.choice(_MODES, mode=mode) == "tight":
-        return 1.5 * scale * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+        return (
+            1.5
+            * scale
+            * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+        )
     q = paper_ratio(n, dim, epsilon, delta)
     if q * q > lipschitz / (radius * smoothness):
-        raise ConditionError(f"the paper's bound needs q^2 <= L / (R beta) (got q = {q:g}): use mode='tight'")
+        raise ConditionError(
+            f"the paper's bound needs q^2 <= L / (R beta) (got q = {q:g}): use mode='tight'"
+        )
     return 48.5 * scale * math.pow(q, 2 / 3)
 
 
-def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, epsilon: float, delta: float) -> float:
+def accuracy_paper(
+    lipschitz: float, strong_convexity: float, n: int, dim: int, epsilon: float, delta: float
+) -> float:
     """Returns the paper's accuracy of the solver, (L^2 / (mu n)) min(1/n, q n), for strongly convex objectives.
 
     With a certificate it is not needed. Arguments as in `risk_strongly_convex`.
@@ -282,13 +322,22 @@ def accuracy_paper(lipschitz: float, strong_convexity: float, n: int, dim: int, 
         >>> accuracy_paper(1.0, 0.5, n=1000, dim=10, epsilon=1.0, delta=0)
         2e-06
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz, mu = (
+        check.positive(lipschitz=lipschitz),
+        check.positive(strong_convexity=strong_convexity),
+    )
     q = paper_ratio(n, dim, epsilon, delta)
     return lipschitz**2 / (mu * n) * min(1 / n, q * n)
 
 
 def accuracy_paper_smooth(
-    lipschitz: float, strong_convexity: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+    lipschitz: float,
+    strong_convexity: float,
+    smoothness: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
 ) -> float:
     """Returns the paper's accuracy for smooth objectives, (L^2 / (mu n^2)) min(kappa (q n)^2, 1), kappa = beta / mu.
 
@@ -298,13 +347,18 @@ def accuracy_paper_smooth(
         >>> accuracy_paper_smooth(1.0, 0.5, 1.0, n=1000, dim=10, epsilon=1.0, delta=0)
         2e-06
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz, mu = (
+        check.positive(lipschitz=lipschitz),
+        check.positive(strong_convexity=strong_convexity),
+    )
     kappa = check.positive(smoothness=smoothness) / mu
     q = paper_ratio(n, dim, epsilon, delta)
     return lipschitz**2 / (mu * n**2) * min(kappa * (q * n) ** 2, 1)
 
 
-def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float = math.inf) -> float:
+def argmin_sensitivity(
+    lipschitz: float, strong_convexity: float, radius: float = math.inf
+) -> float:
     """Returns min(2 L / mu, 2 R): one record may change the whole objective, as where it is no mean over records.
 
     Args:
@@ -318,7 +372,10 @@ def argmin_sensitivity(lipschitz: float, strong_convexity: float, radius: float 
         >>> round(argmin_sensitivity(lipschitz=1.0, strong_convexity=0.1, radius=1.3), 9)
         2.6
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz, mu = (
+        check.positive(lipschitz=lipschitz),
+        check.positive(strong_convexity=strong_convexity),
+    )
     radius = check.positive(radius=radius, allow_inf=True)
     return safe(min(2 * lipschitz / mu, 2 * radius))
 
@@ -342,7 +399,10 @@ def psgd_sensitivity(lipschitz: float, lr: float, passes: int, batch_size: int =
         0.1
     """
     lipschitz, lr = check.positive(lipschitz=lipschitz), check.positive(lr=lr)
-    passes, batch_size = check.positive_count(passes=passes), check.positive_count(batch_size=batch_size)
+    passes, batch_size = (
+        check.positive_count(passes=passes),
+        check.positive_count(batch_size=batch_size),
+    )
     return safe(2 * passes * lipschitz * lr / batch_size)
 
 
@@ -391,7 +451,12 @@ def tilted_sensitivity_paper(
     """
     exponent = check.positive(tilt=tilt) * check.nonnegative(loss_range=loss_range)
     share = min(1.0, scaled_up(safe_exp(scaled_up(exponent, 1)) / check.positive_count(n=n), 4))
-    return safe(2 * check.positive(lipschitz=lipschitz) / check.positive(strong_convexity=strong_convexity) * share)
+    return safe(
+        2
+        * check.positive(lipschitz=lipschitz)
+        / check.positive(strong_convexity=strong_convexity)
+        * share
+    )
 
 
 def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float = 1.0) -> int:
@@ -422,7 +487,9 @@ def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float
     """
     bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
     # PRIVACY: the fallback that always ends (test_dual_ascent_reaches_its_distance_on_every_data_set)
-    return _count(check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance")
+    return _count(
+        check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance"
+    )
 
 
 @dataclass(frozen=True)
@@ -458,7 +525,9 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
     features = torch.as_tensor(X, dtype=torch.float64)
     targets = torch.as_tensor(y, dtype=torch.float64, device=features.device)
     variables = torch.as_tensor(dual, dtype=torch.float64, device=features.device).clamp(0.0, 1.0)
-    objective = LinearObjective(Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features))
+    objective = LinearObjective(
+        Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features)
+    )
     point = primal_point(objective, variables)
     distance = gap_certificate(objective, point, variables).distance
     return HingeGap(point, distance * distance * reg / 2, distance)
@@ -527,7 +596,13 @@ def _cubic_scale(lipschitz: float, radius: float, smoothness: float) -> float:
 
 
 def risk_smooth_population(
-    lipschitz: float, radius: float, smoothness: float, n: int, dim: int, epsilon: float, delta: float
+    lipschitz: float,
+    radius: float,
+    smoothness: float,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
 ) -> float:
     """Returns 2 L^2 / (lam n) + 2 beta L^2 v / (lam n)^2 + lam R^2 / 2 at the tight `reg_smooth_population`.
 
@@ -540,7 +615,9 @@ def risk_smooth_population(
         0.161446
     """
     lam = reg_smooth_population(lipschitz, radius, smoothness, n, dim, epsilon, delta)
-    noise = risk_strongly_convex(lipschitz, lam, n, dim, epsilon, delta, smoothness=smoothness, population=True)
+    noise = risk_strongly_convex(
+        lipschitz, lam, n, dim, epsilon, delta, smoothness=smoothness, population=True
+    )
     return noise + lam * radius**2 / 2
 
 
@@ -578,7 +655,10 @@ def risk_strongly_convex(
         >>> round(risk_strongly_convex(1.0, 0.1, n=1000, dim=10, epsilon=1.0, delta=0), 9)
         0.2
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz, mu = (
+        check.positive(lipschitz=lipschitz),
+        check.positive(strong_convexity=strong_convexity),
+    )
     first, second = noise_norms(dim, epsilon, delta)
     distance = check.nonnegative(distance=distance)
     exact = 2 * lipschitz / (mu * check.positive_count(n=n))
@@ -586,7 +666,10 @@ def risk_strongly_convex(
     sensitivity = exact + 2 * distance
     if smoothness is None:
         return lipschitz * (first * sensitivity + distance) + stability
-    return check.positive(smoothness=smoothness) / 2 * (second * sensitivity**2 + distance**2) + stability
+    return (
+        check.positive(smoothness=smoothness) / 2 * (second * sensitivity**2 + distance**2)
+        + stability
+    )
 
 
 def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float) -> int:
@@ -610,7 +693,10 @@ def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float
         >>> subgradient_steps(lipschitz=1.0, strong_convexity=0.5, accuracy=0.001)
         4001
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz, mu = (
+        check.positive(lipschitz=lipschitz),
+        check.positive(strong_convexity=strong_convexity),
+    )
     return _count(2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy")
 
 

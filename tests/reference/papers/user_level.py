@@ -17,7 +17,9 @@ from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
 from torch_dpsco.rows import Points, neighbor_counts
 
 
-def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: float, epsilon: float) -> float:
+def item_level_user_delta(
+    max_items: int, sample_rate: float, noise_multiplier: float, epsilon: float
+) -> float:
     """Returns delta for a whole user of one release of clipped, Poisson-sampled ITEMS, at most K of a user.
 
     The exact mixture over the number of the user's items that are drawn, both directions; for a run use the event
@@ -37,7 +39,10 @@ def item_level_user_delta(max_items: int, sample_rate: float, noise_multiplier: 
         >>> round(item_level_user_delta(5, 0.1, 0.8, 1.0), 6)
         0.084877
     """
-    ways = (poisson_group_delta(max_items, sample_rate, noise_multiplier, epsilon, way) for way in ("remove", "add"))
+    ways = (
+        poisson_group_delta(max_items, sample_rate, noise_multiplier, epsilon, way)
+        for way in ("remove", "add")
+    )
     return max(ways)
 
 
@@ -59,7 +64,10 @@ def sketch_failure(sketch_dim: int, distortion: float, n_users: int, steps: int)
         >>> sketch_failure(256, 0.3, 1000, 1000) < 2e-4
         True
     """
-    k, eta = check.positive_count(sketch_dim=sketch_dim), check.open_interval(0.0, 1.0, distortion=distortion)
+    k, eta = (
+        check.positive_count(sketch_dim=sketch_dim),
+        check.open_interval(0.0, 1.0, distortion=distortion),
+    )
     n, T = check.positive_count(n_users=n_users), check.positive_count(steps=steps)
     tail = float(chi2.logcdf(k * (1 - eta) ** 2, k))
     pairs = math.log(T) + math.log(n) + math.log(n + 1) - math.log(2)
@@ -93,7 +101,9 @@ def centered_clip_mean(rows: Any, center: Any, clip: float) -> Tensor:
     return middle + (off * (clip / lengths.clamp(min=clip))).mean(0)
 
 
-def deficiency_coefficient(n_min: int, deficiency: float, ramp_start: float, ramp_end: int) -> float:
+def deficiency_coefficient(
+    n_min: int, deficiency: float, ramp_start: float, ramp_end: int
+) -> float:
     """Returns Rp with |g - g'| <= 2 tau Rp for a user added to a batch of at least n_min users.
 
     e_j counts the users of the batch farther than tau from x_j, v is their mean, weights are clip((a - e_j)/(a - b), 0,
@@ -111,7 +121,11 @@ def deficiency_coefficient(n_min: int, deficiency: float, ramp_start: float, ram
         >>> round(deficiency_coefficient(9363, 195.0, 4681.0, 2340) * 10**4, 2)
         1.42
     """
-    c, none, full = 1 / (ramp_start - ramp_end), n_min * deficiency / ramp_start, n_min * deficiency / ramp_end
+    c, none, full = (
+        1 / (ramp_start - ramp_end),
+        n_min * deficiency / ramp_start,
+        n_min * deficiency / ramp_end,
+    )
     return max((1 + none * c) / (n_min - none), (1 + full * c) / n_min)
 
 
@@ -135,7 +149,9 @@ def poisson_underflow(n_users: int, sample_rate: float, n_min: int) -> float:
     return lower_tail(n_min - 1, n_users - 1, sample_rate)
 
 
-def filtered_mean(rows: Any, pair_radius: float, ramp_start: float, ramp_end: float) -> dict[str, Any]:
+def filtered_mean(
+    rows: Any, pair_radius: float, ramp_start: float, ramp_end: float
+) -> dict[str, Any]:
     """Returns score, counts, weights and mean of filter "same", without noise.
 
     Args:
@@ -154,7 +170,12 @@ def filtered_mean(rows: Any, pair_radius: float, ramp_start: float, ramp_end: fl
     counts = neighbor_counts(points, [pair_radius])[0]
     weights = ramp_weights(counts, ramp_start, ramp_end)
     score = float(counts.sum()) / len(counts)
-    return {"score": score, "counts": counts, "weights": weights, "mean": weighted_mean(points, weights)}
+    return {
+        "score": score,
+        "counts": counts,
+        "weights": weights,
+        "mean": weighted_mean(points, weights),
+    }
 
 
 def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
@@ -171,12 +192,18 @@ def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
         >>> ball_marginal_cdf(1, 2.0, 1.0)
         0.75
     """
-    d, r, t = check.positive_count(dim=dim), check.positive(radius=radius), check.finite(value=value)
+    d, r, t = (
+        check.positive_count(dim=dim),
+        check.positive(radius=radius),
+        check.finite(value=value),
+    )
     share = min(1.0, abs(t) / r)
     middle = float(betainc(0.5, (d + 1) / 2, share * share)) / 2
     if middle < 0.25:  # (1 - share)(1 + share) would round a small share away
         return 0.5 + math.copysign(middle, t)
-    tail = float(betainc((d + 1) / 2, 0.5, (1 - share) * (1 + share))) / 2  # keeps its digits where it is tiny
+    tail = (
+        float(betainc((d + 1) / 2, 0.5, (1 - share) * (1 + share))) / 2
+    )  # keeps its digits where it is tiny
     return tail if t < 0 else 1 - tail
 
 
@@ -209,5 +236,7 @@ def smoothing_smoothness(lipschitz: float, dim: int, radius: float) -> float:
         4.0
     """
     return (
-        check.positive(lipschitz=lipschitz) * math.sqrt(check.positive_count(dim=dim)) / check.positive(radius=radius)
+        check.positive(lipschitz=lipschitz)
+        * math.sqrt(check.positive_count(dim=dim))
+        / check.positive(radius=radius)
     )

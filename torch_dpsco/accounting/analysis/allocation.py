@@ -81,11 +81,18 @@ class AllocationLoss(LossLaw):
         atoms = _atoms(self._pass, reach)
         places = np.floor(atoms.losses / grid).astype(np.int64)
         first = int(places[0])
-        mass, excess = np.zeros(int(places[-1]) - first + 1), np.zeros(int(places[-1]) - first + 1)
+        mass = np.zeros(int(places[-1]) - first + 1)
+        excess = np.zeros(int(places[-1]) - first + 1)
         np.add.at(mass, places - first, atoms.mass)
-        np.add.at(excess, places - first, -atoms.mass * np.expm1(-np.maximum(atoms.losses - places * grid, 0.0)))
+        np.add.at(
+            excess,
+            places - first,
+            -atoms.mass * np.expm1(-np.maximum(atoms.losses - places * grid, 0.0)),
+        )
         accuracy = 16 * UNIT * (4 + float(np.abs(atoms.losses).max()))
-        return GridLaw(first, connected(mass, excess, grid, accuracy), atoms.infinite, grid, accuracy)
+        return GridLaw(
+            first, connected(mass, excess, grid, accuracy), atoms.infinite, grid, accuracy
+        )
 
     def epsilon_alone(self, delta: float) -> float:
         """See the base class."""
@@ -98,7 +105,9 @@ class AllocationLoss(LossLaw):
 
     def delta_alone(self, epsilon: float) -> float:
         """See the base class."""
-        return math.exp(max(log_delta(self._pass, epsilon), log_delta(self._pass.exchanged, epsilon)))
+        return math.exp(
+            max(log_delta(self._pass, epsilon), log_delta(self._pass.exchanged, epsilon))
+        )
 
     @property
     def _pass(self) -> Pass:
@@ -141,7 +150,13 @@ def _way(adjacency: str) -> str:
 
 
 def allocation_epsilon(
-    noise: float, steps: int, delta: float, adjacency: str, *, epochs: int = 1, direction: str | None = None
+    noise: float,
+    steps: int,
+    delta: float,
+    adjacency: str,
+    *,
+    epochs: int = 1,
+    direction: str | None = None,
 ) -> float:
     """Returns epsilon at delta of passes with fresh picks, rounded up.
 
@@ -179,7 +194,13 @@ def allocation_epsilon(
 
 
 def allocation_delta(
-    noise: float, steps: int, epsilon: float, adjacency: str, *, epochs: int = 1, direction: str | None = None
+    noise: float,
+    steps: int,
+    epsilon: float,
+    adjacency: str,
+    *,
+    epochs: int = 1,
+    direction: str | None = None,
 ) -> float:
     """Returns delta at epsilon >= 0 of passes with fresh picks, rounded up (see `allocation_epsilon`).
 
@@ -192,12 +213,17 @@ def allocation_delta(
     if losses is None:
         return 1.0
     if direction is not None:
-        return math.exp(log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon))
-    found, alone = pld_delta(losses, epsilon), _unamplified(losses, epochs).delta_alone(epsilon)
+        return math.exp(
+            log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon)
+        )
+    found = pld_delta(losses, epsilon)
+    alone = _unamplified(losses, epochs).delta_alone(epsilon)
     return alone if found is None else min(found.delta, alone)
 
 
-def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1) -> float:
+def allocation_noise(
+    epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1
+) -> float:
     """Returns nearly the least noise multiplier z with which passes are (epsilon, delta)-DP, rounded up.
 
     Args:
@@ -220,7 +246,8 @@ def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *
     """
     epsilon = check.positive(epsilon=epsilon)
     epochs = check.positive_count(epochs=epochs)
-    delta, steps = check.open_interval(0.0, 1.0, delta=delta), check.positive_count(steps=steps)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    steps = check.positive_count(steps=steps)
     check.choice(ADJACENCIES, adjacency=adjacency)
     return _least_noise(epsilon, delta, steps, adjacency, epochs)
 
@@ -228,16 +255,21 @@ def allocation_noise(epsilon: float, delta: float, steps: int, adjacency: str, *
 @lru_cache(maxsize=256)
 def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epochs: int) -> float:
     """Finds the noise by a secant on the logarithm of epsilon, in that of the noise, inside a bracket."""
-    mu, way = gaussian_mu(epsilon, delta) / math.sqrt(epochs), _way(adjacency)
-    low, high = LEAST_NOISE, Pass(1.0, steps, way).mu / mu * (1 + 1e-12)  # the latter without amplification
+    mu = gaussian_mu(epsilon, delta) / math.sqrt(epochs)
+    way = _way(adjacency)
+    low, high = (
+        LEAST_NOISE,
+        Pass(1.0, steps, way).mu / mu * (1 + 1e-12),
+    )  # the latter without amplification
     if steps == 1 or high <= low:
         return high
     if high > MOST_NOISE:
-        high, least = MOST_NOISE, allocation_epsilon(MOST_NOISE, steps, delta, adjacency, epochs=epochs)
+        high = MOST_NOISE
+        least = allocation_epsilon(MOST_NOISE, steps, delta, adjacency, epochs=epochs)
         if least > epsilon:
             raise ValueError(
-                f"epsilon must be >= {least:.3g} for passes of random allocation, whose noise counts as at most "
-                f"{MOST_NOISE:g} clips (got {epsilon:g})"
+                f"epsilon must be >= {least:.3g} for passes of random allocation, whose noise"
+                f" counts as at most {MOST_NOISE:g} clips (got {epsilon:g})"
             )
     noise, slope = _guess(mu, steps, way)
     known: dict[float, float] = {}
@@ -273,18 +305,23 @@ def _losses(
     noise: float, steps: int, adjacency: str, epochs: int, direction: str | None
 ) -> tuple[tuple[LossLaw, int], ...] | None:
     """Returns the law of the passes, None without noise, after the checks of all arguments."""
-    noise, epochs = check.nonnegative(noise=noise), check.count(epochs=epochs)
+    noise = check.nonnegative(noise=noise)
+    epochs = check.count(epochs=epochs)
     law = allocation_law(noise or 1.0, steps, adjacency)
     if direction is not None:
         check.choice(_DIRECTIONS, direction=direction)
         if adjacency == "replace_one" or epochs != 1:
-            raise ValueError(f"direction must be None for {adjacency} and {epochs} epochs (got {direction!r})")
+            raise ValueError(
+                f"direction must be None for {adjacency} and {epochs} epochs (got {direction!r})"
+            )
     return None if noise == 0 and epochs else ((law, epochs),)
 
 
 def _unamplified(losses: tuple[tuple[LossLaw, int], ...], epochs: int) -> GaussianLoss:
     law = losses[0][0]
-    mu = Pass(law.noise, law.steps, law.way).mu if isinstance(law, AllocationLoss) else law.mu or 0.0
+    mu = (
+        Pass(law.noise, law.steps, law.way).mu if isinstance(law, AllocationLoss) else law.mu or 0.0
+    )
     return GaussianLoss(mu * math.sqrt(epochs) * (1 + 1e-15))
 
 
@@ -309,14 +346,22 @@ def _atoms(pair: Pass, reach: float) -> _Atoms:
     opposite, falls = _falling(left, below, margin)
     rest = max(0.0, 1 - start - float(slopes[0]) - float(falls[0])) + 1e-14
     mass = np.concatenate(
-        [-np.diff(falls, append=0.0)[::-1], [rest], -np.diff(slopes, append=0.0) * np.exp(losses[1:])]
+        [
+            -np.diff(falls, append=0.0)[::-1],
+            [rest],
+            -np.diff(slopes, append=0.0) * np.exp(losses[1:]),
+        ]
     )
     mass[-losses.size + 1 :] *= 1 + margin
     mass.setflags(write=False)
-    return _Atoms(np.concatenate([-opposite[:0:-1], losses]), mass, float(above[-1]) * (1 + 3 * margin))
+    return _Atoms(
+        np.concatenate([-opposite[:0:-1], losses]), mass, float(above[-1]) * (1 + 3 * margin)
+    )
 
 
-def _falling(epsilons: FloatArray, deltas: FloatArray, margin: float) -> tuple[FloatArray, FloatArray]:
+def _falling(
+    epsilons: FloatArray, deltas: FloatArray, margin: float
+) -> tuple[FloatArray, FloatArray]:
     """Returns the corners of the convex hull from below, in e^epsilon, and by how much its edges fall, rounded up."""
     while True:
         width = np.exp(epsilons[:-1]) * np.expm1(np.diff(epsilons))
@@ -324,4 +369,5 @@ def _falling(epsilons: FloatArray, deltas: FloatArray, margin: float) -> tuple[F
         kept = np.concatenate([[True], slopes[1:] < slopes[:-1], [True]])
         if kept.all():
             return epsilons, np.maximum.accumulate((slopes * (1 + margin))[::-1])[::-1]
-        epsilons, deltas = epsilons[kept], deltas[kept]
+        epsilons = epsilons[kept]
+        deltas = deltas[kept]

@@ -28,13 +28,22 @@ from torch_dpsco.accounting.analysis.quadrature import FloatArray
 LARGEST = 150.0  # epsilon up to which sums are computed
 LEAST_NOISE = 0.25  # from which on they are
 MOST_NOISE, MOST_STEPS = 1e4, 1 << 20  # more counts as that much
-DEEPEST_PROFILE = -300.0  # of log delta: beyond, guesses at slopes fail, and points would take minutes
+DEEPEST_PROFILE = (
+    -300.0
+)  # of log delta: beyond, guesses at slopes fail, and points would take minutes
 ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 _TOLERANCE = 1e-4  # of epsilon, that a grid may cost
 _LEAST_TOLERANCE = 1e-5  # of log delta
 _SEARCH, _TRIALS = 1e-4, 48  # of epsilon; a secant at first, then halves
-_FLOOR, _DEEPEST = -30.0, -650.0  # logarithms of a probability that does not matter: at first, and at last
-_SPACING = {"remove": (0.02, 0.06), "add": (0.02, 0.06), "replace": (0.12, 0.4)}  # of a profile: widths, nats
+_FLOOR, _DEEPEST = (
+    -30.0,
+    -650.0,
+)  # logarithms of a probability that does not matter: at first, and at last
+_SPACING = {
+    "remove": (0.02, 0.06),
+    "add": (0.02, 0.06),
+    "replace": (0.12, 0.4),
+}  # of a profile: widths, nats
 _MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
 _MUCH_OF_EPSILON = 5e-4  # what that may add to epsilon
 _SPAN = 6.0  # nats that one curve is read for
@@ -71,9 +80,15 @@ class Pass(NamedTuple):
     def sum(self, epsilon: float, log_floor: float) -> Sum:
         """Returns the sum whose excess is delta(epsilon) up to a factor."""
         weight = epsilon if self.way == "replace" else -math.inf
-        level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[self.way] * self.steps
+        level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[
+            self.way
+        ] * self.steps
         return Sum(
-            Term(1.0, self.noise, log_weight=weight), self.steps, -1 if self.way == "add" else 1, level, log_floor
+            Term(1.0, self.noise, log_weight=weight),
+            self.steps,
+            -1 if self.way == "add" else 1,
+            level,
+            log_floor,
         )
 
     def log_delta(self, hinge: Hinge, epsilon: float) -> float:
@@ -137,8 +152,12 @@ def epsilon_at(pair: Pass, delta: float) -> float:
 
     A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
     """
-    low, high, target = -1.0, gaussian_epsilon(pair.mu, delta), math.log(delta)
-    if pair.plain or high == 0 or target < _DEEPEST:  # where no guess is good, that of the unsampled Gaussian
+    low = -1.0
+    high = gaussian_epsilon(pair.mu, delta)
+    target = math.log(delta)
+    if (
+        pair.plain or high == 0 or target < _DEEPEST
+    ):  # where no guess is good, that of the unsampled Gaussian
         return high
     epsilon, slope = _start(pair, target, high)
     much = max(_MUCH, min(-_MUCH_OF_EPSILON * epsilon * slope * 2 * math.sqrt(-target), 0.1))
@@ -165,11 +184,15 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
 
     By two Gaussians: one large term against the rest, taken for a lognormal number, and all terms together.
     """
-    variance, others, most = math.expm1(1 / pair.noise**2), 0.0, min(most, LARGEST)
+    variance = math.expm1(1 / pair.noise**2)
+    others = 0.0
+    most = min(most, LARGEST)
     whole = variance / pair.steps
     if pair.way == "replace":
-        others, whole = variance / (pair.steps - 1), 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
-    mu, spread = math.sqrt(math.log1p(whole)), math.hypot(1 / pair.noise, math.sqrt(math.log1p(others)))
+        others = variance / (pair.steps - 1)
+        whole = 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
+    mu = math.sqrt(math.log1p(whole))
+    spread = math.hypot(1 / pair.noise, math.sqrt(math.log1p(others)))
 
     def excess(epsilon: float) -> float:
         found = gaussian_log_delta(epsilon, mu)
@@ -181,7 +204,8 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
     epsilon = 0.0 if excess(0.0) <= 0 else most
     if excess(0.0) > 0 > excess(most):
         epsilon = float(scipy.optimize.brentq(excess, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
-    least, width = max(0.99 * epsilon, 0.0), max(0.02 * epsilon, 1e-6 * most)
+    least = max(0.99 * epsilon, 0.0)
+    width = max(0.02 * epsilon, 1e-6 * most)
     return epsilon, min((excess(least + width) - excess(least)) / width, -1e-9)
 
 
@@ -194,15 +218,18 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
     """
     width, nats = _SPACING[pair.way]
     width *= 1.25 / guess(pair, 0.0)[1]
-    epsilons, values = [0.0], [log_delta(pair, 0.0)]
+    epsilons = [0.0]
+    values = [log_delta(pair, 0.0)]
     while values[-1] > max(log_floor, DEEPEST_PROFILE) and epsilons[-1] < LARGEST:
-        start, slope = epsilons[-1], guess(pair, epsilons[-1])[1]
+        start = epsilons[-1]
+        slope = guess(pair, epsilons[-1])[1]
         if pair.way == "replace":
             epsilons.append(start + min(width, nats / slope))
             values.append(min(log_delta(pair, epsilons[-1], _MUCH_OF_A_POINT), values[-1]))
             continue
         end = start + min(50 * width, _SPAN / slope)
-        hinge, number = curve(pair, end), math.ceil((end - start) / min(width, nats / guess(pair, end)[1]))
+        hinge = curve(pair, end)
+        number = math.ceil((end - start) / min(width, nats / guess(pair, end)[1]))
         for epsilon in np.linspace(start, end, number + 1)[1:].tolist():
             epsilons.append(epsilon)
             values.append(min(pair.log_delta(hinge, epsilon), values[-1]))

@@ -29,7 +29,12 @@ from scipy.special import gammaln
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.allocation_pass import ADJACENCIES, LEAST_NOISE, MOST_NOISE, MOST_STEPS
+from torch_dpsco.accounting.analysis.allocation_pass import (
+    ADJACENCIES,
+    LEAST_NOISE,
+    MOST_NOISE,
+    MOST_STEPS,
+)
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
 from torch_dpsco.accounting.analysis.rdp import gaussian_divergence
@@ -68,7 +73,8 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
         >>> round(allocation_renyi(1.0, 100, 2.0, "add_remove"), 6)
         0.017037
     """
-    noise, steps = min(check.nonnegative(noise=noise), MOST_NOISE), min(check.positive_count(steps=steps), MOST_STEPS)
+    noise = min(check.nonnegative(noise=noise), MOST_NOISE)
+    steps = min(check.positive_count(steps=steps), MOST_STEPS)
     replaced = check.choice(ADJACENCIES, adjacency=adjacency) == "replace_one"
 
     def curve(orders: FloatArray) -> FloatArray:
@@ -79,7 +85,9 @@ def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) ->
             return plain
         if not replaced:
             # PRIVACY: both directions (test_renyi_divergences_cover_both_directions)
-            return np.minimum(plain, np.maximum(removed(noise, steps, orders), added(noise, steps, orders)))
+            return np.minimum(
+                plain, np.maximum(removed(noise, steps, orders), added(noise, steps, orders))
+            )
         first = removed(noise, steps, 2 * orders - 1) * (2 * orders / (2 * orders - 1))
         # margin: of the sum (docs/proofs/rounding.md#model-of-arithmetic)
         return np.minimum(plain, up(first + added(noise, steps, 2 * orders), 1e-15))
@@ -103,7 +111,9 @@ def added(noise: float, steps: int, orders: FloatArray) -> FloatArray:
     b = orders - 1
     smooth = (1 + b / steps) * (1 + 1e-15) / (2 * noise * noise)
     return np.where(
-        b <= _MOST_POWER, np.minimum(_integral(noise, steps, np.minimum(b, _MOST_POWER)) / b, smooth), smooth
+        b <= _MOST_POWER,
+        np.minimum(_integral(noise, steps, np.minimum(b, _MOST_POWER)) / b, smooth),
+        smooth,
     )
 
 
@@ -113,7 +123,8 @@ def _log_moments(noise: float, steps: int) -> FloatArray:
     k = np.arange(_ORDERS + 1.0)
     factorial = gammaln(k + 1)
     power = k * (k - 1) / (2 * noise * noise) - k * math.log(steps) - factorial
-    total, left = None, steps
+    total = None
+    left = steps
     while True:
         if left % 2:
             total = power if total is None else _product(total, power)
@@ -146,7 +157,8 @@ def _integral(noise: float, steps: int, powers: FloatArray) -> FloatArray:
     sums = np.cumsum(np.exp(logs - top), axis=1)[:, ends] + 1e-300  # more than what underflows
     inside = top + np.log(sums) - gammaln(b) + math.log(_STEP)
     # beyond an end U: u^(b-1) <= u^(b+c-1) U^-c, whose integral is Gamma(b + c) E M^-(b+c)
-    b, c = b[:, :, None], 2.0 ** np.arange(-2, 11)
+    b = b[:, :, None]
+    c = 2.0 ** np.arange(-2, 11)
     most = (b + c) * ((b + c) / steps + 1) / (2 * noise * noise) + (b + 1) * _STEP
     beyond = (most - c * log_u[ends, None] + gammaln(b + c) - gammaln(b)).min(axis=2)
     # margin: of sums, integral and logarithm (docs/proofs/allocation.md#renyi-divergences)
@@ -160,11 +172,14 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
     x = np.arange(-_REACH * noise, 2 + _REACH * noise, _NODE * noise)
     weights = np.exp(-((x / noise) ** 2) / 2) * (_NODE / math.sqrt(2 * math.pi))
     ratios = np.exp((2 * x - 1) / (2 * noise * noise))
-    log_u = np.asarray(np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP, dtype=np.float64)
+    log_u = np.asarray(
+        np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP, dtype=np.float64
+    )
     u = np.exp(log_u)
     v = u / steps
     few = int(np.searchsorted(v, _SMALL))
-    rest, phi = _expected(v[:few], ratios, weights, _beyond_linear), _expected(v[few:], ratios, weights, _decay)
+    rest = _expected(v[:few], ratios, weights, _beyond_linear)
+    phi = _expected(v[few:], ratios, weights, _decay)
     # margin: rounded up, with what is beyond the nodes (docs/proofs/allocation.md#renyi-divergences)
     rest = rest * (1 + 1e-13) + 1e-20 * v[:few] ** 2 * math.exp(1 / (noise * noise))
     phi = phi * (1 + 1e-13) + 1e-20
@@ -177,11 +192,16 @@ def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
 
 
 def _expected(
-    v: FloatArray, ratios: FloatArray, weights: FloatArray, function: Callable[[FloatArray], FloatArray]
+    v: FloatArray,
+    ratios: FloatArray,
+    weights: FloatArray,
+    function: Callable[[FloatArray], FloatArray],
 ) -> FloatArray:
     """Returns E f(v L) for each v."""
     starts = range(0, v.size, _ROWS)
-    return np.concatenate([np.empty(0), *(function(v[i : i + _ROWS, None] * ratios) @ weights for i in starts)])
+    return np.concatenate(
+        [np.empty(0), *(function(v[i : i + _ROWS, None] * ratios) @ weights for i in starts)]
+    )
 
 
 def _decay(w: FloatArray) -> FloatArray:

@@ -40,7 +40,9 @@ from torch_dpsco.accounting.analysis.pld_laws import GridLaw
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT, LossPair
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-_DETAIL = 512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
+_DETAIL = (
+    512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
+)
 _WIDE = 3.0  # noise below which the terms l(x) - t l(-x) are spread around 0
 _FEW, _MANY = 1 << 12, 1 << 20  # steps of a window
 _WIDEST = 1 << 18  # steps of a term
@@ -78,7 +80,9 @@ class Term(LossPair):
     def rounding(self) -> float:
         """Bound on the error of log l(x) where x is the position of a value, up to 40 standard deviations out."""
         variance = self.noise * self.noise
-        return 32 * UNIT * (4 + max(self.log_weight, 0.0) + (3 + (_REACH + 3) * self.noise) / variance)
+        return (
+            32 * UNIT * (4 + max(self.log_weight, 0.0) + (3 + (_REACH + 3) * self.noise) / variance)
+        )
 
     def loss(self, x: float) -> float:
         """Returns log l(x)."""
@@ -87,16 +91,25 @@ class Term(LossPair):
     def value(self, x: FloatArray) -> FloatArray:
         """Returns Y(x)."""
         variance = self.noise * self.noise
-        values: FloatArray = np.exp((x - 0.5) / variance) - np.exp(self.log_weight - (x + 0.5) / variance)
+        values: FloatArray = np.exp((x - 0.5) / variance) - np.exp(
+            self.log_weight - (x + 0.5) / variance
+        )
         return values
 
     def positions(self, values: FloatArray) -> tuple[FloatArray, float]:
         """Returns the x of values of Y, not 0 if t = 0: X = l(x) solves X^2 - Y X - root^2 / 4 = 0."""
         variance = self.noise * self.noise
-        larger = np.log((np.abs(values) + np.hypot(values, self.root)) / 2)  # log l(x) or, for Y < 0, log t l(-x)
-        return variance * np.where(values >= 0, larger, self.log_weight - larger - 1 / variance) + 0.5, 0.0
+        larger = np.log(
+            (np.abs(values) + np.hypot(values, self.root)) / 2
+        )  # log l(x) or, for Y < 0, log t l(-x)
+        return (
+            variance * np.where(values >= 0, larger, self.log_weight - larger - 1 / variance) + 0.5,
+            0.0,
+        )
 
-    def _densities(self, x: FloatArray, rise: FloatArray, loss: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _densities(
+        self, x: FloatArray, rise: FloatArray, loss: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Returns the density of x, and e^-loss times its product with Y(x) - Y(x - rise)."""
         exponent = rise / (self.noise * self.noise)
         excess = self._normal(x, 1, -loss) * -np.expm1(-exponent)
@@ -117,7 +130,9 @@ class Cloud:
     limit = 2.0**40
 
     def __init__(self, values: FloatArray, mass: FloatArray, count: int) -> None:
-        self._values, self._log_mass, self._count = values, np.log(mass), count
+        self._values = values
+        self._log_mass = np.log(mass)
+        self._count = count
 
     def __call__(self, t: float) -> float:
         """Returns K(t)."""
@@ -154,13 +169,18 @@ class Sum:
         low = float(self.term.value(np.array([-reach * self.term.noise]))[0])
         if self.ceiling < math.inf:
             # below the first number, no other terms make up for it
-            return min(max(low, self.level - (self.count - 1) * self.ceiling), self.ceiling / 2), self.ceiling
+            return (
+                min(max(low, self.level - (self.count - 1) * self.ceiling), self.ceiling / 2),
+                self.ceiling,
+            )
         if self.sign < 0:  # at the level nothing is left to exceed
             return min(low, -self.level), min(far, -self.level)
         if self.term.positive:  # from the level on, the excess is linear in the term
             return low, min(far, max(self.level, 2.0))
         top = float(self.term.value(np.array([1 + reach * self.term.noise]))[0])
-        if top < _NEAR:  # where both likelihood ratios are near 1, the term is far smaller than the one
+        if (
+            top < _NEAR
+        ):  # where both likelihood ratios are near 1, the term is far smaller than the one
             return low, top
         return low, min(far, -self.level or 2 * self.count * math.exp(self.term.log_weight))
 
@@ -217,7 +237,8 @@ class Sum:
         cloud = Cloud(self.sign * tilt * (values - center), mass, self.count)
         aim = tilt * (self.level - self.sign * self.count * center)
         view = window(cloud, 1.0)
-        low, high = min(view.low, aim - 8), max(view.high, aim + 8)
+        low = min(view.low, aim - 8)
+        high = max(view.high, aim + 8)
         wanted = min(math.sqrt(12 * tolerance / self.count), (high - low) / _FEW)
         bottom = self.ends[0] if self.sign < 0 else max(self.ends[0], center - _LOW / tilt)
         step = max(wanted / tilt, (high - low) / _MANY / tilt, (self.ends[1] - bottom) / _WIDEST)
@@ -245,13 +266,18 @@ class Sum:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
         if self.sign > 0:
             x, _ = self.term.positions(np.array([high]))
-            place, noise = float(x[0]), self.term.noise
+            place = float(x[0])
+            noise = self.term.noise
             # (Y - high)_+ <= l(x) + (-high)_+ where Y > high, which is where x is beyond the place, up to rounding
             far = float(ndtr((1 - place) / noise + self.term.rounding * noise))
             if high <= 0:
-                return (far - high * float(ndtr(-place / noise + self.term.rounding * noise))) * (1 + 1e-9)
+                return (far - high * float(ndtr(-place / noise + self.term.rounding * noise))) * (
+                    1 + 1e-9
+                )
             # at most that for t = 0, a Gaussian hockey stick
-            near = math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / noise)) + max(1 - high, 0.0)
+            near = math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / noise)) + max(
+                1 - high, 0.0
+            )
             return min(near, far) * (1 + 1e-9)
         if low == 0:
             return 0.0
@@ -287,9 +313,13 @@ class Hinge:
         if k < 0:
             return math.inf
         high, low = (float(self.log_value[min(i, self.log_value.size - 1)]) for i in (k, k + 1))
-        value = high + math.log1p(min(place - k, 1.0) * math.expm1(low - high)) if low < high else high
+        value = (
+            high + math.log1p(min(place - k, 1.0) * math.expm1(low - high)) if low < high else high
+        )
         value += math.log(self.step)
-        return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (8 + abs(value) + abs(high))
+        return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (
+            8 + abs(value) + abs(high)
+        )
 
     def share_at(self, level: float) -> float:
         """Returns the share of the bound that is a margin: for rounding, what is lost, or a coarse grid."""
@@ -311,15 +341,24 @@ def _nodes(noise: float) -> tuple[FloatArray, FloatArray]:
 
 def _cuts(low: int, middle: int, high: int) -> npt.NDArray[np.int64]:
     """Returns the indices between which a law is spread."""
-    ratio, widest = 1 + 1 / _DETAIL, max(middle - low, high - middle, _DETAIL)
-    far = np.ceil(_DETAIL * ratio ** np.arange(math.ceil(math.log(widest / _DETAIL) / math.log(ratio)) + 1))
+    ratio = 1 + 1 / _DETAIL
+    widest = max(middle - low, high - middle, _DETAIL)
+    far = np.ceil(
+        _DETAIL * ratio ** np.arange(math.ceil(math.log(widest / _DETAIL) / math.log(ratio)) + 1)
+    )
     away = np.unique(np.concatenate([np.arange(_DETAIL + 1), far.astype(np.int64)]))
     cuts = np.concatenate([middle - away[:0:-1], middle + away])
     return np.concatenate([[low], cuts[(cuts > low) & (cuts < high)], [high]])
 
 
 def spread(
-    term: Term, step: float, bounds: tuple[int, int, int], sign: int, grid: float, *, above: bool = True
+    term: Term,
+    step: float,
+    bounds: tuple[int, int, int],
+    sign: int,
+    grid: float,
+    *,
+    above: bool = True,
 ) -> GridLaw:
     """Returns a law of sign * Y on multiples of a step that is at least as spread.
 
@@ -338,15 +377,21 @@ def spread(
     inner = cuts[1:] if from_zero else cuts
     x, _ = term.positions(np.asarray(inner * step, dtype=np.float64))
     reach = float(np.abs(x).max()) / term.noise
-    accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (abs(math.log(step)) + max(term.log_weight, 0.0))
+    accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (
+        abs(math.log(step)) + max(term.log_weight, 0.0)
+    )
     shift = term.rounding
     mass, excess = term.integrate(x, np.full(x.size - 1, math.log(step)), reach)
-    sizes, width = np.hypot(inner * step, term.root) / step, np.diff(inner)
+    sizes = np.hypot(inner * step, term.root) / step
+    width = np.diff(inner)
     slack = accuracy + 2 * shift + 1.1 * shift * (sizes[1:] + sizes[:-1]) / width
     below = float(ndtr(x[0] / term.noise))
     if from_zero:
-        mass, excess = np.append(below, mass), np.append(float(ndtr((x[0] - 1) / term.noise)) / step, excess)
-        slack, width, below = np.append(4 * accuracy + 4 * shift, slack), np.append(inner[0], width), 0.0
+        mass = np.append(below, mass)
+        excess = np.append(float(ndtr((x[0] - 1) / term.noise)) / step, excess)
+        slack = np.append(4 * accuracy + 4 * shift, slack)
+        width = np.append(inner[0], width)
+        below = 0.0
     # margin: what goes up is rounded up, for -Y what goes down (docs/proofs/allocation.md#sums-on-a-grid)
     total = mass * (1 + 2 * accuracy)
     up = np.clip(excess / width * (1 + sign * slack), 0.0, total)
@@ -359,7 +404,9 @@ def spread(
     return GridLaw(low - middle if sign > 0 else middle - high, ordered, 0.0, grid, 0.0)
 
 
-def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, FloatArray, FloatArray]:
+def _exceeded(
+    law: GridLaw, count: int, view: Window, aim: float
+) -> tuple[int, FloatArray, FloatArray]:
     """Returns the first index of the window, and log E (S - k)_+ in steps, rounded up, with the share of rounding.
 
     Args:
@@ -368,20 +415,25 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
         view: tilt and window.
         aim: the level, at which exponentials are scaled.
     """
-    grid, tilt, first = law.grid, view.tilt, math.floor(view.low / law.grid)
+    grid = law.grid
+    tilt = view.tilt
+    first = math.floor(view.low / law.grid)
     part = tilted(law, tilt)
     mass, error = convolved([(part, count)], first, transform_size(view.width / grid + 4))
     losses = np.asarray((first + np.arange(mass.size)) * grid, dtype=np.float64)
     log_scale = count * part.log_norm - tilt * aim
 
     def suffix(masses: FloatArray) -> FloatArray:
-        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -650.0, 650.0)))[::-1])[::-1]
+        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -650.0, 650.0)))[::-1])[
+            ::-1
+        ]
         sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
         with np.errstate(divide="ignore"):
             return np.asarray(np.maximum(np.log(sums) + log_scale, -1e5), dtype=np.float64)
 
     # PRIVACY: the margin for rounding (test_the_margin_for_rounding_is_in_the_figure)
-    inside, log_error = suffix(np.maximum(mass + error, 0.0)), suffix(np.full(mass.size, error))
+    inside = suffix(np.maximum(mass + error, 0.0))
+    log_error = suffix(np.full(mass.size, error))
     summed = count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size))
     slack = 8 * UNIT * (8 + mass.size + summed + float(np.abs(losses).max()) + abs(aim))
     # x <= e^(y x) / (e y): what lies above the window

@@ -63,7 +63,9 @@ def _upper_tail(k: int, n: int, p: Fraction) -> float:
 
 def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
     """Returns P[Bin(n, p) >= k] for n p < k <= n, and a bound of its relative error."""
-    odds = float(min(p / (1 - p), Fraction(2) ** 1000))  # larger ones have k = n, where no mass is left
+    odds = float(
+        min(p / (1 - p), Fraction(2) ** 1000)
+    )  # larger ones have k = n, where no mass is left
     total, last, at = 1.0, 1.0, k  # in units of the mass at k
     while True:
         ratio = (n - at) / (at + 1) * odds
@@ -73,7 +75,9 @@ def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
             break
         j = np.arange(at, min(at + _CHUNK, n), dtype=np.float64)
         masses = last * np.cumprod((n - j) / (j + 1) * odds)
-        total, last, at = total + float(masses.sum()), float(masses[-1]), at + j.size
+        total = total + float(masses.sum())
+        last = float(masses[-1])
+        at = at + j.size
     with localcontext(Context(prec=50)):
         tail = float(_log_mass(k, n, p).exp() * Decimal(total + rest))
     # each ratio errs by 3 roundings and that of the odds; a tail below the smallest normal float is rounded up to it
@@ -82,7 +86,9 @@ def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
 
 def _log_mass(k: int, n: int, p: Fraction) -> Decimal:
     log_p, log_q = ((Decimal(x.numerator) / Decimal(x.denominator)).ln() for x in (p, 1 - p))
-    return _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k) + k * log_p + (n - k) * log_q
+    return (
+        _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k) + k * log_p + (n - k) * log_q
+    )
 
 
 def _log_factorial(k: int) -> Decimal:

@@ -206,9 +206,13 @@ def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -
         0.5
     """
     delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
-    epsilon, delta = np.asarray(epsilons, dtype=np.float64), np.asarray(deltas, dtype=np.float64)
+    epsilon = np.asarray(epsilons, dtype=np.float64)
+    delta = np.asarray(deltas, dtype=np.float64)
     if epsilon.ndim != 1 or epsilon.size < 2 or delta.shape != epsilon.shape:
-        raise ValueError(f"epsilons and deltas must be 1-d, of one length >= 2 (got {epsilon.shape}, {delta.shape})")
+        raise ValueError(
+            f"epsilons and deltas must be 1-d, of one length >= 2 (got {epsilon.shape},"
+            f" {delta.shape})"
+        )
     if epsilon[0] != 0 or not np.all(np.diff(epsilon) > 0) or not math.isfinite(epsilon[-1]):
         raise ValueError("epsilons must ascend from 0 and be finite")
     if not (np.all((delta >= 0) & (delta <= 1)) and np.all(np.diff(delta) <= 0)):
@@ -230,9 +234,11 @@ def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
         # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
         return bool(np.all(log_delta_curve(epsilon, mu) * (1 + 1e-12) >= log_delta))
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while not covers(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while low == 0 and covers(high / 2):
         high /= 2
     while high - low > 1e-9 * high:
@@ -241,9 +247,12 @@ def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
     return high
 
 
-def _checked(delta: float, failure: float, epsilon: float, kind: FailureKind) -> tuple[float, float, float]:
+def _checked(
+    delta: float, failure: float, epsilon: float, kind: FailureKind
+) -> tuple[float, float, float]:
     """Returns delta, the failure, and the factor with which it is added to delta."""
-    delta, failure = check.between(0.0, 1.0, delta=delta), check.between(0.0, 1.0, failure=failure)
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
     epsilon = check.nonnegative(epsilon=epsilon)
     if check.choice(FAILURE_KINDS, kind=kind) != "per_side":
         return delta, failure, 1.0
@@ -281,7 +290,8 @@ def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:
         >>> round(rdp_epsilon_at_order(value=0.1, order=10, delta=1e-5), 4)
         1.018
     """
-    value, order = check.nonnegative(value=value, allow_inf=True), check.order(order=order)
+    value = check.nonnegative(value=value, allow_inf=True)
+    order = check.order(order=order)
     log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
     return value + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
 
@@ -319,7 +329,9 @@ def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilo
         return RDPEpsilon(0.0, float(order[np.argmin(total_variation)]))
     shape = np.log1p(-1 / order)
     correction = shape - (log_delta + np.log(order)) / (order - 1)
-    terms = value - shape + (np.log(order) - log_delta) / (order - 1)  # their sizes: the terms may cancel
+    terms = (
+        value - shape + (np.log(order) - log_delta) / (order - 1)
+    )  # their sizes: the terms may cancel
     # PRIVACY: rounded up by more than the error of the sum (test_delta_at_the_converted_epsilon_is_at_most_delta)
     epsilon = value + correction + _ROUNDING * terms
     epsilon[order <= _LEAST_ORDER] = math.inf
@@ -365,11 +377,17 @@ def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
     return min(1.0, total_variation, math.exp(min(0.0, log_delta.min())))
 
 
-def curve_of(orders: ArrayLike, values: ArrayLike, name: str = "values") -> tuple[FloatArray, FloatArray]:
+def curve_of(
+    orders: ArrayLike, values: ArrayLike, name: str = "values"
+) -> tuple[FloatArray, FloatArray]:
     """Returns orders and values of a Renyi curve as arrays; raises ValueError for what is none, by the values' name."""
-    order, value = np.asarray(orders, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    order = np.asarray(orders, dtype=np.float64)
+    value = np.asarray(values, dtype=np.float64)
     if order.ndim != 1 or order.shape != value.shape or order.size == 0:
-        raise ValueError(f"orders and {name} must be 1-d, of one length >= 1 (got {order.shape} and {value.shape})")
+        raise ValueError(
+            f"orders and {name} must be 1-d, of one length >= 1 (got {order.shape} and"
+            f" {value.shape})"
+        )
     for bad in order[~((order > 1) & (order < math.inf))]:
         check.order(orders=bad)
     for bad in value[~(value >= 0)]:
@@ -412,9 +430,12 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     low = min(log_gauss - 0.5 * math.log(2), math.log(log_inverse / 2))
     high = min(log_gauss, log_inverse + math.log(-math.expm1(-log_inverse)))
     b = math.exp(scipy.optimize.brentq(slope, low - 1e-9, high + 1e-9, xtol=1e-12))
-    gain, conversion = math.log1p(1 / b), (log_inverse - math.log1p(b)) / b
+    gain = math.log1p(1 / b)
+    conversion = (log_inverse - math.log1p(b)) / b
     # PRIVACY: the last term exceeds the rounding of the others (test_zcdp_conversions_are_on_the_safe_side)
-    return max(0.0, (1 + b) * rho - gain + conversion + 1e-15 * ((1 + b) * rho + gain + abs(conversion)))
+    return max(
+        0.0, (1 + b) * rho - gain + conversion + 1e-15 * ((1 + b) * rho + gain + abs(conversion))
+    )
 
 
 def zcdp_rho(epsilon: float, delta: float) -> float:
@@ -450,7 +471,9 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
         return (1 + 2 * b) * rho - math.log1p(1 / b) - epsilon
 
     # At the largest b, 1/delta - 1, rho is 0 and the gap is negative; at small b it is about log(1/delta) / b^2.
-    high = min(log_inverse + math.log(-math.expm1(-log_inverse)), 709.0)  # e^709 is the last power that is finite
+    high = min(
+        log_inverse + math.log(-math.expm1(-log_inverse)), 709.0
+    )  # e^709 is the last power that is finite
     low = high - 1.0
     while gap(low) <= 0:
         low -= 1.0 + abs(low) / 8

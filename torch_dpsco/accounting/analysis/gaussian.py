@@ -119,7 +119,9 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
         4.3772
     """
-    return _epsilon(check.nonnegative(mu=mu, allow_inf=True), check.open_interval(0.0, 1.0, delta=delta))
+    return _epsilon(
+        check.nonnegative(mu=mu, allow_inf=True), check.open_interval(0.0, 1.0, delta=delta)
+    )
 
 
 @functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
@@ -168,7 +170,13 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
     # Half of a mu that is feasible for certain, by delta <= exp(-u^2/2) / 2 (see above) or by delta <= mu / sqrt(2 pi).
     reach = math.sqrt(-2 * math.log(delta))
-    feasible = max(2 * epsilon / (reach + math.sqrt(reach**2 + 2 * epsilon)), delta * math.sqrt(2 * math.pi)) / 2
+    feasible = (
+        max(
+            2 * epsilon / (reach + math.sqrt(reach**2 + 2 * epsilon)),
+            delta * math.sqrt(2 * math.pi),
+        )
+        / 2
+    )
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
@@ -201,7 +209,9 @@ def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
     sensitivity = check.positive(sensitivity=sensitivity)
     mu = gaussian_mu(epsilon, delta)
     sigma = max(sensitivity / mu, math.ulp(0.0))
-    while sensitivity / sigma > mu:  # PRIVACY: the division rounds (test_sigma_never_falls_short_of_the_exact_noise)
+    while (
+        sensitivity / sigma > mu
+    ):  # PRIVACY: the division rounds (test_sigma_never_falls_short_of_the_exact_noise)
         sigma = math.nextafter(sigma, math.inf)
     return sigma
 
@@ -233,14 +243,16 @@ def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> flo
         >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
         0.101683
     """
-    epsilon, sensitivity = check.positive(epsilon=epsilon), check.positive(sensitivity=sensitivity)
+    epsilon = check.positive(epsilon=epsilon)
+    sensitivity = check.positive(sensitivity=sensitivity)
     c = zhao_constant(delta)
     factor = (c + math.sqrt(c * c + epsilon)) / (math.sqrt(2) * epsilon)
     sigma = check.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
     # PRIVACY: the exact curve has the last word (test_the_noise_of_zhao_is_checked_against_the_exact_curve)
     if not gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta):
         raise ConditionError(
-            f"sigma = {sigma:g} falls short of delta = {delta:g} at epsilon = {epsilon:g}; use gaussian_sigma"
+            f"sigma = {sigma:g} falls short of delta = {delta:g} at epsilon = {epsilon:g}; use"
+            " gaussian_sigma"
         )
     return sigma
 
@@ -291,7 +303,9 @@ def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:
         log_density = -(u**2) / 2 - math.log(2 * math.pi) / 2
         rest = ndtr(u) + np.exp(log_density) * _mills(middle + mu / 2)
         near_one = np.log1p(-np.minimum(rest, 0.5))
-        result: FloatArray = np.where(u <= -1, near_one, log_density + np.log(_mills_drop(middle, mu)))
+        result: FloatArray = np.where(
+            u <= -1, near_one, log_density + np.log(_mills_drop(middle, mu))
+        )
     return result
 
 
@@ -320,7 +334,9 @@ def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
     first = 1 - x * ratio
     third = (2 + x**2) * first - x * ratio
     inverse_square = 1 / np.maximum(x, 12.0) ** 2
-    term, far_first, far_third = inverse_square, np.zeros_like(x), np.zeros_like(x)
+    term = inverse_square
+    far_first = np.zeros_like(x)
+    far_third = np.zeros_like(x)
     for k in range(20):  # the first term left out is below 1e-16 of the sum
         far_first = far_first + term
         far_third = far_third + (2 * k + 2) * (2 * k + 3) * term * inverse_square
@@ -339,7 +355,8 @@ def _safe_root(excess: Callable[[float], float], low: float, high: float) -> flo
     root = float(scipy.optimize.brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500))
     step = tolerance
     while excess(root) > 0:
-        root, step = root + step, 2 * step
+        root = root + step
+        step = 2 * step
     return root
 
 

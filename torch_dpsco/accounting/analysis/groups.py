@@ -44,7 +44,8 @@ def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> floa
         return delta
     # e^((k-1) epsilon) times a factor in [1, k]; the logarithm keeps it finite
     factor = math.expm1(-size * epsilon) / math.expm1(-epsilon) if epsilon > 0 else float(size)
-    growth, log_delta = (size - 1) * epsilon, math.log(delta)
+    growth = (size - 1) * epsilon
+    log_delta = math.log(delta)
     if growth + log_delta > 0:
         return 1.0
     # PRIVACY: covers the rounding of the exponent (test_group_delta_is_not_below_its_exact_value)
@@ -65,4 +66,6 @@ def group_gdp_mu(mu: float, group_size: int) -> float:
         2.0
     """
     # PRIVACY: a product of floats rounds to nearest (test_products_are_not_below_their_exact_values)
-    return upper(check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size))
+    return upper(
+        check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size)
+    )

@@ -32,13 +32,31 @@ from torch_dpsco.accounting.analysis.convert import curve_of, zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
-ODOMETER_ORDERS = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
+ODOMETER_ORDERS = (
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    12.0,
+    16.0,
+    24.0,
+    32.0,
+    48.0,
+    64.0,
+    128.0,
+    256.0,
+)
 
 _ROUNDING = 1e-14  # relative to the largest exponent of a sum: more than its rounding
 _GAP = 1e-10  # how far below the minimum of the filter's function its lower bound may lie
 
 
-def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float, weights: ArrayLike | None = None) -> float:
+def odometer_epsilon(
+    orders: ArrayLike, spent: ArrayLike, delta: float, weights: ArrayLike | None = None
+) -> float:
     """Returns the privacy loss that is exceeded at no time of an adaptive run, except with probability delta.
 
     Args:
@@ -85,7 +103,11 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float, weights:
 
 
 def mixture_filter_admits(
-    epsilon: float, delta: float, orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None = None
+    epsilon: float,
+    delta: float,
+    orders: ArrayLike,
+    spent: ArrayLike,
+    weights: ArrayLike | None = None,
 ) -> bool:
     """Returns whether a run with these costs, the event asked for included, is within (epsilon, delta).
 
@@ -156,9 +178,12 @@ def mixture_filter_log_margin(
         return value - math.log(-math.expm1(-x)), slope - 1 / math.expm1(x)
 
     # With s the slope of the first term, the minimum is where 1 / (e^x - 1) = s, and s is a mean of the a - 1.
-    low, high = math.log1p(1 / float(excess.max())), math.log1p(1 / float(excess.min()))
+    low = math.log1p(1 / float(excess.max()))
+    high = math.log1p(1 / float(excess.min()))
     for _ in range(200):
-        left, right, middle = tangent(low), tangent(high), (low + high) / 2
+        left = tangent(low)
+        right = tangent(high)
+        middle = (low + high) / 2
         # PRIVACY: never overestimated (test_the_margin_is_never_above_the_true_minimum); a slope may be off by rounding
         bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (high - low)
         if min(left[0], right[0]) - bound <= _GAP or not low < middle < high:
@@ -223,12 +248,20 @@ def gdp_filter_budget(epsilon: float, delta: float) -> float:
     return gaussian_mu(epsilon, delta) ** 2 * (1 - 3e-16)
 
 
-def _state(orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _state(
+    orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Returns a - 1, S_a and log w_a of the orders with a finite cost, all checked."""
     order, cost = curve_of(orders, spent, "spent")
-    weight = np.full(order.size, 1 / order.size) if weights is None else np.asarray(weights, dtype=np.float64)
+    weight = (
+        np.full(order.size, 1 / order.size)
+        if weights is None
+        else np.asarray(weights, dtype=np.float64)
+    )
     if weight.shape != order.shape:
-        raise ValueError(f"weights must have the length of orders (got {weight.shape} and {order.shape})")
+        raise ValueError(
+            f"weights must have the length of orders (got {weight.shape} and {order.shape})"
+        )
     for bad in weight[~((weight > 0) & (weight <= 1))]:
         raise ValueError(f"weights must be in (0, 1] (got {bad})")
     if abs(float(weight.sum()) - 1) > 1e-12:

@@ -66,7 +66,9 @@ Ledger = tuple[tuple[LossLaw, int], ...]
 
 _POINTS = 1 << 21  # grid points of a law: about half a second
 _ALL_POINTS = 1 << 22  # of all laws together
-_MAX_LAWS = 512  # laws, weighted, beyond which their grids would be too coarse for a figure worth its time
+_MAX_LAWS = (
+    512  # laws, weighted, beyond which their grids would be too coarse for a figure worth its time
+)
 _ENOUGH = 1 << 18  # points beyond which a coarser grid is tried
 _FEW = 1 << 14  # points up to which nothing is saved on a window
 _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
@@ -95,7 +97,9 @@ class PLDResult(NamedTuple):
     rounding: float
 
 
-def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: float = 1e-4) -> PLDResult | None:
+def pld_epsilon(
+    losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: float = 1e-4
+) -> PLDResult | None:
     """Returns the least epsilon at delta that the composed loss laws give, rounded up; None if there is no figure.
 
     Args:
@@ -118,10 +122,15 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
         0.393
     """
     delta = check.between(0.0, 1.0, delta=check.positive(delta=delta))
-    ledger, step = _canonical(losses), check.positive(grid=grid)
+    ledger = _canonical(losses)
+    step = check.positive(grid=grid)
     if delta == 1 or not ledger:
         return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
-    if len(ledger) == 1 and ledger[0][1] == 1 and (alone := ledger[0][0].epsilon_alone(delta)) is not None:
+    if (
+        len(ledger) == 1
+        and ledger[0][1] == 1
+        and (alone := ledger[0][0].epsilon_alone(delta)) is not None
+    ):
         return PLDResult(alone, delta, 0.0, 0.0, 0.0)
     if any(delta < law.least_delta for law, _ in ledger):
         return None
@@ -131,7 +140,9 @@ def pld_epsilon(losses: Sequence[tuple[LossLaw, int]], delta: float, *, grid: fl
     return _both_ways(ledger, _AtDelta(delta, delta - infinite), step)
 
 
-def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: float = 1e-4) -> PLDResult | None:
+def pld_delta(
+    losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: float = 1e-4
+) -> PLDResult | None:
     """Returns the least delta at epsilon that the composed loss laws give, rounded up; None if there is no figure.
 
     Args:
@@ -152,10 +163,15 @@ def pld_delta(losses: Sequence[tuple[LossLaw, int]], epsilon: float, *, grid: fl
         0.126937
     """
     epsilon = check.nonnegative(epsilon=epsilon)
-    ledger, step = _canonical(losses), check.positive(grid=grid)
+    ledger = _canonical(losses)
+    step = check.positive(grid=grid)
     if not ledger:
         return PLDResult(epsilon, 0.0, 0.0, 0.0, 0.0)
-    if len(ledger) == 1 and ledger[0][1] == 1 and (alone := ledger[0][0].delta_alone(epsilon)) is not None:
+    if (
+        len(ledger) == 1
+        and ledger[0][1] == 1
+        and (alone := ledger[0][0].delta_alone(epsilon)) is not None
+    ):
         return PLDResult(epsilon, alone, 0.0, 0.0, 0.0)
     return _both_ways(ledger, _AtEpsilon(epsilon), step)
 
@@ -218,7 +234,9 @@ class _AtEpsilon:
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
         at = self.epsilon - shift
-        return PLDResult(self.epsilon, math.exp(curve.log_delta_at(at)), 0.0, curve.grid, curve.rounding_at(at))
+        return PLDResult(
+            self.epsilon, math.exp(curve.log_delta_at(at)), 0.0, curve.grid, curve.rounding_at(at)
+        )
 
     def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
         return answer._replace(error=-answer.delta * math.expm1(-cost - answer.rounding))
@@ -289,7 +307,9 @@ class _Terms(NamedTuple):
     tilt: float
     coarse: bool  # whether that is too much
 
-    def reading(self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool) -> _Reading:
+    def reading(
+        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
+    ) -> _Reading:
         """Returns the answer that a curve gives."""
         answer = query.answer(curve, summed(counts, self.shifts))
         if answer is None:
@@ -310,7 +330,9 @@ class _Scene(NamedTuple):
 def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
     """Returns the answer for the pairs as they are ordered, on a finer grid only if `refine`."""
     counts = [count for _, count in ledger]
-    if isinstance(query, _AtDelta) and sum(counts) > 1:  # one release alone has no rounding, composed as it is
+    if (
+        isinstance(query, _AtDelta) and sum(counts) > 1
+    ):  # one release alone has no rounding, composed as it is
         kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
         if kept is not None:
             powers, terms = kept
@@ -318,7 +340,9 @@ def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Re
     scene = _resolved(ledger, query, grid, refine)
     if scene is None:
         return _Reading(None, final=True)
-    return scene.terms.reading(query, compose(scene.laws, scene.view, scene.plan.epsilon), counts, refine)
+    return scene.terms.reading(
+        query, compose(scene.laws, scene.view, scene.plan.epsilon), counts, refine
+    )
 
 
 def _block(count: int) -> tuple[int, int]:
@@ -345,7 +369,8 @@ def _kept(
         return None
     least = [few for _, few, _ in blocks]
     smallest = Cumulant([(law, few) for (law, _), few in zip(scene.laws, least, strict=True)])
-    view, step = scene.view, scene.laws[0][0].grid
+    view = scene.view
+    step = scene.laws[0][0].grid
     view = replace(view, low=min(view.low, window(smallest, view.tilt).low))
     view = view.including(query.plan(smallest).epsilon - step, _FEW * step)
     if view.width > _POINTS * step:
@@ -360,7 +385,9 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
     points = min(_POINTS, _ALL_POINTS // weight)
     if weight > _MAX_LAWS:
         return None
-    reach, coarsened, step = _REACHES[0], False, 0.0
+    reach = _REACHES[0]
+    coarsened = False
+    step = 0.0
     for _ in range(32):
         span = max(high - low for low, high in (law.span(reach) for law, _ in ledger))
         step = max(step or min(grid, span / 256 or grid), span / points)
@@ -381,7 +408,9 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
         if factor == 1 or (factor < 1 and (coarsened or not refine)):
             shifts = [law.shift for law, _ in laws]
-            return _Scene(laws, plan, view, _Terms(shifts, costs, plan.tilt, factor < 1 and not coarsened))
+            return _Scene(
+                laws, plan, view, _Terms(shifts, costs, plan.tilt, factor < 1 and not coarsened)
+            )
         coarsened = coarsened or factor > 1
         step *= factor
     return None
@@ -404,7 +433,9 @@ def _regrid(cost: float, width: float, span: float, points: int) -> float:
         room = points / max(width, span)
         return 2.0 ** -max(0, min(math.ceil(math.log2(cost) / 2), math.floor(math.log2(room)), 6))
     if width > _ENOUGH:
-        return 2.0 ** max(0, math.floor(min(-math.log2(max(cost, 1e-30)) / 2 - 1, math.log2(width / _ENOUGH))))
+        return 2.0 ** max(
+            0, math.floor(min(-math.log2(max(cost, 1e-30)) / 2 - 1, math.log2(width / _ENOUGH)))
+        )
     return 1.0
 
 
@@ -453,7 +484,8 @@ def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -
     end = pld_epsilon(losses, delta_min)
     if end is None or end.epsilon in (0.0, math.inf):
         return None if end is None else end.epsilon
-    points, wanted = {end.epsilon: delta_min}, np.linspace(0.0, end.epsilon, _INTERVALS, endpoint=False)
+    points = {end.epsilon: delta_min}
+    wanted = np.linspace(0.0, end.epsilon, _INTERVALS, endpoint=False)
     for _ in range(_ROUNDS):
         for epsilon in wanted.tolist():
             found = pld_delta(losses, epsilon)
@@ -486,8 +518,11 @@ def _chords(points: dict[float, float]) -> tuple[FloatArray, FloatArray]:
     Between a and b the chord is delta_b + (delta_a - delta_b) (e^b - e^epsilon) / (e^b - e^a).
     """
     knots = np.array(sorted(points))
-    values = np.minimum.accumulate([points[knot] for knot in knots.tolist()])  # delta does not increase
-    low, high = knots[:-1, None], knots[1:, None]
+    values = np.minimum.accumulate(
+        [points[knot] for knot in knots.tolist()]
+    )  # delta does not increase
+    low = knots[:-1, None]
+    high = knots[1:, None]
     epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
     # margin: the differences round by less than 1e-10 (docs/proofs/accounting.md#a-mu-that-covers-a-curve)
     share = up(np.expm1(epsilons - high) / np.expm1(low - high), 1e-10)

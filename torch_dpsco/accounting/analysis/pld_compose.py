@@ -89,8 +89,12 @@ class Cumulant:
 
     def __init__(self, laws: Counted) -> None:
         blocks = [_summary(law) for law, _ in laws]
-        self.limit = 16 / laws[0][0].grid  # largest tilt: there one step of the grid is a factor e^16
-        self.top = math.fsum(count * float(law.losses()[-1]) for law, count in laws)  # largest finite loss
+        self.limit = (
+            16 / laws[0][0].grid
+        )  # largest tilt: there one step of the grid is a factor e^16
+        self.top = math.fsum(
+            count * float(law.losses()[-1]) for law, count in laws
+        )  # largest finite loss
         self._counts = np.array([float(count) for _, count in laws])
         self._losses = np.concatenate([losses for losses, _ in blocks])
         self._log_mass = np.log(np.concatenate([mass for _, mass in blocks]))
@@ -120,7 +124,8 @@ def least(objective: Callable[[float], float], limit: float) -> float:
     Convex functions are quasi-convex, and so are convex functions over t, if positive at 0: all the objectives of this
     package. No bound needs the very minimum.
     """
-    low, high = -192, math.floor(8 * math.log2(limit))
+    low = -192
+    high = math.floor(8 * math.log2(limit))
     while low < high:
         middle = (low + high) // 2
         if objective(2.0 ** (middle / 8)) <= objective(2.0 ** ((middle + 1) / 8)):
@@ -164,7 +169,8 @@ def window(cumulant: AnyCumulant, tilt: float) -> Window:
     def end(step: float) -> float:
         return (cumulant(tilt + step) - base + _LOG_TAIL) / abs(step)
 
-    up, down = least(end, cumulant.limit), least(lambda step: end(-step), cumulant.limit)
+    up = least(end, cumulant.limit)
+    down = least(lambda step: end(-step), cumulant.limit)
     return Window(tilt, -end(-down), end(up), tilt + up)
 
 
@@ -178,7 +184,8 @@ def narrowed(cumulant: Cumulant, tilt: float, epsilon: float, spare: float) -> W
     def price(t: float) -> float:
         return cumulant(t) - t * epsilon + conversion(t)
 
-    best, dearest = window(cumulant, tilt), price(tilt) + spare
+    best = window(cumulant, tilt)
+    dearest = price(tilt) + spare
     for eighths in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24):
         smaller = tilt / 2 ** (eighths / 8)
         if price(smaller) > dearest:
@@ -191,7 +198,11 @@ def _summary(law: GridLaw) -> tuple[FloatArray, FloatArray]:
     """Returns centers of mass and masses of the blocks of a law."""
     size = law.mass.size
     edges = _edges(max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
-    inside = edges[np.searchsorted(edges, law.first + 1, side="right") : np.searchsorted(edges, law.first + size - 1)]
+    inside = edges[
+        np.searchsorted(edges, law.first + 1, side="right") : np.searchsorted(
+            edges, law.first + size - 1
+        )
+    ]
     # the ends stay single points: they decide about large |t|
     edges = np.unique(np.concatenate([[0, 1], inside - law.first, [size - 1]]))
     mass = np.add.reduceat(law.mass, edges)
@@ -252,9 +263,12 @@ class DeltaCurve:
             return None
         if k == 0:
             return self.first * self.grid
-        high, low = math.exp(self.log_delta[k - 1] - log_delta), math.exp(self.log_delta[k] - log_delta)
+        high = math.exp(self.log_delta[k - 1] - log_delta)
+        low = math.exp(self.log_delta[k] - log_delta)
         share = (high - 1 + 8 * UNIT * high) / (high - low)
-        return (self.first + k - 1) * self.grid + math.log1p(min(share, 1.0) * math.expm1(self.grid))
+        return (self.first + k - 1) * self.grid + math.log1p(
+            min(share, 1.0) * math.expm1(self.grid)
+        )
 
     def log_delta_at(self, epsilon: float) -> float:
         """Returns log delta at an epsilon; that of the nearest end outside of the window, or 0 below it."""
@@ -263,10 +277,15 @@ class DeltaCurve:
             return 0.0
         if k + 1 >= self.log_delta.size:
             return float(self.log_delta[-1])
-        high, low = float(self.log_delta[k]), float(self.log_delta[k + 1])
+        high = float(self.log_delta[k])
+        low = float(self.log_delta[k + 1])
         # rounded down: the share of the way to the next, lower point
-        share = math.expm1(epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)) / math.expm1(self.grid)
-        value = high + math.log1p(min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT))
+        share = math.expm1(
+            epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)
+        ) / math.expm1(self.grid)
+        value = high + math.log1p(
+            min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT)
+        )
         return min(0.0, value + 8 * UNIT * (2 + abs(value)))
 
     def rounding_at(self, epsilon: float) -> float:
@@ -296,7 +315,11 @@ def coarsening(law: GridLaw, tilt: float) -> float:
     _, exponents = _exponents(law, tilt)
     share = np.exp(exponents - exponents.max())
     odd = float(share[(law.first + 1) % 2 :: 2].sum()) / float(share.sum())
-    gain = math.expm1(tilt * law.grid) * -math.expm1(-(1 + tilt) * law.grid) / (1 + math.exp(-law.grid))
+    gain = (
+        math.expm1(tilt * law.grid)
+        * -math.expm1(-(1 + tilt) * law.grid)
+        / (1 + math.exp(-law.grid))
+    )
     return math.log1p(odd * gain)
 
 
@@ -309,7 +332,9 @@ def _exponents(law: GridLaw, tilt: float) -> tuple[FloatArray, FloatArray]:
 def transform_size(points: float) -> int:
     """Returns the least of 2^j, 5/4 2^j, 3/2 2^j that is at least `points`: few sizes, so that transforms repeat."""
     power = 1 << max(math.ceil(points) - 1, 7).bit_length() - 1
-    return next(size for size in (power, power * 5 // 4, power * 3 // 2, 2 * power) if size >= points)
+    return next(
+        size for size in (power, power * 5 // 4, power * 3 // 2, 2 * power) if size >= points
+    )
 
 
 def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
@@ -320,7 +345,8 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
         view: tilt and window; its low end becomes the first grid point.
         aim: a loss near the epsilon of interest: exponentials are scaled there.
     """
-    grid, tilt = laws[0][0].grid, view.tilt
+    grid = laws[0][0].grid
+    tilt = view.tilt
     first = math.floor(view.low / grid)
     size = transform_size(view.width / grid + 4)
     parts = [(tilted(law, tilt), count) for law, count in laws]
@@ -328,27 +354,40 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     mass, error = convolved(parts, first, size)
     log_scale = math.fsum(count * part.log_norm for part, count in parts)
     # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
-    finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (log_scale - tilt * aim)
+    finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (
+        log_scale - tilt * aim
+    )
     finite = np.maximum(finite, -1e5)  # -inf where no mass is above
     # |log_norm| + log n bounds the numbers that log_norm is the sum of
-    summed = math.fsum(count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts)
+    summed = math.fsum(
+        count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts
+    )
     slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
     log_lost = log_beyond(laws, losses[-1], view.rise)
-    log_infinite = _log(-math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws)))
-    log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (8 + np.abs(finite))
+    log_infinite = _log(
+        -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws))
+    )
+    log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (
+        8 + np.abs(finite)
+    )
     log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
     log_error = _log(error) + log_scale - tilt * losses + log_geometric(tilt, grid, size)
     return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
 
 
-def convolved(parts: list[tuple[TiltedLaw, int]], first: int, size: int) -> tuple[FloatArray, float]:
+def convolved(
+    parts: list[tuple[TiltedLaw, int]], first: int, size: int
+) -> tuple[FloatArray, float]:
     """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
     rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
     if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
         folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
         return np.roll(folded, -first % size), 0.0
     half = size // 2 + 1
-    log_size, angle, log_bound, slope = np.zeros(half), np.zeros(half), np.zeros(half), np.zeros(half)
+    log_size = np.zeros(half)
+    angle = np.zeros(half)
+    log_bound = np.zeros(half)
+    slope = np.zeros(half)
     for part, count in parts:
         one = transform(part, size, len(parts), rows)
         first -= count * (part.law.first + one.atom)
@@ -388,7 +427,9 @@ def transform(part: TiltedLaw, size: int, laws: int, rows: float) -> Transform:
     rest = part.mass.copy()
     rest[atom] = 0.0
     moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
-    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)
+    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(
+        float(part.mass[atom]) - 1
+    )
     return Transform(atom, *_log_near_one(moved), error)
 
 
@@ -410,7 +451,8 @@ def _levels(size: int, laws: int, rows: float) -> float:
 
 def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
     """Returns log |1 + w| and arg(1 + w), for small w with errors that are small relative to w."""
-    real, imaginary = moved.real, moved.imag
+    real = moved.real
+    imaginary = moved.imag
     small = np.maximum(np.abs(real), np.abs(imaginary)) < 0.25
     square = np.where(small, real * (2 + real) + imaginary * imaginary, 0.0)
     with np.errstate(divide="ignore"):
@@ -457,7 +499,9 @@ def log_geometric(tilt: float, grid: float, size: int) -> float:
         return math.log(size)
     return min(
         math.log(size),
-        -_log(math.expm1(tilt * grid)) + _log(-math.expm1(-grid)) - _log(-math.expm1(-(1 + tilt) * grid)),
+        -_log(math.expm1(tilt * grid))
+        + _log(-math.expm1(-grid))
+        - _log(-math.expm1(-(1 + tilt) * grid)),
     )
 
 

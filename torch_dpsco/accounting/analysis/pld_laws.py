@@ -85,7 +85,9 @@ class Dots:
         """Returns the law of log Q/P under Q."""
         losses = (self.first + np.arange(self.mass.size)) * self.grid
         mass = self.mass * np.exp(-losses) * (1 + 4 * UNIT * (2 + np.abs(losses)))
-        return self._closed(1 - self.first - self.mass.size, mass[::-1].copy(), self.above[1], self.below[1])
+        return self._closed(
+            1 - self.first - self.mass.size, mass[::-1].copy(), self.above[1], self.below[1]
+        )
 
     def _closed(self, first: int, mass: FloatArray, below: float, above: float) -> GridLaw:
         # PRIVACY: tails move up, never away (test_what_integrals_may_be_short_of_is_added)
@@ -109,11 +111,18 @@ def _dots(pair: LossPair, low: float, high: float, grid: float, reach: float) ->
     accuracy = pair.accuracy(reach)
     shift = pair.shift(reach) + residual
     return Dots(
-        first, connected(mass, excess, grid, accuracy), pair.below(low), pair.above(high), grid, shift, accuracy
+        first,
+        connected(mass, excess, grid, accuracy),
+        pair.below(low),
+        pair.above(high),
+        grid,
+        shift,
+        accuracy,
     )
 
 
-_many, _few = lru_cache(maxsize=1024)(_dots), lru_cache(maxsize=4)(_dots)
+_many = lru_cache(maxsize=1024)(_dots)
+_few = lru_cache(maxsize=4)(_dots)
 
 
 def cuts(low: float, high: float, grid: float) -> tuple[int, FloatArray]:
@@ -329,10 +338,13 @@ class FixedSizeLoss(LossLaw):
         """See the base class."""
         pair = self._pair
         half = replace(dots(pair, 0.5, pair.ends(reach)[1], grid, reach), below=(0.0, 0.0))
-        forward, backward = half.law(), half.exchanged()
+        forward = half.law()
+        backward = half.exchanged()
         rest = (1 - self.rate) * math.erf(1 / (math.sqrt(8) * self.noise)) * (1 + half.accuracy)
         # PRIVACY: both signs, not one ordering (test_fixed_batches_accounted_by_one_ordering_are_under_reported)
-        mass = np.concatenate([backward.mass[:-1], [rest + backward.mass[-1] + forward.mass[0]], forward.mass[1:]])
+        mass = np.concatenate(
+            [backward.mass[:-1], [rest + backward.mass[-1] + forward.mass[0]], forward.mass[1:]]
+        )
         return GridLaw(backward.first, mass, forward.infinite, grid, forward.shift)
 
     @property
@@ -377,9 +389,13 @@ class ApproxLoss(LossLaw):
         """See the base class."""
         first = math.floor(-self.epsilon / grid)
         count = math.ceil(self.epsilon / grid) - first
-        mass, excess = np.zeros(max(count, 1)), np.zeros(max(count, 1))
+        mass = np.zeros(max(count, 1))
+        excess = np.zeros(max(count, 1))
         scale = (1 - self.delta) / (1 + math.exp(-self.epsilon))
-        for index, loss, weight in ((0, -self.epsilon, scale * math.exp(-self.epsilon)), (-1, self.epsilon, scale)):
+        for index, loss, weight in (
+            (0, -self.epsilon, scale * math.exp(-self.epsilon)),
+            (-1, self.epsilon, scale),
+        ):
             atom_mass, atom_excess = atom(loss, weight, first + index % mass.size, grid)
             mass[index] += atom_mass
             excess[index] += atom_excess

@@ -32,7 +32,8 @@ from torch_dpsco.accounting.analysis.rdp import PoissonMixture
 UNIT = 2.0**-53  # relative error of one operation in double precision
 _BLOCK = 1 << 14  # panels integrated at once: the nodes stay in the cache
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
-_FRACTIONS, _SHARES = (1 + _POINTS) / 2, _WEIGHTS / 2
+_FRACTIONS = (1 + _POINTS) / 2
+_SHARES = _WEIGHTS / 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class LossPair(ABC):
         """Returns the x of ascending losses inside the range of the loss, and the largest residual of the solver."""
 
     @abstractmethod
-    def _densities(self, x: FloatArray, rise: FloatArray, loss: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _densities(
+        self, x: FloatArray, rise: FloatArray, loss: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Returns P(x) and P(x) - e^loss Q(x), where `loss` is that at x - rise."""
 
     def ends(self, reach: float) -> tuple[float, float]:
@@ -89,12 +92,15 @@ class LossPair(ABC):
         """Returns P(X > x) and Q(X > x)."""
         return self._tails(x, -1.0)
 
-    def integrate(self, cuts: FloatArray, losses: FloatArray, reach: float) -> tuple[FloatArray, FloatArray]:
+    def integrate(
+        self, cuts: FloatArray, losses: FloatArray, reach: float
+    ) -> tuple[FloatArray, FloatArray]:
         """Returns p and e of the buckets between ascending cuts, `losses` being those at their left ends."""
         width = np.diff(cuts)
         limit = min(self.noise / reach, self.noise * self.noise / self.size) / 7
         pieces = np.maximum(np.ceil(width / limit), 1).astype(np.int64)
-        mass, excess = np.empty(width.size), np.empty(width.size)
+        mass = np.empty(width.size)
+        excess = np.empty(width.size)
         for part in _blocks(pieces):
             count = pieces[part]
             start = np.cumsum(count) - count
@@ -102,19 +108,26 @@ class LossPair(ABC):
             done = (np.arange(step.size) - np.repeat(start, count)) * step
             rise = done[:, None] + step[:, None] * _FRACTIONS
             densities = self._densities(
-                np.repeat(cuts[:-1][part], count)[:, None] + rise, rise, np.repeat(losses[part], count)[:, None]
+                np.repeat(cuts[:-1][part], count)[:, None] + rise,
+                rise,
+                np.repeat(losses[part], count)[:, None],
             )
-            mass[part], excess[part] = (np.add.reduceat((each @ _SHARES) * step, start) for each in densities)
+            mass[part], excess[part] = (
+                np.add.reduceat((each @ _SHARES) * step, start) for each in densities
+            )
         return mass, excess
 
     def _normal(self, x: FloatArray, mean: float, log_factor: FloatArray | float) -> FloatArray:
         """Returns exp(log_factor) N(x; mean, z^2)."""
         scaled = (x - mean) / self.noise
-        density: FloatArray = np.exp(log_factor - scaled * scaled / 2) / (self.noise * math.sqrt(2 * math.pi))
+        density: FloatArray = np.exp(log_factor - scaled * scaled / 2) / (
+            self.noise * math.sqrt(2 * math.pi)
+        )
         return density
 
     def _tails(self, x: float, side: float) -> tuple[float, float]:
-        mean, weight = np.arange(self.size + 1), np.exp(self._log_weights)
+        mean = np.arange(self.size + 1)
+        weight = np.exp(self._log_weights)
         first = float(weight @ ndtr(side * (x - mean) / self.noise))
         mean = -mean if self.reverse_shift else 0 * mean
         return first, float(weight @ ndtr(side * (x - mean) / self.noise))
@@ -152,7 +165,8 @@ class MixturePair(LossPair):
         The logarithm g of the left side is convex with slopes in [1, k] / z^2, and at the least x at which one term
         alone makes up the right side, it is above: from there Newton's iterates descend to the solution.
         """
-        variance, logs = self.noise * self.noise, self._log_weights
+        variance = self.noise * self.noise
+        logs = self._log_weights
         target = losses + np.log(-np.expm1(logs[0] - losses))
         j = np.arange(1, self.size + 1)[:, None]
         lines = logs[1:, None] - j * j / (2 * variance)
@@ -169,8 +183,11 @@ class MixturePair(LossPair):
             x = x - residual * variance * total / (j * shares).sum(axis=0)
         return x, float(np.abs(residual).max())
 
-    def _densities(self, x: FloatArray, rise: FloatArray, loss: FloatArray) -> tuple[FloatArray, FloatArray]:
-        mass, excess = np.zeros_like(x), np.zeros_like(x)
+    def _densities(
+        self, x: FloatArray, rise: FloatArray, loss: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        mass = np.zeros_like(x)
+        excess = np.zeros_like(x)
         for j, log_weight in enumerate(self._log_weights):
             density = self._normal(x, j, log_weight)
             mass += density
@@ -191,20 +208,29 @@ class OppositePair(LossPair):
 
     def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
         """Returns x = z^2 (l/2 + asinh(((1-q)/q) e^(1/2z^2) sinh(l/2))), the argument of asinh kept as a logarithm."""
-        variance, half = self.noise * self.noise, np.abs(losses) / 2
+        variance = self.noise * self.noise
+        half = np.abs(losses) / 2
         with np.errstate(divide="ignore"):
             log_argument = half + np.log(-np.expm1(-2 * half)) - math.log(2)
-        log_argument = log_argument + math.log1p(-self.rate) - math.log(self.rate) + 1 / (2 * variance)
+        log_argument = (
+            log_argument + math.log1p(-self.rate) - math.log(self.rate) + 1 / (2 * variance)
+        )
         # beyond e^20, asinh(y) = log(2y) up to 1/4y^2 < 1e-18
         inverse = np.where(
-            log_argument > 20, log_argument + math.log(2), np.arcsinh(np.exp(np.minimum(log_argument, 20)))
+            log_argument > 20,
+            log_argument + math.log(2),
+            np.arcsinh(np.exp(np.minimum(log_argument, 20))),
         )
         return np.copysign(variance * (half + inverse), losses), 0.0
 
-    def _densities(self, x: FloatArray, rise: FloatArray, loss: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _densities(
+        self, x: FloatArray, rise: FloatArray, loss: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         exponent, (stay, drawn) = rise / (self.noise * self.noise), self._log_weights
         forward = self._normal(x, 1, drawn)
-        excess = self._normal(x, -1, drawn + loss) * np.expm1(exponent) - forward * np.expm1(-exponent)
+        excess = self._normal(x, -1, drawn + loss) * np.expm1(exponent) - forward * np.expm1(
+            -exponent
+        )
         return self._normal(x, 0, stay) + forward, excess
 
 

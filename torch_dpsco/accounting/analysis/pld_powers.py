@@ -49,7 +49,9 @@ from torch_dpsco.accounting.analysis.pld_compose import (
 from torch_dpsco.accounting.analysis.pld_pairs import UNIT
 
 _MOST_KEPT = 1 << 14  # frequencies of all laws together: beyond, to compose anew is not much slower
-_LEAST_LOG = -52.0  # of the bound on a frequency that is kept: what is left out is less than rounding
+_LEAST_LOG = (
+    -52.0
+)  # of the bound on a frequency that is kept: what is left out is less than rounding
 _SECANTS = 8
 
 
@@ -64,8 +66,12 @@ class Powers:
         aim: a loss near that epsilon, where to look first.
     """
 
-    def __init__(self, laws: Counted, least: Sequence[int], view: Window, log_delta: float, aim: float) -> None:
-        self.grid, self.tilt, self._rise = laws[0][0].grid, view.tilt, view.rise
+    def __init__(
+        self, laws: Counted, least: Sequence[int], view: Window, log_delta: float, aim: float
+    ) -> None:
+        self.grid = laws[0][0].grid
+        self.tilt = view.tilt
+        self._rise = view.rise
         self._first, self._aim = math.floor(view.low / self.grid), round(aim / self.grid)
         self._size = size = transform_size(view.width / self.grid + 4)
         self._last = self._first + size - 1
@@ -76,17 +82,21 @@ class Powers:
         logs = [np.log(bound) for bound in bounds]
         # PRIVACY: at the counts of the block at which it is largest (test_frequencies_left_out_are_counted)
         ceiling = sum(
-            np.maximum(few * log, count * log) for (_, count), few, log in zip(laws, least, logs, strict=True)
+            np.maximum(few * log, count * log)
+            for (_, count), few, log in zip(laws, least, logs, strict=True)
         )
         times = multiplicity(size)
         kept = np.asarray(ceiling > _LEAST_LOG)
         self.few = int(kept.sum()) * len(parts) <= _MOST_KEPT
         self._left_out = float((np.exp(ceiling) * times)[~kept].sum())
-        self._frequencies, self._times = np.flatnonzero(kept), times[kept]
+        self._frequencies = np.flatnonzero(kept)
+        self._times = times[kept]
         self._log_size = np.array([one.log_size[kept] for one in ones])
         self._angle = np.array([one.angle[kept] for one in ones])
         self._log_bound = np.array([log[kept] for log in logs])
-        self._slope = np.array([one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)])
+        self._slope = np.array(
+            [one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)]
+        )
         self._rounding = power_rounding(size, len(parts), rows)
         step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
         self._above, self._far = 1 / np.expm1(step), 1 / np.expm1(step + self.grid)
@@ -102,17 +112,27 @@ class Powers:
 
     def curve(self, counts: Sequence[int], log_delta: float) -> DeltaCurve:
         """Returns the curve of delta of a composition next to where it falls to a log delta: two points, or the end."""
-        size, grid, tilt, last = self._size, self.grid, self.tilt, self._last
+        size = self._size
+        grid = self.grid
+        tilt = self.tilt
+        last = self._last
         times = np.asarray(counts, dtype=np.float64)
         origin = sum(count * origin for count, origin in zip(counts, self._origins, strict=True))
 
         def turned(index: int) -> npt.NDArray[np.complex128]:
-            turns: npt.NDArray[np.complex128] = np.exp(2j * np.pi / size * (self._frequencies * (index % size) % size))
+            turns: npt.NDArray[np.complex128] = np.exp(
+                2j * np.pi / size * (self._frequencies * (index % size) % size)
+            )
             return turns
 
         bound = np.exp(times @ self._log_bound) * self._times
-        power = np.exp(times @ self._log_size + 1j * (times @ self._angle)) * self._times * turned(-origin)
-        near, last_turn = power * (self._above - self._far), turned(last)
+        power = (
+            np.exp(times @ self._log_size + 1j * (times @ self._angle))
+            * self._times
+            * turned(-origin)
+        )
+        near = power * (self._above - self._far)
+        last_turn = turned(last)
         beyond = float((power * self._above * last_turn).sum().real)
         farther = float((power * self._far * last_turn).sum().real)
         # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
@@ -134,7 +154,9 @@ class Powers:
             inside -= math.exp(-tilt * rest) * (beyond - math.exp(-rest) * farther)
             base = log_scale - tilt * index * grid - math.log(size)
             finite = base + math.log(max(inside, 0.0) + margin) + slack
-            found = np.logaddexp(np.logaddexp(finite, log_lost), log_infinite) + 8 * UNIT * (8 + abs(finite))
+            found = np.logaddexp(np.logaddexp(finite, log_lost), log_infinite) + 8 * UNIT * (
+                8 + abs(finite)
+            )
             return min(float(found), 0.0), float(np.logaddexp(base + math.log(margin), log_lost))
 
         def excess(index: int) -> float:
@@ -146,7 +168,9 @@ class Powers:
         return DeltaCurve(points[0], grid, values[:, 0], values[:, 1])
 
 
-def crossing(excess: Callable[[int], float], low: int, high: int, guess: int, slope: float) -> tuple[int, int]:
+def crossing(
+    excess: Callable[[int], float], low: int, high: int, guess: int, slope: float
+) -> tuple[int, int]:
     """Returns neighbors such that `excess` is > 0 at the first and <= 0 at the other, or an end was never passed.
 
     By secants from a guess and a slope, and by halves if eight of them have not met: any answer is as valid.
@@ -160,7 +184,8 @@ def crossing(excess: Callable[[int], float], low: int, high: int, guess: int, sl
         low, high = (low, index) if value <= 0 else (index, high)
         if before is not None and (value - before[1]) / (index - before[0]) < 0:
             slope = (value - before[1]) / (index - before[0])
-        before, guess = (index, value), index - round(max(-1e9, min(1e9, value / slope)))
+        before = (index, value)
+        guess = index - round(max(-1e9, min(1e9, value / slope)))
     return low, high
 
 

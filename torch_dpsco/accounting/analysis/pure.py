@@ -49,7 +49,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-_LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
+_LEAST = (
+    1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
+)
 
 
 def rdp_laplace(scale: float, order: Orders) -> Orders:
@@ -202,7 +204,9 @@ def _laplace(inverse: float, order: FloatArray) -> FloatArray:
         weighted = excess * _second_difference(up) + order * _second_difference(-order * inverse)
         small = _from_slope(order * inverse * inverse * weighted / (2 * order - 1), excess)
         # large: e^((a-1) t) a/(2a-1) (1 + (a-1)/a e^(-(2a-1) t)); for a near 1 the logs are of the order of a - 1
-        rest = np.log1p(excess / order * np.exp(-(2 * order - 1) * inverse)) - np.log1p(excess / order)
+        rest = np.log1p(excess / order * np.exp(-(2 * order - 1) * inverse)) - np.log1p(
+            excess / order
+        )
         large = inverse + rest / excess
         return _cost(np.where(excess * inverse < 1.0, small, large), inverse)
 
@@ -214,8 +218,12 @@ def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
     excess = order - 1
     with np.errstate(over="ignore", under="ignore"):
         half = np.minimum(excess * epsilon, 1.0) / 2
-        sinh_over_excess = epsilon / 2 * np.where(half > 0, np.sinh(half) / np.where(half > 0, half, 1.0), 1.0)
-        ratio = -np.exp(half) * np.expm1(-order * epsilon) / (1 + math.exp(-epsilon))  # sinh over cosh
+        sinh_over_excess = (
+            epsilon / 2 * np.where(half > 0, np.sinh(half) / np.where(half > 0, half, 1.0), 1.0)
+        )
+        ratio = (
+            -np.exp(half) * np.expm1(-order * epsilon) / (1 + math.exp(-epsilon))
+        )  # sinh over cosh
         small = _from_slope(2 * ratio * sinh_over_excess, excess)
         # large: D = epsilon - log((1 + e^-epsilon) / (1 + e^(-(2a-1) epsilon))) / (a - 1), the ratio as 1 + gap
         far = np.exp(-(2 * order - 1) * epsilon)
@@ -317,7 +325,11 @@ def _log_total(epsilon: float, dim: int) -> float:
 
 
 def _log_integral(
-    epsilon: float, dim: int, slopes: FloatArray, kernel: Callable[[FloatArray], FloatArray], start: float = 0.0
+    epsilon: float,
+    dim: int,
+    slopes: FloatArray,
+    kernel: Callable[[FloatArray], FloatArray],
+    start: float = 0.0,
 ) -> FloatArray:
     """Returns log of the integral over theta in (start, pi/2) of w(theta) exp(slope sin(theta) + kernel(loss)).
 
@@ -337,11 +349,15 @@ def _log_integral(
     sine = np.sin(theta)
     with np.errstate(divide="ignore", under="ignore"):
         log_cosine = np.log1p(-sine * sine) / 2
-        weight = (dim - 2) * np.where(sine < 1, log_cosine, -800.0) if dim > 2 else np.zeros_like(theta)
+        weight = (
+            (dim - 2) * np.where(sine < 1, log_cosine, -800.0) if dim > 2 else np.zeros_like(theta)
+        )
         weight = weight + np.log1p(np.cos(theta) ** 2 / _kappa(epsilon, dim))
         terms = weight + slopes[:, None] * sine + kernel(epsilon * sine) + _LOG_WEIGHTS
         top = terms.max(axis=1)
-        total: FloatArray = np.log(np.sum(np.exp(terms - top[:, None]), axis=1)) + top + np.log(high - low)
+        total: FloatArray = (
+            np.log(np.sum(np.exp(terms - top[:, None]), axis=1)) + top + np.log(high - low)
+        )
     return total
 
 
@@ -360,15 +376,19 @@ def _window(slopes: FloatArray, dim: int, start: float) -> tuple[FloatArray, Flo
             drop = drop - power * np.log(ratio)
         return drop
 
-    inside_low, outside_low = peak, np.full_like(peak, start)
-    inside_high, outside_high = peak, np.full_like(peak, math.pi / 2)
+    inside_low = peak
+    outside_low = np.full_like(peak, start)
+    inside_high = peak
+    outside_high = np.full_like(peak, math.pi / 2)
     for _ in range(60):  # the outer ends are kept: too wide is safe
         middle = (inside_low + outside_low) / 2
         deep = fall(middle) > _DEPTH
-        outside_low, inside_low = np.where(deep, middle, outside_low), np.where(deep, inside_low, middle)
+        outside_low = np.where(deep, middle, outside_low)
+        inside_low = np.where(deep, inside_low, middle)
         middle = (inside_high + outside_high) / 2
         deep = fall(middle) > _DEPTH
-        outside_high, inside_high = np.where(deep, middle, outside_high), np.where(deep, inside_high, middle)
+        outside_high = np.where(deep, middle, outside_high)
+        inside_high = np.where(deep, inside_high, middle)
     return outside_low, outside_high
 
 
@@ -380,7 +400,8 @@ def _kappa(epsilon: float, dim: int) -> float:
     left is at least nu (|u| - 1), and 0.3 h u^2 for |u| < 1. The ratio is the mean of e^t; the trapezoid rule converges
     geometrically.
     """
-    nu, x = dim / 2 - 1, epsilon / 2
+    nu = dim / 2 - 1
+    x = epsilon / 2
     h = math.hypot(nu, x)
     step = min(0.1, 0.4 / math.sqrt(h))
     right = math.acosh(1 + 2 * _DEPTH / h)

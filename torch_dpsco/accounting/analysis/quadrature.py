@@ -40,7 +40,9 @@ _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _LOWEST = -700.0  # smaller logarithms are raised to it: exp is ten times slower where it underflows
 _TERMS = 18  # of the series of phi, from l^2 / 2! to l^19 / 19!
 _FACTORIALS = np.cumprod(np.arange(1.0, _TERMS + 2))[1:]
-_GAPS = np.maximum(np.arange(_TERMS) - np.arange(_TERMS)[:, None], 0)  # k - 2 - j: what s^j leaves of s^(k-2)
+_GAPS = np.maximum(
+    np.arange(_TERMS) - np.arange(_TERMS)[:, None], 0
+)  # k - 2 - j: what s^j leaves of s^(k-2)
 
 
 @overload
@@ -51,7 +53,9 @@ def by_order(curve: Callable[[FloatArray], FloatArray], order: float) -> float: 
 def by_order(curve: Callable[[FloatArray], FloatArray], order: FloatArray) -> FloatArray: ...
 
 
-def by_order(curve: Callable[[FloatArray], FloatArray], order: float | FloatArray) -> float | FloatArray:
+def by_order(
+    curve: Callable[[FloatArray], FloatArray], order: float | FloatArray
+) -> float | FloatArray:
     """Applies `curve` to blocks of orders of similar size, and returns a float for a scalar order.
 
     A block lies in (16^(i-1), 16^i], so that its orders can share one grid; 2^20 ends a block.
@@ -96,7 +100,9 @@ def panels(low: float, high: float, scale: float, noise: float, branches: FloatA
     return edges
 
 
-def log_excess(order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool = False) -> FloatArray:
+def log_excess(
+    order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool = False
+) -> FloatArray:
     """Returns the log of the integral of a base density times the one-sided or the two-sided kernel, for every order.
 
     The nodes, the same for all orders, are split by l = log r: near 0 the kernel is a series in l, which needs only
@@ -116,13 +122,16 @@ def log_excess(order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool
     log_ratio, log_base = pair(x)
     weight = np.log(width) + log_base
     near = np.abs(log_ratio) * order[-1] <= 1
-    rising, falling = ~near & (log_ratio > 0), ~near & (log_ratio < 0)
+    rising = ~near & (log_ratio > 0)
+    falling = ~near & (log_ratio < 0)
     step = max(1, CHUNK // x.size)
     parts = [order[i : i + step] for i in range(0, order.size, step)]
     with np.errstate(divide="ignore", under="ignore"):
         result = _log_near(order, log_ratio[near], weight[near], two_sided)
         if rising.any():
-            above = [_log_rising(part, log_ratio[rising], weight[rising], two_sided) for part in parts]
+            above = [
+                _log_rising(part, log_ratio[rising], weight[rising], two_sided) for part in parts
+            ]
             result = np.logaddexp(result, np.concatenate(above))
         if falling.any():
             below = [_log_falling(part, log_ratio[falling], weight[falling]) for part in parts]
@@ -152,7 +161,9 @@ def rounded_up(value: FloatArray) -> FloatArray:
 def log_difference(log_large: FloatArray, log_small: FloatArray) -> FloatArray:
     """Returns log(exp(log_large) - exp(log_small)), and -inf where the difference is not positive."""
     with np.errstate(divide="ignore"):
-        gap = np.subtract(log_small, log_large, where=np.isfinite(log_large), out=np.zeros_like(log_large))
+        gap = np.subtract(
+            log_small, log_large, where=np.isfinite(log_large), out=np.zeros_like(log_large)
+        )
         difference: FloatArray = log_large + np.log(-np.expm1(np.minimum(gap, 0.0)))
     return difference
 
@@ -163,7 +174,9 @@ def nodes(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
     return (edges[:-1, None] + half * (1 + _POINTS)).ravel(), (half * _WEIGHTS).ravel()
 
 
-def _log_near(order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool) -> FloatArray:
+def _log_near(
+    order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool
+) -> FloatArray:
     """Returns the part of `log_excess` from the nodes with a |l| <= 1, by a series.
 
     phi_a(e^l) = a (a-1) sum_k (1 + a + .. + a^(k-2)) l^k / k!. With l in units of its maximum s, the sum over the nodes
@@ -186,18 +199,23 @@ def _log_near(order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_
 
 def _polynomial(coefficients: FloatArray, x: FloatArray) -> FloatArray:
     """Returns sum_j coefficients_j x^j at each x."""
-    value: FloatArray = np.einsum("kj,j->k", np.vander(x, coefficients.size, increasing=True), coefficients)
+    value: FloatArray = np.einsum(
+        "kj,j->k", np.vander(x, coefficients.size, increasing=True), coefficients
+    )
     return value
 
 
-def _log_rising(order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool) -> FloatArray:
+def _log_rising(
+    order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool
+) -> FloatArray:
     """Returns the part of `log_excess` from the nodes with l > 0.
 
     With b = a - 1, the kernel is r^a (1 - r^-b) - b (r - 1), or r^a (1 - r^-b) - (1 - r^-b) if two-sided. Here a l is
     at least 1/16, and the difference at least 1/33 of its first term: no more than 6 bits are lost.
     """
     kept = _matters(order, log_ratio, weight)
-    log_ratio, weight = log_ratio[kept], weight[kept]
+    log_ratio = log_ratio[kept]
+    weight = weight[kept]
     terms = (order[:, None] - 1) * -log_ratio
     share = -np.expm1(terms)
     np.subtract(log_ratio + weight, terms, out=terms)
@@ -233,6 +251,8 @@ def _log_falling(order: FloatArray, log_ratio: FloatArray, weight: FloatArray) -
     top = np.max(weight)
     base = np.exp(weight - top)
     growth = np.expm1((order[:, None] - 1) * log_ratio)
-    total = np.einsum("ki,i->k", growth, base * np.exp(log_ratio)) - (order - 1) * np.sum(base * np.expm1(log_ratio))
+    total = np.einsum("ki,i->k", growth, base * np.exp(log_ratio)) - (order - 1) * np.sum(
+        base * np.expm1(log_ratio)
+    )
     falling: FloatArray = top + np.log(total)
     return falling

@@ -80,14 +80,19 @@ class PoissonMixture:
     def log_density(self, x: FloatArray) -> FloatArray:
         """Returns log w(x)."""
         return self._in_parts(
-            lambda part: np.logaddexp.reduce(self._log_weights + self.log_null(part - self._counts)), x
+            lambda part: np.logaddexp.reduce(
+                self._log_weights + self.log_null(part - self._counts)
+            ),
+            x,
         )
 
     def log_ratio(self, x: FloatArray) -> FloatArray:
         """Returns log r(x), accurate also where r is near 1."""
 
         def ratio(part: FloatArray) -> FloatArray:
-            return _log_mean_exp(self._log_weights, self._counts * (2 * part - self._counts) / (2 * self.variance))
+            return _log_mean_exp(
+                self._log_weights, self._counts * (2 * part - self._counts) / (2 * self.variance)
+            )
 
         return self._in_parts(ratio, x)
 
@@ -104,9 +109,13 @@ class PoissonMixture:
 
     def first_alone(self, order: float) -> float:
         """Returns an x below which r^order is that of the component j = 0 alone, to within e^-DECAY."""
-        return 0.5 + self.variance * (self._log_odds - math.log(self.size) - math.log(order) - quad.DECAY)
+        return 0.5 + self.variance * (
+            self._log_odds - math.log(self.size) - math.log(order) - quad.DECAY
+        )
 
-    def log_excess_above(self, order: FloatArray, low: float, two_sided: bool = False) -> FloatArray:
+    def log_excess_above(
+        self, order: FloatArray, low: float, two_sided: bool = False
+    ) -> FloatArray:
         """Returns log of the integral over x > low of N(x; 0, z^2) times the kernel of `quadrature.log_excess`.
 
         Panels reach 10 z beyond the mean of r^a N(0, z^2), which is at most k a, or to the point beyond which the
@@ -120,7 +129,9 @@ class PoissonMixture:
         mean = self.size * order[-1] + quad.REACH * self.noise
         end = self.last_alone(order[-1])
         edges = quad.panels(low, min(mean, end), self.noise, self.noise, self.branches)
-        result = quad.log_excess(order, edges, lambda x: (self.log_ratio(x), self.log_null(x)), two_sided)
+        result = quad.log_excess(
+            order, edges, lambda x: (self.log_ratio(x), self.log_null(x)), two_sided
+        )
         if end < mean:
             scale = self.size * math.log(self.rate)
             subtracted = np.zeros(1) if two_sided else np.log(order)
@@ -152,7 +163,9 @@ class PoissonMixture:
     def _log_weights(self) -> FloatArray:
         j = self._counts
         choices = -math.log(self.size + 1) - betaln(self.size - j + 1, j + 1)
-        weights: FloatArray = choices + j * math.log(self.rate) + (self.size - j) * math.log1p(-self.rate)
+        weights: FloatArray = (
+            choices + j * math.log(self.rate) + (self.size - j) * math.log1p(-self.rate)
+        )
         return weights
 
     @cached_property
@@ -204,7 +217,12 @@ def sampled_divergence(
 
 
 def log_tail(
-    order: FloatArray, start: float, noise: float, shift: float, log_scale: float, log_subtracted: FloatArray
+    order: FloatArray,
+    start: float,
+    noise: float,
+    shift: float,
+    log_scale: float,
+    log_subtracted: FloatArray,
 ) -> FloatArray:
     """Returns log of the integral over x > start of N(x; 0, z^2) (r^a - c r), r = scale e^(s (2x - s) / 2z^2)."""
     large = (order - 1) * gaussian_divergence(order, noise, shift) + order * log_scale
@@ -217,7 +235,11 @@ def _log_mean_exp(log_weights: FloatArray, exponents: FloatArray) -> FloatArray:
     """Returns log(sum_j w_j e^(y_j)) over the first axis, for weights that sum to 1, accurate also near 0."""
     growth = np.sum(np.exp(log_weights) * np.expm1(np.minimum(exponents, 30.0)), axis=0)
     near = (growth > -0.5) & (exponents.max(axis=0) <= 30.0)
-    return np.where(near, np.log1p(np.where(near, growth, 0.0)), np.logaddexp.reduce(log_weights + exponents, axis=0))
+    return np.where(
+        near,
+        np.log1p(np.where(near, growth, 0.0)),
+        np.logaddexp.reduce(log_weights + exponents, axis=0),
+    )
 
 
 def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
@@ -301,7 +323,11 @@ def rdp_poisson_gaussian(
 
 
 def rdp_poisson_gaussian_group(
-    sample_rate: float, noise_multiplier: float, group_size: int, order: Orders, direction: Direction = "remove"
+    sample_rate: float,
+    noise_multiplier: float,
+    group_size: int,
+    order: Orders,
+    direction: Direction = "remove",
 ) -> Orders:
     """Returns the Renyi divergence of one release for a unit of several records, each Poisson-sampled on its own.
 
@@ -337,7 +363,9 @@ def rdp_poisson_gaussian_group(
     return sampled_divergence((rate, noise, size), 1.0, order, log_excess)
 
 
-def rdp_poisson_gaussian_replace_one(sample_rate: float, noise_multiplier: float, order: Orders) -> Orders:
+def rdp_poisson_gaussian_replace_one(
+    sample_rate: float, noise_multiplier: float, order: Orders
+) -> Orders:
     """Returns the Renyi divergence of one Poisson-sampled Gaussian release, for one record replaced by another.
 
     The dominating pair has the two contributions opposite: D_a((1-q) N(0) + q N(1) || (1-q) N(0) + q N(-1)), with z
@@ -379,7 +407,8 @@ def _add_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     Above, w has mean at most k. Below, r^(1-a) N(0, z^2) has its mean at no less than -k (a - 1), and no mass below
     the point where r is constant. Its peak can be as narrow as z / sqrt(1 + log(a / q)): hence the finer panels.
     """
-    noise, top = mixture.noise, order[-1]
+    noise = mixture.noise
+    top = order[-1]
     reach = quad.REACH * noise
     low = min(0.0, max(-mixture.size * (top - 1), mixture.first_alone(top))) - reach
     scale = noise / min(3.0, 1 + 10 * noise)
@@ -393,7 +422,8 @@ def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
     The mirror x -> -x swaps the two mixtures: it folds E[R^a] onto x > 0, and 1 is the integral of w(x) + w(-x) there.
     The mean of R^a w(-x) is at most 2a - 1. Beyond `end`, w(-x) is (1-q) N(0) and R is q / (1-q) e^((2x-1) / 2z^2).
     """
-    noise, top = mixture.noise, order[-1]
+    noise = mixture.noise
+    top = order[-1]
     log_odds = math.log(mixture.rate) - math.log1p(-mixture.rate)
     end = 0.5 + mixture.variance * (abs(log_odds) + math.log(top) + quad.DECAY)
     mean = 2 * top - 1 + quad.REACH * noise

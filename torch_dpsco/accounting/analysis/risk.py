@@ -25,8 +25,13 @@ from scipy.special import ndtri
 
 from torch_dpsco import _validate as check
 
-_RELATIVE, _ABSOLUTE = 1e-12, 1e-15  # what a delta that is not an upper bound by itself may be short of
-_FINE = 1e-4  # of epsilon, in a search: the maximum is flat, so that its value is found to about 1e-8
+_RELATIVE, _ABSOLUTE = (
+    1e-12,
+    1e-15,
+)  # what a delta that is not an upper bound by itself may be short of
+_FINE = (
+    1e-4  # of epsilon, in a search: the maximum is flat, so that its value is found to about 1e-8
+)
 _NEAR = 0.05  # epsilon, as a share of an advantage, that stands for 0: costs noise of less than 1e-3 of its scale
 _MOST = 700.0  # e^epsilon fits
 
@@ -78,7 +83,9 @@ class Risk:
             share = (math.exp(other - epsilon) + math.exp(-epsilon)) / (1.0 + math.exp(-epsilon))
             return min(1.0, 1.0 - (1.0 - delta) * share + _ABSOLUTE)
 
-        return cls(curve, epsilon if delta == 0 else math.inf, (epsilon,) if epsilon < _MOST else ())
+        return cls(
+            curve, epsilon if delta == 0 else math.inf, (epsilon,) if epsilon < _MOST else ()
+        )
 
     def delta_at(self, epsilon: float) -> float:
         """Returns delta at epsilon >= 0, rounded up."""
@@ -103,7 +110,8 @@ class Risk:
 
     def false_negative(self, false_positive: float) -> float:
         """Returns a lower bound on the false negative rate of every test with this false positive rate in [0, 1]."""
-        f, top = check.between(0.0, 1.0, false_positive=false_positive), min(self.pure, _MOST)
+        f = check.between(0.0, 1.0, false_positive=false_positive)
+        top = min(self.pure, _MOST)
         if f == 1:
             return 0.0
 
@@ -114,11 +122,16 @@ class Risk:
             return math.exp(-epsilon) * (1.0 - self.delta_at(epsilon) - f - _ABSOLUTE)
 
         found = max([0.0, *(line(knot) for knot in self.knots for line in (alarm, silence))])
-        if f <= 0.5 - 0.5 * self.advantage:  # where the curve, which is symmetric, has slopes of -1 and less
+        if (
+            f <= 0.5 - 0.5 * self.advantage
+        ):  # where the curve, which is symmetric, has slopes of -1 and less
             found = max(found, alarm(top) if f == 0 else _maximum(alarm, min(top, -math.log(f))))
         else:
             found = max(found, silence(0.0))
-            found = max(found, _maximum(silence, min(top, math.log((1.0 - f) / found)) if found > 0 else top))
+            found = max(
+                found,
+                _maximum(silence, min(top, math.log((1.0 - f) / found)) if found > 0 else top),
+            )
         # margin: rounded down (docs/proofs/accounting.md#risk-of-one-record)
         return max(0.0, found * (1.0 - _ABSOLUTE) - _ABSOLUTE)
 
@@ -159,15 +172,20 @@ class Risk:
             raise ValueError(f"unit must be text (got {check.shown(unit)})")
         prior = check.between(0.0, 1.0, prior=prior)
         lines = [
-            f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was used:",
-            f"- guesses right at most {percent(0.5 + 0.5 * self.advantage)} of the time where a coin flip is right "
-            f"50 %;",
+            (
+                f"Somebody who knows all but one {unit}, and tests whether this {unit}'s data was"
+                " used:"
+            ),
+            (
+                f"- guesses right at most {percent(0.5 + 0.5 * self.advantage)} of the time where a"
+                " coin flip is right 50 %;"
+            ),
         ]
         for f in (0.01, 0.001):
             lines.append(
-                f"- with false alarms for {100 * f:g} % of those not used, finds at most "
-                f"{percent(self.true_positive(f))} of those used; who thought {100 * prior:g} % likely may, after "
-                f"such an alarm, think {percent(self.posterior(prior, f))}."
+                f"- with false alarms for {100 * f:g} % of those not used, finds at most"
+                f" {percent(self.true_positive(f))} of those used; who thought {100 * prior:g} %"
+                f" likely may, after such an alarm, think {percent(self.posterior(prior, f))}."
             )
         return "\n".join(lines)
 
@@ -188,7 +206,9 @@ def _maximum(line: Callable[[float], float], top: float) -> float:
         return -value
 
     if top > 0:
-        scipy.optimize.minimize_scalar(seen, bounds=(0.0, top), method="bounded", options={"xatol": _FINE})
+        scipy.optimize.minimize_scalar(
+            seen, bounds=(0.0, top), method="bounded", options={"xatol": _FINE}
+        )
     return best
 
 
@@ -226,7 +246,8 @@ def line_of_rates(tpr: float, fpr: float) -> tuple[float, float]:
         >>> Risk.of_point(epsilon, delta).true_positive(0.01) <= 0.2 + 1e-12
         True
     """
-    f, t = check.open_interval(0.0, 1.0, fpr=fpr), check.open_interval(0.0, 1.0, tpr=tpr)
+    f = check.open_interval(0.0, 1.0, fpr=fpr)
+    t = check.open_interval(0.0, 1.0, tpr=tpr)
     if t <= f:
         raise ValueError(f"tpr must be > fpr={f:g}, which a blind guess attains (got {t:g})")
     if t + f > 1.0:  # of the test whose alarms are the silence of the other

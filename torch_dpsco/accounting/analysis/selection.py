@@ -39,7 +39,9 @@ def expected_trials(eta: float, gamma: float) -> float:
     return odds / -log_gamma if eta == 0 else eta * odds / -math.expm1(eta * log_gamma)
 
 
-def negative_binomial_selection(orders: ArrayLike, values: ArrayLike, eta: float, gamma: float) -> FloatArray:
+def negative_binomial_selection(
+    orders: ArrayLike, values: ArrayLike, eta: float, gamma: float
+) -> FloatArray:
     """Returns the curve of the selection at the same orders.
 
     Args:

@@ -42,7 +42,9 @@ _MANY_POINTS = 1 << 18  # of a window for which all shifts and orders are wanted
 _UNIT = 2.0**-53
 _ROUNDING = 1.0 + 1e-12  # more than that of the few operations on bounds
 # from 1.004, closely enough that the chords between them cost 0.5 %; nothing ever needs the last of them
-_ORDERS = tuple(1 + 0.004 * 1.3**k for k in range(17)) + tuple(1 + 0.3 * 1.15**k for k in range(120))
+_ORDERS = tuple(1 + 0.004 * 1.3**k for k in range(17)) + tuple(
+    1 + 0.3 * 1.15**k for k in range(120)
+)
 
 
 class ShuffleCost(NamedTuple):
@@ -58,7 +60,13 @@ class ShuffleCost(NamedTuple):
 
 
 def zcdp_shuffle(
-    trials: int, noise_probability: float, *, dim: int, max_shift: int, shift_norm: float, delta_window: float
+    trials: int,
+    noise_probability: float,
+    *,
+    dim: int,
+    max_shift: int,
+    shift_norm: float,
+    delta_window: float,
 ) -> ShuffleCost:
     """Returns rho with D_a <= rho a for all orders a > 1, and the failure probability, of d shuffled sums.
 
@@ -87,22 +95,34 @@ def zcdp_shuffle(
         >>> round(cost.rho, 5), cost.failure < 1e-7
         (0.02901, True)
     """
-    window, norm = _shuffle_window(trials, noise_probability, dim, max_shift, shift_norm, delta_window)
+    window, norm = _shuffle_window(
+        trials, noise_probability, dim, max_shift, shift_norm, delta_window
+    )
     bounds = [(shift, _concentrated(window.pair(shift))) for shift in _shifts(max_shift)]
     return ShuffleCost(_composed(bounds, dim, norm), window.failure(dim))
 
 
 def _shuffle_window(
-    trials: int, noise_probability: float, dim: int, max_shift: int, shift_norm: float, delta_window: float
+    trials: int,
+    noise_probability: float,
+    dim: int,
+    max_shift: int,
+    shift_norm: float,
+    delta_window: float,
 ) -> tuple[_Window, float]:
-    trials, max_shift = check.positive_count(trials=trials), check.positive_count(max_shift=max_shift)
+    trials = check.positive_count(trials=trials)
+    max_shift = check.positive_count(max_shift=max_shift)
     p = check.open_interval(0.0, 1.0, noise_probability=noise_probability)
     outside = check.open_interval(0.0, 1.0, delta_window=delta_window)
     check.positive_count(dim=dim)
     norm = check.positive(shift_norm=shift_norm)
     if max_shift >= _MANY_POINTS:
         raise InfeasibleError(f"max_shift must be < {_MANY_POINTS} (got {max_shift})")
-    while scipy.stats.binom.isf(outside / 2, trials, p) - scipy.stats.binom.ppf(outside / 2, trials, p) > _MANY_POINTS:
+    while (
+        scipy.stats.binom.isf(outside / 2, trials, p)
+        - scipy.stats.binom.ppf(outside / 2, trials, p)
+        > _MANY_POINTS
+    ):
         # Bin(N, p) is Bin(N', p) plus independent noise: what holds for fewer bits holds for more
         trials = trials // 4 * 3
     return _Window(trials, p, max_shift, outside), norm
@@ -137,10 +157,13 @@ def _between_orders(low: float, high: float) -> float:
 
 def _concentrated(pair: _Pair) -> float:
     """Returns a bound of D_a / a over all orders."""
-    worst, found = pair.worst_loss(), 0.0
-    before, rate = 1.0, 0.0
+    worst = pair.worst_loss()
+    found = 0.0
+    before = 1.0
+    rate = 0.0
     for order in _ORDERS:
-        last, rate = rate, pair.divergence(order) / order
+        last = rate
+        rate = pair.divergence(order) / order
         found = max(found, max(last, rate) * _between_orders(before, order))
         before = order
         if worst / order <= found:
@@ -153,16 +176,19 @@ class _Window:
     """The law Bin(N, p) on a window, next to its shifts by at most `reach`."""
 
     def __init__(self, trials: int, p: float, reach: int, delta_window: float) -> None:
-        first, last = (
-            int(scipy.stats.binom.ppf(delta_window / 2, trials, p)),
-            int(scipy.stats.binom.isf(delta_window / 2, trials, p)),
-        )
-        low, high = max(first, reach), min(last, trials - reach)
-        self._trials, self._cut = trials, (low, high) != (first, last)
+        first = int(scipy.stats.binom.ppf(delta_window / 2, trials, p))
+        last = int(scipy.stats.binom.isf(delta_window / 2, trials, p))
+        low = max(first, reach)
+        high = min(last, trials - reach)
+        self._trials = trials
+        self._cut = (low, high) != (first, last)
         if low > high:
             raise ConditionError(f"shift must leave a window within {trials} trials (got {reach})")
         if high - low + 2 * reach >= _POINTS:
-            raise InfeasibleError(f"trials and shift must give a window of at most {_POINTS} points (got {high - low})")
+            raise InfeasibleError(
+                f"trials and shift must give a window of at most {_POINTS} points (got"
+                f" {high - low})"
+            )
         # PRIVACY: what is off the window is rounded up
         # (test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up)
         self.lost = (lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)) * _ROUNDING
@@ -176,7 +202,9 @@ class _Window:
         self._reach = reach
         self._inside = self._running[reach:-reach]
         self._log_weight = self._inside - math.log(float(np.exp(self._inside).sum()))
-        self._each = _UNIT * (8 + float(np.abs(self._running).max()))  # error of a step and of its summation
+        self._each = _UNIT * (
+            8 + float(np.abs(self._running).max())
+        )  # error of a step and of its summation
         self._mirrored = p == 0.5 and low + high == trials  # then both directions are one
 
     def failure(self, dim: int) -> float:
@@ -184,17 +212,23 @@ class _Window:
         failure = dim * self.lost * _ROUNDING
         if failure >= 1 and self._cut:
             raise ConditionError(
-                f"max_shift must leave a window within {self._trials} trials that misses less than 1/{dim} of the "
-                f"noise, for {dim} coordinates (got {self._reach}, which misses {self.lost:.3g})"
+                f"max_shift must leave a window within {self._trials} trials that misses less than"
+                f" 1/{dim} of the noise, for {dim} coordinates (got {self._reach}, which misses"
+                f" {self.lost:.3g})"
             )
         if failure >= 1:
-            raise ConditionError(f"delta_window must be below 1/{dim} for {dim} coordinates (got {self.lost:g})")
+            raise ConditionError(
+                f"delta_window must be below 1/{dim} for {dim} coordinates (got {self.lost:g})"
+            )
         return failure
 
     def pair(self, shift: int) -> _Pair:
         """Returns the law on the window and its shifts by +-s."""
-        start, stop = self._reach, self._running.size - self._reach
-        losses = [self._inside - self._running[start - shift : stop - shift]]  # log P / Q, Q being P moved up
+        start = self._reach
+        stop = self._running.size - self._reach
+        losses = [
+            self._inside - self._running[start - shift : stop - shift]
+        ]  # log P / Q, Q being P moved up
         if not self._mirrored:
             losses.append(self._inside - self._running[start + shift : stop + shift])
         return _Pair(losses, self._log_weight, -math.log1p(-self.lost), self._each, 2 * shift)
@@ -212,11 +246,20 @@ class _Pair:
     """
 
     def __init__(
-        self, losses: list[FloatArray], log_weight: FloatArray, missing: float, each: float, steps: int
+        self,
+        losses: list[FloatArray],
+        log_weight: FloatArray,
+        missing: float,
+        each: float,
+        steps: int,
     ) -> None:
-        self._losses, self._log_weight, self._weight = losses, log_weight, np.exp(log_weight)
+        self._losses = losses
+        self._log_weight = log_weight
+        self._weight = np.exp(log_weight)
         self._largest = [float(np.abs(one).max()) for one in losses]
-        self._missing, self._error, self._sum_error = missing, steps * each, 2 * (log_weight.size + steps + 1) * each
+        self._missing = missing
+        self._error = steps * each
+        self._sum_error = 2 * (log_weight.size + steps + 1) * each
 
     def worst_loss(self) -> float:
         """Returns a bound of log P_W / Q on the window, for both directions."""
@@ -231,7 +274,8 @@ class _Pair:
         return max(0.0, *bounds) + self._missing
 
     def _one_way(self, losses: FloatArray, largest: float, power: float) -> float:
-        terms, largest = power * losses, power * largest
+        terms = power * losses
+        largest = power * largest
         if largest < 1:
             np.expm1(terms, out=terms)
             log_mean = math.log1p(float(self._weight @ terms))
@@ -240,7 +284,8 @@ class _Pair:
             terms += self._log_weight
             peak = float(terms.max())
             terms -= peak
-            log_mean, spread = peak + math.log(float(np.exp(terms, out=terms).sum())), 1.0
+            log_mean = peak + math.log(float(np.exp(terms, out=terms).sum()))
+            spread = 1.0
         # margin: errors of losses, weights and sums (docs/proofs/heavy_tailed.md#shuffle-accountant)
         error = (self._sum_error + 16 * _UNIT * (1 + largest)) * spread / power
         return log_mean / power + self._error + error

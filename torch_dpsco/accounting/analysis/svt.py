@@ -66,7 +66,10 @@ def above_threshold_epsilon(
         >>> round(above_threshold_epsilon(threshold_scale=2.0, query_scale=4.0, sensitivity=1.0), 12)
         1.0
     """
-    scales = check.nonnegative(threshold_scale=threshold_scale), check.nonnegative(query_scale=query_scale)
+    scales = (
+        check.nonnegative(threshold_scale=threshold_scale),
+        check.nonnegative(query_scale=query_scale),
+    )
     sensitivity = check.nonnegative(sensitivity=sensitivity)
     positives = check.positive_count(num_positives=num_positives)
     if sensitivity == 0:
@@ -104,7 +107,9 @@ def above_threshold_scales(
     sensitivity = check.positive(sensitivity=sensitivity)
     positives = check.positive_count(num_positives=num_positives)
     share = check.open_interval(0.0, 1.0, threshold_share=threshold_share)
-    unit = sensitivity / epsilon * (1 + 4e-15)  # more than all roundings here and in above_threshold_epsilon
+    unit = (
+        sensitivity / epsilon * (1 + 4e-15)
+    )  # more than all roundings here and in above_threshold_epsilon
     return AboveThresholdScales(unit / share, 2 * positives * (unit / (1 - share)))
 
 
@@ -156,8 +161,10 @@ def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: 
         0.5
     """
     margin = check.finite(margin=margin)
-    one, other = check.positive(threshold_scale=threshold_scale), check.positive(query_scale=query_scale)
-    small, large = min(one, other), max(one, other)
+    one = check.positive(threshold_scale=threshold_scale)
+    other = check.positive(query_scale=query_scale)
+    small = min(one, other)
+    large = max(one, other)
     reach = abs(margin) / large
     u = reach * (large - small) / small
     shape = -math.expm1(-u) / u if u > 0 else 1.0
@@ -165,7 +172,9 @@ def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: 
     return tail if margin >= 0 else 1 - tail
 
 
-def bad_pass_probability(margin: float, steps: int, threshold_scale: float, query_scale: float) -> float:
+def bad_pass_probability(
+    margin: float, steps: int, threshold_scale: float, query_scale: float
+) -> float:
     """Returns the probability beta that one of `steps` queries passes although it lies `margin` below the threshold.
 
     beta = P[max_t nu_t - rho > margin] = integral of f_b1(r) (1 - F_b2(margin + r)^steps) dr, for adaptive queries too:
@@ -194,7 +203,8 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
     """
     margin = check.finite(margin=margin)
     steps = check.positive_count(steps=steps)
-    threshold, query = check.positive(threshold_scale=threshold_scale), check.positive(query_scale=query_scale)
+    threshold = check.positive(threshold_scale=threshold_scale)
+    query = check.positive(query_scale=query_scale)
 
     def some_pass(r: FloatArray) -> FloatArray:
         return -np.expm1(steps * _log_cdf((margin + r) / query))
@@ -207,7 +217,9 @@ def bad_pass_probability(margin: float, steps: int, threshold_scale: float, quer
     return min(1.0, integral * (1 + 1e-9), up(union, 1e-9))
 
 
-def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_scale: float) -> float:
+def bad_pass_margin(
+    failure: float, steps: int, threshold_scale: float, query_scale: float
+) -> float:
     """Returns the least margin >= 0 with steps * laplace_difference_tail(margin) <= failure, rounded up.
 
     Args:
@@ -223,10 +235,13 @@ def bad_pass_margin(failure: float, steps: int, threshold_scale: float, query_sc
         >>> round(bad_pass_margin(failure=0.01, steps=100, threshold_scale=4.0, query_scale=8.0), 3)
         70.439
     """
-    failure, steps = check.open_interval(0.0, 1.0, failure=failure), check.positive_count(steps=steps)
-    low, high = 0.0, threshold_scale + query_scale
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    steps = check.positive_count(steps=steps)
+    low = 0.0
+    high = threshold_scale + query_scale
     while steps * laplace_difference_tail(high, threshold_scale, query_scale) > failure:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
         fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
         low, high = (low, middle) if fits else (middle, high)
@@ -264,7 +279,9 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
     mu = check.nonnegative(mu=mu)
     likely = 1 / (1 + math.exp(-svt))
     rare = math.exp(-svt) * likely
-    delta = likely * _gaussian_hockey_stick(epsilon - svt, mu) + rare * _gaussian_hockey_stick(epsilon + svt, mu)
+    delta = likely * _gaussian_hockey_stick(epsilon - svt, mu) + rare * _gaussian_hockey_stick(
+        epsilon + svt, mu
+    )
     return min(1.0, delta * (1 + 1e-14))
 
 
@@ -292,21 +309,26 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
     epsilon = check.nonnegative(epsilon=epsilon)
     delta = check.open_interval(0.0, 1.0, delta=delta)
     svt = check.nonnegative(epsilon_svt=epsilon_svt)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     if svt_gaussian_delta(epsilon, svt, low) >= delta:
         raise InfeasibleError(
-            f"delta must be > {pure_delta(epsilon, svt):g} beside epsilon_svt = {svt:g} at epsilon = {epsilon:g} "
-            f"(got {delta:g})"
+            f"delta must be > {pure_delta(epsilon, svt):g} beside epsilon_svt = {svt:g} at epsilon"
+            f" = {epsilon:g} (got {delta:g})"
         )
     while svt_gaussian_delta(epsilon, svt, high) <= delta:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     if low == 0:
         low = high
         while svt_gaussian_delta(epsilon, svt, low) > delta:
-            low, high = low / 2, low
+            high = low
+            low = low / 2
     # invariant: low fits, high does not
     while high > low * (1 + 1e-13) and low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if svt_gaussian_delta(epsilon, svt, middle) <= delta else (low, middle)
+        low, high = (
+            (middle, high) if svt_gaussian_delta(epsilon, svt, middle) <= delta else (low, middle)
+        )
     return low
 
 
@@ -325,7 +347,10 @@ def _log_cdf(y: FloatArray) -> FloatArray:
 
 
 def _mean_over_laplace(
-    scale: float, query_scale: float, breaks: list[float], function: Callable[[FloatArray], FloatArray]
+    scale: float,
+    query_scale: float,
+    breaks: list[float],
+    function: Callable[[FloatArray], FloatArray],
 ) -> float:
     """Returns E[function(rho)], rho ~ Lap(scale), by panels that start small at every break and double.
 
@@ -333,7 +358,8 @@ def _mean_over_laplace(
     is short enough wherever e^(c distance) still matters.
     """
     finest = min(scale, query_scale) / 2
-    low, high = min(breaks) - _REACH * scale, max(breaks) + _REACH * scale
+    low = min(breaks) - _REACH * scale
+    high = max(breaks) + _REACH * scale
     doublings = max(1, math.ceil(4 * math.log2((high - low) / finest)))
     offsets = finest * 2.0 ** (np.arange(doublings + 1) / 4)
     around = np.concatenate([-offsets, [0.0], offsets])

@@ -120,7 +120,10 @@ class Budget:
         self._check_use()
         check.fields(self, failure=check.nonnegative)
         if self.failure and self.failure >= self.delta:
-            raise ValueError(f"failure must be < delta={self.delta:g}, of which it is a part (got {self.failure})")
+            raise ValueError(
+                f"failure must be < delta={self.delta:g}, of which it is a part (got"
+                f" {self.failure})"
+            )
         if self.schedule is not None:
             check.fields(self, schedule=_steps)
         if self.orders is not None or self.mode == "rdp-mixture":
@@ -130,17 +133,21 @@ class Budget:
 
     def _set_line(self, free: bool) -> None:
         """Sets epsilon and delta to those that imply the risk, if a risk is the target."""
-        if (self.tpr is None) != (self.fpr is None) or (self.tpr is not None and self.advantage is not None):
+        if (self.tpr is None) != (self.fpr is None) or (
+            self.tpr is not None and self.advantage is not None
+        ):
             raise ValueError(
-                f"advantage must be given alone, or tpr and fpr together (got advantage={self.advantage}, "
-                f"tpr={self.tpr}, fpr={self.fpr})"
+                "advantage must be given alone, or tpr and fpr together (got"
+                f" advantage={self.advantage}, tpr={self.tpr}, fpr={self.fpr})"
             )
         if self.risk is None:
             return
         given = [name for name in ("advantage", "tpr", "fpr") if getattr(self, name) is not None]
         check.fields(self, **dict.fromkeys(given, check.positive))
         if self.mode == "pure":
-            raise ValueError("advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0")
+            raise ValueError(
+                "advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0"
+            )
         if self.advantage is not None:
             line = line_of_advantage(self.advantage)
         else:
@@ -149,7 +156,10 @@ class Budget:
             line = line_of_rates(self.tpr, self.fpr)
         # PRIVACY: a budget that says one thing and keeps another (test_a_risk_and_another_epsilon_are_refused)
         if not free and (self.epsilon, self.delta) != line:
-            raise ValueError(f"epsilon and delta must be left out beside a risk (got {self.epsilon} and {self.delta})")
+            raise ValueError(
+                f"epsilon and delta must be left out beside a risk (got {self.epsilon} and"
+                f" {self.delta})"
+            )
         object.__setattr__(self, "epsilon", line[0])
         object.__setattr__(self, "delta", line[1])
 
@@ -157,7 +167,9 @@ class Budget:
         """Raises ValueError if the mode does not take this delta."""
         if self.delta == 0 and self.mode in _WITH_DELTA:
             # PRIVACY: their conversions divide by delta (test_a_mode_that_converts_divergences_needs_a_delta)
-            raise ValueError(f"delta must be > 0 in mode {self.mode!r} (got 0.0); at delta = 0 take mode 'pure'")
+            raise ValueError(
+                f"delta must be > 0 in mode {self.mode!r} (got 0.0); at delta = 0 take mode 'pure'"
+            )
         if self.delta > 0 and self.mode == "pure":
             raise ValueError(f"delta must be 0 in mode 'pure' (got {self.delta})")
 
@@ -175,14 +187,23 @@ class Budget:
                 raise ValueError(f"{name} must not be given in mode {self.mode!r} (got {value!r})")
         if self.mode == "rdp" and self.orders is None and not self.schedule:
             raise ValueError(
-                "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to choose one order for"
+                "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to"
+                " choose one order for"
             )
 
     def _checked_orders(self, orders: float | Iterable[float] | None) -> tuple[float, ...]:
-        given = ODOMETER_ORDERS if orders is None else orders if isinstance(orders, Iterable) else (orders,)
+        given = (
+            ODOMETER_ORDERS
+            if orders is None
+            else orders
+            if isinstance(orders, Iterable)
+            else (orders,)
+        )
         found = tuple(check.order(orders=order) for order in given)
         if not found or len(set(found)) < len(found):
-            raise ValueError(f"orders must be different from each other, >= 1 of them (got {found})")
+            raise ValueError(
+                f"orders must be different from each other, >= 1 of them (got {found})"
+            )
         for order in found:
             if not _LEAST_ORDER < order <= _LARGEST_ORDER:
                 raise ValueError(f"orders must be in ({_LEAST_ORDER}, 2^20] (got {order})")
@@ -193,7 +214,9 @@ class Budget:
     def _checked_weights(self, weights: Iterable[float]) -> tuple[float, ...]:
         found = tuple(check.positive(weights=weight) for weight in weights)
         if self.orders is None or len(found) != len(tuple(self.orders)):  # type: ignore[arg-type]
-            raise ValueError(f"weights must be as many as orders, which must be given (got {len(found)})")
+            raise ValueError(
+                f"weights must be as many as orders, which must be given (got {len(found)})"
+            )
         if abs(math.fsum(found) - 1.0) > 1e-12:
             raise ValueError(f"weights must sum to 1 (got {math.fsum(found)})")
         return found
@@ -208,7 +231,11 @@ class Budget:
         """The risk that is the target, in words; None where epsilon and delta are."""
         if self.advantage is not None:
             return f"advantage {self.advantage:g}"
-        return None if self.tpr is None else f"true positive rate {self.tpr:g} at false positive rate {self.fpr:g}"
+        return (
+            None
+            if self.tpr is None
+            else f"true positive rate {self.tpr:g} at false positive rate {self.fpr:g}"
+        )
 
     @property
     def target(self) -> str:
@@ -236,7 +263,11 @@ class Budget:
 
         At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
         """
-        return min(epsilon, self.epsilon) if self.delta == delta == 0 and within(epsilon, self.epsilon) else epsilon
+        return (
+            min(epsilon, self.epsilon)
+            if self.delta == delta == 0 and within(epsilon, self.epsilon)
+            else epsilon
+        )
 
     def declaring(self, event: Event, steps: int) -> Budget:
         """Returns a budget whose schedule holds `steps` more of the event.
@@ -245,13 +276,17 @@ class Budget:
             ValueError: there is no schedule to add to, or the mode is adaptive.
         """
         if self.mode != "planned" or self.schedule is None:
-            raise ValueError("schedule must be given, as () at least, for a planned budget to take declarations")
+            raise ValueError(
+                "schedule must be given, as () at least, for a planned budget to take declarations"
+            )
         return replace(self, schedule=(*self.schedule, (event, check.count(steps=steps))))
 
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         extra = ("orders", "weights", "schedule", "advantage", "tpr", "fpr")
-        hidden = {name for name in extra if shown[name] is None} | ({"failure"} if self.failure == 0 else set())
+        hidden = {name for name in extra if shown[name] is None} | (
+            {"failure"} if self.failure == 0 else set()
+        )
         return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
 
 
@@ -282,7 +317,7 @@ def renyi_budget(order: float, epsilon: float, delta: float) -> float:
     budget = epsilon - overhead - _ROUNDING * (epsilon + abs(overhead))
     if budget <= 0:
         raise ValueError(
-            f"order must leave a budget: at order {order:g} the conversion alone costs {overhead:.4g} of "
-            f"epsilon={epsilon:g}; take a larger order"
+            f"order must leave a budget: at order {order:g} the conversion alone costs"
+            f" {overhead:.4g} of epsilon={epsilon:g}; take a larger order"
         )
     return budget

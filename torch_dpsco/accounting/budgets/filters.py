@@ -94,7 +94,9 @@ class Filter(ABC):
         self.budget = budget
 
     @abstractmethod
-    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+    def usages(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> tuple[Usage, ...]:
         """Returns the use of every resource, with the event as if it had been charged `count` more times.
 
         Raises:
@@ -125,45 +127,66 @@ class Filter(ABC):
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
-        budget, uses = self.budget, self.usages(ledger, event, count)
-        asked = max((usage for usage in uses if not usage.fits), key=lambda usage: usage.share, default=uses[0])
-        spent = next((usage.spent for usage in self.usages(ledger) if usage.resource == asked.resource), 0.0)
+        budget = self.budget
+        uses = self.usages(ledger, event, count)
+        asked = max(
+            (usage for usage in uses if not usage.fits),
+            key=lambda usage: usage.share,
+            default=uses[0],
+        )
+        spent = next(
+            (usage.spent for usage in self.usages(ledger) if usage.resource == asked.resource), 0.0
+        )
         return (
-            f"{count} x {event} would bring {asked.resource} to {rounded_up(asked.spent, 6)}, past the budget of "
-            f"{asked.limit:.6g} ({budget.mode}, epsilon={budget.epsilon:.6g} at delta={budget.delta:g}, "
-            f"{budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
-            f"remaining {max(0.0, asked.limit - spent):.6g}, room for {self.max_steps(ledger, event)} more of this "
-            f"event"
+            f"{count} x {event} would bring {asked.resource} to {rounded_up(asked.spent, 6)}, past"
+            f" the budget of {asked.limit:.6g} ({budget.mode}, epsilon={budget.epsilon:.6g} at"
+            f" delta={budget.delta:g}, {budget.adjacency}); spent {rounded_up(spent, 6)} in"
+            f" {len(ledger)} events, remaining {max(0.0, asked.limit - spent):.6g}, room for"
+            f" {self.max_steps(ledger, event)} more of this event"
         )
 
 
 class PlannedFilter(Filter):
     """Parameters fixed in advance, which the accountant enforces: the composed epsilon stays within the target."""
 
-    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+    def usages(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> tuple[Usage, ...]:
         """Returns epsilon."""
         return (Usage("epsilon", self._epsilon(ledger, event, count), self.budget.epsilon),)
 
     def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
         # any bound decides, the cheap ones first: loss distributions only near the end of the budget
-        return self._epsilon(ledger, event, count, enough=self.budget.epsilon) <= self.budget.epsilon
+        return (
+            self._epsilon(ledger, event, count, enough=self.budget.epsilon) <= self.budget.epsilon
+        )
 
     def _epsilon(
-        self, ledger: Ledger, event: Event | None, count: int, method: str = "best", enough: float = 0.0
+        self,
+        ledger: Ledger,
+        event: Event | None,
+        count: int,
+        method: str = "best",
+        enough: float = 0.0,
     ) -> float:
         budget = self.budget
-        return ledger.evaluate(budget.delta, budget.adjacency, method, extra=event, count=count, enough=enough).epsilon
+        return ledger.evaluate(
+            budget.delta, budget.adjacency, method, extra=event, count=count, enough=enough
+        ).epsilon
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused, and the least epsilon that would admit it."""
-        budget, spent, most = self.budget, self.usage(ledger).spent, self.max_steps(ledger, event)
+        budget = self.budget
+        spent = self.usage(ledger).spent
+        most = self.max_steps(ledger, event)
         asked = rounded_up(self.usage(ledger, event, count).spent, 6)
         return (
-            f"{count} x {event} would bring epsilon to {asked}, past the budget of {budget.epsilon:.6g} "
-            f"at delta={budget.delta:g} ({budget.adjacency}); spent {rounded_up(spent, 6)} in {len(ledger)} events, "
-            f"remaining {max(0.0, budget.epsilon - spent):.6g}, room for {most} more of this event. "
-            f"Smallest epsilon that would admit it: {asked}"
+            f"{count} x {event} would bring epsilon to {asked}, past the budget of"
+            f" {budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency}); spent"
+            f" {rounded_up(spent, 6)} in {len(ledger)} events, remaining"
+            f" {max(0.0, budget.epsilon - spent):.6g}, room for {most} more of this event. Smallest"
+            f" epsilon that would admit it: {asked}"
             + ("" if budget.risk is None else f". The budget is {budget.target}")
         )
 
@@ -185,15 +208,23 @@ class PureFilter(Filter):
     are each rounded can come to.
     """
 
-    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+    def usages(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> tuple[Usage, ...]:
         """Returns the sum of pure epsilons, inf if some event has none."""
         # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
-        return (Usage("epsilon", ledger.pure(self.budget.adjacency, event, count), self.budget.epsilon),)
+        return (
+            Usage("epsilon", ledger.pure(self.budget.adjacency, event, count), self.budget.epsilon),
+        )
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused; names the event that has no pure epsilon, if that is it."""
         culprit = ledger.find_impure(self.budget.adjacency, event, count)
-        return super().refusal(ledger, event, count) if culprit is None else f"{count} x {event}: {impurity(culprit)}"
+        return (
+            super().refusal(ledger, event, count)
+            if culprit is None
+            else f"{count} x {event}: {impurity(culprit)}"
+        )
 
 
 class ScheduledFilter(Filter):
@@ -218,18 +249,25 @@ class ScheduledFilter(Filter):
         if not whole.holds(self._plan):
             culprit = None if budget.delta > 0 else self._plan.find_impure(budget.adjacency)
             raise BudgetExceeded(
-                f"the schedule would bring epsilon to {rounded_up(whole.usage(self._plan).spent, 6)}, past the budget "
-                f"of {budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency}); "
-                f"{'declare fewer steps' if culprit is None else impurity(culprit)}"
+                "the schedule would bring epsilon to"
+                f" {rounded_up(whole.usage(self._plan).spent, 6)}, past the budget of"
+                f" {budget.epsilon:.6g} at delta={budget.delta:g} ({budget.adjacency});"
+                f" {'declare fewer steps' if culprit is None else impurity(culprit)}"
             )
 
-    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+    def usages(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> tuple[Usage, ...]:
         """Returns the steps of every declared event, and of others with the limit 0."""
         asked = _counts(ledger)
-        for key, times in _counts(Ledger([Repeat(event, count)]) if event is not None else Ledger()).items():
+        for key, times in _counts(
+            Ledger([Repeat(event, count)]) if event is not None else Ledger()
+        ).items():
             asked[key] = asked.get(key, 0) + times
         found = [_steps(key, times, self._declared.get(key, 0)) for key, times in asked.items()]
-        found += [_steps(key, 0, limit) for key, limit in self._declared.items() if key not in asked]
+        found += [
+            _steps(key, 0, limit) for key, limit in self._declared.items() if key not in asked
+        ]
         return tuple(found) or (Usage("steps of the schedule", 0.0, 0.0),)
 
     def admits_next(self, ledger: Ledger, event: Event, count: int) -> bool:
@@ -244,7 +282,9 @@ class ScheduledFilter(Filter):
     def usage(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> Usage:
         """Returns the steps of the whole schedule."""
         usages = self.usages(ledger, event, count)
-        return Usage("steps of the schedule", sum(u.spent for u in usages), sum(u.limit for u in usages))
+        return Usage(
+            "steps of the schedule", sum(u.spent for u in usages), sum(u.limit for u in usages)
+        )
 
 
 _Key: TypeAlias = tuple[str, str, Event]
@@ -273,10 +313,14 @@ class AdaptiveFilter(Filter):
     def _cost(self, ledger: Ledger, event: Event | None, count: int) -> tuple[Cost, float]:
         """Returns the composed cost with a factor that exceeds the rounding of its sum."""
         entries = ledger.size + (event is not None)
-        cost = ledger.cost(self.budget.adjacency, self.level, event, count if event is not None else 1)
+        cost = ledger.cost(
+            self.budget.adjacency, self.level, event, count if event is not None else 1
+        )
         return cost, 1.0 + 2.0 * ULP * max(0, entries - 1)
 
-    def usages(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> tuple[Usage, ...]:
+    def usages(
+        self, ledger: Ledger, event: Event | None = None, count: int = 1
+    ) -> tuple[Usage, ...]:
         """Returns what the ledger, with further events, has used of the budget."""
         cost, rounding = self._cost(ledger, event, count)
         uses = self._uses(cost, rounding)
@@ -301,7 +345,8 @@ class AdaptiveFilter(Filter):
         for _, _, simple, _ in (*asked.entries(), *ledger.entries()):
             if self._uses(cost_of(simple, self.budget.adjacency, self.level), 1.0) is None:
                 raise ValueError(
-                    f"mode {self.budget.mode!r} must be fed {self.takes} (got {simple}); mode 'rdp' takes every event"
+                    f"mode {self.budget.mode!r} must be fed {self.takes} (got {simple}); mode 'rdp'"
+                    " takes every event"
                 )
         raise AssertionError("a sum has a cost if every term has one")
 
@@ -334,7 +379,9 @@ class ZCDPFilter(AdaptiveFilter):
         if cost.zcdp is None:
             return None
         xi, rho = cost.zcdp
-        return (Usage("the sum of rho", (xi + rho) * rounding, self._limit),)  # xi + rho a <= (xi + rho) a
+        return (
+            Usage("the sum of rho", (xi + rho) * rounding, self._limit),
+        )  # xi + rho a <= (xi + rho) a
 
 
 class RDPOrdersFilter(AdaptiveFilter):
@@ -349,7 +396,9 @@ class RDPOrdersFilter(AdaptiveFilter):
 
     def __init__(self, budget: Budget) -> None:
         super().__init__(budget)
-        orders = cast("tuple[float, ...]", budget.orders) if budget.orders else (_best_order(budget),)
+        orders = (
+            cast("tuple[float, ...]", budget.orders) if budget.orders else (_best_order(budget),)
+        )
         self._limits = [renyi_budget(order, budget.epsilon, budget.noise_delta) for order in orders]
         self.orders = orders
         self._curve = _OrderReader(orders)
@@ -380,8 +429,9 @@ class RDPMixtureFilter(AdaptiveFilter):
         if not self._admits_spent(budget.epsilon, nothing):
             floor = self._least_epsilon(nothing)
             raise InfeasibleError(
-                f"epsilon must be >= {rounded_up(floor)}, the smallest that these orders grant an empty run at "
-                f"delta={budget.noise_delta:g} (got {budget.epsilon:g}); take larger orders"
+                f"epsilon must be >= {rounded_up(floor)}, the smallest that these orders grant an"
+                f" empty run at delta={budget.noise_delta:g} (got {budget.epsilon:g}); take larger"
+                " orders"
             )
 
     def _admits_spent(self, epsilon: float, spent: FloatArray) -> bool:
@@ -391,11 +441,15 @@ class RDPMixtureFilter(AdaptiveFilter):
     def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
         cost, rounding = self._cost(ledger, event, count)
-        return self._failures(cost).fits and self._admits_spent(self.budget.epsilon, self._curve.read(cost) * rounding)
+        return self._failures(cost).fits and self._admits_spent(
+            self.budget.epsilon, self._curve.read(cost) * rounding
+        )
 
     def _uses(self, cost: Cost, rounding: float) -> tuple[Usage, ...] | None:
         spent = self._curve.read(cost) * rounding
-        return (Usage("epsilon of the Renyi mixture", self._least_epsilon(spent), self.budget.epsilon),)
+        return (
+            Usage("epsilon of the Renyi mixture", self._least_epsilon(spent), self.budget.epsilon),
+        )
 
     def _least_epsilon(self, spent: FloatArray) -> float:
         """Returns the least target, to 1e-6 relative and rounded up, that would admit these costs."""
@@ -434,9 +488,12 @@ class _OrderReader:
 
     def read(self, cost: Cost) -> FloatArray:
         """Returns an upper bound per order; inf where a neighboring order has none."""
-        left, right = cost.rdp[self._left], cost.rdp[self._right]
+        left = cost.rdp[self._left]
+        right = cost.rdp[self._right]
         known = np.isfinite(left) & np.isfinite(right)
-        chord = self._from_left * np.where(known, left, 0.0) + self._from_right * np.where(known, right, 0.0)
+        chord = self._from_left * np.where(known, left, 0.0) + self._from_right * np.where(
+            known, right, 0.0
+        )
         exact = self._left == self._right
         return np.where(known, np.where(exact, right, chord * (1.0 + 16.0 * ULP)), math.inf)
 
@@ -447,16 +504,20 @@ def _best_order(budget: Budget) -> float:
     plan = Ledger(Repeat(event, steps) for event, steps in budget.schedule)
     if not len(plan) or not plan.cost(budget.adjacency).rdp.any():
         raise ValueError(
-            f"schedule must spend something, so that an order can be chosen for it (got {budget.schedule})"
+            "schedule must spend something, so that an order can be chosen for it (got"
+            f" {budget.schedule})"
         )
-    orders, delta = orders_at(1), budget.noise_delta
+    orders = orders_at(1)
+    delta = budget.noise_delta
     orders, cost = orders[orders > 1.01], plan.cost(budget.adjacency, 1).rdp[orders > 1.01]
     overheads = np.array([rdp_epsilon_at_order(0.0, order, delta) for order in orders])
     room = budget.epsilon * (1.0 - 1e-12) - overheads
     usable = (room > 0) & np.isfinite(cost)
     if not usable.any():
         floor = rounded_up(float(overheads[np.isfinite(cost)].min(initial=math.inf)))
-        raise InfeasibleError(f"epsilon must be > {floor}, the least overhead of an order (got {budget.epsilon:g})")
+        raise InfeasibleError(
+            f"epsilon must be > {floor}, the least overhead of an order (got {budget.epsilon:g})"
+        )
     share = np.where(usable, cost, math.inf) / np.where(usable, room, 1.0)
     return float(orders[np.argmin(share)])
 
@@ -500,7 +561,9 @@ def make_filter(budget: Budget) -> Filter:
     return _MODES[budget.mode](budget)
 
 
-def adaptive_epsilon(ledger: Ledger, delta: float, adjacency: Adjacency, budget: Budget | None = None) -> float:
+def adaptive_epsilon(
+    ledger: Ledger, delta: float, adjacency: Adjacency, budget: Budget | None = None
+) -> float:
     """Returns the epsilon to quote at delta for a run whose parameters may depend on what was released.
 
     The target of an adaptive budget is the guarantee while the ledger is within it and delta is at least its delta.
@@ -520,7 +583,12 @@ def adaptive_epsilon(ledger: Ledger, delta: float, adjacency: Adjacency, budget:
     Raises:
         InfeasibleError: delta is 0 and some event has no pure epsilon.
     """
-    target = budget is not None and budget.adaptive and budget.adjacency == adjacency and delta >= budget.delta
+    target = (
+        budget is not None
+        and budget.adaptive
+        and budget.adjacency == adjacency
+        and delta >= budget.delta
+    )
     if budget is not None and target and make_filter(budget).holds(ledger):
         return budget.epsilon
     if delta == 0:
@@ -534,4 +602,6 @@ def adaptive_epsilon(ledger: Ledger, delta: float, adjacency: Adjacency, budget:
         return math.inf
     if not cost.rdp.any():
         return 0.0
-    return odometer_epsilon(ODOMETER_ORDERS, reader.read(cost) * (1.0 + 2.0 * ULP * entries), delta - kept)
+    return odometer_epsilon(
+        ODOMETER_ORDERS, reader.read(cost) * (1.0 + 2.0 * ULP * entries), delta - kept
+    )

@@ -38,7 +38,8 @@ def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
         return
     open_records = max(1, math.floor(budget.delta * n * (1.0 + 1e-12)))
     warn(
-        f"delta must be far below 1/n={1 / n:.2g} (got {budget.delta:g}): publishing {open_records} of the {n} "
-        f"{budget.unit}s in the open, picked at random, satisfies such a budget; give a delta of {0.1 / n:.2g} or less",
+        f"delta must be far below 1/n={1 / n:.2g} (got {budget.delta:g}): publishing {open_records}"
+        f" of the {n} {budget.unit}s in the open, picked at random, satisfies such a budget; give a"
+        f" delta of {0.1 / n:.2g} or less",
         stacklevel + 1,
     )

@@ -28,7 +28,8 @@ Place = tuple[str, int, int]
 MARKS = ("stepped", "asserted", "adaptive")
 
 # ends of names in `Book.releases`: a run has begun a pass that is charged as a whole; it makes no step any more
-OPEN, OVER = "/pass", "/over"
+OPEN = "/pass"
+OVER = "/over"
 
 
 @dataclass
@@ -57,16 +58,31 @@ class Book:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
         """Builds a book from primitives; raises ValueError for malformed ones."""
-        config, runs, releases = row.get("config", {}), row.get("runs", ()), row.get("releases", {})
-        pairs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
+        config = row.get("config", {})
+        runs = row.get("runs", ())
+        releases = row.get("releases", {})
+        pairs = isinstance(runs, Sequence) and all(
+            isinstance(run, Sequence) and len(run) == 2 for run in runs
+        )
         if not pairs or not isinstance(config, Mapping) or not isinstance(releases, Mapping):
-            raise ValueError(f"state must hold ledger, runs and config as they were written (got {runs!r}, {config!r})")
+            raise ValueError(
+                f"state must hold ledger, runs and config as they were written (got {runs!r},"
+                f" {config!r})"
+            )
         try:
             runs = [(str(token), check.count(start=start)) for token, start in runs]
             known = {str(run): check.count(releases=made) for run, made in releases.items()}
-            return cls(Ledger.from_json(row.get("ledger", ())), runs, dict(config), _id_of(row), known)
-        except (TypeError, AttributeError, RecursionError) as error:  # the last one: nested without end
-            raise ValueError(f"state must hold ledger, runs and config as they were written ({error})") from error
+            return cls(
+                Ledger.from_json(row.get("ledger", ())), runs, dict(config), _id_of(row), known
+            )
+        except (
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # the last one: nested without end
+            raise ValueError(
+                f"state must hold ledger, runs and config as they were written ({error})"
+            ) from error
 
     def digest(self) -> str:
         """Returns the SHA-256 of everything."""
@@ -97,7 +113,9 @@ class Book:
         # PRIVACY: a copy that went on by itself has as many events, not those
         # (test_an_older_copy_is_refused_also_where_it_went_on_by_itself)
         # strict=False: events without a run were added by hand
-        known = not run or any(name == run and end >= events for (name, _), end in zip(self.runs, ends, strict=False))
+        known = not run or any(
+            name == run and end >= events for (name, _), end in zip(self.runs, ends, strict=False)
+        )
         return known and len(self.ledger) >= events and sum(self.releases.values()) >= releases
 
     def release(self, run: str, number: int) -> None:
@@ -116,9 +134,12 @@ class Book:
 
     def apply(self, row: Row) -> None:
         """Adds a charge; raises ValueError if it does not follow the events so far."""
-        at, count = check.count(at=row.get("at")), check.count(count=row.get("count"))
+        at = check.count(at=row.get("at"))
+        count = check.count(count=row.get("count"))
         if at != len(self.ledger):
-            raise ValueError(f"at must be {len(self.ledger)}, the number of events before (got {at})")
+            raise ValueError(
+                f"at must be {len(self.ledger)}, the number of events before (got {at})"
+            )
         self.ledger.add(event_from_json(row["event"]), count)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
@@ -128,10 +149,17 @@ class Book:
 
 
 def charge_row(
-    event: Event, count: int, at: int, run: str | None, marks: Iterable[str], releases: Mapping[str, int]
+    event: Event,
+    count: int,
+    at: int,
+    run: str | None,
+    marks: Iterable[str],
+    releases: Mapping[str, int],
 ) -> Row:
     """Returns a charge as primitives, to be read by `Book.apply`."""
-    row: Row = {"at": at, "count": count, "event": event_to_json(event)} | dict.fromkeys(marks, True)
+    row: Row = {"at": at, "count": count, "event": event_to_json(event)} | dict.fromkeys(
+        marks, True
+    )
     if releases:
         row["releases"] = dict(releases)
     return row if run is None else row | {"run": run}
@@ -146,7 +174,9 @@ def history_of(ledger: Ledger) -> History:
     ]
 
 
-def foreign_book(history: Iterable[Sequence[float]], run: str, adjacency: Adjacency | None, unit: str) -> Book:
+def foreign_book(
+    history: Iterable[Sequence[float]], run: str, adjacency: Adjacency | None, unit: str
+) -> Book:
     """Returns the book of a history in Opacus' form, whose sampling is taken on trust.
 
     Raises:
@@ -154,11 +184,15 @@ def foreign_book(history: Iterable[Sequence[float]], run: str, adjacency: Adjace
     """
     book = Book(config={"adjacency": adjacency, "unit": unit})
     if not isinstance(history, Iterable):
-        raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})")
+        raise ValueError(
+            f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})"
+        )
     entry: Any
     for entry in history:
         if not isinstance(entry, Sequence) or len(entry) != 3:
-            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})")
+            raise ValueError(
+                f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})"
+            )
         book.ledger.add(PoissonGaussian(entry[0], entry[1]), check.count(steps=entry[2]))
     if len(book.ledger):
         book.runs.append((run, 0))
@@ -183,11 +217,13 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
         raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     if not state:
         raise ValueError(f"state_dict must not be empty (got {state!r})")
-    version, mechanism = state.get("version"), state.get("mechanism")
+    version = state.get("version")
+    mechanism = state.get("mechanism")
     if mechanism in FOREIGN:
         raise ValueError(
-            f"mechanism must be {MECHANISM!r} (got {mechanism!r}): load_state_dict(state, import_foreign=True) takes "
-            f"the states of Opacus' accountants, whose sampling is then taken on trust"
+            f"mechanism must be {MECHANISM!r} (got {mechanism!r}): load_state_dict(state,"
+            " import_foreign=True) takes the states of Opacus' accountants, whose sampling is then"
+            " taken on trust"
         )
     if mechanism != MECHANISM:
         raise ValueError(f"mechanism must be {MECHANISM!r} (got {mechanism!r})")

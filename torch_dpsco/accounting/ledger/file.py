@@ -73,13 +73,18 @@ class HighWater:
             return None  # a crash between its making and its first write
         try:
             row = json.loads(content)
-            place = str(row["run"]), check.count(events=row["events"]), check.count(releases=row["releases"])
+            place = (
+                str(row["run"]),
+                check.count(events=row["events"]),
+                check.count(releases=row["releases"]),
+            )
             if content != _content(place):
                 raise ValueError("it was altered")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PrivacyError(
-                f"mark {self.path!r} of the ledger file is damaged ({type(error).__name__}): how much was spent is not "
-                f"known for certain; delete the mark only if the ledger file is known to be the newest one"
+                f"mark {self.path!r} of the ledger file is damaged ({type(error).__name__}): how"
+                " much was spent is not known for certain; delete the mark only if the ledger file"
+                " is known to be the newest one"
             ) from error
         return place
 
@@ -153,19 +158,31 @@ class LedgerFile:
         self.path = os.fspath(path)
         self._mark = HighWater(self.path)
         # PRIVACY: a new file in the place of a lost one knows of no charge (test_a_lost_file_is_not_made_anew)
-        if not os.path.exists(self.path) and (must_exist or self._mark.read() not in (None, _NOWHERE)):
-            reason = "must_exist=True" if must_exist else f"its mark {self._mark.path!r} knows of charges"
-            raise PrivacyError(f"ledger file {self.path!r} must exist ({reason}): restore it, or name the right file")
+        if not os.path.exists(self.path) and (
+            must_exist or self._mark.read() not in (None, _NOWHERE)
+        ):
+            reason = (
+                "must_exist=True"
+                if must_exist
+                else f"its mark {self._mark.path!r} knows of charges"
+            )
+            raise PrivacyError(
+                f"ledger file {self.path!r} must exist ({reason}): restore it, or name the right"
+                " file"
+            )
         try:
             self._fd = _opened(self.path)
         except OSError as error:
             raise PrivacyError(
-                f"ledger file {self.path!r} cannot be opened for reading and writing ({error}): without it nothing can "
-                f"be charged; name a file in a folder that exists, on a disk that can be written"
+                f"ledger file {self.path!r} cannot be opened for reading and writing ({error}):"
+                " without it nothing can be charged; name a file in a folder that exists, on a"
+                " disk that can be written"
             ) from error
         self._closer = weakref.finalize(self, os.close, self._fd)
         self._mark_closer = weakref.finalize(self, self._mark.close)
-        self._size, self._digest, self._broken = 0, "", False
+        self._size = 0
+        self._digest = ""
+        self._broken = False
         try:
             known = self._mark.read()
             self.book = self._read(known)
@@ -211,7 +228,8 @@ class LedgerFile:
             os.fsync(self._fd)
 
         self._sync(put)
-        self._size, self._digest = self._size + len(line), digest
+        self._size = self._size + len(line)
+        self._digest = digest
 
     def note(self, place: Place) -> None:
         """Notes in the mark how far the book has come whose lines were appended; before anything is released.
@@ -222,19 +240,24 @@ class LedgerFile:
         self._sync(lambda: self._mark.write(place))
 
     def _sync(self, put: Callable[[], None]) -> None:
-        self._broken = True  # until it is safe: after a failed fsync nobody knows what the disk holds
+        self._broken = (
+            True  # until it is safe: after a failed fsync nobody knows what the disk holds
+        )
         try:
             put()
         except OSError as error:
             raise PrivacyError(
-                f"ledger file {self.path!r} could not be written ({error}): nothing more can be charged to it; make "
-                f"room, then a new accountant on the same file"
+                f"ledger file {self.path!r} could not be written ({error}): nothing more can be"
+                " charged to it; make room, then a new accountant on the same file"
             ) from error
         self._broken = False
 
     def _require_own(self) -> None:
         if self._broken:
-            raise PrivacyError(f"ledger file {self.path!r} is closed or failed: make a new accountant on the same file")
+            raise PrivacyError(
+                f"ledger file {self.path!r} is closed or failed: make a new accountant on the same"
+                " file"
+            )
         now = os.fstat(self._fd)
         try:
             named = os.path.samestat(now, os.stat(self.path)) and self._mark.is_named
@@ -244,8 +267,8 @@ class LedgerFile:
             # PRIVACY: charges must not go to a file that is gone, or that others do not find under its name
             # (test_a_file_deleted_moved_or_changed_in_a_run_is_noticed)
             raise PrivacyError(
-                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in use, or its mark "
-                f"was: restore it unchanged"
+                f"ledger file {self.path!r} was changed, moved or deleted by somebody else while in"
+                " use, or its mark was: restore it unchanged"
             )
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -254,19 +277,21 @@ class LedgerFile:
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             lines = file.read().split(b"\n")
-        torn, book, last = lines.pop(), Book(), None
+        torn = lines.pop()
+        book = Book()
+        last = None
         if not lines and known is None and not torn.startswith(_START[: len(torn)]):
             # a crash leaves a beginning of a first line; what else is there is somebody's own file, not to be cut
             raise PrivacyError(
-                f"ledger file {self.path!r} must be new, empty, or one that a ledger wrote (got another content): "
-                f"nothing of it was changed; name another file"
+                f"ledger file {self.path!r} must be new, empty, or one that a ledger wrote (got"
+                " another content): nothing of it was changed; name another file"
             )
         for number, line in enumerate(lines, start=1):
             row = self._verified(line)
             if row is None:
                 raise PrivacyError(
-                    f"line {number} of ledger file {self.path!r} is damaged or altered: what was spent is not known; "
-                    f"restore the file from a copy, or name the right file"
+                    f"line {number} of ledger file {self.path!r} is damaged or altered: what was"
+                    " spent is not known; restore the file from a copy, or name the right file"
                 )
             book, last = self._follow(book, row, number)
             self._size += len(line) + 1
@@ -278,14 +303,14 @@ class LedgerFile:
         if known is not None and not book.reaches(known):
             # PRIVACY: (test_every_cut_of_a_file_opens_with_all_charges_or_is_refused)
             raise PrivacyError(
-                f"ledger file {self.path!r} must hold {known[1]} events of its last run, as its mark "
-                f"{self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or replaced by an older copy "
-                f"or another ledger; put the newest one back"
+                f"ledger file {self.path!r} must hold {known[1]} events of its last run, as its"
+                f" mark {self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or"
+                " replaced by an older copy or another ledger; put the newest one back"
             )
         if known is None and len(book.ledger):
             warnings.warn(
                 f"ledger file {self.path!r} has no mark {self._mark.path!r} (it was copied "
-                f"without): whether it is the newest copy is not known",
+                "without): whether it is the newest copy is not known",
                 UtilityWarning,
                 stacklevel=2,
             )
@@ -310,7 +335,9 @@ class LedgerFile:
                 return Book.from_row(row), row
             book.apply(row)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise PrivacyError(f"line {number} of ledger file {self.path!r} cannot be understood ({error})") from error
+            raise PrivacyError(
+                f"line {number} of ledger file {self.path!r} cannot be understood ({error})"
+            ) from error
         return book, row
 
     def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
@@ -323,7 +350,9 @@ class LedgerFile:
             # PRIVACY: the mark follows each line, before its noise
             # (test_a_dropped_line_is_off_the_disk_before_it_is_told)
             self._sync(lambda: os.fsync(self._fd))
-            self._tell_of_torn("is dropped: it was not complete, so that nothing was released for it")
+            self._tell_of_torn(
+                "is dropped: it was not complete, so that nothing was released for it"
+            )
             return book
         if row is None:
             # PRIVACY: over-counts, since authorize had not returned
@@ -331,14 +360,18 @@ class LedgerFile:
             if last is None or "event" not in last:
                 self._sync(lambda: os.fsync(self._fd))
                 return book  # since the last state no charge was completed
-            row = {key: value for key, value in last.items() if key != "run"} | {"at": len(book.ledger)}
+            row = {key: value for key, value in last.items() if key != "run"} | {
+                "at": len(book.ledger)
+            }
         self.append(row)
         self._tell_of_torn("is charged although nothing was released for it")
         return self._follow(book, row, number=0)[0]
 
     def _tell_of_torn(self, what: str) -> None:
         warnings.warn(
-            f"the last line of ledger file {self.path!r} was torn by a crash; it {what}", UtilityWarning, stacklevel=2
+            f"the last line of ledger file {self.path!r} was torn by a crash; it {what}",
+            UtilityWarning,
+            stacklevel=2,
         )
 
     # -- making it short ----------------------------------------------------------------------------------------------
@@ -346,18 +379,26 @@ class LedgerFile:
     def _shorten(self) -> None:
         """Replaces a long file by the state that its lines add up to; leaves it unchanged where that cannot be done."""
         old = os.fstat(self._fd)
-        if self._size < _LONG or old.st_nlink != 1:  # under a second name the old file would live on, and fall behind
+        if (
+            self._size < _LONG or old.st_nlink != 1
+        ):  # under a second name the old file would live on, and fall behind
             return
         line, digest = _line("", self.book.to_row())
         # PRIVACY: only what reads back as the same book (test_a_state_that_loses_a_charge_replaces_nothing)
-        if 2 * len(line) > self._size or Book.from_row(json.loads(line)).digest() != self.book.digest():
+        if (
+            2 * len(line) > self._size
+            or Book.from_row(json.loads(line)).digest() != self.book.digest()
+        ):
             return
-        new = _replaced(os.path.realpath(self.path), line, old)  # the file itself, where the name is a link
+        new = _replaced(
+            os.path.realpath(self.path), line, old
+        )  # the file itself, where the name is a link
         if new is None:
             return
         self._closer()
         self._fd, self._closer = new, weakref.finalize(self, os.close, new)
-        self._size, self._digest = len(line), digest
+        self._size = len(line)
+        self._digest = digest
 
 
 class LedgerCopy(LedgerFile):
@@ -374,7 +415,9 @@ class LedgerCopy(LedgerFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._mark = HighWater(self.path)
-        self._size, self._digest, self._broken = 0, "", True
+        self._size = 0
+        self._digest = ""
+        self._broken = True
         known = self._mark.read()  # before the lines: a mark is never ahead of them
         self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
@@ -387,8 +430,8 @@ class LedgerCopy(LedgerFile):
 
     def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
         raise PrivacyError(
-            f"the last line of ledger file {self.path!r} has no end: it is being written, or was torn by a crash; an "
-            f"accountant on the file mends it"
+            f"the last line of ledger file {self.path!r} has no end: it is being written, or was"
+            " torn by a crash; an accountant on the file mends it"
         )
 
 
@@ -418,14 +461,16 @@ def _lock(fd: int, path: str) -> None:
     except BlockingIOError as error:
         # PRIVACY: two writers would each see half of what is spent (test_a_second_writer_is_refused)
         raise PrivacyError(
-            f"ledger file {path!r} is in use by another accountant or process (also a worker that has not ended yet): "
-            f"two writers would each spend unseen by the other; close() the other one first"
+            f"ledger file {path!r} is in use by another accountant or process (also a worker that"
+            " has not ended yet): two writers would each spend unseen by the other; close() the"
+            " other one first"
         ) from error
 
 
 def _replaced(path: str, content: bytes, old: os.stat_result) -> int | None:
     """Puts a locked file with that content, owner and mode in the place of another; None if it could not be done."""
-    draft, fd = f"{path}.draft", -1
+    draft = f"{path}.draft"
+    fd = -1
     try:
         with suppress(FileNotFoundError):
             os.unlink(draft)  # of a crash

@@ -24,15 +24,22 @@ class Journal:
     """
 
     def __init__(self, book: Book, file: LedgerFile | None = None) -> None:
-        self.book, self.file = book, file
-        self._filed = len(book.ledger) if file is not None and not file.is_empty else -1  # events that the file knows
+        self.book = book
+        self.file = file
+        self._filed = (
+            len(book.ledger) if file is not None and not file.is_empty else -1
+        )  # events that the file knows
         self._facts = _facts(book)  # and the facts, if it knows any events
         self._process = os.getpid()
         self._charging = False
         self._follows = False  # whether the file is another process's
 
     def charge(
-        self, event: Event, count: int, marks: Collection[str] = (), releases: Mapping[str, int] | None = None
+        self,
+        event: Event,
+        count: int,
+        marks: Collection[str] = (),
+        releases: Mapping[str, int] | None = None,
     ) -> int:
         """Adds an event; returns how many simple events that are.
 
@@ -65,18 +72,24 @@ class Journal:
             self.file.note(self.book.place)
         return added
 
-    def _charge_first(self, event: Event, count: int, marks: Collection[str], releases: Mapping[str, int]) -> None:
+    def _charge_first(
+        self, event: Event, count: int, marks: Collection[str], releases: Mapping[str, int]
+    ) -> None:
         """Names the run, and writes the charge ahead; does nothing for a charge of nothing."""
         # the whole event is checked here, before the file sees it
         if not len(Ledger([Repeat(event, count)])) and not releases:
             return
-        at, run = len(self.book.ledger), None
+        at = len(self.book.ledger)
+        run = None
         if not self._charging:
             # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
             run = secrets.token_hex(16)
         if self.file is not None:
             # PRIVACY: a suspicion too outlives a crash (test_a_suspicion_is_filed_with_the_next_charge)
-            if (self._filed, self._facts) != (at, _facts(self.book)):  # new file, new facts, a ledger added to by hand
+            if (self._filed, self._facts) != (
+                at,
+                _facts(self.book),
+            ):  # new file, new facts, a ledger added to by hand
                 self.file.append(self.book.to_row())
             self._filed, self._facts = -1, _facts(self.book)  # until the book has the charge too
             self.file.append(charge_row(event, count, at, run, marks, releases))
@@ -100,7 +113,8 @@ class Journal:
 
     def follow(self, name: str) -> None:
         """Notes that another process, which charges the same events, has the file of this ledger, with its name."""
-        self.book.id, self._follows = name, True
+        self.book.id = name
+        self._follows = True
 
     def continue_from(self, book: Book) -> Mapping[str, int]:
         """Returns the releases that are marked, if the file is a later state of a checkpoint's book.
@@ -114,10 +128,11 @@ class Journal:
         # file over knows what that knows (test_a_run_is_resumed_with_its_own_ledger_file_only)
         if not self._is_filed or book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
-                f"accountant must have the ledger file of the run, as new as its checkpoint (got ledger {mine.id}, "
-                f"{len(mine.ledger)} events, {'no file' if self.file is None else 'a file'}; the checkpoint has ledger "
-                f"{book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...). Without it nobody knows "
-                f"what was released after the checkpoint"
+                "accountant must have the ledger file of the run, as new as its checkpoint (got"
+                f" ledger {mine.id}, {len(mine.ledger)} events,"
+                f" {'no file' if self.file is None else 'a file'}; the checkpoint has ledger"
+                f" {book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...)."
+                " Without it nobody knows what was released after the checkpoint"
             )
         return dict(mine.releases)
 
@@ -126,8 +141,9 @@ class Journal:
         if os.getpid() != self._process:
             # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
             raise PrivacyError(
-                "an accountant must be charged in the process that made it: a forked copy would spend unseen and "
-                "repeat the noise; make optimizer and accountant in the worker and bring their state_dict() back"
+                "an accountant must be charged in the process that made it: a forked copy would"
+                " spend unseen and repeat the noise; make optimizer and accountant in the worker"
+                " and bring their state_dict() back"
             )
 
     def load(self, book: Book) -> None:
@@ -144,8 +160,8 @@ class Journal:
             return  # a rolled-back run: what was charged since stays charged
         if not book.knows(mine):
             raise PrivacyError(
-                "loading would forget events charged here: the two ledgers have different histories; load a checkpoint "
-                "before the accountant is charged for anything else"
+                "loading would forget events charged here: the two ledgers have different"
+                " histories; load a checkpoint before the accountant is charged for anything else"
             )
         if self.file is not None:
             # PRIVACY: the file that was charged after this state was made is another one
@@ -159,14 +175,18 @@ class Journal:
         if self.file is not None:
             self.file.append(book.to_row())
             self.file.note(book.place)
-        self.book, self._charging, self._filed, self._facts = book, False, len(book.ledger), _facts(book)
+        self.book = book
+        self._charging = False
+        self._filed = len(book.ledger)
+        self._facts = _facts(book)
 
     def _tell_of_rollback(self, released: int) -> None:
         # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
         if released and self.file is not None:
             warnings.warn(
-                f"ledger file {self.file.path!r} is {released} released events ahead of the checkpoint: they were "
-                f"rolled back but stay charged, and the run repeats them with fresh noise",
+                f"ledger file {self.file.path!r} is {released} released events ahead of the"
+                " checkpoint: they were rolled back but stay charged, and the run repeats them"
+                " with fresh noise",
                 UtilityWarning,
                 stacklevel=5,
             )

@@ -70,8 +70,8 @@ def pure_epsilon(event: SimpleEvent, adjacency: Adjacency) -> float:
 def impurity(event: SimpleEvent) -> str:
     """Returns in words why an event has no place at delta = 0, and the ways out."""
     return (
-        f"{event} has no finite pure epsilon (delta = 0 has no Gaussian noise and no failure probability); give "
-        f"delta > 0, or release with pure noise (KNorm, Laplace)"
+        f"{event} has no finite pure epsilon (delta = 0 has no Gaussian noise and no failure"
+        " probability); give delta > 0, or release with pure noise (KNorm, Laplace)"
     )
 
 
@@ -82,7 +82,9 @@ LOCK = threading.RLock()
 
 if hasattr(os, "register_at_fork"):  # elsewhere processes are not forked
     # PRIVACY: (test_a_fork_during_a_charge_leaves_a_whole_ledger_and_a_free_lock)
-    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+    os.register_at_fork(
+        before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
+    )
 
 
 def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -120,7 +122,10 @@ def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, in
             for inner in events:
                 for place, simple, times in _flatten(inner, count):
                     if place != _BASE:
-                        raise ValueError(f"partition {event.partition!r} must not contain another (got {place[0]!r})")
+                        raise ValueError(
+                            f"partition {event.partition!r} must not contain another (got"
+                            f" {place[0]!r})"
+                        )
                     yield (event.partition, part), simple, times
     elif not isinstance(event, SimpleEvent):
         raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
@@ -131,7 +136,13 @@ def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, in
 def _kinds(event: Event) -> Iterator[tuple[str, tuple[str, bool]]]:
     if isinstance(event, Parallel):
         yield event.partition, (event.partition_kind, event.key_public)
-    for inner in (event.event,) if isinstance(event, Repeat) else event.events if isinstance(event, Sequential) else ():
+    for inner in (
+        (event.event,)
+        if isinstance(event, Repeat)
+        else event.events
+        if isinstance(event, Sequential)
+        else ()
+    ):
         yield from _kinds(inner)
 
 
@@ -140,14 +151,15 @@ def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
     for name, (kind, key_public) in kinds.items():
         if kind == "positional" and adjacency == ADD_REMOVE:
             raise AdjacencyError(
-                f"parts cut by position have no add_remove guarantee (partition {name!r}): removing a record shifts "
-                f"all later positions"
+                f"parts cut by position have no add_remove guarantee (partition {name!r}): removing"
+                " a record shifts all later positions"
             )
         if kind == "keyed" and adjacency == REPLACE_ONE and not key_public:
             # PRIVACY: (test_keyed_parts_have_no_replace_one_guarantee)
             raise AdjacencyError(
-                f"parts by key have no replace_one guarantee (partition {name!r}): the new record may carry another "
-                f"key, so that two parts change; a public key that is kept needs key_public=True"
+                f"parts by key have no replace_one guarantee (partition {name!r}): the new record"
+                " may carry another key, so that two parts change; a public key that is kept needs"
+                " key_public=True"
             )
 
 
@@ -186,7 +198,9 @@ class Ledger:
         """Yields (partition, part, event, count); both names are empty for events that touch all records."""
         with LOCK:  # a list: others may charge while the caller reads on
             found = [
-                (*place, event, times) for place, counts in self._counts.items() for event, times in counts.items()
+                (*place, event, times)
+                for place, counts in self._counts.items()
+                for event, times in counts.items()
             ]
         yield from found
 
@@ -203,25 +217,32 @@ class Ledger:
     def includes(self, other: Ledger) -> bool:
         """Returns whether every event of another ledger is here, at least as often."""
         mine = {(partition, part, event): times for partition, part, event, times in self.entries()}
-        return all(mine.get((place, part, event), 0) >= times for place, part, event, times in other.entries())
+        return all(
+            mine.get((place, part, event), 0) >= times
+            for place, part, event, times in other.entries()
+        )
 
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         with LOCK:
-            known = isinstance(event, SimpleEvent) and (event is self._latest or event in self._counts.get(_BASE, {}))
+            known = isinstance(event, SimpleEvent) and (
+                event is self._latest or event in self._counts.get(_BASE, {})
+            )
             if known and type(count) is int and count > 0:  # what most steps are
                 self._add_again(event, count)
             else:
                 self._add(event, count)
 
     def _add(self, event: Event, count: int) -> None:
-        entries, kinds = list(_flatten(event, check.count(count=count))), self._kinds_with(event)
+        entries = list(_flatten(event, check.count(count=count)))
+        kinds = self._kinds_with(event)
         if not entries:
             return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
         self._require_room(sum(times for _, _, times in entries))
         self._kinds = kinds
         # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
-        totals, self._totals = self._totals, {}
+        totals = self._totals
+        self._totals = {}
         for place, simple, times in entries:
             if place not in self._counts:
                 self._counts[place] = {}
@@ -241,21 +262,28 @@ class Ledger:
         self._length += count
         for known in totals.values():  # each has the event already
             known.base.put(event, times)
-        self._totals, self._latest = totals, event
+        self._totals = totals
+        self._latest = event
 
     def _require_room(self, events: int) -> None:
         length = self._length + events
         if length > sys.maxsize:
-            raise ValueError(f"count must leave at most {sys.maxsize} events in the ledger (got {length})")
+            raise ValueError(
+                f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
+            )
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
         for name, kind in _kinds(event) if event is not None else ():
             if kinds.setdefault(name, kind) != kind:
-                raise ValueError(f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})")
+                raise ValueError(
+                    f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})"
+                )
         return kinds
 
-    def _update(self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent) -> None:
+    def _update(
+        self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent
+    ) -> None:
         for key, totals in list(known.items()):
             try:
                 if place == _BASE:
@@ -291,21 +319,28 @@ class Ledger:
         changed = self.changed(event, count)
         self._kinds_with(event)  # raises if the partition is cut in another way
         for place, counts in changed.items():
-            others = [self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place]
+            others = [
+                self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place
+            ]
             # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
-            if place == _BASE or not any(all(o.get(e, 0) >= k for e, k in counts.items()) for o in others):
+            if place == _BASE or not any(
+                all(o.get(e, 0) >= k for e, k in counts.items()) for o in others
+            ):
                 return False
         return bool(changed)
 
     @locked
-    def cost(self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1) -> Cost:
+    def cost(
+        self, adjacency: Adjacency, level: int = 0, extra: Event | None = None, count: int = 1
+    ) -> Cost:
         """Returns the composed cost, with `extra` as if it had been recorded `count` more times.
 
         Raises:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        totals, changed = self._totals_at(adjacency, level), self.changed(extra, count)
+        totals = self._totals_at(adjacency, level)
+        changed = self.changed(extra, count)
         base = changed.pop(_BASE, None)
         after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
         parts = ((place[0], total_of(counts, adjacency, level)) for place, counts in after.items())
@@ -340,15 +375,20 @@ class Ledger:
                 found = [one.evaluate(delta, adjacency, enough=enough) for one in choices]
                 return max(found, key=lambda evaluation: evaluation.epsilon)
             laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
-            return epsilon_of(lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough)
+            return epsilon_of(
+                lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough
+            )
         if method not in ("best", "pure"):
             raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
-        epsilon, culprit = self.pure(adjacency, extra, count), self.find_impure(adjacency, extra, count)
+        epsilon = self.pure(adjacency, extra, count)
+        culprit = self.find_impure(adjacency, extra, count)
         if culprit is not None:
             raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
         return Evaluation(epsilon, "pure")
 
-    def _choices(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> list[Ledger]:
+    def _choices(
+        self, adjacency: Adjacency, extra: Event | None = None, count: int = 1
+    ) -> list[Ledger]:
         """Returns what a record may meet, one ledger per choice of a part of each partition; none if sums say as much.
 
         They do not where something fails, whose failure is not to be added to the losses of another part, or where some
@@ -363,7 +403,10 @@ class Ledger:
         # PRIVACY: one choice alone does not know how records were cut (test_choices_of_parts_need_a_cut_that_holds)
         _require_defined(self._kinds_with(extra), adjacency)
         lawless = any(
-            laws_of(event, adjacency) is None for known in parts.values() for counts in known for event in counts
+            laws_of(event, adjacency) is None
+            for known in parts.values()
+            for counts in known
+            for event in counts
         )
         if not lawless and not self.cost(adjacency, 0, extra, count).fails:
             return []
@@ -391,7 +434,9 @@ class Ledger:
             return math.inf
         largest: dict[str, Fraction] = {}
         for (partition, _), counts in self.counts(extra, count).items():
-            part = sum(times * Fraction(pure_epsilon(event, adjacency)) for event, times in counts.items())
+            part = sum(
+                times * Fraction(pure_epsilon(event, adjacency)) for event, times in counts.items()
+            )
             largest[partition] = max(Fraction(part), largest.get(partition, Fraction()))
         try:
             return float(sum(largest.values()))
@@ -399,7 +444,9 @@ class Ledger:
             return math.inf
 
     @locked
-    def find_impure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> SimpleEvent | None:
+    def find_impure(
+        self, adjacency: Adjacency, extra: Event | None = None, count: int = 1
+    ) -> SimpleEvent | None:
         """Returns the first event that has no finite pure epsilon; None if there is none."""
         events = (event for counts in self.counts(extra, count).values() for event in counts)
         return next((event for event in events if math.isinf(pure_epsilon(event, adjacency))), None)
@@ -413,12 +460,16 @@ class Ledger:
         """Returns delta at epsilon under an adjacency."""
         if choices := self._choices(adjacency):
             return max(one.delta(epsilon, adjacency) for one in choices)
-        return delta_of(lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency))
+        return delta_of(
+            lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency)
+        )
 
     def risk(self, adjacency: Adjacency) -> Risk:
         """Returns what a test can find out about one record from the events recorded so far."""
         events = Ledger(Repeat(event, count) for event, count in self.events())  # as they are now
-        pure = math.nextafter(events.pure(adjacency), math.inf)  # that sum was rounded to the nearest float
+        pure = math.nextafter(
+            events.pure(adjacency), math.inf
+        )  # that sum was rounded to the nearest float
         return Risk(lambda epsilon: events.delta(epsilon, adjacency), pure)
 
     @locked

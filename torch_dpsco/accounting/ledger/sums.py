@@ -30,7 +30,8 @@ class Rows:
     """
 
     def __init__(self, adjacency: Adjacency, level: int) -> None:
-        self._adjacency, self._level = adjacency, level
+        self._adjacency = adjacency
+        self._level = level
         self._places: dict[SimpleEvent, int] = {}
         self._rows = np.empty((1, len(Cost.zero(level).row)))
         self._times = np.empty(1)
@@ -56,7 +57,8 @@ class Rows:
 
     def cost(self, changed: Counts | None = None) -> Cost:
         """Returns the composed cost, as if some events had happened another number of times, >= 1."""
-        last, places = len(self._places), []
+        last = len(self._places)
+        places = []
         for event in changed or ():
             place = self._places.get(event)
             if place is None:  # written behind the known ones, where `put` will write it too
@@ -87,7 +89,8 @@ class Sum:
     """
 
     def __init__(self, adjacency: Adjacency, level: int, counts: Counts) -> None:
-        self._adjacency, self._level = adjacency, level
+        self._adjacency = adjacency
+        self._level = level
         self._begin(counts)
 
     def _begin(self, counts: Counts) -> None:
@@ -150,7 +153,9 @@ class Totals:
         for partition, part in parts:
             _grow(largest, partition, part)
         total = self.base.cost(base)
-        for partition in sorted(largest):  # in one order, so that the same events always give the same bits
+        for partition in sorted(
+            largest
+        ):  # in one order, so that the same events always give the same bits
             total = total + largest[partition]
         return total
 

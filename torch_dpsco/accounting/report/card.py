@@ -32,14 +32,17 @@ if TYPE_CHECKING:
     from torch_dpsco.accounting.report.statement import Statement
 
 SUFFIXES = (".html", ".pdf", ".md", ".json")
-_POINTS, _SHOWN = 12, 8
+_POINTS = 12
+_SHOWN = 8
 _ALARMS = (0.01, 0.001)  # false positive rates that are marked
 _STYLE = (
-    "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;color:#222;background:#fff;"
-    "overflow-wrap:break-word}"
-    "table{border-collapse:collapse}td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
+    "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;"
+    "color:#222;background:#fff;overflow-wrap:break-word}"
+    "table{border-collapse:collapse}"
+    "td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
     "td:nth-child(n+3){white-space:nowrap}"
-    ".pictures{display:flex;flex-wrap:wrap;gap:.5em}img{flex:1 1 20em;min-width:18em;max-width:min(100%,30em)}"
+    ".pictures{display:flex;flex-wrap:wrap;gap:.5em}"
+    "img{flex:1 1 20em;min-width:18em;max-width:min(100%,30em)}"
     ".warn{border-left:4px solid #c33;padding-left:1em}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}}"
     "@media print{body{color:#000;background:#fff}}"
@@ -49,18 +52,23 @@ _STYLE = (
 def draw(report: PrivacyReport) -> Figure:
     """Returns the pictures of a report: what a test can find out, what was spent when, and on what."""
     title = (
-        f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one {report.unit_name}"
+        f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one"
+        f" {report.unit_name}"
     )
     return plots.figure(f"{title} ({report.adjacency}){report.proviso}", *panels(report))
 
 
-def save(statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool) -> None:
+def save(
+    statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool
+) -> None:
     """Writes the card; see `Statement.save`."""
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise ValueError(f"path must end in {', '.join(SUFFIXES)} (got {os.fspath(path)!r})")
     date = datetime.now(UTC) if date is None else date
-    content = {".html": _html, ".pdf": _pdf, ".md": _markdown, ".json": _json}[suffix](statement, date)
+    content = {".html": _html, ".pdf": _pdf, ".md": _markdown, ".json": _json}[suffix](
+        statement, date
+    )
     try:
         with open(path, "wb" if overwrite else "xb") as file:
             file.write(content)
@@ -78,10 +86,14 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     if math.isinf(report.epsilon):
         yield plots.words("No guarantee", "epsilon is infinite")
         return
-    risk, shares = report.risk(), [k / 100 for k in range(101)]
+    risk = report.risk()
+    shares = [k / 100 for k in range(101)]
     found = {f: risk.true_positive(f) for f in _ALARMS}
-    even = 0.5 - 0.5 * risk.advantage  # where the curve, which is symmetric, is nearest to no error at all
-    curve, places = (*report.privacy_curve(), *risk.points), sorted({*shares, *_ALARMS, even})
+    even = (
+        0.5 - 0.5 * risk.advantage
+    )  # where the curve, which is symmetric, is nearest to no error at all
+    curve = (*report.privacy_curve(), *risk.points)
+    places = sorted({*shares, *_ALARMS, even})
     missed = [trade_off(curve, place) for place in places]
     yield plots.lines(
         f"What a test can find out about one {report.unit_name}",
@@ -90,7 +102,10 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         [
             plots.Line("best possible test", places, missed),
             plots.Line("blind guess", shares, shares[::-1]),
-            *(plots.Line(f"{100 * f:g} % false alarms: {percent(t)} found", [f], [1.0 - t]) for f, t in found.items()),
+            *(
+                plots.Line(f"{100 * f:g} % false alarms: {percent(t)} found", [f], [1.0 - t])
+                for f, t in found.items()
+            ),
         ],
         mark=(f"guesses right: {percent(1.0 - even)}", even, even),
     )
@@ -100,7 +115,9 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         "likely after an alarm, at most",
         [
             *(
-                plots.Line(f"{100 * f:g} % false alarms", shares, [risk.posterior(p, f) for p in shares])
+                plots.Line(
+                    f"{100 * f:g} % false alarms", shares, [risk.posterior(p, f) for p in shares]
+                )
                 for f in _ALARMS
             ),
             plots.Line("without a test", shares, shares),
@@ -113,7 +130,9 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     target = None if report.budget is None or report.budget.risk else report.budget.epsilon
     budget = None if target is None else (f"budget: {target:g}", target)
     x_label = "charges" if len(names) == 1 else "charges, one kind after the other"
-    yield plots.lines("What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget)
+    yield plots.lines(
+        "What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget
+    )
     if len(names) > 1:
         whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
         yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
@@ -122,14 +141,18 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
 def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
     total = sum(count for _, count in report.spent)
     marks = iter(sorted({1, *(math.ceil(total * k / _POINTS) for k in range(1, _POINTS + 1))}))
-    ledger, made, mark = Ledger(), 0, next(marks)
-    x, y = [0.0], [0.0]
+    ledger = Ledger()
+    made = 0
+    mark = next(marks)
+    x = [0.0]
+    y = [0.0]
     for event, count in report.spent:
         left = count
         while left:
             now = min(left, mark - made)
             ledger.add(event, now)
-            left, made = left - now, made + now
+            left = left - now
+            made = made + now
             if made == mark:
                 x.append(float(made))
                 y.append(ledger.epsilon(report.delta, report.adjacency))
@@ -150,7 +173,9 @@ def _kind(event: Event, in_full: bool) -> str:
     ((_, _, simple, _),) = Ledger([event]).entries()
     name = type(simple).__name__
     numbers = [(own.name, getattr(simple, own.name)) for own in fields(simple)] if in_full else []
-    return "".join([name, *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float))])
+    return "".join(
+        [name, *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float))]
+    )
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -158,7 +183,11 @@ def _kind(event: Event, in_full: bool) -> str:
 
 def _facts(date: datetime) -> dict[str, str]:
     versions = {name: version(name) for name in ("torch", "numpy", "scipy")}
-    return {"date": date.isoformat(timespec="seconds"), "python": platform.python_version(), **versions}
+    return {
+        "date": date.isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def _made(statement: Statement, date: datetime) -> str:
@@ -185,7 +214,9 @@ def _html(statement: Statement, date: datetime) -> bytes:
     sections = [("Read this first", statement.warnings)] if statement.warnings else []
     body = [
         f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
-        f"<table>{''.join(_row(cells, 'td' if k else 'th') for k, cells in enumerate(table(report)))}</table>",
+        (
+            f"<table>{''.join(_row(cells, 'td' if k else 'th') for k, cells in enumerate(table(report)))}</table>"
+        ),
         *(_section(title, sentences, " class=warn") for title, sentences in sections),
         f"<p class=pictures>{''.join(map(_picture, panels(report)))}</p>",
         *(_section(title, sentences) for title, sentences in statement.sections),
@@ -193,7 +224,8 @@ def _html(statement: Statement, date: datetime) -> bytes:
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Privacy statement</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Privacy'
+        " statement</title>"
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         f"style-src 'unsafe-inline'\"><style>{_STYLE}</style></head>"
     )
@@ -207,7 +239,9 @@ def _row(cells: tuple[str, ...], kind: str) -> str:
 def _picture(panel: plots.Panel) -> str:
     drawn = plots.figure("", panel)
     encoded = base64.b64encode(plots.encoded(drawn, "svg")).decode()
-    return f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
+    return (
+        f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
+    )
 
 
 def _section(title: str, sentences: Sequence[str], kind: str = "") -> str:

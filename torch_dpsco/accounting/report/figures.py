@@ -14,7 +14,13 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco.accounting.adjacency import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+)
 from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
 from torch_dpsco.accounting.analysis.risk import Risk
@@ -80,7 +86,8 @@ def attack_advantage(epsilon: float, delta: float) -> float:
         >>> round(attack_advantage(1.0, 1e-5), 4), attack_advantage(float("inf"), 0.0)
         (0.4621, 1.0)
     """
-    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
+    delta = check.between(0.0, 1.0, delta=delta)
     decay = math.exp(-epsilon)
     # PRIVACY: an upper bound (test_the_attack_bound_is_the_formula_and_is_attained)
     return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
@@ -100,10 +107,13 @@ def trade_off(curve: Iterable[tuple[float, float]], false_positive: float) -> fl
         >>> trade_off([(0.0, 0.1)], 0.5), trade_off([(float("inf"), 0.0)], 0.5)
         (0.4, 0.0)
     """
-    f, best = check.between(0.0, 1.0, false_positive=false_positive), 0.0
+    f = check.between(0.0, 1.0, false_positive=false_positive)
+    best = 0.0
     for epsilon, delta in curve:
         if epsilon < 700:  # e^epsilon fits
-            best = max(best, 1.0 - delta - math.exp(epsilon) * f, math.exp(-epsilon) * (1.0 - delta - f))
+            best = max(
+                best, 1.0 - delta - math.exp(epsilon) * f, math.exp(-epsilon) * (1.0 - delta - f)
+            )
     return best
 
 
@@ -125,7 +135,8 @@ def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, flo
         >>> group_guarantee(1.0, 1e-5, 1)[0] >= 1.0, round(group_guarantee(1.0, 1e-5, 3)[1], 6)
         (True, 0.000222)
     """
-    epsilon, delta = check.nonnegative(epsilon=epsilon, allow_inf=True), check.between(0.0, 1.0, delta=delta)
+    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
+    delta = check.between(0.0, 1.0, delta=delta)
     k = check.positive_count(size=size)
     if delta == 0:
         return upper(k, epsilon), 0.0  # 2 x 1 is printed as 2
@@ -133,7 +144,9 @@ def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, flo
     log_delta = exponent + math.log(delta)
     # the rounding of log_delta is relative to its terms, and that of exp(log_delta) is absolute in log_delta
     rounding = 1e-15 * (exponent + abs(math.log(delta)))
-    return k * epsilon * _SLACK, 1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
+    return k * epsilon * _SLACK, (
+        1.0 if log_delta >= 0 else min(1.0, math.exp(log_delta + rounding) * _SLACK)
+    )
 
 
 @dataclass(frozen=True)
@@ -287,7 +300,12 @@ class PrivacyReport:
 
     @typed
     def named(
-        self, unit: str, plural: str | None = None, *, one_row_per_unit: bool = False, by_ids: bool = False
+        self,
+        unit: str,
+        plural: str | None = None,
+        *,
+        one_row_per_unit: bool = False,
+        by_ids: bool = False,
     ) -> PrivacyReport:
         """Returns the same report, whose sentences say what one unit is: `report.named("patient")`.
 
@@ -310,8 +328,10 @@ class PrivacyReport:
             >>> report.unit_name, report.unit_names, report.assumptions[0]
             ('patient', 'patients', 'one record per patient')
         """
-        names, rows = names_of(unit, plural), rows_of(self.unit, one_row_per_unit, by_ids)
-        old, new = whose(self.unit, self.unit_name, self.rows_of_unit), whose(self.unit, names[0], rows)
+        names = names_of(unit, plural)
+        rows = rows_of(self.unit, one_row_per_unit, by_ids)
+        old = whose(self.unit, self.unit_name, self.rows_of_unit)
+        new = whose(self.unit, names[0], rows)
         lines = tuple(new if line == old else line for line in self.assumptions)
         return replace(self, named_unit=names, rows_of_unit=rows, assumptions=lines)
 
@@ -326,7 +346,9 @@ class PrivacyReport:
             ValueError: a sentence is empty, or of several lines.
         """
         given: tuple[Any, ...] = sentences
-        if not all(isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given):
+        if not all(
+            isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given
+        ):
             raise ValueError(f"sentences must be text of one line each, not empty (got {given!r})")
         lines = [line.strip().rstrip(".") for line in sentences]
         return replace(self, assumptions=tuple(dict.fromkeys((*self.assumptions, *lines))))
@@ -358,12 +380,17 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy, {self.adjacency}: "
-            f"{_MEANING[self.adjacency].format(unit=self.unit_name)}{self.proviso} ({self.method})"
+            f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy,"
+            f" {self.adjacency}:"
+            f" {_MEANING[self.adjacency].format(unit=self.unit_name)}{self.proviso} ({self.method})"
         ]
         if self.budget is not None:
             lines.append(f"  budget: {self.budget.target}")
-        lines += [f"  {name}: epsilon {rounded_up(e)}" for name, e in self.epsilons.items() if name != self.adjacency]
+        lines += [
+            f"  {name}: epsilon {rounded_up(e)}"
+            for name, e in self.epsilons.items()
+            if name != self.adjacency
+        ]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
         lines += [f"  advice: {line}" for line in self.advice]
@@ -374,7 +401,9 @@ class PrivacyReport:
 def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, ...]:
     events = (event for _, _, event, _ in ledger.entries())
     parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
-    charged = Charged(events, adjacency, {(event.partition, event.partition_kind) for event in parallel})
+    charged = Charged(
+        events, adjacency, {(event.partition, event.partition_kind) for event in parallel}
+    )
     return (whose(unit, unit), *(line.text for line in ASSUMED if line.when(charged)))
 
 
@@ -388,8 +417,14 @@ def _charges(ledger: Ledger) -> tuple[Charge, ...]:
             continue
         parts.setdefault((partition, event), set()).add(part)
         largest[partition, event] = max(count, largest.get((partition, event), 0))
-    passes = Counter((event, count, len(parts[partition, event])) for (partition, event), count in largest.items())
-    return (*whole, *(Charge(event, count, times, size) for (event, count, size), times in passes.items()))
+    passes = Counter(
+        (event, count, len(parts[partition, event]))
+        for (partition, event), count in largest.items()
+    )
+    return (
+        *whole,
+        *(Charge(event, count, times, size) for (event, count, size), times in passes.items()),
+    )
 
 
 def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) -> tuple[str, ...]:
@@ -402,8 +437,11 @@ def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) 
     if one_pass >= epsilon:
         return ()
     return (
-        f"{times} random batches cost more than one pass over disjoint batches with the same noise would "
-        f"(epsilon {rounded_up(one_pass)}): use design=Disjoint({event.batch_size}, {event.dataset_size})",
+        (
+            f"{times} random batches cost more than one pass over disjoint batches with the same"
+            f" noise would (epsilon {rounded_up(one_pass)}): use"
+            f" design=Disjoint({event.batch_size}, {event.dataset_size})"
+        ),
     )
 
 
@@ -412,7 +450,12 @@ def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
 
 
 def make_report(
-    ledger: Ledger, delta: float, adjacency: Adjacency, unit: str, budget: Budget | None, ahead: Event | None = None
+    ledger: Ledger,
+    delta: float,
+    adjacency: Adjacency,
+    unit: str,
+    budget: Budget | None,
+    ahead: Event | None = None,
 ) -> PrivacyReport:
     """Builds the report of a ledger.
 
@@ -435,9 +478,16 @@ def make_report(
             continue
         try:
             epsilons[other] = _quoted(ledger.epsilon(delta, other), delta, budget)
-        except (AdjacencyError, InfeasibleError):  # an event has no guarantee there: the report leaves the line out
+        except (
+            AdjacencyError,
+            InfeasibleError,
+        ):  # an event has no guarantee there: the report leaves the line out
             continue
-    method = evaluation.method if evaluation.order is None else f"{evaluation.method}, order {evaluation.order:.4g}"
+    method = (
+        evaluation.method
+        if evaluation.order is None
+        else f"{evaluation.method}, order {evaluation.order:.4g}"
+    )
     method += ", the largest tried" if evaluation.order == MAX_ORDER else ""
     return PrivacyReport(
         epsilons=epsilons,
@@ -449,9 +499,12 @@ def make_report(
         assumptions=_assumptions(ledger, unit, adjacency),
         budget=budget,
         advantage=min(
-            attack_advantage(evaluation.epsilon, delta), Risk(lambda e: ledger.delta(e, adjacency)).advantage
+            attack_advantage(evaluation.epsilon, delta),
+            Risk(lambda e: ledger.delta(e, adjacency)).advantage,
         ),
-        planned_epsilon=None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon,
+        planned_epsilon=(
+            None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
+        ),
         advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
         spent=tuple(ledger.events()),
     )

@@ -20,7 +20,13 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.events import event_to_json
 from torch_dpsco.accounting.report import card
-from torch_dpsco.accounting.report.figures import PrivacyReport, Run, attack_advantage, group_guarantee, rounded_up
+from torch_dpsco.accounting.report.figures import (
+    PrivacyReport,
+    Run,
+    attack_advantage,
+    group_guarantee,
+    rounded_up,
+)
 from torch_dpsco.accounting.report.wording import (
     GROUPS,
     Section,
@@ -37,7 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Section", "Statement", "make_statement"]
 
-_SCHEMA, _SCHEMA_VERSION = "torch_dpsco.privacy_statement", 1
+_SCHEMA = "torch_dpsco.privacy_statement"
+_SCHEMA_VERSION = 1
 _WIDTH = 100
 
 
@@ -92,7 +99,15 @@ class Statement:
     def markdown(self) -> str:
         """Returns a privacy card: headline, table of epsilons, and the sections."""
         head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
-        lines = ["# Privacy statement", "", f"**{self.headline}**", "", head, "|---|---|---|---|", *rows]
+        lines = [
+            "# Privacy statement",
+            "",
+            f"**{self.headline}**",
+            "",
+            head,
+            "|---|---|---|---|",
+            *rows,
+        ]
         for title, sentences in self._all_sections():
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
         return "\n".join(lines) + "\n"
@@ -106,7 +121,12 @@ class Statement:
 
     @typed
     def named(
-        self, unit: str, plural: str | None = None, *, one_row_per_unit: bool = False, by_ids: bool = False
+        self,
+        unit: str,
+        plural: str | None = None,
+        *,
+        one_row_per_unit: bool = False,
+        by_ids: bool = False,
     ) -> Statement:
         """Returns the same statement, whose sentences say what one unit is; see `PrivacyReport.named`."""
         named = self.figures.named(unit, plural, one_row_per_unit=one_row_per_unit, by_ids=by_ids)
@@ -125,7 +145,9 @@ class Statement:
         return card.draw(self.figures)
 
     @typed
-    def save(self, path: str | os.PathLike[str], *, date: datetime | None = None, overwrite: bool = False) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, date: datetime | None = None, overwrite: bool = False
+    ) -> None:
         """Writes a privacy card, one file that needs no other: .html and .pdf with the pictures, .md or .json without.
 
         Args:
@@ -168,7 +190,12 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
 def _wrapped(text: str, bullet: str) -> list[str]:
     indent = " " * len(bullet)
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=bullet, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        _WIDTH,
+        initial_indent=bullet,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -182,7 +209,8 @@ def finite(value: Any) -> Any:
 
 
 def _facts(statement: Statement) -> dict[str, Any]:
-    report, run = statement.figures, statement.run
+    report = statement.figures
+    run = statement.run
     declared = not isinstance(run.design, Undeclared)
     return {
         "schema": _SCHEMA,
@@ -192,7 +220,15 @@ def _facts(statement: Statement) -> dict[str, Any]:
             "holds": math.isfinite(report.epsilon),
             **{
                 name: getattr(report, name)
-                for name in ("epsilon", "delta", "adjacency", "unit", "unit_name", "rows_of_unit", "method")
+                for name in (
+                    "epsilon",
+                    "delta",
+                    "adjacency",
+                    "unit",
+                    "unit_name",
+                    "rows_of_unit",
+                    "method",
+                )
             },
         },
         "epsilons": dict(report.epsilons),
@@ -200,16 +236,30 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "attack": {
             "advantage": report.advantage,
             "accuracy": accuracy(report.advantage),
-            "accuracy_from_epsilon_and_delta": accuracy(attack_advantage(report.epsilon, report.delta)),
+            "accuracy_from_epsilon_and_delta": accuracy(
+                attack_advantage(report.epsilon, report.delta)
+            ),
         },
         "groups": {
-            str(k): dict(zip(("epsilon", "delta"), group_guarantee(report.epsilon, report.delta, k), strict=True))
+            str(k): dict(
+                zip(
+                    ("epsilon", "delta"),
+                    group_guarantee(report.epsilon, report.delta, k),
+                    strict=True,
+                )
+            )
             for k in GROUPS
         },
-        "budget": None
-        if report.budget is None
-        else {"epsilon": report.budget.epsilon, "delta": report.budget.delta, "adjacency": report.budget.adjacency}
-        | ({} if report.budget.risk is None else {"risk": report.budget.risk}),
+        "budget": (
+            None
+            if report.budget is None
+            else {
+                "epsilon": report.budget.epsilon,
+                "delta": report.budget.delta,
+                "adjacency": report.budget.adjacency,
+            }
+            | ({} if report.budget.risk is None else {"risk": report.budget.risk})
+        ),
         "run": {
             "optimizer": run.name,
             "steps": run.steps,
@@ -224,12 +274,19 @@ def _facts(statement: Statement) -> dict[str, Any]:
             "n": run.design.n if declared else None,
         },
         "charges": [
-            {"count": c.count, "event": event_to_json(c.event, exact=False), "passes": c.passes, "parts": c.parts}
+            {
+                "count": c.count,
+                "event": event_to_json(c.event, exact=False),
+                "passes": c.passes,
+                "parts": c.parts,
+            }
             for c in report.charges
         ],
         "assumptions": report.assumptions,
         "ledger_id": report.ledger_id,
         "headline": statement.headline,
         "warnings": statement.warnings,
-        "sections": [{"title": title, "sentences": sentences} for title, sentences in statement.sections],
+        "sections": [
+            {"title": title, "sentences": sentences} for title, sentences in statement.sections
+        ],
     }

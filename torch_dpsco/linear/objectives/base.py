@@ -25,7 +25,9 @@ _T = TypeVar("_T")
 def require_double(point: Tensor, dim: int) -> None:
     """Raises ValueError unless the point is a float64 vector and autocast is off: rounding bounds need float64."""
     if point.dtype != torch.float64 or point.shape != (dim,):
-        raise ValueError(f"the point must be float64 of shape ({dim},) (got {point.dtype}, {tuple(point.shape)})")
+        raise ValueError(
+            f"the point must be float64 of shape ({dim},) (got {point.dtype}, {tuple(point.shape)})"
+        )
     if torch.is_autocast_enabled(point.device.type):
         raise ValueError("certificates must not run under autocast, which lowers the precision")
 
@@ -67,7 +69,9 @@ class Objective(ABC):
 
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
-_KEPT_ENTRIES = 2**24  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
+_KEPT_ENTRIES = (
+    2**24
+)  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
 
 
 class PairwiseSum:
@@ -149,17 +153,31 @@ class Records:
         block_rows: int | None = None,
     ) -> None:
         if features.dim() != 2 or not features.is_floating_point():
-            raise ValueError(f"features must be floating point, (n, d) (got {features.dtype}, {tuple(features.shape)})")
-        self._features, self._prepare, self.num_classes = features.detach(), prepare, num_classes
+            raise ValueError(
+                f"features must be floating point, (n, d) (got {features.dtype},"
+                f" {tuple(features.shape)})"
+            )
+        self._features = features.detach()
+        self._prepare = prepare
+        self.num_classes = num_classes
         self._table = _table(self._features, prepare)
-        self.count, self.dim = len(features), self._read(features.new_zeros(1, features.shape[1])).shape[1]
+        self.count, self.dim = (
+            len(features),
+            self._read(features.new_zeros(1, features.shape[1])).shape[1],
+        )
         self.device = features.device
-        integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+        integer = not (
+            targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool
+        )
         if num_classes is not None and not integer:
-            raise ValueError(f"targets must be class numbers of an integer dtype (got {targets.dtype})")
+            raise ValueError(
+                f"targets must be class numbers of an integer dtype (got {targets.dtype})"
+            )
         self._rows = max(1, min(block_rows or _BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
         targets = self._column("targets", targets)
-        weights = self._column("weights", torch.ones(self.count, device=self.device) if weights is None else weights)
+        weights = self._column(
+            "weights", torch.ones(self.count, device=self.device) if weights is None else weights
+        )
         norms = self._measure()
         used = norms.isfinite() & targets.isfinite() & weights.isfinite() & (weights > 0)
         if num_classes is not None:
@@ -169,8 +187,11 @@ class Records:
         self.targets = targets.double() if num_classes is None else targets.long()
         self.weights = torch.where(used, weights.double(), 0.0)
         self.norms = torch.where(used, norms, 0.0)
-        self._used, self._known = used, dict[Any, Any]()
-        self._clean = [bool(part.all()) for part in torch.split(used, self._rows)] if self.count else []
+        self._used = used
+        self._known = dict[Any, Any]()
+        self._clean = (
+            [bool(part.all()) for part in torch.split(used, self._rows)] if self.count else []
+        )
 
     @property
     def depth(self) -> int:
@@ -182,8 +203,19 @@ class Records:
         """Yields (rows, their features in float64, null records as 0)."""
         for index, start in enumerate(range(0, self.count, self._rows)):
             rows = slice(start, min(start + self._rows, self.count))
-            block = self._read(self._features[rows]) if self._table is None else self._table.images(start, rows.stop)
-            yield rows, block if self._clean[index] else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
+            block = (
+                self._read(self._features[rows])
+                if self._table is None
+                else self._table.images(start, rows.stop)
+            )
+            yield (
+                rows,
+                (
+                    block
+                    if self._clean[index]
+                    else torch.where(self._used[rows].unsqueeze(1), block, 0.0)
+                ),
+            )
 
     def sum(self, of: Callable[[Records], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Sums over all records, of a function that returns those over records in memory."""
@@ -213,7 +245,11 @@ class Records:
 
     def select(self, chosen: Tensor) -> Tensor:
         """Features of some records in float64, shape (k, d), for row numbers (k,); 0 for null records."""
-        rows = self._read(self._features[chosen]) if self._table is None else self._table[chosen].images()
+        rows = (
+            self._read(self._features[chosen])
+            if self._table is None
+            else self._table[chosen].images()
+        )
         return torch.where(self._used[chosen].unsqueeze(1), rows, 0.0)
 
     @property
@@ -221,7 +257,9 @@ class Records:
         """Whether the records are read in C, see `native.Table`."""
         return self._table is not None
 
-    def logistic(self, point: Tensor, columns: Tensor, bends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def logistic(
+        self, point: Tensor, columns: Tensor, bends: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Sums of logistic losses and of their gradients in w, shape (d,), in C; see `native.Table.logistic`."""
         assert self._table is not None
         total = pairwise(self._table.logistic(columns, point, self._rows, bends))
@@ -244,7 +282,9 @@ class Records:
             total.add(slopes[rows] @ block)
         return total.result()
 
-    def fold(self, weight: Tensor, terms: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def fold(
+        self, weight: Tensor, terms: Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         """One pass over the data: the sums of the losses and of the gradients.
 
         Args:
@@ -254,7 +294,8 @@ class Records:
         Returns:
             (sum of losses, sum of slope x); a scalar and a tensor of the shape of `weight`.
         """
-        value, gradient = PairwiseSum(self._zeros()), PairwiseSum(self._zeros(*weight.shape))
+        value = PairwiseSum(self._zeros())
+        gradient = PairwiseSum(self._zeros(*weight.shape))
         for rows, block in self.blocks():
             losses, slopes = terms(block @ weight.T if weight.dim() == 2 else block @ weight, rows)
             value.add(losses.sum())
@@ -276,7 +317,9 @@ class Records:
         """Sum of n numbers, shape ()."""
         whole = self.count - self.count % self._rows
         sums = terms[:whole].view(-1, self._rows).sum(1)
-        return pairwise(torch.cat([sums, terms[whole:].sum(0, keepdim=True)]) if whole < self.count else sums)
+        return pairwise(
+            torch.cat([sums, terms[whole:].sum(0, keepdim=True)]) if whole < self.count else sums
+        )
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -301,27 +344,43 @@ class Records:
             raw = self._features[rows]
             image = self._read(raw)
             # PRIVACY: the raw row decides, whatever its image is (test_a_row_that_a_map_makes_finite_stays_null)
-            norms[rows] = torch.where(raw.isfinite().all(1), torch.linalg.vector_norm(image, dim=1), math.inf)
+            norms[rows] = torch.where(
+                raw.isfinite().all(1), torch.linalg.vector_norm(image, dim=1), math.inf
+            )
             if kept is not None:
                 kept[rows] = image
         if kept is not None:
-            self._features, self._prepare = kept, None
+            self._features = kept
+            self._prepare = None
         return norms
 
 
 def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> native.Table | None:
     """Returns the rows for C, by public facts; None where torch reads them."""
-    dim, numbers = features.shape[1], getattr(prepare, "numbers", None)
+    dim = features.shape[1]
+    numbers = getattr(prepare, "numbers", None)
     if (prepare is not None and numbers is None) or not native.suits_records(features[:, :1]):
         return None
     # columns of a table lie side by side: they are copied where prepared rows would be
-    rows = features.contiguous() if features.stride(1) != 1 and features.numel() <= _KEPT_ENTRIES else features
-    given = [math.inf, math.inf, 0.0, 0.0, 0.0, *[0.0] * dim, *[1.0] * dim] if numbers is None else numbers(dim)
+    rows = (
+        features.contiguous()
+        if features.stride(1) != 1 and features.numel() <= _KEPT_ENTRIES
+        else features
+    )
+    given = (
+        [math.inf, math.inf, 0.0, 0.0, 0.0, *[0.0] * dim, *[1.0] * dim]
+        if numbers is None
+        else numbers(dim)
+    )
     return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
 
 
 def as_records(
-    features: Tensor | Records, targets: Tensor | None, weights: Tensor | None = None, *, num_classes: int | None = None
+    features: Tensor | Records,
+    targets: Tensor | None,
+    weights: Tensor | None = None,
+    *,
+    num_classes: int | None = None,
 ) -> Records:
     """Records as they are, or made of tensors.
 

@@ -39,8 +39,11 @@ class RowConstants:
     def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
         table = loss.loss if isinstance(loss, ResidualClipped) else loss
         self.smooth = table.problem(bound_x=1.0).smoothness is not None
-        sums, up = records.sum(lambda part: RowBounds(loss, part).sums()), 1 + gamma(records.depth + 8)
-        self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (float(s) * up for s in sums)
+        sums = records.sum(lambda part: RowBounds(loss, part).sums())
+        up = 1 + gamma(records.depth + 8)
+        self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (
+            float(s) * up for s in sums
+        )
         self.curvature = curvature if self.smooth else math.inf
 
     def slope_mass(self, size: float) -> float:
@@ -67,8 +70,10 @@ class RowBounds:
     def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
         table = loss.loss if isinstance(loss, ResidualClipped) else loss
         problem = table.problem(bound_x=1.0)
-        norms, targets = records.norms * (1 + gamma(records.dim + 8)), records.targets.abs()
-        zero, ones = torch.zeros_like(norms), torch.ones_like(norms)
+        norms = records.norms * (1 + gamma(records.dim + 8))
+        targets = records.targets.abs()
+        zero = torch.zeros_like(norms)
+        ones = torch.ones_like(norms)
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
         label = targets.clamp(min=1.0) if isinstance(table, MarginLoss) else ones
         slope = label * (math.inf if problem.lipschitz is None else problem.lipschitz)
@@ -79,14 +84,22 @@ class RowBounds:
         if problem.smoothness is not None:
             self.bend = label * label * problem.smoothness
             if isinstance(loss, ResidualClipped) and isinstance(table, Logistic):
-                limit = slope.clamp(max=0.5)  # sup of sigma(1 - sigma) over sigma <= limit, for labels +-1
+                limit = slope.clamp(
+                    max=0.5
+                )  # sup of sigma(1 - sigma) over sigma <= limit, for labels +-1
                 self.bend = torch.where(targets == 1, limit * (1 - limit), self.bend)
-        self._records, self._norms, self._targets = records, norms, targets
-        self._slope, self._start, self._label = slope, start, label
+        self._records = records
+        self._norms = norms
+        self._targets = targets
+        self._slope = slope
+        self._start = start
+        self._label = label
 
     def sums(self) -> tuple[Tensor, ...]:
         """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2, |x|, 1 + |y|; 0 of bends that are None."""
-        norms, targets, records = self._norms, self._targets, self._records
+        norms = self._norms
+        targets = self._targets
+        records = self._records
         bend = torch.zeros_like(norms) if self.bend is None else self.bend
         slopes = torch.where(norms > 0, self._slope * norms, 0.0)
         curves = bend * norms * targets, bend * norms * norms
@@ -106,13 +119,24 @@ class SumObjective(Objective):
     """
 
     def __init__(
-        self, records: Records, dim: int, reg: float, normalizer: float, linear_term: Tensor | None = None
+        self,
+        records: Records,
+        dim: int,
+        reg: float,
+        normalizer: float,
+        linear_term: Tensor | None = None,
     ) -> None:
-        self.records, self.dim, self.device = records, dim, records.device
+        self.records = records
+        self.dim = dim
+        self.device = records.device
         self.reg = self.strong_convexity = nonnegative(reg=reg)
         self.normalizer = positive(normalizer=normalizer)
-        if linear_term is not None and (linear_term.shape != (dim,) or linear_term.dtype != torch.float64):
-            raise ValueError(f"linear_term must be float64 of shape ({dim},) (got {tuple(linear_term.shape)})")
+        if linear_term is not None and (
+            linear_term.shape != (dim,) or linear_term.dtype != torch.float64
+        ):
+            raise ValueError(
+                f"linear_term must be float64 of shape ({dim},) (got {tuple(linear_term.shape)})"
+            )
         self.linear_term = linear_term
 
     def completed(self, losses: Tensor, slopes: Tensor, point: Tensor) -> tuple[float, Tensor]:
@@ -120,7 +144,8 @@ class SumObjective(Objective):
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
         gradient = slopes / self.normalizer + self.reg * point
         if self.linear_term is not None:
-            value, gradient = value + self.linear_term @ point, gradient + self.linear_term
+            value = value + self.linear_term @ point
+            gradient = gradient + self.linear_term
         return float(value), gradient
 
     def linear_size(self) -> float:
@@ -133,7 +158,9 @@ class SumObjective(Objective):
     def _rounding(self, scores: float, operations: int, mass: float, size: float) -> float:
         """Bound on the error of the gradient: of scores, of sums of this mass, of the regularizer and of q."""
         common = gamma(8) * (mass / self.normalizer + self.reg * size + self.linear_size())
-        return ((scores + gamma(self.records.depth + operations) * mass) / self.normalizer + common) * (1 + 1e-9)
+        return (
+            (scores + gamma(self.records.depth + operations) * mass) / self.normalizer + common
+        ) * (1 + 1e-9)
 
 
 @typed
@@ -182,14 +209,18 @@ class LinearObjective(SumObjective):
         records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer, linear_term)
         self.constants = RowConstants(self.loss, records)
-        self.smoothness = self._smoothness(self.constants.curvature) if self.constants.smooth else None
+        self.smoothness = (
+            self._smoothness(self.constants.curvature) if self.constants.smooth else None
+        )
         self._last: tuple[Tensor, float, Tensor] | None = None
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass; of the last w without one."""
         # PRIVACY: a certificate is of this very point (test_a_point_that_was_moved_in_place_is_read_again)
         if self._last is None or not torch.equal(self._last[0], point):
-            loss = self.loss  # not self: what is summed may travel to where the records are, and noise must not
+            loss = (
+                self.loss
+            )  # not self: what is summed may travel to where the records are, and noise must not
             losses, slopes = self.records.sum(partial(_value_and_gradient, loss, point))
             self._last = point.clone(), *self.completed(losses, slopes, point)
         _, value, gradient = self._last
@@ -204,7 +235,9 @@ class LinearObjective(SumObjective):
                 bends = torch.empty_like(part.weights)
                 part.logistic(point, columns, bends)
                 return (part.gram(bends),)
-            second = _loss_of(loss, part, slice(None)).second_derivative(part.scores(point), part.targets)
+            second = _loss_of(loss, part, slice(None)).second_derivative(
+                part.scores(point), part.targets
+            )
             return (part.gram(part.weights * second),)
 
         total = self.records.sum(of_part)[0] / self.normalizer
@@ -227,7 +260,8 @@ class LinearObjective(SumObjective):
         """The same with every step-th record: near enough for a first guess."""
         fewer = copy.copy(self)
         fewer._last = None
-        fewer.records, fewer.normalizer = self.records.thinned(step), self.normalizer / step
+        fewer.records = self.records.thinned(step)
+        fewer.normalizer = self.normalizer / step
         fewer.constants = RowConstants(self.loss, fewer.records)
         return fewer
 
@@ -242,9 +276,15 @@ class LinearObjective(SumObjective):
         return _terms(self.loss, self.records, scores, rows)[1]
 
 
-def _value_and_gradient(loss: TableLoss | ResidualClipped, point: Tensor, part: Records) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(
+    loss: TableLoss | ResidualClipped, point: Tensor, part: Records
+) -> tuple[Tensor, Tensor]:
     columns = _columns(loss, part)
-    return part.fold(point, partial(_terms, loss, part)) if columns is None else part.logistic(point, columns)
+    return (
+        part.fold(point, partial(_terms, loss, part))
+        if columns is None
+        else part.logistic(point, columns)
+    )
 
 
 def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
@@ -255,19 +295,29 @@ def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
 
     def made() -> Tensor:
         clipped = _loss_of(loss, part, slice(None))
-        limits = clipped.limits if isinstance(clipped, ClippedRows) else torch.full_like(part.weights, math.inf)
+        limits = (
+            clipped.limits
+            if isinstance(clipped, ClippedRows)
+            else torch.full_like(part.weights, math.inf)
+        )
         corners = table.corner(limits)
         return torch.stack([part.weights, part.targets, limits, corners, table.curve(corners)])
 
     return part.once(("columns", loss), made)
 
 
-def _terms(loss: TableLoss | ResidualClipped, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    of_rows, targets, weights = _loss_of(loss, part, rows), part.targets[rows], part.weights[rows]
+def _terms(
+    loss: TableLoss | ResidualClipped, part: Records, scores: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    of_rows = _loss_of(loss, part, rows)
+    targets = part.targets[rows]
+    weights = part.weights[rows]
     return weights * of_rows.value(scores, targets), weights * of_rows.derivative(scores, targets)
 
 
-def _loss_of(loss: TableLoss | ResidualClipped, part: Records, rows: slice) -> TableLoss | ClippedRows:
+def _loss_of(
+    loss: TableLoss | ResidualClipped, part: Records, rows: slice
+) -> TableLoss | ClippedRows:
     if not isinstance(loss, ResidualClipped):
         return loss
     clipped = part.once(loss, lambda: loss.of_norms(part.norms))
@@ -276,7 +326,9 @@ def _loss_of(loss: TableLoss | ResidualClipped, part: Records, rows: slice) -> T
 
 def norm_up(point: Tensor) -> float:
     """||w||, rounded up; the summand covers squares that underflow."""
-    return float(torch.linalg.vector_norm(point)) * (1 + gamma(len(point) + 8)) + len(point) * 1e-160
+    return (
+        float(torch.linalg.vector_norm(point)) * (1 + gamma(len(point) + 8)) + len(point) * 1e-160
+    )
 
 
 @typed
@@ -321,13 +373,17 @@ class SoftmaxObjective(SumObjective):
         super().__init__(records, math.prod(self.shape), reg, normalizer, linear_term)
         up = 1 + gamma(records.depth + 8)
         lengths, squares = records.sum(_norm_sums)
-        self._slope_mass, self._curvature = float(lengths) * math.sqrt(2.0) * up, float(squares) / 2 * up
+        self._slope_mass = float(lengths) * math.sqrt(2.0) * up
+        self._curvature = float(squares) / 2 * up
         self.smoothness = self._smoothness(self._curvature)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(W) and its gradient, flattened, in one pass over the data."""
-        loss, weight = self.loss, point.view(self.shape)
-        losses, slopes = self.records.sum(lambda part: part.fold(weight, partial(_class_terms, loss, part)))
+        loss = self.loss
+        weight = point.view(self.shape)
+        losses, slopes = self.records.sum(
+            lambda part: part.fold(weight, partial(_class_terms, loss, part))
+        )
         return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
@@ -337,7 +393,10 @@ class SoftmaxObjective(SumObjective):
 
         def of_part(part: Records) -> tuple[Tensor, ...]:
             p = _chances(part, weight)
-            return tuple(part.gram(part.weights * (p[:, k] * (float(k == other) - p[:, other]))) for k, other in pairs)
+            return tuple(
+                part.gram(part.weights * (p[:, k] * (float(k == other) - p[:, other])))
+                for k, other in pairs
+            )
 
         total = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=self.device)
         for (k, other), gram in zip(pairs, self.records.sum(of_part), strict=True):
@@ -353,9 +412,14 @@ class SoftmaxObjective(SumObjective):
         return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
 
-def _class_terms(loss: SoftmaxCrossEntropy, part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    targets, weights = part.targets[rows], part.weights[rows]
-    return weights * loss.value(scores, targets), weights.unsqueeze(1) * loss.derivative(scores, targets)
+def _class_terms(
+    loss: SoftmaxCrossEntropy, part: Records, scores: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    targets = part.targets[rows]
+    weights = part.weights[rows]
+    return weights * loss.value(scores, targets), weights.unsqueeze(1) * loss.derivative(
+        scores, targets
+    )
 
 
 def _chances(part: Records, weight: Tensor) -> Tensor:

@@ -41,8 +41,14 @@ class PartedRecords(Records):
         count: int,
     ) -> None:
         like = prepared(empty)
-        self.count, self.dim, self.device, self.num_classes = count, like.dim, like.device, like.num_classes
-        self._raw, self._prepared, self._empty, self._rows = read, prepared, empty, like._rows
+        self.count = count
+        self.dim = like.dim
+        self.device = like.device
+        self.num_classes = like.num_classes
+        self._raw = read
+        self._prepared = prepared
+        self._empty = empty
+        self._rows = like._rows
         # as many blocks as memory is for: a power of two
         blocks = max(1, _PART_ENTRIES // (self._rows * self.dim))
         self.part_rows = self._rows * 2 ** int(math.log2(blocks))
@@ -68,13 +74,18 @@ class PartedRecords(Records):
     def thinned(self, step: int) -> Records:
         """Every step-th record, in memory, in one piece: many, made between parts, would keep the memory of parts."""
         rows = len(range(0, self.count, step))
-        features, targets, weights = (column.new_empty((rows, *column.shape[1:])) for column in self._empty)
+        features, targets, weights = (
+            column.new_empty((rows, *column.shape[1:])) for column in self._empty
+        )
         kept = features, targets, weights
         seen = found = 0
         for raw in self._raw(self.part_rows):
             chosen = slice(-seen % step, None, step)
-            fits = min(len(raw[0][chosen]), rows - found)  # of a source that changes, which is refused after this
+            fits = min(
+                len(raw[0][chosen]), rows - found
+            )  # of a source that changes, which is refused after this
             for whole, column in zip(kept, raw, strict=True):
                 whole[found : found + fits] = column[chosen][:fits]
-            seen, found = seen + len(raw[0]), found + fits
+            seen = seen + len(raw[0])
+            found = found + fits
         return self._prepared(kept)

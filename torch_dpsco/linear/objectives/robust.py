@@ -74,26 +74,41 @@ class Tilted(Objective):
     ) -> None:
         checked = scalar_loss(loss)
         if isinstance(checked, ResidualClipped):
-            raise ConditionError("a residual-clipped loss cannot be tilted: its range depends on the record")
+            raise ConditionError(
+                "a residual-clipped loss cannot be tilted: its range depends on the record"
+            )
         self.loss = checked
         if bound_x is not None:
             positive(bound_x=bound_x)
         problem = checked.problem(bound_x=1.0)
         if problem.lipschitz is None or problem.smoothness is None:
-            raise ConditionError(f"loss must be Lipschitz and smooth (got {loss!r}); take Huber or SmoothedHinge")
+            raise ConditionError(
+                f"loss must be Lipschitz and smooth (got {loss!r}); take Huber or SmoothedHinge"
+            )
         self.records = as_records(features, targets)
         if self.records.count < 1:
-            raise ValueError("features must hold at least one record: a tilted mean of none is not defined")
-        self.tilt, self.reg = finite(tilt=tilt), nonnegative(reg=reg)
+            raise ValueError(
+                "features must hold at least one record: a tilted mean of none is not defined"
+            )
+        self.tilt = finite(tilt=tilt)
+        self.reg = nonnegative(reg=reg)
         self.dim, self.device = self.records.dim, self.records.device
-        self._slope, self._bend = problem.lipschitz, problem.smoothness
+        self._slope = problem.lipschitz
+        self._bend = problem.smoothness
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 counts as a longer row
-        labels = self.records.targets.abs().clamp(min=1.0) if isinstance(checked, MarginLoss) else 1.0
+        labels = (
+            self.records.targets.abs().clamp(min=1.0) if isinstance(checked, MarginLoss) else 1.0
+        )
         self._largest = float((self.records.norms * labels).max()) * (1 + gamma(self.dim + 8))
-        lipschitz, curvature = self._slope * self._largest, self._bend * self._largest**2
+        lipschitz = self._slope * self._largest
+        curvature = self._bend * self._largest**2
         self.strong_convexity = self.reg if self.tilt >= 0 else self._tilted_down(bound_x)
-        self.smoothness = (curvature + max(self.tilt, 0.0) * lipschitz**2 + self.reg) * (1 + gamma(16))
-        self._at_zero = float(self.loss.value(torch.zeros_like(self.records.norms), self.records.targets).max())
+        self.smoothness = (curvature + max(self.tilt, 0.0) * lipschitz**2 + self.reg) * (
+            1 + gamma(16)
+        )
+        self._at_zero = float(
+            self.loss.value(torch.zeros_like(self.records.norms), self.records.targets).max()
+        )
 
     def weights(self, point: Tensor) -> Tensor:
         """The weights v = softmax(tau l), shape (n,)."""
@@ -127,20 +142,37 @@ class Tilted(Objective):
         size = norm_up(point)
         lipschitz = self._slope * self._largest
         exponents = abs(self.tilt) * (self._loss_error(size) + gamma(8) * self._loss_bound(size))
-        relative = math.expm1(min(2 * exponents, 700.0)) + gamma(2 * self.records.depth + 2 * EVALUATION)
-        slopes = self._bend * self._largest * gamma(self.dim + 4) * (self._largest * size + self._widest())
-        return (relative * lipschitz + slopes * (1 + relative) + gamma(8) * (lipschitz + self.reg * size)) * (1 + 1e-9)
+        relative = math.expm1(min(2 * exponents, 700.0)) + gamma(
+            2 * self.records.depth + 2 * EVALUATION
+        )
+        slopes = (
+            self._bend
+            * self._largest
+            * gamma(self.dim + 4)
+            * (self._largest * size + self._widest())
+        )
+        return (
+            relative * lipschitz
+            + slopes * (1 + relative)
+            + gamma(8) * (lipschitz + self.reg * size)
+        ) * (1 + 1e-9)
 
     def _tilted_down(self, bound_x: float | None) -> float:
         if bound_x is None:
-            raise ConditionError("bound_x must be given for tilt < 0: strong convexity is reg - |tilt| L^2")
+            raise ConditionError(
+                "bound_x must be given for tilt < 0: strong convexity is reg - |tilt| L^2"
+            )
         lipschitz = self._slope * positive(bound_x=bound_x)
         # the norms of clipped rows may exceed the bound by the rounding of a norm
         left = self.reg - abs(self.tilt) * lipschitz**2 * (1 + 4e-9)
         if left <= 0:
-            raise ConditionError(f"reg must exceed |tilt| L^2 = {abs(self.tilt) * lipschitz**2:g} (got {self.reg:g})")
+            raise ConditionError(
+                f"reg must exceed |tilt| L^2 = {abs(self.tilt) * lipschitz**2:g} (got {self.reg:g})"
+            )
         if self._largest > bound_x * (1 + 1e-9):
-            raise NotCertifiedError("a record exceeds bound_x: clip the rows before (losses.enforce_bounds)")
+            raise NotCertifiedError(
+                "a record exceeds bound_x: clip the rows before (losses.enforce_bounds)"
+            )
         return left
 
     def _losses(self, scores: Tensor) -> Tensor:
@@ -159,7 +191,9 @@ class Tilted(Objective):
             return float(mean)
         if float(spread.abs().max()) < 1:
             # of first and higher order in tau without the cancellation of log-sum-exp minus log n
-            return float(mean + torch.log1p(self.records.total(torch.expm1(spread)) / count) / self.tilt)
+            return float(
+                mean + torch.log1p(self.records.total(torch.expm1(spread)) / count) / self.tilt
+            )
         peak = (self.tilt * losses).max()
         terms = self.records.total(torch.exp(self.tilt * losses - peak))
         return float((peak + torch.log(terms / count)) / self.tilt)
@@ -219,7 +253,9 @@ class Adversarial(SumObjective):
         weights: Tensor | None = None,
     ) -> None:
         if not isinstance(loss, (Logistic, SmoothedHinge)):
-            raise ConditionError(f"loss must be Logistic or SmoothedHinge, smooth and Lipschitz (got {loss!r})")
+            raise ConditionError(
+                f"loss must be Logistic or SmoothedHinge, smooth and Lipschitz (got {loss!r})"
+            )
         self.loss = loss
         records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer)
@@ -234,7 +270,9 @@ class Adversarial(SumObjective):
         self._widest = float(reach.max()) if records.count else 0.0
         bends = records.weights * (0.25 if isinstance(loss, Logistic) else 1 / loss.width)
         self._reach_bend = float(records.total(bends * reach)) * up
-        self._reach_mass = float(records.total(records.weights * reach)) * up  # |phi'| <= 1 for both losses
+        self._reach_mass = (
+            float(records.total(records.weights * reach)) * up
+        )  # |phi'| <= 1 for both losses
         self.smoothness = None
         if self.smoothing > 0 or self.attack_radius == 0:
             curvature = float(records.total(bends * reach * reach)) * up
@@ -248,7 +286,8 @@ class Adversarial(SumObjective):
         pulls = PairwiseSum(torch.zeros((), dtype=torch.float64, device=self.device))
 
         def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            targets, weights = self.records.targets[rows], self.records.weights[rows]
+            targets = self.records.targets[rows]
+            weights = self.records.weights[rows]
             margins = targets * scores - shift
             slopes = weights * self.loss.slope(margins)
             pulls.add(slopes.sum())
@@ -257,15 +296,21 @@ class Adversarial(SumObjective):
         losses, gradient = self.records.fold(point, terms)
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
         pull = -self.attack_radius * pulls.result() / self.normalizer  # of the norm, to 0
-        return float(value), gradient / self.normalizer + pull * self._slope_of_norm(point) + self.reg * point
+        return (
+            float(value),
+            gradient / self.normalizer + pull * self._slope_of_norm(point) + self.reg * point,
+        )
 
     def hessian(self, point: Tensor) -> Tensor:
         """sum_i c_i phi''_i u_i u_i^T/N + pull * (second derivative of the norm) + reg I, u_i = y_i x_i - rho s(w)."""
         slope = self._slope_of_norm(point)
-        scores, targets = self.records.scores(point), self.records.targets
+        scores = self.records.scores(point)
+        targets = self.records.targets
         margins = targets * scores - self.attack_radius * self._norm(point)
         bends = self.records.weights * self.loss.bend(margins) / self.normalizer
-        pull = -self.attack_radius * self.records.total(self.records.weights * self.loss.slope(margins))
+        pull = -self.attack_radius * self.records.total(
+            self.records.weights * self.loss.slope(margins)
+        )
         cross = torch.outer(self.records.combine(bends * targets), self.attack_radius * slope)
         total = self.records.gram(bends * targets * targets) - cross - cross.T
         total += self.attack_radius**2 * self.records.total(bends) * torch.outer(slope, slope)
@@ -280,9 +325,10 @@ class Adversarial(SumObjective):
         mass = self._reach_mass
         slopes = self._reach_bend * margin
         summed = gamma(self.records.depth + EVALUATION + self.dim) * mass
-        return ((slopes + summed) / self.normalizer + gamma(16) * (mass / self.normalizer + self.reg * size)) * (
-            1 + 1e-9
-        )
+        return (
+            (slopes + summed) / self.normalizer
+            + gamma(16) * (mass / self.normalizer + self.reg * size)
+        ) * (1 + 1e-9)
 
     def _norm(self, point: Tensor) -> Tensor:
         if self.attack_norm == 2:
@@ -298,7 +344,10 @@ class Adversarial(SumObjective):
             size = self._norm(point)
             if not float(size) > 0:
                 return torch.zeros(self.dim, self.dim, dtype=torch.float64, device=self.device)
-            return (torch.eye(self.dim, dtype=torch.float64, device=self.device) - torch.outer(slope, slope)) / size
+            return (
+                torch.eye(self.dim, dtype=torch.float64, device=self.device)
+                - torch.outer(slope, slope)
+            ) / size
         sizes = torch.hypot(point, self._nu(point))
         return torch.diag(torch.where(sizes > 0, (1 - slope * slope) / sizes, 0.0))
 

@@ -20,7 +20,12 @@ from torch_dpsco._validate import choice, positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Objective, require_double
 from torch_dpsco.linear.objectives.linear import LinearObjective
-from torch_dpsco.linear.solvers.certificates import BoxDual, Certificate, gradient_certificate, projected_certificate
+from torch_dpsco.linear.solvers.certificates import (
+    BoxDual,
+    Certificate,
+    gradient_certificate,
+    projected_certificate,
+)
 from torch_dpsco.linear.solvers.gradient import certified_descent, katyusha, stochastic_subgradient
 from torch_dpsco.linear.solvers.newton import continuation, dual_ascent, lbfgs, newton
 
@@ -29,7 +34,11 @@ __all__ = ["SOLVERS", "Certificate", "Solution", "gradient_certificate", "solve"
 SOLVERS = ("auto", "newton", "lbfgs", "agd", "katyusha", "subgradient")
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
-_THIN, _THIN_ROWS, _THIN_STEPS = 16, 1024, 6  # of the first guess: every 16th record, of which there are 1024 or more
+_THIN, _THIN_ROWS, _THIN_STEPS = (
+    16,
+    1024,
+    6,
+)  # of the first guess: every 16th record, of which there are 1024 or more
 
 
 @dataclass(frozen=True)
@@ -85,11 +94,16 @@ def solve(
         >>> solve(F, 1e-9)
         Solution()
     """
-    distance, radius = positive(tolerance=tolerance), positive(allow_inf=True, radius=radius)
+    distance = positive(tolerance=tolerance)
+    radius = positive(allow_inf=True, radius=radius)
     first = choice(SOLVERS, solver=solver)
     if not objective.strong_convexity > 0:
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
-    point = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device) if start is None else start
+    point = (
+        torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
+        if start is None
+        else start
+    )
     require_double(point, objective.dim)
     # a loop that diverged is no start: its point would fail its certificate, and the solver begin again from 0
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
@@ -101,7 +115,10 @@ def solve(
             if not certificate.proves(distance):
                 found, certificate = dual_ascent(objective, distance)
         elif objective.smoothness is None:
-            raise ConditionError(f"{type(objective).__name__} must be smooth to be solved: give it a public smoothing")
+            raise ConditionError(
+                f"{type(objective).__name__} must be smooth to be solved: give it a public"
+                " smoothing"
+            )
         else:
             fast = _fast(objective, point, distance, first)
             fast = fast if bool(torch.isfinite(fast).all()) else point
@@ -109,7 +126,9 @@ def solve(
             if not certificate.proves(distance):
                 # PRIVACY: a solver that fails must not raise, which would show that it failed
                 # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-                found, certificate = certified_descent(objective, torch.zeros_like(point), distance, radius)
+                found, certificate = certified_descent(
+                    objective, torch.zeros_like(point), distance, radius
+                )
     return Solution(found, certificate)
 
 
@@ -123,7 +142,9 @@ def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> 
         if solver == "katyusha":
             start = katyusha(objective, start, distance, generator=draws)
         elif solver == "subgradient":
-            start = stochastic_subgradient(objective, start, 2 * objective.records.count, generator=draws)
+            start = stochastic_subgradient(
+                objective, start, 2 * objective.records.count, generator=draws
+            )
     if solver == "agd":
         return start
     if solver == "lbfgs" or (solver != "newton" and objective.dim > _NEWTON_DIM):

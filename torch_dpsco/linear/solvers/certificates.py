@@ -78,7 +78,9 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
     return Certificate((size + objective.gradient_error(point)) / _strong(objective) * _UP)
 
 
-def projected_certificate(objective: Objective, point: Tensor, radius: float) -> tuple[Tensor, Certificate]:
+def projected_certificate(
+    objective: Objective, point: Tensor, radius: float
+) -> tuple[Tensor, Certificate]:
     """C2: a gradient step from w, projected onto B(0, R), and the certificate of the point reached.
 
     s = beta (w - w+) + grad F(w+) - grad F(w) is a subgradient of F + indicator at w+ = Pi(w - grad F/beta).
@@ -102,11 +104,14 @@ def projected_certificate(objective: Objective, point: Tensor, radius: float) ->
     if math.isinf(positive(allow_inf=True, radius=radius)):
         return point, gradient_certificate(objective, point)
     if objective.smoothness is None:
-        raise ConditionError("a ball needs a smooth objective: its certificate is a projected gradient step")
+        raise ConditionError(
+            "a ball needs a smooth objective: its certificate is a projected gradient step"
+        )
     free = gradient_certificate(objective, point)
     if norm_up(point) + free.distance <= radius:
         return point, free  # the free minimizer is proved to lie in the ball
-    beta, gradient = objective.smoothness, objective.value_and_gradient(point)[1]
+    beta = objective.smoothness
+    gradient = objective.value_and_gradient(point)[1]
     moved = project(point - gradient / beta, radius)
     residual = beta * (point - moved) + objective.value_and_gradient(moved)[1] - gradient
     size = norm_up(point) + norm_up(moved) + norm_up(gradient) / beta
@@ -172,14 +177,21 @@ class BoxDual:
     def shares(self, residuals: Tensor, dual: Tensor) -> Tensor:
         """max(low z, high z) - a z, each >= 0."""
         # as a product of two small factors: no cancellation where a is at the right end of the interval
-        return torch.where(residuals > 0, (self.high - dual) * residuals, (self.low - dual) * residuals)
+        return torch.where(
+            residuals > 0, (self.high - dual) * residuals, (self.low - dual) * residuals
+        )
 
 
 def primal_point(objective: LinearObjective, dual: Tensor) -> Tensor:
     """v(a) = ((1/N) sum_i c_i a_i sign_i x_i - q)/reg, the minimizer of the Lagrangian."""
-    box, records = box_of(objective), objective.records
-    total = records.combine(records.weights * dual * box.signs(records.targets)) / objective.normalizer
-    return (total if objective.linear_term is None else total - objective.linear_term) / _strong(objective)
+    box = box_of(objective)
+    records = objective.records
+    total = (
+        records.combine(records.weights * dual * box.signs(records.targets)) / objective.normalizer
+    )
+    return (total if objective.linear_term is None else total - objective.linear_term) / _strong(
+        objective
+    )
 
 
 def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> Certificate:
@@ -202,12 +214,17 @@ def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> 
     """
     require_double(point, objective.dim)
     require_double(dual, objective.records.count)
-    box, records, mu = box_of(objective), objective.records, _strong(objective)
+    box = box_of(objective)
+    records = objective.records
+    mu = _strong(objective)
     dual = dual.clamp(box.low, box.high)
     center = primal_point(objective, dual)
     residuals = box.residuals(records.scores(point), records.targets)
-    shares = float(records.total(records.weights * box.shares(residuals, dual))) / objective.normalizer
-    size, width = norm_up(point), box.width
+    shares = (
+        float(records.total(records.weights * box.shares(residuals, dual))) / objective.normalizer
+    )
+    size = norm_up(point)
+    width = box.width
     error = gap_error(objective, size) + gamma(records.depth + 16) * shares
     drift = gamma(records.depth + 16) * width * objective.constants.norm_mass / objective.normalizer
     drift = (drift + gamma(4) * (mu * norm_up(center) + objective.linear_size())) / mu
@@ -222,13 +239,16 @@ def gap_error(objective: LinearObjective, size: float) -> float:
     A residual is within gamma(d + 6)(||x|| ||w|| + |offset|), and a share moves by at most the width of the box times
     that.
     """
-    width, reach = box_of(objective).width, objective.constants.reach_mass(size)
+    width = box_of(objective).width
+    reach = objective.constants.reach_mass(size)
     return gamma(objective.dim + 6) * width * reach / objective.normalizer
 
 
 def _strong(objective: Objective) -> float:
     if not objective.strong_convexity > 0:
-        raise ConditionError("strong_convexity must be > 0: without it no distance to a minimizer can be certified")
+        raise ConditionError(
+            "strong_convexity must be > 0: without it no distance to a minimizer can be certified"
+        )
     return objective.strong_convexity
 
 
@@ -236,5 +256,7 @@ def box_of(objective: LinearObjective) -> BoxDual:
     """The dual of an objective's loss; raises ConditionError if it has none."""
     box = BoxDual.of(objective.loss)
     if box is None:
-        raise ConditionError(f"{objective.loss!r} has no box-constrained dual; take Hinge, Pinball or Absolute")
+        raise ConditionError(
+            f"{objective.loss!r} has no box-constrained dual; take Hinge, Pinball or Absolute"
+        )
     return box

@@ -24,7 +24,9 @@ from torch_dpsco.linear.solvers.newton import Iterate, certified
 from torch_dpsco.theory.linear.solvers import agd_certified_steps, katyusha_parameters
 
 
-def accelerated_steps(objective: Objective, start: Tensor, steps: int, radius: float = math.inf) -> Tensor:
+def accelerated_steps(
+    objective: Objective, start: Tensor, steps: int, radius: float = math.inf
+) -> Tensor:
     """The last y_t of y_t = Pi[w_(t-1) - grad F(w_(t-1))/beta], w_t = y_t + p (y_t - y_(t-1)).
 
     Args:
@@ -49,12 +51,14 @@ def accelerated_steps(objective: Objective, start: Tensor, steps: int, radius: f
         >>> round(accelerated_steps(F, torch.zeros(1, dtype=torch.float64), 9).item(), 9)
         0.5
     """
-    beta, mu = objective.smoothness, objective.strong_convexity
+    beta = objective.smoothness
+    mu = objective.strong_convexity
     if beta is None or not mu > 0:
         raise ConditionError("accelerated descent needs a smooth, strongly convex objective")
     root = math.sqrt(max(beta / mu, 1.0))
     momentum = (root - 1) / (root + 1)
-    last, query = start, start
+    last = start
+    query = start
     for _ in range(steps):
         moved = project(query - objective.value_and_gradient(query)[1] / beta, radius)
         query = moved + momentum * (moved - last)
@@ -86,7 +90,8 @@ def certified_descent(
     Source:
         docs/proofs/output.md#solvers-that-cannot-fail
     """
-    beta, mu = objective.smoothness, objective.strong_convexity
+    beta = objective.smoothness
+    mu = objective.strong_convexity
     if beta is None or not mu > 0:
         raise ConditionError("accelerated descent needs a smooth, strongly convex objective")
     gradient = objective.value_and_gradient(start)[1]
@@ -97,7 +102,8 @@ def certified_descent(
         raise _refusal()
     # C2 ends with a residual of up to three gradients of this size
     worst = agd_certified_steps(mu, beta, max(reach, distance), mu * distance / 8)
-    point, steps = start, 32
+    point = start
+    steps = 32
     while True:
         point = accelerated_steps(objective, point if steps > 32 else start, steps, radius)
         if not bool(torch.isfinite(point).all()):
@@ -111,7 +117,9 @@ def certified_descent(
 
 
 def _refusal() -> NotCertifiedError:
-    return NotCertifiedError("no certificate: the promised constants are violated, or float64 is too coarse")
+    return NotCertifiedError(
+        "no certificate: the promised constants are violated, or float64 is too coarse"
+    )
 
 
 def katyusha(
@@ -139,10 +147,13 @@ def katyusha(
     Source:
         docs/proofs/output.md#steps-of-katyusha (algorithm 3 of the paper)
     """
-    records, mu = objective.records, objective.strong_convexity
+    records = objective.records
+    mu = objective.strong_convexity
     bends = RowBounds(objective.loss, records).bend
     if bends is None or not mu > 0 or records.count == 0:
-        raise ConditionError("katyusha needs a smooth, strongly convex sum over at least one record")
+        raise ConditionError(
+            "katyusha needs a smooth, strongly convex sum over at least one record"
+        )
     share = records.count / objective.normalizer
     rows = float((bends * records.weights * records.norms**2).max()) * share
     beta = max(rows, mu) * (1 + 1e-9) + mu  # of one term, with the regularizer
@@ -154,7 +165,9 @@ def katyusha(
             break
         full = iterate.gradient - mu * snapshot
         draws = torch.randint(records.count, (parameters.m,), generator=generator).tolist()
-        total, weight, growth = torch.zeros_like(start), 0.0, 1 + parameters.gamma * mu
+        total = torch.zeros_like(start)
+        weight = 0.0
+        growth = 1 + parameters.gamma * mu
         for draw in draws:
             query = parameters.tau1 * ahead + parameters.tau2 * snapshot
             query = query + (1 - parameters.tau1 - parameters.tau2) * behind
@@ -162,7 +175,8 @@ def katyusha(
             slope = full + share * change
             ahead = (ahead - parameters.gamma * slope) / growth
             behind = (3 * beta * query - slope) / (3 * beta + mu)
-            total, weight = total / growth + behind, weight / growth + 1
+            total = total / growth + behind
+            weight = weight / growth + 1
         snapshot = total / weight
     return snapshot
 
@@ -192,11 +206,18 @@ def stochastic_subgradient(
     Source:
         docs/proofs/output.md#steps-of-the-subgradient-method (algorithm 2 of the paper)
     """
-    mu, count = objective.strong_convexity, objective.records.count
+    mu = objective.strong_convexity
+    count = objective.records.count
     if not mu > 0 or count == 0:
-        raise ConditionError("stochastic subgradient steps need a strongly convex sum over at least one record")
-    share, point, average = count / objective.normalizer, project(start, radius), torch.zeros_like(start)
-    for step, draw in enumerate(torch.randint(count, (steps,), generator=generator).tolist(), start=1):
+        raise ConditionError(
+            "stochastic subgradient steps need a strongly convex sum over at least one record"
+        )
+    share = count / objective.normalizer
+    point = project(start, radius)
+    average = torch.zeros_like(start)
+    for step, draw in enumerate(
+        torch.randint(count, (steps,), generator=generator).tolist(), start=1
+    ):
         average = average + 2 * step / (steps * (steps + 1)) * point
         slope = share * objective.row_gradient(draw, point) + mu * point
         if objective.linear_term is not None:

@@ -70,7 +70,8 @@ def certified(objective: Objective, iterate: Iterate, distance: float) -> bool:
 
 def backtrack(objective: Objective, start: Iterate, direction: Tensor) -> Iterate | None:
     """The first of the steps 1, 1/2, 1/4, ... that makes progress; None if none does."""
-    slope, step = float(start.gradient @ direction), 1.0
+    slope = float(start.gradient @ direction)
+    step = 1.0
     if not slope < 0:
         return None
     for _ in range(_HALVINGS):
@@ -84,12 +85,17 @@ def backtrack(objective: Objective, start: Iterate, direction: Tensor) -> Iterat
     return None
 
 
-_KEEP, _HISTORY = 0.3, 20
+_KEEP = 0.3
+_HISTORY = 20
 _Pairs = deque[tuple[Tensor, Tensor]]  # of moves and turns of the gradient
 
 
 def newton(
-    objective: Objective, start: Tensor, distance: float, steps: int = 100, like: Objective | None = None
+    objective: Objective,
+    start: Tensor,
+    distance: float,
+    steps: int = 100,
+    like: Objective | None = None,
 ) -> Tensor:
     """Newton steps with Armijo backtracking until C1 proves the distance, or no step helps.
 
@@ -195,14 +201,16 @@ def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 200
 
 def _remember(pairs: _Pairs, before: Iterate, after: Iterate) -> None:
     """Keeps what a step shows of the curvature along it."""
-    move, turn = after.point - before.point, after.gradient - before.gradient
+    move = after.point - before.point
+    turn = after.gradient - before.gradient
     if float(move @ turn) > 1e-16 * float(move.norm() * turn.norm()):
         pairs.append((move, turn))
 
 
 def _inverse_times(pairs: _Pairs, iterate: Iterate, initial: Callable[[Tensor], Tensor]) -> Tensor:
     """The two-loop product of the approximate inverse Hessian, `initial` corrected by pairs, with the gradient."""
-    vector, shares = iterate.gradient.clone(), []
+    vector = iterate.gradient.clone()
+    shares = []
     for move, turn in reversed(pairs):
         share = (move @ vector) / (move @ turn)
         vector -= share * turn
@@ -229,8 +237,11 @@ class SmoothedBox(Objective):
     """
 
     def __init__(self, objective: LinearObjective, width: float) -> None:
-        self.base, self.box, self.width = objective, box_of(objective), width
-        self.dim, self.device = objective.dim, objective.device
+        self.base = objective
+        self.box = box_of(objective)
+        self.width = width
+        self.dim = objective.dim
+        self.device = objective.device
         self.strong_convexity = objective.strong_convexity
         self.smoothness = None
 
@@ -241,10 +252,12 @@ class SmoothedBox(Objective):
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """Smoothed value and its gradient."""
-        records, box = self.base.records, self.box
+        records = self.base.records
+        box = self.box
 
         def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            targets, weights = records.targets[rows], records.weights[rows]
+            targets = records.targets[rows]
+            weights = records.weights[rows]
             residuals = box.residuals(scores, targets)
             slopes = self._slopes(residuals)
             losses = slopes * (residuals - self.width / 2 * slopes)
@@ -254,7 +267,8 @@ class SmoothedBox(Objective):
 
     def hessian(self, point: Tensor) -> Tensor:
         """Curvature 1/h of the records between the two corners."""
-        base, records = self.base, self.base.records
+        base = self.base
+        records = self.base.records
         residuals = self.box.residuals(records.scores(point), records.targets) / self.width
         inside = (residuals > self.box.low) & (residuals < self.box.high)
         curvature = records.weights * inside * self.box.signs(records.targets) ** 2 / self.width
@@ -270,7 +284,9 @@ class SmoothedBox(Objective):
         return (residuals / self.width).clamp(self.box.low, self.box.high)
 
 
-def continuation(objective: LinearObjective, start: Tensor, distance: float) -> tuple[Tensor, Certificate]:
+def continuation(
+    objective: LinearObjective, start: Tensor, distance: float
+) -> tuple[Tensor, Certificate]:
     """Smoothed problems of shrinking width, from h = 1 on, until C3 proves the distance or the rounds are over.
 
     Args:
@@ -285,8 +301,11 @@ def continuation(objective: LinearObjective, start: Tensor, distance: float) -> 
         docs/proofs/output.md#a-duality-gap-certifies
     """
     step = newton if objective.dim <= _DENSE else lbfgs
-    best, proof, settled = start, Certificate(math.inf), start
-    width, shrink = 1.0, _SHRINK
+    best = start
+    proof = Certificate(math.inf)
+    settled = start
+    width = 1.0
+    shrink = _SHRINK
     for _ in range(_ROUNDS):
         smooth = SmoothedBox(objective, width)
         point = step(smooth, settled, distance / 8)
@@ -294,13 +313,16 @@ def continuation(objective: LinearObjective, start: Tensor, distance: float) -> 
         for primal, variables in ((point, dual), onto_kinks(objective, dual)):
             certificate = gap_certificate(objective, primal, variables)
             if certificate.distance < proof.distance:
-                best, proof = primal, certificate
+                best = primal
+                proof = certificate
         if proof.proves(distance) or shrink > _LEAST_SHRINK:
             break
         if certified(smooth, Iterate.at(smooth, point), distance / 4):
-            settled, width = point, width * shrink
+            settled = point
+            width = width * shrink
         else:  # too far in one leap: the set of records at the kink changed too much
-            width, shrink = width / math.sqrt(shrink), math.sqrt(shrink)
+            width = width / math.sqrt(shrink)
+            shrink = math.sqrt(shrink)
     return best, proof
 
 
@@ -314,7 +336,8 @@ def onto_kinks(objective: LinearObjective, dual: Tensor) -> tuple[Tensor, Tensor
     Returns:
         (v(a), a).
     """
-    box, records = box_of(objective), objective.records
+    box = box_of(objective)
+    records = objective.records
     free = ((dual > box.low) & (dual < box.high) & (records.weights > 0)).nonzero().squeeze(1)
     point = primal_point(objective, dual)
     if not 0 < len(free) * objective.dim <= _LARGEST:
@@ -346,8 +369,11 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
     Source:
         docs/proofs/output.md#solvers-that-cannot-fail
     """
-    box, records, mu = box_of(objective), objective.records, objective.strong_convexity
-    signs, scale = box.signs(records.targets), records.weights / objective.normalizer
+    box = box_of(objective)
+    records = objective.records
+    mu = objective.strong_convexity
+    signs = box.signs(records.targets)
+    scale = records.weights / objective.normalizer
     steepness = float(records.total((scale * signs * records.norms) ** 2)) / mu * (1 + 1e-9)
     half = (box.high - box.low) / 2
     if distance_of_gap(gap_error(objective, 0.0), mu) > distance:
@@ -355,7 +381,8 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
     used = float((records.weights > 0).sum())
     worst = math.ceil(math.sqrt(4 * steepness * used * half * half / mu) / distance) + 2
     dual = shifted = torch.full_like(records.norms, (box.low + box.high) / 2)
-    average, check = primal_point(objective, dual), 8
+    average = primal_point(objective, dual)
+    check = 8
     for step in range(4 * worst + 2):
         theta = 2 / (step + 2)
         query = (1 - theta) * dual + theta * shifted

@@ -111,13 +111,17 @@ class UserClipped(UserMean):
         """Returns the oracle of the clipped mean, which has added the users of this process."""
         means, items = self._users.take()
         # PRIVACY: before the clip, which then bounds every user (test_no_user_moves_the_mean_past_the_sensitivity)
-        kept = GradBatch([DenseBlock(part) for part in self._by_parameter(means[items >= self.min_items])])
+        kept = GradBatch(
+            [DenseBlock(part) for part in self._by_parameter(means[items >= self.min_items])]
+        )
         self._clipping.observe(kept)
         return self._clipping
 
     def _by_parameter(self, means: Tensor) -> list[Tensor]:
         parts = means.split([shape.numel() for shape in self._users.shapes], dim=1)
-        return [part.reshape(-1, *shape) for part, shape in zip(parts, self._users.shapes, strict=True)]
+        return [
+            part.reshape(-1, *shape) for part, shape in zip(parts, self._users.shapes, strict=True)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""

@@ -104,18 +104,24 @@ class Filter:
     ramp_end: int
     kind: str = "same"
     coupling_failure: float = 0.0
-    coefficient: float = field(init=False, repr=False)  # sensitivity of the mean in units of tau, rounded up
+    coefficient: float = field(
+        init=False, repr=False
+    )  # sensitivity of the mean in units of tau, rounded up
 
     def __post_init__(self) -> None:
         check.choice(("same", "two", "paper_corrected"), filter=self.kind)
         if self.kind == "paper_corrected":
             check.open_interval(0.0, 1.0, coupling_failure=self.coupling_failure)
         elif check.nonnegative(coupling_failure=self.coupling_failure):
-            raise ValueError(f"coupling_failure must be 0 for {self.kind!r} (got {self.coupling_failure})")
+            raise ValueError(
+                f"coupling_failure must be 0 for {self.kind!r} (got {self.coupling_failure})"
+            )
         object.__setattr__(self, "coefficient", self._bound())
 
     def _bound(self) -> float:
-        n, floor, end = self.n_users, self.score_floor, self.ramp_end
+        n = self.n_users
+        floor = self.score_floor
+        end = self.ramp_end
         if self.kind == "same":
             return 2 * filter_coefficient(n, floor, end)
         if self.kind == "two":
@@ -193,13 +199,17 @@ class UserFiltered(UserMean):
         ids: int | None = None,
     ) -> None:
         n = filter.n_users
-        super().__init__(n, n if ids is None else check.positive_count(ids=ids), min_items, exact=True)
+        super().__init__(
+            n, n if ids is None else check.positive_count(ids=ids), min_items, exact=True
+        )
         self._center = _flat(center)
         self.filter = filter
         self._tau: float | None = check.between(1e-40, 1e40, pair_radius=pair_radius)
         self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
-        self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (filter.coefficient * self._tau)
+        self.noise_multiplier = check.nonnegative(noise_std=noise_std) / (
+            filter.coefficient * self._tau
+        )
         # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
         self._test = AboveThreshold(
             threshold,
@@ -209,7 +219,9 @@ class UserFiltered(UserMean):
             steps=steps,
         )
         if not self._test.threshold > Fraction(filter.score_floor):
-            raise ConditionError(f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})")
+            raise ConditionError(
+                f"threshold must be > score_floor={filter.score_floor:g} (got {threshold:g})"
+            )
 
     @property
     def pair_radius(self) -> float:
@@ -230,11 +242,16 @@ class UserFiltered(UserMean):
         """Returns how far one user moves the mean of a step whose score is at least H, rounding included."""
         if adjacency != REPLACE_ONE:
             # PRIVACY: n is public, and only replacements keep it (test_the_filter_is_charged_under_replace_one_only)
-            raise AdjacencyError(f"the filtered mean has no bound under {adjacency}: use replace_one (n_users public)")
+            raise AdjacencyError(
+                f"the filtered mean has no bound under {adjacency}: use replace_one (n_users"
+                " public)"
+            )
         tau = self.pair_radius
         nominal = self.filter.coefficient * tau * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
         diameter = 2 * self.filter.radii[-1]
-        return nominal + mean_rounding(self.filter.n_users, diameter * tau * 1.01, self.reach * tau * 1.01)
+        return nominal + mean_rounding(
+            self.filter.n_users, diameter * tau * 1.01, self.reach * tau * 1.01
+        )
 
     @property
     def bad_pass(self) -> float:
@@ -248,7 +265,11 @@ class UserFiltered(UserMean):
         mean = Gaussian(self.noise_multiplier, {REPLACE_ONE: 1.0}, self.filter.failure)
         # PRIVACY: all planned steps, since a halt depends on the data (test_a_halt_earns_no_refund)
         return Sequential(
-            (self._test.event(REPLACE_ONE), Repeat(mean, self._test.steps), Failure(self.bad_pass, "transcript"))
+            (
+                self._test.event(REPLACE_ONE),
+                Repeat(mean, self._test.steps),
+                Failure(self.bad_pass, "transcript"),
+            )
         )
 
     def event(self) -> Sequential:
@@ -270,7 +291,10 @@ class UserFiltered(UserMean):
         """Starts a logical batch; forgets an unfinished one. Raises ValueError for another center's dim."""
         super().open(query, step)
         if self._center is not None and len(self._center) != self._users.dim:
-            raise ValueError(f"center must have {self._users.dim} numbers, as the query (got {len(self._center)})")
+            raise ValueError(
+                f"center must have {self._users.dim} numbers, as the query (got"
+                f" {len(self._center)})"
+            )
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds the rows of one physical batch to the sums of their users."""
@@ -288,8 +312,12 @@ class UserFiltered(UserMean):
         counts = neighbor_counts(points, self._radii(), joined)
         absent = self.filter.n_users - len(means)  # each its own only neighbor
         if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
-            raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
-        if not self._test.passes(Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator):
+            raise SequenceError(
+                f"users must be at most {self.filter.n_users} in a step (got {len(means)})"
+            )
+        if not self._test.passes(
+            Fraction(int(counts[0].sum()) + absent, self.filter.n_users), generator
+        ):
             return self._nothing(halted=True)
         weights = self.filter.weights(counts[-1], generator)
         # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
@@ -348,7 +376,11 @@ class UserFiltered(UserMean):
         """Returns tau, noise_std and the number of steps answered: public."""
         if not self._users.shapes:
             return {}
-        return {"pair_radius": self.pair_radius, "noise_std": self.noise_std, "answered": float(self._test.asked)}
+        return {
+            "pair_radius": self.pair_radius,
+            "noise_std": self.noise_std,
+            "answered": float(self._test.asked),
+        }
 
 
 def _flat(center: Sequence[Tensor] | None) -> Tensor | None:

@@ -40,7 +40,9 @@ class UserRows:
         self.discard()
         self.shapes = [p.shape for p in query]
         self._device = query[0].device
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        self.dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        )
 
     @property
     def dim(self) -> int:
@@ -66,7 +68,9 @@ class UserRows:
         self._require_open()
         if users is None:
             # PRIVACY: rows without a user would be protected one by one (test_rows_without_ids_are_refused)
-            raise SequenceError("users must be given, the id of the user of each row: opt.step(users=ids)")
+            raise SequenceError(
+                "users must be given, the id of the user of each row: opt.step(users=ids)"
+            )
         if self._exact and rows.averaged:
             # PRIVACY: 1/B is rounded; another B would move pairs of users across tau (test_a_mean_loss_is_refused)
             raise SequenceError(
@@ -74,9 +78,13 @@ class UserRows:
                 "dp.attach(model, loss_reduction='sum'), and loss(output, target, reduction='sum')"
             )
         if rows.shapes != self.shapes:
-            raise ValueError(f"rows must be of shapes {self.shapes}, those of the query (got {rows.shapes})")
+            raise ValueError(
+                f"rows must be of shapes {self.shapes}, those of the query (got {rows.shapes})"
+            )
         if users.shape != (len(rows),) or users.dtype != torch.int64:
-            raise ValueError(f"users must be ({len(rows)},) int64 (got {tuple(users.shape)}, {users.dtype})")
+            raise ValueError(
+                f"users must be ({len(rows)},) int64 (got {tuple(users.shape)}, {users.dtype})"
+            )
         if len(users) and not 0 <= int(users.min()) <= int(users.max()) < self.n_users:
             # PRIVACY: a negative id would be another user's place (test_ids_out_of_range_are_refused)
             raise ValueError(f"users must be in [0, {self.n_users})")
@@ -107,13 +115,15 @@ class UserRows:
 
     def discard(self) -> None:
         """Forgets all rows."""
-        self._sums, self._used = None, 0
+        self._sums = None
+        self._used = 0
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns the means (k, D) of the k users with rows, and their numbers of rows (k,) int64; forgets all rows."""
         self._require_open()
         sums = self._room(torch.zeros(0, dtype=torch.int64, device=self._device))
-        means, counts = sums[: self._used], self._counts[: self._used]
+        means = sums[: self._used]
+        counts = self._counts[: self._used]
         means.div_(counts[:, None])
         self.discard()
         return means, counts
@@ -131,7 +141,9 @@ class UserMean(MeanOracle):
 
     unit = "user"
 
-    def __init__(self, batch_size: int, n_users: int, min_items: int, *, exact: bool = False) -> None:
+    def __init__(
+        self, batch_size: int, n_users: int, min_items: int, *, exact: bool = False
+    ) -> None:
         super().__init__(batch_size)
         self.min_items = check.positive_count(min_items=min_items)
         self._users = UserRows(n_users, batch_size, exact=exact)

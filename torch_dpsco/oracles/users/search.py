@@ -150,7 +150,9 @@ class UserSearched(UserFiltered):
         self._tau = None
         self.search = search
         self._choices = _choices(search, filter.n_users)
-        search_law([filter.n_users] * len(search.candidates), search, filter.n_users)  # its checks, before rows come
+        search_law(
+            [filter.n_users] * len(search.candidates), search, filter.n_users
+        )  # its checks, before rows come
 
     @property
     def searched(self) -> bool:
@@ -160,7 +162,9 @@ class UserSearched(UserFiltered):
     def phase_event(self) -> Sequential:
         """Returns what a whole run costs: that of the filter, and the search."""
         # PRIVACY: the same before and after, whatever tau (test_the_event_does_not_depend_on_what_is_found)
-        return Sequential((*super().phase_event().events, Pure(self.search.epsilon, (REPLACE_ONE,))))
+        return Sequential(
+            (*super().phase_event().events, Pure(self.search.epsilon, (REPLACE_ONE,)))
+        )
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what the search and all later releases of a run are charged, with the search."""
@@ -176,7 +180,9 @@ class UserSearched(UserFiltered):
         if self.searched or self.halted:
             return super().release(generator)
         means, items = self._users.take()
-        choice = draw(search_law(self._totals(means, items), self.search, self.filter.n_users), generator)
+        choice = draw(
+            search_law(self._totals(means, items), self.search, self.filter.n_users), generator
+        )
         self._tau = self._choices[choice]
         self._warn_at_end(choice)
         return self._nothing()
@@ -186,17 +192,28 @@ class UserSearched(UserFiltered):
         points = Points(means, self._center)
         absent = self.filter.n_users - len(means)
         if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_search_is_for_are_refused)
-            raise SequenceError(f"users must be at most {self.filter.n_users} in a step (got {len(means)})")
+            raise SequenceError(
+                f"users must be at most {self.filter.n_users} in a step (got {len(means)})"
+            )
         # PRIVACY: those left out count themselves, not 0 (test_no_replaced_user_breaks_epsilon)
         joined = items >= self.min_items
-        counts = torch.cat([neighbor_counts(points, part, joined).sum(1) for part in _parts(self.search.candidates)])
+        counts = torch.cat(
+            [
+                neighbor_counts(points, part, joined).sum(1)
+                for part in _parts(self.search.candidates)
+            ]
+        )
         return [absent + total for total in counts.tolist()]
 
     def _warn_at_end(self, choice: int) -> None:
-        wrong = {0: "smallest is probably too large", len(self.search.candidates) - 1: "points are probably too few"}
+        wrong = {
+            0: "smallest is probably too large",
+            len(self.search.candidates) - 1: "points are probably too few",
+        }
         if choice in wrong:
             warnings.warn(
-                f"the private search found pair_radius {self.pair_radius:g} at the end of its grid: {wrong[choice]}",
+                f"the private search found pair_radius {self.pair_radius:g} at the end of its grid:"
+                f" {wrong[choice]}",
                 UtilityWarning,
                 stacklevel=3,
             )
@@ -222,7 +239,9 @@ class UserSearched(UserFiltered):
             raise ValueError(f"pair_radius must be one that the search can find (got {tau})")
         if self.searched and tau != self._tau:
             # PRIVACY: one charge pays for one search (test_a_search_cannot_be_rolled_back)
-            raise SequenceError("state must be a later one of this run of the search: make a new optimizer")
+            raise SequenceError(
+                "state must be a later one of this run of the search: make a new optimizer"
+            )
         super().restore(dict(state))
         self._tau = tau
 
@@ -238,7 +257,9 @@ class UserSearched(UserFiltered):
 def _choices(search: PairRadiusSearch, n_users: int) -> tuple[float, ...]:
     """Returns the possible values of tau, after checks of the search."""
     if n_users >= _MOST_USERS or search.sensitivity != concentration_score_sensitivity(n_users):
-        raise ValueError(f"search must be for n_users={n_users}, below 2^26: pair_radius_search({n_users}, ...)")
+        raise ValueError(
+            f"search must be for n_users={n_users}, below 2^26: pair_radius_search({n_users}, ...)"
+        )
     check.between(0.0, n_users, target=search.target)
     widening = check.positive(widening=search.widening)
     for radius in search.candidates:

@@ -31,7 +31,12 @@ from torch_dpsco.rows.layers.recorded import (
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
-_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+_MODES = {
+    "zeros": "constant",
+    "reflect": "reflect",
+    "replicate": "replicate",
+    "circular": "circular",
+}
 
 
 def _pads(layer: Any) -> list[tuple[int, int]]:
@@ -57,10 +62,18 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     The channels of a group are next to each other in memory: patches then consist of long pieces, which are copied
     several times faster.
     """
-    pads, x = _inner(layer), x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
-    (records, groups, *sizes, channels) = x.shape
-    shape = [records, groups, *(size + 2 * pad for size, pad in zip(sizes, pads, strict=True)), channels]
-    found: Tensor = x.new_zeros(shape, dtype=dtype) if any(pads) else x.new_empty(shape, dtype=dtype)
+    pads = _inner(layer)
+    x = x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
+    records, groups, *sizes, channels = x.shape
+    shape = [
+        records,
+        groups,
+        *(size + 2 * pad for size, pad in zip(sizes, pads, strict=True)),
+        channels,
+    ]
+    found: Tensor = (
+        x.new_zeros(shape, dtype=dtype) if any(pads) else x.new_empty(shape, dtype=dtype)
+    )
     inside = found
     for dim, (size, pad) in enumerate(zip(sizes, pads, strict=True), start=2):
         inside = inside.narrow(dim, pad, size)
@@ -70,7 +83,10 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
     """Returns the patches of `_padded` records as a view: (B, groups, *places, *kernel, C / groups)."""
-    (records, groups, *step, channels), spatial = x.stride(), list(zip(layer.stride, layer.dilation, strict=True))
+    (records, groups, *step, channels), spatial = (
+        x.stride(),
+        list(zip(layer.stride, layer.dilation, strict=True)),
+    )
     places = [
         (size - d * (k - 1) - 1) // s + 1
         for size, k, (s, d) in zip(x.shape[2:-1], layer.kernel_size, spatial, strict=True)
@@ -84,13 +100,19 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
 def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     """Returns the rows of the weight, from the patches of some records at a time."""
     groups, times, (out, channels, *kernel) = use.layer.groups, grad.shape[2], use.weight.shape
-    n_records, width = len(grad), use.weight[0].numel()
+    n_records = len(grad)
+    width = use.weight[0].numel()
     rows = grad.new_empty(n_records, out, *kernel, channels)  # as they are in memory
     step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
-    buffer = grad.new_empty(step, *patches.shape[1:])  # one for all tiles: fresh memory costs more than the arithmetic
-    unused, shape = grad.new_empty(1, 1, 1), (n_records * groups, out // groups)
+    buffer = grad.new_empty(
+        step, *patches.shape[1:]
+    )  # one for all tiles: fresh memory costs more than the arithmetic
+    unused = grad.new_empty(1, 1, 1)
+    shape = (n_records * groups, out // groups)
     tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
-    for acts, backprops, formed in zip(tiles[0], *(part.split(step * groups) for part in tiles[1:]), strict=True):
+    for acts, backprops, formed in zip(
+        tiles[0], *(part.split(step * groups) for part in tiles[1:]), strict=True
+    ):
         acts = buffer[: len(acts)].copy_(acts).view(-1, times, width)
         torch.baddbmm(unused, backprops, acts, beta=0, alpha=use.scale, out=formed)
     return rows.movedim(-1, 2)
@@ -98,12 +120,18 @@ def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
 
 def _kept(use: Use, trained: dict[str, bool]) -> Kept:
     """Returns the rows, or their factors."""
-    layer, dtype = use.layer, work_dtype(use.grad.dtype)
-    patches, grad = _patches(layer, _padded(layer, use.x, dtype)), use.grad.to(dtype).flatten(2)
-    out, width, times = use.weight.shape[0], use.weight[0].numel(), grad.shape[2]
+    layer = use.layer
+    dtype = work_dtype(use.grad.dtype)
+    patches = _patches(layer, _padded(layer, use.x, dtype))
+    grad = use.grad.to(dtype).flatten(2)
+    out = use.weight.shape[0]
+    width = use.weight[0].numel()
+    times = grad.shape[2]
     if layer.groups == 1 and leaves_factors(times, out, width):
         dims = len(layer.kernel_size)
-        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)  # in the order of the weight
+        acts = patches.movedim(-1, 2 + dims).reshape(
+            len(grad), times, width
+        )  # in the order of the weight
         return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
     bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
     return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
@@ -114,14 +142,16 @@ class _Waiting(Kept):
 
     def __init__(self, use: Use) -> None:
         self._use: Use | None = use
-        self._trained, self._versions = use.trained, (use.x._version, use.grad._version)
+        self._trained = use.trained
+        self._versions = (use.x._version, use.grad._version)
         self._records = len(use.x)
 
     def __len__(self) -> int:
         return self._records
 
     def _made(self) -> Kept:
-        use, self._use = self._use, None
+        use = self._use
+        self._use = None
         assert use is not None
         # PRIVACY: (test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already)
         require_unwritten((use.x, use.grad), self._versions)
@@ -129,11 +159,15 @@ class _Waiting(Kept):
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns the sums."""
-        return added([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+        return added(
+            [part._made() if isinstance(part, _Waiting) else part for part in (self, *others)]
+        )
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns the rows one after another."""
-        return joined([part._made() if isinstance(part, _Waiting) else part for part in (self, *others)])
+        return joined(
+            [part._made() if isinstance(part, _Waiting) else part for part in (self, *others)]
+        )
 
     def formed(self) -> Formed:
         """Returns the rows."""
@@ -156,10 +190,14 @@ class ConvolutionKind(Kind):
         flat = [side for pair in reversed(_pads(layer)) for side in pair]  # last dimension first
         return F.pad(x, flat, mode=_MODES[layer.padding_mode])
 
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Returns the output."""
         convolve = _CONVOLVE[len(layer.kernel_size)]
-        return (convolve(x, weight, bias, layer.stride, _inner(layer), layer.dilation, layer.groups),)
+        return (
+            convolve(x, weight, bias, layer.stride, _inner(layer), layer.dilation, layer.groups),
+        )
 
     def rows(self, use: Use) -> Kept:
         """Returns the rows, or what they are made from if that takes less."""
@@ -168,9 +206,12 @@ class ConvolutionKind(Kind):
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""
-        layer, dtype, none = use.layer, use.weight.dtype, [0] * len(use.layer.kernel_size)
+        layer = use.layer
+        dtype = use.weight.dtype
+        none = [0] * len(use.layer.kernel_size)
         sizes = (layer.stride, _inner(layer), layer.dilation, False, none, layer.groups)
-        grad, x = use.grad.to(dtype), use.x.to(dtype)
+        grad = use.grad.to(dtype)
+        x = use.x.to(dtype)
         backward = torch.ops.aten.convolution_backward
         found: Tensor = backward(grad, x, use.weight, None, *sizes, [True, False, False])[0]
         return found.to(use.x.dtype)

@@ -32,9 +32,14 @@ class ItemBlock(Block):
         n_items: V.
     """
 
-    def __init__(self, records: Tensor, items: Tensor, vectors: Tensor, n_records: int, n_items: int) -> None:
-        self.records, self.items, self.vectors = records, items, vectors
-        self.n_records, self.n_items = n_records, n_items
+    def __init__(
+        self, records: Tensor, items: Tensor, vectors: Tensor, n_records: int, n_items: int
+    ) -> None:
+        self.records = records
+        self.items = items
+        self.vectors = vectors
+        self.n_records = n_records
+        self.n_items = n_items
         self.shapes = [torch.Size([n_items, vectors.shape[1]])]
 
     def __len__(self) -> int:
@@ -46,7 +51,11 @@ class ItemBlock(Block):
         squares = norms.new_zeros(self.n_records).index_add_(0, self.records, norms.square_())
         # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
         # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
-        return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64] + self.n_items * 2.0**-53).add_(2.0**-500)
+        return (
+            squares.sqrt_()
+            .mul_(1.0 + NORM_ERROR[torch.float64] + self.n_items * 2.0**-53)
+            .add_(2.0**-500)
+        )
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * row_i]: added in float64, and kept in float32 where the precision allows it."""
@@ -66,9 +75,12 @@ class ItemBlock(Block):
     def select(self, index: Tensor) -> ItemBlock:
         """Returns the block of some rows."""
         counts = torch.bincount(self.records, minlength=self.n_records)
-        starts, chosen = counts.cumsum(0) - counts, counts[index]
+        starts = counts.cumsum(0) - counts
+        chosen = counts[index]
         records = torch.arange(len(index), device=index.device).repeat_interleave(chosen)
-        within = torch.arange(len(records), device=index.device) - (chosen.cumsum(0) - chosen)[records]
+        within = (
+            torch.arange(len(records), device=index.device) - (chosen.cumsum(0) - chosen)[records]
+        )
         place = starts[index][records] + within
         return ItemBlock(records, self.items[place], self.vectors[place], len(index), self.n_items)
 
@@ -78,7 +90,9 @@ class ItemBlock(Block):
         return [rows.index_put_((self.records, self.items), self.vectors)]
 
 
-def coalesced(records: Tensor, items: Tensor, uses: Tensor, n_records: int, n_items: int) -> ItemBlock:
+def coalesced(
+    records: Tensor, items: Tensor, uses: Tensor, n_records: int, n_items: int
+) -> ItemBlock:
     """Returns the rows of uses of items: those of an item in a record are added.
 
     Args:
@@ -116,12 +130,18 @@ class Items(Kept):
         return Items(ItemBlock(records, items, vectors, n_records, self._rows.n_items))
 
     def _joined(self, others: Sequence[Kept], *, offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
-        parts, before, records = [self._rows], 0, []
+        parts = [self._rows]
+        before = 0
+        records = []
         parts += [other._rows for other in others if isinstance(other, Items)]
         for part in parts:
             records.append(part.records + before)
             before += len(part) if offsets else 0
-        return torch.cat(records), torch.cat([p.items for p in parts]), torch.cat([p.vectors for p in parts])
+        return (
+            torch.cat(records),
+            torch.cat([p.items for p in parts]),
+            torch.cat([p.vectors for p in parts]),
+        )
 
     def formed(self) -> Formed:
         """Returns the rows themselves, (B, V, D)."""
@@ -143,11 +163,14 @@ class EmbeddingKind(Kind):
     def rows(self, use: Use) -> Kept:
         """Returns the rows by record and item."""
         n_records, (n_items, width) = len(use.x), use.weight.shape
-        items, uses = use.x.flatten().long(), use.grad.reshape(-1, width)
+        items = use.x.flatten().long()
+        uses = use.grad.reshape(-1, width)
         records = torch.arange(n_records, device=items.device).repeat_interleave(use.x[:1].numel())
         if use.layer.padding_idx is not None:
             kept = (items != use.layer.padding_idx).nonzero().squeeze(1)
-            records, items, uses = records[kept], items[kept], uses[kept]
+            records = records[kept]
+            items = items[kept]
+            uses = uses[kept]
         rows = coalesced(records, items, uses, n_records, n_items)
         if use.scale != 1:
             rows.vectors.mul_(use.scale)

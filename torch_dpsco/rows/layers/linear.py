@@ -13,7 +13,9 @@ from torch_dpsco.rows.layers.recorded import Kept, Kind, Use, Vectors, pairs
 class LinearKind(Kind):
     """y = x W^T + c for x (B, ..., in); see `kept` for its rows."""
 
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Returns the output."""
         return (F.linear(x, weight, bias),)
 

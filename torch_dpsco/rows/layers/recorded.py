@@ -71,7 +71,9 @@ def added(uses: Sequence[Kept]) -> Kept:
     if len({len(use) for use in uses}) > 1:
         # PRIVACY: a use without a batch dimension would be added to every row
         # (test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused)
-        raise SequenceError("a layer that is used several times in a forward must see all records each time")
+        raise SequenceError(
+            "a layer that is used several times in a forward must see all records each time"
+        )
     uses = _of_one_form(uses)
     return uses[0] if len(uses) == 1 else uses[0].plus(uses[1:])
 
@@ -83,7 +85,11 @@ def joined(passes: Sequence[Kept]) -> Kept:
 
 
 def _of_one_form(all_kept: Sequence[Kept]) -> Sequence[Kept]:
-    return all_kept if len({type(kept) for kept in all_kept}) == 1 else [kept.formed() for kept in all_kept]
+    return (
+        all_kept
+        if len({type(kept) for kept in all_kept}) == 1
+        else [kept.formed() for kept in all_kept]
+    )
 
 
 class Formed(Kept):
@@ -95,15 +101,20 @@ class Formed(Kept):
         pieces: `piece_norms` of the weight's rows, where they are known.
     """
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, pieces: Tensor | None = None) -> None:
-        self._parts, self._pieces = [weight, bias], pieces
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, pieces: Tensor | None = None
+    ) -> None:
+        self._parts = [weight, bias]
+        self._pieces = pieces
 
     def __len__(self) -> int:
         return len(next(part for part in self._parts if part is not None))
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns the sums."""
-        return Formed(*(None if not parts else torch.stack(parts).sum(0) for parts in self._columns(others)))
+        return Formed(
+            *(None if not parts else torch.stack(parts).sum(0) for parts in self._columns(others))
+        )
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns the rows one after another."""
@@ -113,7 +124,9 @@ class Formed(Kept):
         columns = zip(self._parts, *(other.formed()._parts for other in others), strict=True)
         found = [[part for part in column if part is not None] for column in columns]
         if any(len(column) not in (0, len(others) + 1) for column in found):
-            raise SequenceError("requires_grad of a weight or bias must not change between the backwards of a step")
+            raise SequenceError(
+                "requires_grad of a weight or bias must not change between the backwards of a step"
+            )
         return found
 
     def formed(self) -> Formed:
@@ -123,7 +136,11 @@ class Formed(Kept):
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block for each."""
         parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
-        return [DenseBlock(part, pieces) for part, pieces, chosen in parts if chosen and part is not None]
+        return [
+            DenseBlock(part, pieces)
+            for part, pieces, chosen in parts
+            if chosen and part is not None
+        ]
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -131,7 +148,9 @@ def leaves_factors(times: int, out: int, width: int) -> bool:
     return times <= MAX_TIMES and out * width > 4 * times * (out + width)
 
 
-def pairs(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int) -> Kept:
+def pairs(
+    acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int
+) -> Kept:
     """Returns the rows of a layer y_t = W a_t + c in the form that costs least.
 
     Args:
@@ -157,17 +176,21 @@ def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
         # PRIVACY: a buffer that has the next batch by now would put its records into this step
         # (test_an_input_that_is_overwritten_before_the_step_is_refused)
         raise SequenceError(
-            "the input of a layer was overwritten between backward and step: write to what a forward has made after "
-            "optimizer.step(), or to a copy of it"
+            "the input of a layer was overwritten between backward and step: write to what a"
+            " forward has made after optimizer.step(), or to a copy of it"
         )
 
 
-def _formed(acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1) -> Formed:
+def _formed(
+    acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1
+) -> Formed:
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
     if not weight:
         return Formed(None, sums)
     rows = outer_sums(acts, backprops, scale)
-    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))  # while they are in cache
+    return Formed(
+        rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1))
+    )  # while they are in cache
 
 
 class _Factors(Kept):
@@ -181,7 +204,9 @@ class _Factors(Kept):
     """
 
     def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool) -> None:
-        self.acts, self.backprops, self.trained = acts, backprops, {"weight": weight, "bias": bias}
+        self.acts = acts
+        self.backprops = backprops
+        self.trained = {"weight": weight, "bias": bias}
         self._versions = acts._version, backprops._version
 
     def _require_unwritten(self) -> None:
@@ -203,9 +228,12 @@ _Kind = TypeVar("_Kind", bound=_Factors)
 class Vectors(_Factors):
     """Those of a Linear layer on vectors, (B, in) and (B, out); every row is multiplied by `scale`."""
 
-    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool, scale: int = 1) -> None:
+    def __init__(
+        self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool, scale: int = 1
+    ) -> None:
         if scale != 1 and backprops.shape[1] == 1:  # else later: that saves a pass over memory
-            backprops, scale = backprops * scale, 1
+            backprops = backprops * scale
+            scale = 1
         super().__init__(acts, backprops, weight=weight, bias=bias)
         self.scale = scale
 
@@ -229,13 +257,16 @@ class Vectors(_Factors):
     def formed(self) -> Formed:
         """Returns the rows."""
         self._require_unwritten()
-        acts, backprops = self.acts.unsqueeze(1), self.backprops.unsqueeze(1)
+        acts = self.acts.unsqueeze(1)
+        backprops = self.backprops.unsqueeze(1)
         return _formed(acts, backprops, self._shape(), scale=self.scale, **self.trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block."""
         self._require_unwritten()
-        return [FactoredBlock(self.acts, self.backprops, weight=weight, bias=bias, scale=self.scale)]
+        return [
+            FactoredBlock(self.acts, self.backprops, weight=weight, bias=bias, scale=self.scale)
+        ]
 
 
 class _Pairs(_Factors):
@@ -248,7 +279,9 @@ class _Pairs(_Factors):
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
         uses = self._all(others)
-        acts, backprops = (torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("acts", "backprops"))
+        acts, backprops = (
+            torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("acts", "backprops")
+        )
         return pairs(acts, backprops, self.shape, scale=1, **self.trained)
 
     def then(self, others: Sequence[Kept]) -> Kept:
@@ -269,7 +302,9 @@ class _Pairs(_Factors):
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a block of sequences, and the rows of the bias."""
         self._require_unwritten()
-        found: list[Block] = [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
+        found: list[Block] = (
+            [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
+        )
         sums = _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias)
         return found + sums.blocks(weight=False, bias=bias)
 
@@ -282,8 +317,11 @@ class Tape:
         trial: what the layer must pass with its first input, None for a layer of the library's own kinds.
     """
 
-    def __init__(self, *, scale_by_batch: bool, trial: Callable[[Any, Tensor], None] | None = None) -> None:
-        self.scale_by_batch, self.trial = scale_by_batch, trial
+    def __init__(
+        self, *, scale_by_batch: bool, trial: Callable[[Any, Tensor], None] | None = None
+    ) -> None:
+        self.scale_by_batch = scale_by_batch
+        self.trial = trial
         self.weight: nn.Parameter | None = None  # the layer's trained parameters, set with each use
         self.bias: nn.Parameter | None = None
         self.uses: list[tuple[int | None, Kept]] = []
@@ -292,8 +330,9 @@ class Tape:
         """Keeps the rows of one use; raises SequenceError where they could not be told apart."""
         if tag is None and self.uses:
             raise SequenceError(
-                "a layer was used twice outside of a forward of the attached model, so that its rows cannot be told "
-                "apart; call the attached model itself, or attach the module that you call"
+                "a layer was used twice outside of a forward of the attached model, so that its"
+                " rows cannot be told apart; call the attached model itself, or attach the module"
+                " that you call"
             )
         self.weight, self.bias = (_trained(use.layer, name) for name in ("weight", "bias"))
         self.uses.append((tag, use.layer.kind.rows(use)))
@@ -306,8 +345,8 @@ class Tape:
             # PRIVACY: a part of a model is copied without the model's own check
             # (test_a_part_of_a_model_is_neither_saved_nor_copied_with_rows_in_it)
             raise SequenceError(
-                "a layer must be saved or copied between steps: it holds rows of records now; call optimizer.step() or "
-                "optimizer.discard() first"
+                "a layer must be saved or copied between steps: it holds rows of records now; call"
+                " optimizer.step() or optimizer.discard() first"
             )
         return self.__dict__
 
@@ -358,7 +397,8 @@ class Use(NamedTuple):
 
 def require_recordable(tag: int | None, use: Use) -> None:
     """Raises SequenceError for a use in the forward `tag` of which no rows may be kept, whatever its tape has."""
-    passes, tape = use.layer.passes, use.layer.tape
+    passes = use.layer.passes
+    tape = use.layer.tape
     passes.require_one(tag)
     if tape.scale_by_batch:
         require_full_precision(use.grad)
@@ -380,7 +420,9 @@ class Kind(ABC):
         require_dims(layer, x, 2)
         return x
 
-    def forward(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Returns the output, equal to that of the plain layer, and tensors to save."""
         return (plain_forward(layer)(x),)
 
@@ -390,7 +432,9 @@ class Kind(ABC):
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x, differentiable in x, weight and grad."""
-        twice = torch.is_grad_enabled()  # the gradient of a gradient is wanted too: torch's backward may have none
+        twice = (
+            torch.is_grad_enabled()
+        )  # the gradient of a gradient is wanted too: torch's backward may have none
         with torch.enable_grad():
             x = use.x if twice else use.x.detach().requires_grad_()
             out = self.forward(use.layer, x, use.weight, use.layer._parameters.get("bias"))[0]
@@ -406,7 +450,9 @@ def plain_forward(layer: Any) -> Callable[[Tensor], Tensor]:
 def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = None) -> None:
     """Raises SequenceError for an input without a batch dimension."""
     if not least <= x.dim() <= (x.dim() if most is None else most):
-        raise SequenceError(f"input of {layer} must have a batch dimension (got {x.dim()} dimensions)")
+        raise SequenceError(
+            f"input of {layer} must have a batch dimension (got {x.dim()} dimensions)"
+        )
 
 
 def records(layer: Any) -> bool:
@@ -419,7 +465,9 @@ def run(layer: Any, x: Tensor) -> Tensor:
     """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
     if not records(layer):
         return plain_forward(layer)(x)
-    recorded: Tensor = _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
+    recorded: Tensor = (
+        _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
+    )
     return recorded
 
 
@@ -438,7 +486,8 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
         # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
         layer.tape.trial(layer, x)
         layer.tape.trial = None
-    x, bias = layer.kind.prepare(layer, x), layer._parameters.get("bias")
+    x = layer.kind.prepare(layer, x)
+    bias = layer._parameters.get("bias")
     out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
     return out
 
@@ -455,13 +504,15 @@ class _Recorded(torch.autograd.Function):
         out: Tensor
         out, *saved = layer.kind.forward(layer, x, weight, bias)
         ctx.save_for_backward(x, weight, *saved)
-        ctx.layer, ctx.tag = layer, layer.passes.tag
+        ctx.layer = layer
+        ctx.tag = layer.passes.tag
         return compat.whole(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
-        layer, more = ctx.layer, tuple(saved)
+        layer = ctx.layer
+        more = tuple(saved)
         if torch.is_grad_enabled():
             layer.passes.note_differentiated()
         if reaches(ctx.next_functions[1:3]):
@@ -470,7 +521,12 @@ class _Recorded(torch.autograd.Function):
             with torch.no_grad():
                 layer.tape.record(ctx.tag, use)
         wanted = ctx.needs_input_grad[0]
-        return layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None, None, None, None
+        return (
+            layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None,
+            None,
+            None,
+            None,
+        )
 
 
 def reaches(weights: Iterable[tuple[Any, int]]) -> bool:

@@ -43,9 +43,15 @@ class _Activation(NamedTuple):
 
 
 _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
-    nn.ReLU: _Activation(lambda _, x: torch.relu(x), lambda _, g, y: _ops.threshold_backward(g, y, 0), True),
-    nn.Tanh: _Activation(lambda _, x: torch.tanh(x), lambda _, g, y: _ops.tanh_backward(g, y), True),
-    nn.Sigmoid: _Activation(lambda _, x: torch.sigmoid(x), lambda _, g, y: _ops.sigmoid_backward(g, y), True),
+    nn.ReLU: _Activation(
+        lambda _, x: torch.relu(x), lambda _, g, y: _ops.threshold_backward(g, y, 0), True
+    ),
+    nn.Tanh: _Activation(
+        lambda _, x: torch.tanh(x), lambda _, g, y: _ops.tanh_backward(g, y), True
+    ),
+    nn.Sigmoid: _Activation(
+        lambda _, x: torch.sigmoid(x), lambda _, g, y: _ops.sigmoid_backward(g, y), True
+    ),
     nn.SiLU: _Activation(lambda _, x: F.silu(x), lambda _, g, x: _ops.silu_backward(g, x), False),
     nn.GELU: _Activation(
         lambda m, x: F.gelu(x, approximate=m.approximate),
@@ -60,12 +66,21 @@ class RecordedSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         """Applies its modules one after another."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or compat.some_global_hook():
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or compat.some_global_hook()
+        ):
             return super().forward(input)  # type: ignore[no-untyped-call]
-        modules, start = list(self._modules.values()), 0
+        modules = list(self._modules.values())
+        start = 0
         while start < len(modules):
             stack = modules[start : _end(modules, start)]
-            whole = len(stack) > 1 and type(input) is Tensor and not torch.is_autocast_enabled(input.device.type)
+            whole = (
+                len(stack) > 1
+                and type(input) is Tensor
+                and not torch.is_autocast_enabled(input.device.type)
+            )
             input = _run(stack, input) if whole else stack[0](input)
             start += len(stack) if whole else 1
         return input
@@ -77,7 +92,9 @@ def _end(modules: Sequence[Any], start: int) -> int:
     for place in range(start, len(modules)):
         module = modules[place]
         linear = type(module) is _LINEAR
-        if not compat.is_plain(module) or not (linear or (place > start and type(module) in _ACTIVATIONS)):
+        if not compat.is_plain(module) or not (
+            linear or (place > start and type(module) in _ACTIVATIONS)
+        ):
             break
         if linear:
             if not records(module) or module.passes is not modules[start].passes:
@@ -96,7 +113,8 @@ class _Step(NamedTuple):
 def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
     first = modules[0]
     first.passes.require_batch(first, x, 0)
-    steps, params = [], []
+    steps = []
+    params = []
     for module in modules:
         weights = []
         if type(module) is _LINEAR:
@@ -110,9 +128,14 @@ def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
 
 def _values(steps: Sequence[_Step], x: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Returns the input, and the outputs of all steps."""
-    found, at = [x], 0
+    found = [x]
+    at = 0
     for module, weights in steps:
-        x = F.linear(x, *params[at : at + weights]) if weights else _ACTIVATIONS[type(module)].run(module, x)
+        x = (
+            F.linear(x, *params[at : at + weights])
+            if weights
+            else _ACTIVATIONS[type(module)].run(module, x)
+        )
         at += weights
         found.append(x)
     return found
@@ -129,14 +152,21 @@ class _Stack(torch.autograd.Function):
             for (module, weights), (before, after) in zip(steps, pairwise(values), strict=True)
         ]
         ctx.save_for_backward(*kept, *params)
-        ctx.steps, ctx.tag = steps, steps[0].module.passes.tag
+        ctx.steps = steps
+        ctx.tag = steps[0].module.passes.tag
         return compat.whole(values[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        steps, saved, wanted = ctx.steps, ctx.saved_tensors, ctx.needs_input_grad[0]
-        kept, params, places = saved[: len(steps)], saved[len(steps) :], ctx.next_functions[1:]
-        g, end, checked = grad.detach(), len(params), False
+        steps = ctx.steps
+        saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
+        kept = saved[: len(steps)]
+        params = saved[len(steps) :]
+        places = ctx.next_functions[1:]
+        g = grad.detach()
+        end = len(params)
+        checked = False
         with torch.no_grad():
             for (module, weights), value in zip(reversed(steps), reversed(kept), strict=True):
                 if not weights:
@@ -155,7 +185,9 @@ class _Stack(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient of a gradient is wanted too
             steps[0].module.passes.note_differentiated()
         if wanted and torch.is_grad_enabled():
-            (g,) = torch.autograd.grad(_values(steps, kept[0], params)[-1], kept[0], grad, create_graph=True)
+            (g,) = torch.autograd.grad(
+                _values(steps, kept[0], params)[-1], kept[0], grad, create_graph=True
+            )
         return g if wanted else None, *[None] * (len(params) + 1)
 
 

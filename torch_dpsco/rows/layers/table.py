@@ -33,9 +33,12 @@ def try_rows(layer: Any, x: Tensor) -> None:
         layer: recorded.
         x: its input, of which shape, dtype and device are taken, and no value.
     """
-    kind, name = layer.kind, type(layer.kind).__name__
+    kind = layer.kind
+    name = type(layer.kind).__name__
     if not x.is_floating_point():
-        raise ValueError(f"input of a registered layer must be floating point, to try {name} on made-up numbers")
+        raise ValueError(
+            f"input of a registered layer must be floating point, to try {name} on made-up numbers"
+        )
     numbers = torch.Generator()  # the same in every trial
     made = torch.randn(_RECORDS, *x.shape[1:], generator=numbers).to(x).requires_grad_()
     with torch.enable_grad():
@@ -51,26 +54,33 @@ def try_rows(layer: Any, x: Tensor) -> None:
     sizes = [float(torch.linalg.vector_norm(part.double())) for part in expected]
     labels = ["outputs", "input gradients", *("rows" for _ in params)]
     if [part.shape for part in found] != [part.shape for part in expected]:
-        raise PrivacyError(f"{name} must give one row per record, of the shapes of weight and bias (docs/your_own.md)")
+        raise PrivacyError(
+            f"{name} must give one row per record, of the shapes of weight and bias"
+            " (docs/your_own.md)"
+        )
     for label, ours, theirs, size in zip(labels, found, expected, sizes, strict=True):
         error = float(torch.linalg.vector_norm(ours.double() - theirs.double()))
         if not error <= slack(out.dtype) * (size + 1e-3 * math.hypot(*sizes)):
             raise PrivacyError(
-                f"{label} of {name} must be those of autograd for each record alone (off by {error:.2g} on made-up "
-                f"records, where {size:.2g} is their size): see docs/your_own.md"
+                f"{label} of {name} must be those of autograd for each record alone (off by"
+                f" {error:.2g} on made-up records, where {size:.2g} is their size): see"
+                " docs/your_own.md"
             )
 
 
 def _rows(use: Use, name: str) -> list[Tensor]:
     """Returns the rows, (B, *shape) for each trained parameter, as releases read them."""
-    found, one = [], torch.ones(1, dtype=torch.float64, device=use.x.device)
+    found = []
+    one = torch.ones(1, dtype=torch.float64, device=use.x.device)
     for block in use.layer.kind.rows(use).blocks(**use.trained):
         places = torch.arange(len(block), device=one.device).split(1)
         each = [block.select(place).weighted_sum(one, FLOAT64) for place in places]
         rows = [torch.stack(parts) for parts in zip(*each, strict=True)]
         lengths = torch.cat([part.flatten(1) for part in rows], dim=1).norm(dim=1)
         if not bool((lengths <= block.norms() * (1.0 + 2.0**-40)).all()):
-            raise PrivacyError(f"norms of {name} must be upper bounds of those of its rows (docs/your_own.md)")
+            raise PrivacyError(
+                f"norms of {name} must be upper bounds of those of its rows (docs/your_own.md)"
+            )
         found += rows
     return found
 

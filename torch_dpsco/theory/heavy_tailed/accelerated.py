@@ -91,20 +91,25 @@ def accelerated_plan(
         >>> plan.steps, round(plan.bound, 4)
         (41, 0.0885)
     """
-    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
     check.nonnegative(smoothness=smoothness)
-    D, paper = check.positive(diameter=diameter), check_mode(mode, adjacency) == "paper"
+    D = check.positive(diameter=diameter)
+    paper = check_mode(mode, adjacency) == "paper"
     published: dict[str, Any] = {"n": n, "dim": dim, "moment": moment, "moment_order": moment_order}
     published |= {"paper_epsilon": math.sqrt(2.0 * rho)}
 
     def planned(T: int) -> AcceleratedPlan:
-        weight, chosen = exchange_rate_accelerated(n, dim, T, rho, adjacency), clip
+        weight = exchange_rate_accelerated(n, dim, T, rho, adjacency)
+        chosen = clip
         if chosen is None and paper:
             chosen = accelerated_clip_paper(**published, steps=T)
         elif chosen is None:
             chosen = clip_threshold_linear(moment, moment_order, weight)
         run = data.run(T, chosen)
-        bias, error = run["bias"], run["variance"] + run["bias"] ** 2
+        bias = run["bias"]
+        error = run["variance"] + run["bias"] ** 2
         inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
         root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
         return AcceleratedPlan(
@@ -126,14 +131,21 @@ def accelerated_plan(
     plan = planned(steps)
     if plan.noise_weight >= 1.0:
         warn(
-            f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more records, a larger rho "
-            "or fewer parameters are needed"
+            f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more"
+            " records, a larger rho or fewer parameters are needed"
         )
     return plan
 
 
 def accelerated_steps_paper(
-    *, n: int, dim: int, paper_epsilon: float, smoothness: float, diameter: float, moment: float, moment_order: float
+    *,
+    n: int,
+    dim: int,
+    paper_epsilon: float,
+    smoothness: float,
+    diameter: float,
+    moment: float,
+    moment_order: float,
 ) -> float:
     """Returns the real number of steps of Theorems 9 and 31, with constants 1.
 
@@ -156,10 +168,15 @@ def accelerated_steps_paper(
         ...                               moment_order=2.0), 6)
         7.742637
     """
-    k, x = check.order(moment_order=moment_order), _log_signal(n, dim, paper_epsilon)
+    k = check.order(moment_order=moment_order)
+    x = _log_signal(n, dim, paper_epsilon)
     if check.nonnegative(smoothness=smoothness) == 0:
         return 0.0
-    y = math.log(smoothness) + math.log(check.positive(diameter=diameter)) - math.log(check.positive(moment=moment))
+    y = (
+        math.log(smoothness)
+        + math.log(check.positive(diameter=diameter))
+        - math.log(check.positive(moment=moment))
+    )
     first = y / 2 + (k - 1) / (2 * k) * x
     second = (2 * k * y + 2 * (k - 1) * x) / (5 * k - 1)
     return safe_exp(min(first, second))
@@ -193,4 +210,8 @@ def accelerated_clip_paper(
 def _log_signal(n: int, dim: int, paper_epsilon: float) -> float:
     """Log x, x = eps n / sqrt(d)."""
     log_epsilon = math.log(check.positive(paper_epsilon=paper_epsilon))
-    return log_epsilon + math.log(check.positive_count(n=n)) - math.log(check.positive_count(dim=dim)) / 2
+    return (
+        log_epsilon
+        + math.log(check.positive_count(n=n))
+        - math.log(check.positive_count(dim=dim)) / 2
+    )

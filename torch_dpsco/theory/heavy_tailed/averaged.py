@@ -71,7 +71,9 @@ class StronglyConvexPlan(OnePassPlan):
     coefficients: BoundCoefficients = field(repr=False)
 
 
-def averaging_schedule(*, strong_convexity: float, inverse_lr_cap: float, steps: int) -> AveragingSchedule:
+def averaging_schedule(
+    *, strong_convexity: float, inverse_lr_cap: float, steps: int
+) -> AveragingSchedule:
     """Returns step sizes <= 1/cap and weights: constant steps for T <= cap/mu, else also a decreasing second half.
 
     Args:
@@ -91,15 +93,21 @@ def averaging_schedule(*, strong_convexity: float, inverse_lr_cap: float, steps:
     """
     mu, cap = _checked_curvature(strong_convexity, inverse_lr_cap, "inverse_lr_cap")
     if check.positive_count(steps=steps) <= cap / mu:
-        growth = 0.0 if mu == cap else _log_growth(mu, cap)  # at mu = cap there is one step, of any weight
-        return AveragingSchedule((1.0 / cap,) * steps, tuple(math.exp((t + 1) * growth) for t in range(steps)))
+        growth = (
+            0.0 if mu == cap else _log_growth(mu, cap)
+        )  # at mu = cap there is one step, of any weight
+        return AveragingSchedule(
+            (1.0 / cap,) * steps, tuple(math.exp((t + 1) * growth) for t in range(steps))
+        )
     first = (steps + 1) // 2
     weights = [2.0 * cap / mu + j for j in range(steps - first)]
     lr = (1.0 / cap,) * first + tuple(2.0 / (mu * weight) for weight in weights)
     return AveragingSchedule(lr, (0.0,) * first + tuple(weights))
 
 
-def strongly_convex_coefficients(*, strong_convexity: float, smoothness: float, steps: int) -> BoundCoefficients:
+def strongly_convex_coefficients(
+    *, strong_convexity: float, smoothness: float, steps: int
+) -> BoundCoefficients:
     """Returns u_0, u_B and u_S of the bound for `averaging_schedule` with cap = smoothness.
 
     Args:
@@ -118,13 +126,15 @@ def strongly_convex_coefficients(*, strong_convexity: float, smoothness: float, 
         BoundCoefficients(initial=1.0, bias=2.0, noise=1.0)
     """
     mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
-    kappa, T = beta / mu, check.positive_count(steps=steps)
+    kappa = beta / mu
+    T = check.positive_count(steps=steps)
     growth = _log_growth(mu, beta)
     if kappa >= T:
         total = float(T) if mu == beta else kappa * math.expm1(T * growth)
         return BoundCoefficients(beta / total, 2.0 / mu, 2.0 / beta)
     first = (T + 1) // 2
-    M, ks = T - first, 2.0 * kappa
+    M = T - first
+    ks = 2.0 * kappa
     total = M * ks + M * (M - 1) / 2.0
     K = ks * (ks - 2.0)
     return BoundCoefficients(
@@ -187,14 +197,19 @@ def strongly_convex_plan(
         >>> plan.steps, round(plan.bound, 4)
         (18, 0.0032)
     """
-    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
     mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
     # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
-    distance = min(check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu)
+    distance = min(
+        check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu
+    )
     paper = check_mode(mode, adjacency) == "paper"
 
     def planned(T: int, schedule: AveragingSchedule) -> StronglyConvexPlan:
-        u, chosen = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T), clip
+        u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
+        chosen = clip
         if chosen is None and paper:
             chosen = _paper_clip(data, T)
         elif chosen is None:
@@ -222,12 +237,15 @@ def strongly_convex_plan(
 
 def _paper_clip(data: OnePass, T: int) -> float:
     """r_k (eps^2 n^2/(d T))^(1/(2k)), eps^2 = 2 rho."""
-    log_signal = math.log(2.0 * data.rho) + 2.0 * math.log(data.n) - math.log(data.dim) - math.log(T)
+    log_signal = (
+        math.log(2.0 * data.rho) + 2.0 * math.log(data.n) - math.log(data.dim) - math.log(T)
+    )
     return safe_exp(math.log(data.moment) + log_signal / (2.0 * data.moment_order))
 
 
 def _paper_steps(data: OnePass, mu: float, beta: float, distance: float) -> int:
-    kappa, k = beta / mu, data.moment_order
+    kappa = beta / mu
+    k = data.moment_order
     noise = math.sqrt(data.dim * kappa / (2.0 * data.rho)) / data.n
     rate = data.moment**2 / mu * (1.0 / data.n + noise ** ((2.0 * k - 2.0) / k))
     return min(data.n, math.ceil(2.0 * kappa * math.log(max(math.e, beta * distance**2 / rate))))
@@ -237,12 +255,18 @@ def _log_growth(mu: float, beta: float) -> float:
     """-log(1 - mu/beta), accurate at both ends; inf at mu = beta."""
     if mu == beta:
         return math.inf
-    return -math.log1p(-mu / beta) if mu < beta / 2.0 else math.log(beta / (beta - mu))  # beta - mu is exact here
+    return (
+        -math.log1p(-mu / beta) if mu < beta / 2.0 else math.log(beta / (beta - mu))
+    )  # beta - mu is exact here
 
 
 def _checked_curvature(strong_convexity: float, cap: float, name: str) -> tuple[float, float]:
     mu = check.positive(strong_convexity=strong_convexity)
-    beta = check.positive(inverse_lr_cap=cap) if name == "inverse_lr_cap" else check.positive(smoothness=cap)
+    beta = (
+        check.positive(inverse_lr_cap=cap)
+        if name == "inverse_lr_cap"
+        else check.positive(smoothness=cap)
+    )
     if mu > beta:
         raise ConditionError(f"strong_convexity must be <= {name}={beta:g} (got {mu:g})")
     return mu, beta

@@ -117,11 +117,14 @@ def boosted_localized_schedule(
         >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
         (6, 58.9, [106, 53, 26, 13, 6, 3])
     """
-    moment, k = check.positive(moment=moment), check_order(moment_order, allow_infinite_variance)
+    moment = check.positive(moment=moment)
+    k = check_order(moment_order, allow_infinite_variance)
     second = check.positive(second_moment=second_moment)
     check.positive(diameter=diameter)
     c = _PROVED if conservative else _PLAIN
-    lipschitz = 2.0 * second  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+    lipschitz = (
+        2.0 * second
+    )  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
 
     def tuned(m: int) -> Tuned:
         level = noise_level(m, dim, rho, adjacency)
@@ -141,7 +144,9 @@ def boosted_localized_schedule(
     made = [tuned(m) for m in _groups(n, copies, phases)]
     root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
     regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
-    parts = phases_of(made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs])
+    parts = phases_of(
+        made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
+    )
     if ball:
         warn_if_capped(parts)
     first = second if first_moment is None else check.positive(first_moment=first_moment)
@@ -153,7 +158,10 @@ def boosted_localized_schedule(
         bound=diameter * root if reg is None else None,
         tail=c.reach * first * made[-1].error / regs[-1] if reg is None else None,
         diameter=diameter,
-        proved=conservative and reg is None and enough and boosted_failure(copies, len(made), made[-1].n) < 1.0,
+        proved=conservative
+        and reg is None
+        and enough
+        and boosted_failure(copies, len(made), made[-1].n) < 1.0,
     )
 
 
@@ -171,18 +179,29 @@ def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
         0.0181
     """
     gap = _gap(smallest_group)
-    return check.positive_count(phases=phases) * math.exp(-2.0 * check.positive_count(copies=copies) * gap**2)
+    return check.positive_count(phases=phases) * math.exp(
+        -2.0 * check.positive_count(copies=copies) * gap**2
+    )
 
 
 def _groups(n: int, copies: int, phases: int | None) -> list[int]:
     """Records of one group in each phase."""
     J = check.positive_count(copies=copies)
     if check.positive_count(n=n) < 2 * J:
-        raise ValueError(f"n must be >= {2 * J}, one record for each of copies={J} groups of the first phase (got {n})")
+        raise ValueError(
+            f"n must be >= {2 * J}, one record for each of copies={J} groups of the first phase"
+            f" (got {n})"
+        )
     most = (n // J).bit_length() - 1  # largest i with floor(n/2^i) >= J
-    count = max(1, (n // (2 * J)).bit_length() - 1) if phases is None else check.positive_count(phases=phases)
+    count = (
+        max(1, (n // (2 * J)).bit_length() - 1)
+        if phases is None
+        else check.positive_count(phases=phases)
+    )
     if count > most:
-        raise ValueError(f"phases must be <= {most}, for groups of at least one record (got {count})")
+        raise ValueError(
+            f"phases must be <= {most}, for groups of at least one record (got {count})"
+        )
     return [(n >> i) // J for i in range(1, count + 1)]
 
 
@@ -190,6 +209,7 @@ def _gap(smallest_group: int) -> float:
     m = check.positive_count(smallest_group=smallest_group)
     if m < _SMALLEST_GROUP:
         raise InfeasibleError(
-            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer phases or copies"
+            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer"
+            " phases or copies"
         )
     return 0.24 - 1.0 / m

@@ -41,7 +41,9 @@ def check_mode(mode: str, adjacency: str) -> str:
     """Returns the mode; raises AdjacencyError for "paper" outside of replace_one, where the paper proves nothing."""
     sensitivity_factor(adjacency)
     if check.choice(("tight", "paper"), mode=mode) == "paper" and adjacency != "replace_one":
-        raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {adjacency!r}); use mode='tight'")
+        raise AdjacencyError(
+            f"mode='paper' is proved for replace_one only (got {adjacency!r}); use mode='tight'"
+        )
     return mode
 
 
@@ -129,7 +131,9 @@ class OnePass:
     def batch_size(self, steps: int) -> int:
         """Returns s = floor(n/T); raises ValueError for T > n."""
         if check.positive_count(steps=steps) > self.n:
-            raise ValueError(f"steps must be <= n={self.n}, for batches that use each record once (got {steps})")
+            raise ValueError(
+                f"steps must be <= n={self.n}, for batches that use each record once (got {steps})"
+            )
         return self.n // steps
 
     def noise_std(self, batch_size: int, clip: float) -> float:
@@ -146,7 +150,8 @@ class OnePass:
 
         r_2^2/s, where r_2 is finite; for k < 2 also r_k^k C^(2-k)/s, since clipped rows have norm^2 <= C^(2-k) norm^k.
         """
-        k, bounds = self.moment_order, []
+        k = self.moment_order
+        bounds = []
         if self.second_moment is not None or k >= 2:
             bounds.append((self.second_moment or self.moment) ** 2)
         if k < 2:

@@ -200,7 +200,10 @@ def halved_sizes(n: int, min_phase: int = 1, phases: int | None = None) -> list[
     sizes = [n >> i for i in range(1, n.bit_length())]
     if phases is not None:
         if check.positive_count(phases=phases) > len(sizes):
-            raise ValueError(f"phases must be <= {len(sizes)}, the number of times that n can be halved (got {phases})")
+            raise ValueError(
+                f"phases must be <= {len(sizes)}, the number of times that n can be halved (got"
+                f" {phases})"
+            )
         return sizes[:phases]
     kept = [size for size in sizes if size >= min_phase]
     kept[-1] += sum(sizes[len(kept) :])
@@ -334,10 +337,13 @@ def localized_schedule(
         >>> round(schedule.bound, 4)
         0.0642
     """
-    k, sizes = check_order(moment_order, allow_infinite_variance), halved_sizes(n, min_phase)
+    k = check_order(moment_order, allow_infinite_variance)
+    sizes = halved_sizes(n, min_phase)
     diameter = check.positive(diameter=diameter)
     # P(mean of sup-norms > Lb) <= 1/(ell sqrt n) for each phase, by Markov for the power 2k
-    lipschitz = check.positive(moment_2k=moment_2k) * (len(sizes) * math.sqrt(n)) ** (1.0 / (2.0 * k))
+    lipschitz = check.positive(moment_2k=moment_2k) * (len(sizes) * math.sqrt(n)) ** (
+        1.0 / (2.0 * k)
+    )
 
     def tuned(size: int) -> Tuned:
         level = noise_level(size, dim, rho, adjacency)
@@ -388,7 +394,8 @@ def ballfree_rate(level: float, steps: int) -> float:
         >>> round(ballfree_rate(0.01, 100), 6)
         0.241993
     """
-    root, T = math.sqrt(level), float(steps)
+    root = math.sqrt(level)
+    T = float(steps)
     return math.sqrt(level * (1.0 + (1.0 + math.log(T)) / T) + (4.0 + 8.0 * root) / T)
 
 
@@ -397,7 +404,9 @@ def capped_steps(steps: int, max_steps: int | None) -> int:
     return steps if max_steps is None else min(steps, check.positive_count(max_steps=max_steps))
 
 
-def steps_in_ball(level: float, clip: float, lipschitz: float, max_steps: int | None) -> tuple[int, int, float]:
+def steps_in_ball(
+    level: float, clip: float, lipschitz: float, max_steps: int | None
+) -> tuple[int, int, float]:
     """Returns (steps, those without a cap, the square of what noise and start leave) of a phase in a ball of Lb/lambda.
 
     Source:
@@ -428,7 +437,14 @@ class Tuned(NamedTuple):
 
 
 def full_passes(
-    n: int, clip: float, steps: int, error: float, uncapped_steps: int, rho: float, adjacency: str, copies: int = 1
+    n: int,
+    clip: float,
+    steps: int,
+    error: float,
+    uncapped_steps: int,
+    rho: float,
+    adjacency: str,
+    copies: int = 1,
 ) -> Tuned:
     """Returns a phase whose steps cost rho together."""
     # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
@@ -436,7 +452,9 @@ def full_passes(
     return Tuned(n, n, clip, steps, noise_std, error, uncapped_steps, copies)
 
 
-def phases_of(tuned: Sequence[Tuned], regs: Sequence[float], radii: Sequence[float]) -> tuple[LocalizedPhase, ...]:
+def phases_of(
+    tuned: Sequence[Tuned], regs: Sequence[float], radii: Sequence[float]
+) -> tuple[LocalizedPhase, ...]:
     """Returns the phases, in their order."""
     return tuple(
         LocalizedPhase(index=index, reg=reg, radius=radius, **one._asdict())
@@ -469,13 +487,17 @@ def regularized(
         lipschitz: Lb of balls of radius min(D, Lb/lambda_i); None for no balls.
         leaving: added to the tail over rt_1 for leaving them.
     """
-    D, second = check.positive(diameter=diameter), check.positive(second_moment=second_moment)
+    D = check.positive(diameter=diameter)
+    second = check.positive(second_moment=second_moment)
     first = second if first_moment is None else check.positive(first_moment=first_moment)
-    total = math.fsum((2.0 * second**2 / one.n + 4.0 * one.error**2) / 8.0**i for i, one in enumerate(tuned))
+    total = math.fsum(
+        (2.0 * second**2 / one.n + 4.0 * one.error**2) / 8.0**i for i, one in enumerate(tuned)
+    )
     root = math.sqrt(2.0 * total)
     regs = scaled_regs(root / D if reg is None else check.positive(reg=reg), len(tuned))
     radii = [math.inf if lipschitz is None else min(D, lipschitz / lam) for lam in regs]
-    error, last = tuned[-1].error, regs[-1]
+    error = tuned[-1].error
+    last = regs[-1]
     tail = first * error / last if lipschitz is None else first * (error / last + leaving)
     return LocalizedSchedule(
         phases=phases_of(tuned, regs, radii),
@@ -493,7 +515,8 @@ def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
     cut = [phase for phase in phases if phase.capped]
     if cut:
         warn(
-            f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its {cut[0].uncapped_steps} steps "
-            f"({len(cut)} phases in all): the bound is weak; use the ball-free schedule, more steps, or reg=",
+            f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its"
+            f" {cut[0].uncapped_steps} steps ({len(cut)} phases in all): the bound is weak; use the"
+            " ball-free schedule, more steps, or reg=",
             stacklevel=3,
         )

@@ -39,7 +39,13 @@ class ProximalPlan(OnePassPlan):
 
 
 def proximal_pl_bound(
-    *, pl_constant: float, smoothness: float, steps: int, initial_gap: float, bias: float, variance: float
+    *,
+    pl_constant: float,
+    smoothness: float,
+    steps: int,
+    initial_gap: float,
+    bias: float,
+    variance: float,
 ) -> float:
     """Returns (1 - mu/(4 beta))^T gap + (3 B^2 + 2 S)/mu.
 
@@ -61,7 +67,8 @@ def proximal_pl_bound(
         >>> proximal_pl_bound(pl_constant=1.0, smoothness=1.0, steps=1, initial_gap=4.0, bias=0.0, variance=0.5)
         4.0
     """
-    mu, beta = check.positive(pl_constant=pl_constant), check.positive(smoothness=smoothness)
+    mu = check.positive(pl_constant=pl_constant)
+    beta = check.positive(smoothness=smoothness)
     if mu > beta:
         raise ConditionError(f"pl_constant must be <= smoothness={beta:g} (got {mu:g})")
     decay = math.exp(check.positive_count(steps=steps) * math.log1p(-mu / (4.0 * beta)))
@@ -121,10 +128,16 @@ def proximal_pl_plan(
         >>> plan.steps, round(plan.bound, 4)
         (49, 0.0218)
     """
-    data = OnePass(n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance)
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
     check.positive(initial_gap=initial_gap)
     paper = check_mode(mode, adjacency) == "paper"
-    goal: dict[str, Any] = {"pl_constant": pl_constant, "smoothness": smoothness, "initial_gap": initial_gap}
+    goal: dict[str, Any] = {
+        "pl_constant": pl_constant,
+        "smoothness": smoothness,
+        "initial_gap": initial_gap,
+    }
 
     def planned(T: int) -> ProximalPlan:
         chosen = clip
@@ -142,5 +155,7 @@ def proximal_pl_plan(
 
 def _paper_clip(data: OnePass, T: int) -> float:
     """r_k (eps n/(sqrt(d) T))^(1/k), eps^2 = 2 rho."""
-    log_signal = math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
+    log_signal = (
+        math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
+    )
     return safe_exp(math.log(data.moment) + log_signal / data.moment_order)

@@ -109,7 +109,8 @@ def reduction_schedule(
         >>> schedule.phases_count, schedule.records <= 10**6, round(schedule.risk_bound, 4)
         (80, True, 0.032)
     """
-    mu, second = check.positive(strong_convexity=strong_convexity), check.positive(second_moment=second_moment)
+    mu = check.positive(strong_convexity=strong_convexity)
+    second = check.positive(second_moment=second_moment)
     first = second if first_moment is None else check.positive(first_moment=first_moment)
     D = distance = min(check.positive(diameter=diameter, allow_inf=True), first / mu)
     phases: list[LocalizedPhase] = []
@@ -143,7 +144,8 @@ def minibatch_size(n: int, rho: float, steps: int) -> int:
         >>> minibatch_size(n=1000, rho=0.5, steps=100)
         100
     """
-    m, rate = check.positive_count(n=n), 2.0 * check.positive(rho=rho) / check.positive_count(steps=steps)
+    m = check.positive_count(n=n)
+    rate = 2.0 * check.positive(rho=rho) / check.positive_count(steps=steps)
     return max(1, min(m, math.ceil(m * math.sqrt(rate))))
 
 
@@ -199,27 +201,40 @@ def localized_schedule_minibatch(
         >>> [(phase.n, phase.batch_size, round(phase.noise_std / phase.clip, 6)) for phase in schedule.phases]
         [(2, 1, 1.0), (1, 1, 1.0)]
     """
-    k, sizes = check_order(moment_order, allow_infinite_variance), halved_sizes(n, min_phase)
+    k = check_order(moment_order, allow_infinite_variance)
+    sizes = halved_sizes(n, min_phase)
     given = list(zip(batch_sizes, steps, noise_multipliers, strict=False))
     if not len(batch_sizes) == len(steps) == len(noise_multipliers) == len(sizes):
         raise ValueError(
-            f"batch_sizes, steps and noise_multipliers must hold one number for each of {len(sizes)} phases (got "
-            f"{len(batch_sizes)}, {len(steps)} and {len(noise_multipliers)})"
+            "batch_sizes, steps and noise_multipliers must hold one number for each of"
+            f" {len(sizes)} phases (got {len(batch_sizes)}, {len(steps)} and"
+            f" {len(noise_multipliers)})"
         )
     tuned = []
     for m, (b, T, z) in zip(sizes, given, strict=True):
         clip, error = clip_and_error(moment_2k, k, _minibatch_rate(m, dim, b, T, z))
         tuned.append(Tuned(m, b, clip, T, z * clip / b, error, T))
     return regularized(
-        tuned, rho=None, second_moment=second_moment, first_moment=first_moment, diameter=diameter, reg=reg
+        tuned,
+        rho=None,
+        second_moment=second_moment,
+        first_moment=first_moment,
+        diameter=diameter,
+        reg=reg,
     )
 
 
-def _minibatch_rate(m: int, dim: int, batch_size: int, steps: int, noise_multiplier: float) -> float:
-    b, T = check.positive_count(batch_sizes=batch_size), check.positive_count(steps=steps)
+def _minibatch_rate(
+    m: int, dim: int, batch_size: int, steps: int, noise_multiplier: float
+) -> float:
+    b = check.positive_count(batch_sizes=batch_size)
+    T = check.positive_count(steps=steps)
     if b > m:
         raise ValueError(f"batch_sizes must be <= the records of their phase, {m} (got {b})")
-    noise = check.positive_count(dim=dim) * (check.positive(noise_multipliers=noise_multiplier) / b) ** 2
+    noise = (
+        check.positive_count(dim=dim)
+        * (check.positive(noise_multipliers=noise_multiplier) / b) ** 2
+    )
     sampling = 0.0 if b == m else (m - b) / (b * (m - 1.0))
     return ballfree_rate((noise + sampling) / T, T)
 

@@ -94,7 +94,8 @@ def chernoff_factor(n: int, steps: int, failure: float) -> float:
         >>> round(chernoff_factor(100, 100, 0.01), 3)
         27.631
     """
-    n, steps = check.positive_count(n=n), check.positive_count(steps=steps)
+    n = check.positive_count(n=n)
+    steps = check.positive_count(steps=steps)
     x = 3 * n * (math.log(n) - math.log(check.open_interval(0.0, 1.0, failure=failure))) / steps
     return scaled_up(max(math.sqrt(x), x), 16)
 
@@ -136,23 +137,36 @@ def output_sensitivity_paper(
         4.8232
     """
     alpha, constant = _holder(holder_exponent, holder_constant)
-    lr, at_zero = check.positive(lr=lr), check.nonnegative(grad_at_zero=grad_at_zero)
+    lr = check.positive(lr=lr)
+    at_zero = check.nonnegative(grad_at_zero=grad_at_zero)
     if not lr < min(1.0, 1.0 / constant):
         raise ConditionError(
-            f"lr must be < min(1, 1/holder_constant) = {min(1.0, 1.0 / constant):g} in mode='paper' (got {lr:g})"
+            f"lr must be < min(1, 1/holder_constant) = {min(1.0, 1.0 / constant):g} in mode='paper'"
+            f" (got {lr:g})"
         )
     hits = (steps / n) * (1 + chernoff_factor(n, steps, failure))
     if check.choice(_DOMAINS, domain=domain) == "bounded":
         log_norm = math.log(check.positive(radius=radius))
     else:
         loss_at_zero = check.nonnegative(loss_at_zero=loss_at_zero)
-        log_norm = (log_iterate_constant(alpha, constant, at_zero, loss_at_zero) + math.log(steps) + math.log(lr)) / 2
-    log_bound = np.logaddexp(_log(at_zero), math.log(constant) + (alpha * log_norm if alpha > 0 else 0.0))
-    log_drift = math.log(steps) + 2 * float(log_expansion(alpha, constant, np.log(np.array([lr])), glm=False)[0])
+        log_norm = (
+            log_iterate_constant(alpha, constant, at_zero, loss_at_zero)
+            + math.log(steps)
+            + math.log(lr)
+        ) / 2
+    log_bound = np.logaddexp(
+        _log(at_zero), math.log(constant) + (alpha * log_norm if alpha > 0 else 0.0)
+    )
+    log_drift = math.log(steps) + 2 * float(
+        log_expansion(alpha, constant, np.log(np.array([lr])), glm=False)[0]
+    )
     log_hits = 2 * (math.log(2) + log_bound + math.log(lr)) + math.log(hits) + math.log1p(hits)
     total = (1 + float(np.logaddexp(log_drift, log_hits))) / 2
     if total > _LARGEST_LOG:
-        raise ConditionError(f"lr: step size too large for this alpha: the paper's sensitivity overflows (got {lr:g})")
+        raise ConditionError(
+            "lr: step size too large for this alpha: the paper's sensitivity overflows (got"
+            f" {lr:g})"
+        )
     return math.exp(total + 1e-13 * (1 + abs(total)))
 
 
@@ -196,16 +210,26 @@ def output_sigma_paper(
         >>> round(output_sigma_paper(0.5, 1.0, 1.0, None, 1.5, 0.01, 1000, 1000, 0.7, 1e-6), 4)
         37.4008
     """
-    epsilon, delta = check.positive(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
+    epsilon = check.positive(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
     sensitivity = output_sensitivity_paper(
-        holder_exponent, holder_constant, grad_at_zero, loss_at_zero, radius, lr, steps, n, delta / 2, domain
+        holder_exponent,
+        holder_constant,
+        grad_at_zero,
+        loss_at_zero,
+        radius,
+        lr,
+        steps,
+        n,
+        delta / 2,
+        domain,
     )
     ratio = math.sqrt(2 * math.log(2.5 / delta)) / epsilon
     # PRIVACY: the lemma is false for large epsilon (test_the_noise_of_algorithm_1_is_refused_where_its_lemma_fails)
     if not gaussian_log_delta(epsilon, 1 / ratio) <= math.log(delta / 2) - 1e-11:
         raise ConditionError(
-            f"epsilon must be lower: the paper's noise falls short of delta={delta:g} at epsilon={epsilon:g}; "
-            'mode="tight" has no such limit'
+            f"epsilon must be lower: the paper's noise falls short of delta={delta:g} at"
+            f' epsilon={epsilon:g}; mode="tight" has no such limit'
         )
     return scaled_up(sensitivity * ratio, 16)
 
@@ -241,7 +265,9 @@ class SplitSearch:
     ratio_squared: float
 
 
-def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> SplitSearch:
+def search_split_paper(
+    n: int, batch_size: int, steps: int, epsilon: float, delta: float
+) -> SplitSearch:
     """Returns the split with the least noise under the paper's conditions.
 
     Splits are scanned in x = log(beta / (1 - beta)). Between a grid point that satisfies the conditions and a neighbor
@@ -270,7 +296,11 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
         order = 1 + log_inverse / epsilon * (1 + np.exp(x))
         s = 3.5 * steps * rate**2 / epsilon * order * (1 + np.exp(-x))
         limit = -2 / 3 * s * np.log(order * rate * (1 + s))
-        return order, s, (s >= 0.67 * (1 + _MARGIN)) & (order - 1 <= limit - _MARGIN * np.abs(limit))
+        return (
+            order,
+            s,
+            (s >= 0.67 * (1 + _MARGIN)) & (order - 1 <= limit - _MARGIN * np.abs(limit)),
+        )
 
     beta = unconstrained_split(epsilon, delta)
     minimizer = np.array([math.log(beta) - math.log1p(-beta)])
@@ -278,7 +308,8 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
     satisfied = numbers(grid)[2]
     if not satisfied.any():
         raise InfeasibleError(
-            f"no split satisfies the paper's conditions at n={n}, batch_size={batch_size}, steps={steps}, "
+            f"no split satisfies the paper's conditions at n={n}, batch_size={batch_size},"
+            f" steps={steps}, "
             f'epsilon={epsilon:g}, delta={delta:g}; mode="tight" has no such condition'
         )
     inner = _boundaries(lambda x: numbers(x)[2], grid, satisfied)
@@ -286,7 +317,9 @@ def search_split_paper(n: int, batch_size: int, steps: int, epsilon: float, delt
     order, s, _ = numbers(candidates)
     best = int(np.argmin(s))
     # PRIVACY: s is rounded up (test_the_searched_split_satisfies_both_conditions_when_evaluated_again)
-    return SplitSearch(1 / (1 + math.exp(-candidates[best])), float(order[best]), float(s[best]) * (1 + _MARGIN))
+    return SplitSearch(
+        1 / (1 + math.exp(-candidates[best])), float(order[best]), float(s[best]) * (1 + _MARGIN)
+    )
 
 
 def unconstrained_split(epsilon: float, delta: float) -> float:
@@ -312,7 +345,9 @@ def unconstrained_split(epsilon: float, delta: float) -> float:
     return math.sqrt(1 + k) / (math.sqrt(1 + k) + math.sqrt(k))
 
 
-def _boundaries(good: Callable[[FloatArray], BoolArray], grid: FloatArray, satisfied: BoolArray) -> FloatArray:
+def _boundaries(
+    good: Callable[[FloatArray], BoolArray], grid: FloatArray, satisfied: BoolArray
+) -> FloatArray:
     """Returns, for neighboring grid points of which one is good, the boundary between them, on the good side."""
     edge = np.flatnonzero(satisfied[:-1] != satisfied[1:])
     inner = np.where(satisfied[edge], grid[edge], grid[edge + 1])
@@ -320,14 +355,23 @@ def _boundaries(good: Callable[[FloatArray], BoolArray], grid: FloatArray, satis
     for _ in range(60):
         middle = (inner + outer) / 2
         ok = good(middle)
-        inner, outer = np.where(ok, middle, inner), np.where(ok, outer, middle)
+        inner = np.where(ok, middle, inner)
+        outer = np.where(ok, outer, middle)
     return inner
 
 
-def _checked(n: int, batch_size: int, steps: int, epsilon: float, delta: float) -> tuple[float, int, float, float]:
+def _checked(
+    n: int, batch_size: int, steps: int, epsilon: float, delta: float
+) -> tuple[float, int, float, float]:
     """Returns the sampling rate, the steps, epsilon and log(1/delta), checked."""
-    n, batch_size = check.positive_count(n=n), check.positive_count(batch_size=batch_size)
+    n = check.positive_count(n=n)
+    batch_size = check.positive_count(batch_size=batch_size)
     if batch_size > n:
         raise ValueError(f"batch_size must be at most n = {n} (got {batch_size})")
     log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
-    return batch_size / n, check.positive_count(steps=steps), check.positive(epsilon=epsilon), log_inverse
+    return (
+        batch_size / n,
+        check.positive_count(steps=steps),
+        check.positive(epsilon=epsilon),
+        log_inverse,
+    )

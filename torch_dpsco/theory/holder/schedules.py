@@ -22,7 +22,9 @@ import math
 from torch_dpsco import _validate as check
 
 
-def balanced_lr(distance: float, steps: int, grad_bound: float, dim: int, noise_std: float) -> float:
+def balanced_lr(
+    distance: float, steps: int, grad_bound: float, dim: int, noise_std: float
+) -> float:
     """Returns the step size D / sqrt(T (G^2 + d s^2)) that balances the two terms of `average_risk_bound`.
 
     Args:
@@ -42,11 +44,19 @@ def balanced_lr(distance: float, steps: int, grad_bound: float, dim: int, noise_
     )
     if second_moment == 0:
         raise ValueError("grad_bound must be > 0 when there is no noise (got 0)")
-    return check.positive(distance=distance) / math.sqrt(check.positive_count(steps=steps) * second_moment)
+    return check.positive(distance=distance) / math.sqrt(
+        check.positive_count(steps=steps) * second_moment
+    )
 
 
 def average_risk_bound(
-    distance: float, steps: int, lr: float, grad_bound: float, dim: int, noise_std: float, batch_size: int
+    distance: float,
+    steps: int,
+    lr: float,
+    grad_bound: float,
+    dim: int,
+    noise_std: float,
+    batch_size: int,
 ) -> float:
     """Returns a bound on the expected excess empirical risk of the uniform average of w_1..w_T.
 
@@ -100,7 +110,14 @@ def steps_theorem(n: int, holder_exponent: float, theorem: int) -> int:
 
 
 def lr_theorem(
-    theorem: int, n: int, dim: int, epsilon: float, delta: float, failure: float, steps: int, holder_exponent: float
+    theorem: int,
+    n: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    failure: float,
+    steps: int,
+    holder_exponent: float,
 ) -> float:
     """Returns the step size of a utility theorem; mode "paper" needs it below min(1, 1/L) besides.
 
@@ -124,7 +141,9 @@ def lr_theorem(
         0.00261268
     """
     theorem = check.choice(_THEOREMS, theorem=theorem)
-    n, dim, steps = check.positive_count(n=n), check.positive_count(dim=dim), check.positive_count(steps=steps)
+    n = check.positive_count(n=n)
+    dim = check.positive_count(dim=dim)
+    steps = check.positive_count(steps=steps)
     if n < 2:
         raise ValueError(f"n must be an integer >= 2 (got {n})")
     epsilon = check.positive(epsilon=epsilon)
@@ -136,7 +155,9 @@ def lr_theorem(
     if theorem == 10:
         log_n_delta = math.log(n) + log_delta
         sampling = math.sqrt(log_n_delta * math.log(n) * log_gamma / n)
-        roots = math.pow(dim * log_delta, 0.25) * math.sqrt(log_n_delta) * math.pow(log_gamma, 0.125)
+        roots = (
+            math.pow(dim * log_delta, 0.25) * math.sqrt(log_n_delta) * math.pow(log_gamma, 0.125)
+        )
         noise = roots / math.sqrt(n * epsilon)
     else:
         sampling = math.sqrt(math.log(n) * (math.log(n) + log_gamma) * log_gamma / n)

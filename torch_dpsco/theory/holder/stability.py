@@ -58,7 +58,9 @@ _LARGEST_LOG_RATE = 350.0  # of a, so that a^2 does not overflow
 # The expansion of one step.
 
 
-def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, glm: bool = False) -> FloatArray:
+def expansions(
+    holder_exponent: float, holder_constant: float, lr: FloatArray, glm: bool = False
+) -> FloatArray:
     """Returns a(eta), by which one step on the same records moves two runs apart: d' <= sqrt(d^2 + a^2), rounded up.
 
     a = sqrt((1-alpha)/(1+alpha)) k^{alpha/(1-alpha)} (L eta)^{1/(1-alpha)} with k = 1/2, or alpha/(1+alpha) for a GLM.
@@ -83,12 +85,17 @@ def expansions(holder_exponent: float, holder_constant: float, lr: FloatArray, g
     Source: docs/proofs/holder.md#expansion-of-a-step, docs/proofs/holder.md#expansion-with-a-scalar-score.
     """
     alpha = check.between(0.0, 1.0, holder_exponent=holder_exponent)
-    constant, largest = check.positive(holder_constant=holder_constant), float(np.max(lr, initial=0.0))
+    constant = check.positive(holder_constant=holder_constant)
+    largest = float(np.max(lr, initial=0.0))
     if alpha == 1 and largest > 2.0 / constant:
-        raise ConditionError(f"lr must be at most 2/L = {2.0 / constant:g} for a smooth loss (got {largest:g})")
+        raise ConditionError(
+            f"lr must be at most 2/L = {2.0 / constant:g} for a smooth loss (got {largest:g})"
+        )
     logs = log_expansion(alpha, constant, np.log(lr), glm)
     if np.max(logs, initial=-math.inf) > _LARGEST_LOG_RATE:
-        raise ConditionError(f"lr: step size too large for this alpha: its expansion overflows (got {largest:g})")
+        raise ConditionError(
+            f"lr: step size too large for this alpha: its expansion overflows (got {largest:g})"
+        )
     # PRIVACY: rounded up (test_the_expansion_is_never_below_its_value_in_high_precision); margin of
     # the exponential (docs/proofs/rounding.md#model-of-arithmetic)
     return np.asarray(scaled_up(np.exp(logs), 4))
@@ -186,7 +193,10 @@ def run_path(
         errors = arithmetic.errors(sizes, norms, bounds, holder_exponent, holder_constant, glm)
         final = 2 * arithmetic.average_error(sizes.size, float(norms.max()))
         # The error of the scores costs at most either of two bounds, each for the whole run.
-        drift = final + min(_drift(shares, squares * e.scale + e.squared) + 2 * float(e.added @ tails) for e in errors)
+        drift = final + min(
+            _drift(shares, squares * e.scale + e.squared) + 2 * float(e.added @ tails)
+            for e in errors
+        )
     cap = 2 * check.positive(allow_inf=True, radius=radius)
     if arithmetic is not None and cap < math.inf:
         cap = 2 * (arithmetic.norm_bound(radius) + arithmetic.average_error(sizes.size, radius))
@@ -227,14 +237,18 @@ def step_sizes(lr: ArrayLike) -> FloatArray:
     """Returns step sizes as an array (T,); raises ValueError unless all are finite and > 0."""
     sizes = np.asarray(lr, dtype=np.float64)
     if sizes.ndim != 1 or sizes.size == 0 or not (np.isfinite(sizes).all() and (sizes > 0).all()):
-        raise ValueError(f"lr must be a nonempty list of finite numbers > 0 (got {check.shown(sizes.tolist())})")
+        raise ValueError(
+            f"lr must be a nonempty list of finite numbers > 0 (got {check.shown(sizes.tolist())})"
+        )
     return sizes
 
 
 def _array(name: str, values: ArrayLike, length: int) -> FloatArray:
     array = np.asarray(values, dtype=np.float64)
     if array.shape not in ((), (length,)) or not (np.isfinite(array).all() and (array >= 0).all()):
-        raise ValueError(f"{name} must hold one or {length} finite numbers >= 0 (got shape {array.shape})")
+        raise ValueError(
+            f"{name} must hold one or {length} finite numbers >= 0 (got shape {array.shape})"
+        )
     return array
 
 
@@ -243,7 +257,9 @@ def _weights(weights: ArrayLike | None, steps: int) -> FloatArray:
         return np.full(steps, 1.0 / steps)
     shares = _array("weights", weights, steps)
     if shares.shape != (steps,) or abs(math.fsum(shares) - 1.0) > 1e-9:
-        raise ValueError(f"weights must be {steps} numbers >= 0 with sum 1 (got shape {shares.shape})")
+        raise ValueError(
+            f"weights must be {steps} numbers >= 0 with sum 1 (got shape {shares.shape})"
+        )
     return shares
 
 
@@ -259,17 +275,23 @@ _EXACT_STEPS = 512
 def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) -> FloatArray:
     """Returns A(eta) of every step size, without the term of alpha = 0, which depends on the radius."""
     alpha = check.between(0.0, 1.0, holder_exponent=alpha)
-    constant, largest = check.positive(holder_constant=constant), float(np.max(lr, initial=0.0))
+    constant = check.positive(holder_constant=constant)
+    largest = float(np.max(lr, initial=0.0))
     growth = 2 * lr * loss_at_zero
     if alpha == 1 and largest > 1.0 / constant:
         raise ConditionError(
-            f"lr must be at most 1/L = {1.0 / constant:g} for a smooth loss on an unbounded domain (got {largest:g})"
+            f"lr must be at most 1/L = {1.0 / constant:g} for a smooth loss on an unbounded domain"
+            f" (got {largest:g})"
         )
     if 0 < alpha < 1:
-        logs = (math.log1p(-alpha) - math.log1p(alpha)) + 2 * (math.log(constant) + np.log(lr)) / (1 - alpha)
+        logs = (math.log1p(-alpha) - math.log1p(alpha)) + 2 * (math.log(constant) + np.log(lr)) / (
+            1 - alpha
+        )
         terms = 4 * (abs(math.log(constant)) + np.abs(np.log(lr))) / (1 - alpha)
         if np.max(logs, initial=-math.inf) > _LARGEST_LOG:
-            raise ConditionError(f"lr: step size too large for this alpha: A(eta) overflows (got {largest:g})")
+            raise ConditionError(
+                f"lr: step size too large for this alpha: A(eta) overflows (got {largest:g})"
+            )
         growth = growth + np.exp(logs + 8 * _U * (terms + np.abs(logs)))
     return np.asarray(growth * (1 + 16 * _U), dtype=np.float64)
 
@@ -307,9 +329,13 @@ def iterate_bounds(
     Source: docs/proofs/holder.md#radius-of-the-iterates, docs/proofs/rounding.md#two-runs-in-floating-point.
     """
     sizes = step_sizes(lr)
-    growth = _growth(holder_exponent, holder_constant, check.nonnegative(loss_at_zero=loss_at_zero), sizes)
-    radii, bounds = np.empty_like(sizes), np.empty_like(sizes)
-    radius, start = 0.0, 0
+    growth = _growth(
+        holder_exponent, holder_constant, check.nonnegative(loss_at_zero=loss_at_zero), sizes
+    )
+    radii = np.empty_like(sizes)
+    bounds = np.empty_like(sizes)
+    radius = 0.0
+    start = 0
     while start < sizes.size:
         length = 1 if start < _EXACT_STEPS else min(start // 64, sizes.size - start)
         block = slice(start, start + length)
@@ -317,12 +343,15 @@ def iterate_bounds(
         while True:
             score = 0.0 if arithmetic is None else arithmetic.score_error(reach)
             bound = check.nonnegative(grad_bound=grad_bound(reach + score))
-            path = _path_of_radii(radius, reach, bound, sizes[block], growth[block], arithmetic, holder_exponent == 0)
+            path = _path_of_radii(
+                radius, reach, bound, sizes[block], growth[block], arithmetic, holder_exponent == 0
+            )
             if length == 1 or path[-2] <= reach:
                 break
             reach *= 2
         radii[block], bounds[block] = path[:-1], bound
-        radius, start = float(path[-1]), start + length
+        radius = float(path[-1])
+        start = start + length
     return radii, bounds
 
 
@@ -336,10 +365,13 @@ def _path_of_radii(
     rough: bool,
 ) -> FloatArray:
     """Returns bounds on the norms before each step of a block and after the last, if none before exceeds `reach`."""
-    added, score = np.zeros_like(lr), 0.0
+    added = np.zeros_like(lr)
+    score = 0.0
     if arithmetic is not None:
         score = arithmetic.score_error(reach)
-        added = lr * arithmetic.gradient_error_of(bound) + arithmetic.update_error(reach, lr * bound)
+        added = lr * arithmetic.gradient_error_of(bound) + arithmetic.update_error(
+            reach, lr * bound
+        )
     squares = growth + 2 * lr * score * bound + ((lr * bound) ** 2 if rough else 0.0)
     slow = np.sqrt(radius**2 + np.cumsum(squares))
     fast = radius + np.cumsum(lr * bound)

@@ -90,15 +90,19 @@ def adassp_constants(
     share_lmin, share_xtx, share_xty = _shares(weights)
     replaced = sensitivity_factor(adjacency) == 2
     mu = level_left(gaussian_mu(epsilon, delta), spent)
-    square, product = check.positive(bound_x=bound_x) ** 2, bound_x * check.positive(bound_y=bound_y)
-    d, tail = check.positive_count(dim=dim), _tail(failure)
+    square = check.positive(bound_x=bound_x) ** 2
+    product = bound_x * check.positive(bound_y=bound_y)
+    d = check.positive_count(dim=dim)
+    tail = _tail(failure)
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
     # of quotients (docs/proofs/rounding.md#model-of-arithmetic)
     lmin = scaled_up(square / (mu * math.sqrt(share_lmin)), 12)
     xtx = scaled_up((math.sqrt(2) if replaced else 1.0) * square / (mu * math.sqrt(share_xtx)), 12)
     xty = scaled_up((2.0 if replaced else 1.0) * product / (mu * math.sqrt(share_xty)), 12)
     off_diagonal = scaled_up(xtx / math.sqrt(2), 2)
-    return AdaSSPConstants(lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * d) + tail), lmin * tail)
+    return AdaSSPConstants(
+        lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * d) + tail), lmin * tail
+    )
 
 
 def adassp_constants_paper(
@@ -128,23 +132,31 @@ def adassp_constants_paper(
     """
     third = check.positive(epsilon=epsilon) / 3
     log_term = math.log(6) - math.log(check.open_interval(0.0, 1.0, delta=delta))
-    square, product = check.positive(bound_x=bound_x) ** 2, bound_x * check.positive(bound_y=bound_y)
-    d, failure = check.positive_count(dim=dim), check.open_interval(0.0, 1.0, failure=failure)
+    square = check.positive(bound_x=bound_x) ** 2
+    product = bound_x * check.positive(bound_y=bound_y)
+    d = check.positive_count(dim=dim)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
     # PRIVACY: three equal levels; the published proof treats each alone (test_the_published_noise_is_checked);
     # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
     mu = up(math.sqrt(3) * third / math.sqrt(log_term), 1e-14)
     if gaussian_log_delta(epsilon, mu) > math.log(delta):
         raise ConditionError(
-            f"the published noise is not ({epsilon:g}, {delta:g})-DP: its three releases are {mu:g}-GDP; "
-            "use mode='tight'"
+            f"the published noise is not ({epsilon:g}, {delta:g})-DP: its three releases are"
+            f" {mu:g}-GDP; use mode='tight'"
         )
     std = scaled_up(math.sqrt(log_term) / third, 8)
     cap = math.sqrt(d * log_term * math.log(2 * d * d / failure)) * square / third
-    return AdaSSPPaperConstants(std * square, std * square, log_term / third * square, std * product, cap)
+    return AdaSSPPaperConstants(
+        std * square, std * square, log_term / third * square, std * product, cap
+    )
 
 
 def adassp_mu(
-    constants: AdaSSPConstants, bound_x: float, bound_y: float, dim: int, adjacency: str = "add_remove"
+    constants: AdaSSPConstants,
+    bound_x: float,
+    bound_y: float,
+    dim: int,
+    adjacency: str = "add_remove",
 ) -> float:
     """Returns mu of the joint release with this noise, rounded up.
 
@@ -165,10 +177,16 @@ def adassp_mu(
         True
     """
     lmin, diagonal, off_diagonal, xty = (check.positive(std=std) for std in constants[:4])
-    square, product, replaced = bound_x**2, bound_x * bound_y, sensitivity_factor(adjacency) == 2
+    square = bound_x**2
+    product = bound_x * bound_y
+    replaced = sensitivity_factor(adjacency) == 2
     # squares off the diagonal count twice in the Frobenius norm, and their noise once
     xtx = min(diagonal, math.sqrt(2) * off_diagonal) if dim > 1 else diagonal
-    moved = ((1.0, square, lmin), (math.sqrt(2) if replaced else 1.0, square, xtx), (1.0 + replaced, product, xty))
+    moved = (
+        (1.0, square, lmin),
+        (math.sqrt(2) if replaced else 1.0, square, xtx),
+        (1.0 + replaced, product, xty),
+    )
     return scaled_up(math.hypot(*(factor * size / std for factor, size, std in moved)), 6)
 
 

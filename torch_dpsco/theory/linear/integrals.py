@@ -41,7 +41,9 @@ def profile(epsilon: float, mu: float) -> float:
         (0.126937, 0.678818)
     """
     if epsilon < 0:
-        return min(1.0, (-math.expm1(epsilon) + math.exp(epsilon) * profile(-epsilon, mu)) * (1 + 2e-15))
+        return min(
+            1.0, (-math.expm1(epsilon) + math.exp(epsilon) * profile(-epsilon, mu)) * (1 + 2e-15)
+        )
     # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
     return min(1.0, math.exp(gaussian_log_delta(epsilon, mu) * (1 - _KERNEL)) * (1 + 1e-15))
 
@@ -50,7 +52,9 @@ def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
     """Returns log(delta(epsilon, mu)) at an array of real epsilons."""
     log_delta = log_delta_curve(np.abs(epsilon), mu)
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
-        below = np.logaddexp(np.log(-np.expm1(np.minimum(epsilon, 0.0))), np.minimum(epsilon, 0.0) + log_delta)
+        below = np.logaddexp(
+            np.log(-np.expm1(np.minimum(epsilon, 0.0))), np.minimum(epsilon, 0.0) + log_delta
+        )
     return np.where(epsilon < 0, np.minimum(below, 0.0), log_delta)
 
 
@@ -64,7 +68,11 @@ def log_chi_density(radius: FloatArray, dim: int) -> FloatArray:
 
 
 def log_concave_integral(
-    log_f: Callable[[FloatArray], FloatArray], low: float, high: float, corner: float = math.inf, width: float = 1.0
+    log_f: Callable[[FloatArray], FloatArray],
+    low: float,
+    high: float,
+    corner: float = math.inf,
+    width: float = 1.0,
 ) -> float:
     """Returns the log of the integral of f over (low, high), enlarged; f log-concave.
 
@@ -82,7 +90,9 @@ def log_concave_integral(
         near = corner + np.concatenate([-steps, [0.0], steps])
         edges = np.union1d(edges, near[(near > left) & (near < right)])
     half = np.diff(edges)[:, None] / 2
-    terms = log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel()) + np.log(half * _WEIGHTS).ravel()
+    terms = (
+        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel()) + np.log(half * _WEIGHTS).ravel()
+    )
     top = float(np.max(terms))
     if top == -math.inf:
         return -math.inf
@@ -91,13 +101,17 @@ def log_concave_integral(
     return log_total + abs(log_total) * _KERNEL + _ENLARGED
 
 
-def _window(log_f: Callable[[FloatArray], FloatArray], low: float, high: float) -> tuple[float, float]:
+def _window(
+    log_f: Callable[[FloatArray], FloatArray], low: float, high: float
+) -> tuple[float, float]:
     """Returns an interval around the peak outside of which f is more than `_DEPTH` nats below it."""
-    left, right = low, high
+    left = low
+    right = high
     for _ in range(12):
         grid = np.linspace(left, right, 129)
         best = int(np.argmax(log_f(grid)))
-        left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 128)])
+        left = float(grid[max(best - 1, 0)])
+        right = float(grid[min(best + 1, 128)])
     peak = (left + right) / 2
     floor = float(np.max(log_f(np.array([left, peak, right])))) - _DEPTH
 
@@ -107,7 +121,11 @@ def _window(log_f: Callable[[FloatArray], FloatArray], low: float, high: float) 
             return outside
         for _ in range(20):  # the outer end is kept: too wide is safe
             middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if float(log_f(np.array([middle]))[0]) >= floor else (inside, middle)
+            inside, outside = (
+                (middle, outside)
+                if float(log_f(np.array([middle]))[0]) >= floor
+                else (inside, middle)
+            )
         return outside
 
     return end(low), end(high)
@@ -127,7 +145,9 @@ def shifted_profile(epsilon: float, shift: float, dim: int, mu: float, low: floa
         low: lower end.
     """
     corner = epsilon / shift
-    reach = math.sqrt(max(dim, 1)) + 39.0  # the length is beyond it with probability < e^(-39^2/2) < 1e-320
+    reach = (
+        math.sqrt(max(dim, 1)) + 39.0
+    )  # the length is beyond it with probability < e^(-39^2/2) < 1e-320
     if mu == 0:
         low = max(low, corner)
         if low >= reach:
@@ -141,11 +161,15 @@ def shifted_profile(epsilon: float, shift: float, dim: int, mu: float, low: floa
             return kernel - t**2 / 2 - math.log(2 * math.pi) / 2
         return kernel + log_chi_density(t, dim)
 
-    log_total = log_concave_integral(log_f, low, reach, corner if mu else math.inf, mu / shift if mu else 1.0)
+    log_total = log_concave_integral(
+        log_f, low, reach, corner if mu else math.inf, mu / shift if mu else 1.0
+    )
     return min(1.0, math.exp(min(0.0, log_total)) + sys.float_info.min)
 
 
-def least_noise(delta_of: Callable[[float], float], delta: float, start: float, why_not: str) -> float:
+def least_noise(
+    delta_of: Callable[[float], float], delta: float, start: float, why_not: str
+) -> float:
     """Returns the least sigma with delta_of(sigma) <= delta, for a decreasing function, to 1e-10 and rounded up.
 
     Args:
@@ -168,7 +192,8 @@ def least_noise(delta_of: Callable[[float], float], delta: float, start: float, 
         raise InfeasibleError(why_not)
     low = high / 2
     while delta_of(low) <= delta and low > start * 2.0**-_DOUBLINGS:
-        low, high = low / 2, low
+        high = low
+        low = low / 2
     while high > low * (1 + 1e-10):
         middle = math.sqrt(low) * math.sqrt(high)
         if not low < middle < high:

@@ -137,7 +137,8 @@ def objpert_delta_general(
         >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
         0.050002
     """
-    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
     determinant = check.nonnegative(log_det=log_det)
     if k == 1:
         return _folded(epsilon, determinant, level)
@@ -145,7 +146,9 @@ def objpert_delta_general(
     return shifted_profile(left, level, k, 0.0)
 
 
-def objpert_rdp(order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float) -> float:
+def objpert_rdp(
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
     """Returns c + s^2/2 + (t^2/2 + log(2 Phi(t))) / (a - 1), t = (a - 1) s: a Renyi divergence, of both directions.
 
     Args:
@@ -167,7 +170,9 @@ def objpert_rdp(order: float, noise_std: float, reg: float, lipschitz: float, sm
     return objpert_rdp_general(order, noise_std, log_det(reg, smoothness), lipschitz, 1)
 
 
-def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int) -> float:
+def objpert_rdp_general(
+    order: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
     """Returns c + s^2/2 + log(E e^(t chi_k)) / (a - 1), t = (a - 1) s, s = D / sigma.
 
     Args:
@@ -183,20 +188,29 @@ def objpert_rdp_general(order: float, noise_std: float, log_det: float, diameter
         >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
         0.136642
     """
-    excess, level = check.order(order=order) - 1, noise_level(diameter, noise_std)
-    k, tilt = check.positive_count(subspace_dim=subspace_dim), excess * level
+    excess = check.order(order=order) - 1
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    tilt = excess * level
     if k == 1:
         log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
         log_moment += 1e-15 + _ROUNDING * tilt * tilt
     else:
         high = tilt + math.sqrt(k - 1) + 45.0
-        log_moment = log_concave_integral(lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high)
+        log_moment = log_concave_integral(
+            lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high
+        )
     value = check.nonnegative(log_det=log_det) + level * level / 2 + log_moment / excess
     return value * (1 + _ROUNDING)
 
 
 def amp_delta_general(
-    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int, mu_out: float
+    epsilon: float,
+    noise_std: float,
+    log_det: float,
+    diameter: float,
+    subspace_dim: int,
+    mu_out: float,
 ) -> float:
     """Returns E[delta(epsilon - c - s^2/2 - s chi_k, mu_out)], s = D / sigma.
 
@@ -216,8 +230,11 @@ def amp_delta_general(
     """
     if check.nonnegative(mu_out=mu_out) == 0:
         return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
-    level, k = noise_level(diameter, noise_std), check.positive_count(subspace_dim=subspace_dim)
-    left = check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    left = (
+        check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
+    )
     return shifted_profile(left, level, k, mu_out)
 
 
@@ -246,11 +263,19 @@ def amp_sigma_general(
     """
     left = check.positive(epsilon=epsilon) - check.nonnegative(log_det=log_det)
     if left <= 0:
-        raise InfeasibleError(f"epsilon must be > log_det = {log_det:g} (got {epsilon:g}): use a larger reg")
+        raise InfeasibleError(
+            f"epsilon must be > log_det = {log_det:g} (got {epsilon:g}): use a larger reg"
+        )
     start = check.positive(diameter=diameter) / gaussian_mu(left, delta)
-    why_not = f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon - log_det = {left:g}: use a smaller one"
+    why_not = (
+        f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon - log_det = {left:g}: use"
+        " a smaller one"
+    )
     return least_noise(
-        lambda sigma: amp_delta_general(epsilon, sigma, log_det, diameter, subspace_dim, mu_out), delta, start, why_not
+        lambda sigma: amp_delta_general(epsilon, sigma, log_det, diameter, subspace_dim, mu_out),
+        delta,
+        start,
+        why_not,
     )
 
 
@@ -345,10 +370,13 @@ def softmax_log_det(bound_x: float, reg: float, num_classes: int) -> float:
         >>> round(softmax_log_det(bound_x=1.0, reg=5.0, num_classes=2), 9)
         0.09531018
     """
-    bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
+    bound = check.positive(bound_x=bound_x)
+    reg = check.positive(reg=reg)
     if check.positive_count(num_classes=num_classes) < 2:
         raise ValueError(f"num_classes must be an integer >= 2 (got {num_classes})")
-    return scaled_up((num_classes - 1) * math.log1p(scaled_up(bound * bound / (num_classes * reg), 3)), 4)
+    return scaled_up(
+        (num_classes - 1) * math.log1p(scaled_up(bound * bound / (num_classes * reg), 3)), 4
+    )
 
 
 def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> float:

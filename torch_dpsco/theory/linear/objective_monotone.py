@@ -40,14 +40,24 @@ from torch_dpsco import _validate as check
 from torch_dpsco._margin import down
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf, profile, shifted_profile
+from torch_dpsco.theory.linear.integrals import (
+    least_noise,
+    log_normal_cdf,
+    profile,
+    shifted_profile,
+)
 from torch_dpsco.theory.linear.objective import log_det, noise_level, spare_epsilon
 
 _ROUNDING = 1e-13  # relative to the terms of a sum
 
 
 def objpert_delta_monotone(
-    epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
 ) -> float:
     """Returns delta(epsilon - c, s), the Gaussian profile, and 1 for epsilon < c.
 
@@ -78,11 +88,20 @@ def objpert_delta_monotone(
         0.024998702
     """
     left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
-    return min(1.0, _sum(left, 0.0, noise_level(lipschitz, noise_std), adjacency)) if left >= 0 else 1.0
+    return (
+        min(1.0, _sum(left, 0.0, noise_level(lipschitz, noise_std), adjacency))
+        if left >= 0
+        else 1.0
+    )
 
 
 def objpert_rdp_dominating(
-    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+    order: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
 ) -> float:
     """Returns the Renyi divergence of the pair that dominates the mechanism, the larger one of both directions.
 
@@ -109,7 +128,8 @@ def objpert_rdp_dominating(
         >>> round(objpert_rdp_dominating(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 6)
         0.058393
     """
-    k, level = check.order(order=order) - 1, noise_level(lipschitz, noise_std)
+    k = check.order(order=order) - 1
+    level = noise_level(lipschitz, noise_std)
     determinant = log_det(reg, smoothness)
     if sensitivity_factor(adjacency) == 2:
         log_moment = _replaced_log_moment(k, level, determinant)
@@ -120,13 +140,22 @@ def objpert_rdp_dominating(
 
 
 def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
-    gauss, far = k * (k + 1) * level * level / 2, (k + 0.5) * level
+    gauss = k * (k + 1) * level * level / 2
+    far = (k + 0.5) * level
     bend = _tangent(level, determinant)
     slope = math.exp(-determinant + log_normal_cdf(-level / 2 - bend))
     atom = math.exp(log_normal_cdf(-level / 2)) - slope
     middle = [math.log(atom)] if atom > 0 else []
-    with_record = [gauss + log_normal_cdf(-far), *middle, k * determinant + gauss + log_normal_cdf(far - bend)]
-    without = [gauss + log_normal_cdf(far), *middle, gauss - (k + 1) * determinant + log_normal_cdf(-far - bend)]
+    with_record = [
+        gauss + log_normal_cdf(-far),
+        *middle,
+        k * determinant + gauss + log_normal_cdf(far - bend),
+    ]
+    without = [
+        gauss + log_normal_cdf(far),
+        *middle,
+        gauss - (k + 1) * determinant + log_normal_cdf(-far - bend),
+    ]
     return max(0.0, _log_sum(with_record), _log_sum(without))
 
 
@@ -138,9 +167,12 @@ def _tangent(level: float, determinant: float) -> float:
     total_variation = gaussian_delta(level, 0.0)
 
     def gap(z: float) -> float:
-        upper, lower = log_normal_cdf(level / 2 - z), log_normal_cdf(-level / 2 - z)
+        upper = log_normal_cdf(level / 2 - z)
+        lower = log_normal_cdf(-level / 2 - z)
         # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
-        return upper + math.log(-math.expm1(lower - determinant - upper)) - math.log(total_variation)
+        return (
+            upper + math.log(-math.expm1(lower - determinant - upper)) - math.log(total_variation)
+        )
 
     if gap(0.0) <= 0:  # c is below the rounding of the profile
         return 0.0
@@ -152,7 +184,9 @@ def _tangent(level: float, determinant: float) -> float:
 
 def _replaced_log_moment(k: float, level: float, determinant: float) -> float:
     """Returns log(R(2 s) + 2 R(s) - 2 R(0))."""
-    flat, once, twice = (_symmetric_log_moment(k, times * level, determinant) for times in (0, 1, 2))
+    flat, once, twice = (
+        _symmetric_log_moment(k, times * level, determinant) for times in (0, 1, 2)
+    )
     shares = [math.exp(twice - twice), 2 * math.exp(once - twice), -2 * math.exp(flat - twice)]
     return twice + math.log(math.fsum(shares))
 
@@ -162,8 +196,10 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
 
     R(s) = e^g (e^(k c) Phi((k+1/2) s) + e^(-(k+1) c) Phi(-(k+1/2) s)) + tanh(c/2) Phi(-s/2) (e^(k c) + e^(-(k+1) c)).
     """
-    rise, fall = k * determinant, -(k + 1) * determinant
-    gauss, far = k * (k + 1) * level * level / 2, (k + 0.5) * level
+    rise = k * determinant
+    fall = -(k + 1) * determinant
+    gauss = k * (k + 1) * level * level / 2
+    far = (k + 0.5) * level
     terms = [gauss + rise + log_normal_cdf(far), gauss + fall + log_normal_cdf(-far)]
     if determinant > 0:
         atom = math.log(math.tanh(determinant / 2)) + log_normal_cdf(-level / 2)
@@ -242,7 +278,10 @@ def amp_sigma_monotone(
     """
     left = spare_epsilon(epsilon, reg, smoothness)
     start = check.positive(lipschitz=lipschitz) / gaussian_mu(left, delta)
-    why_not = f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon = {epsilon:g}: use a smaller one"
+    why_not = (
+        f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon = {epsilon:g}: use a"
+        " smaller one"
+    )
 
     def spent(sigma: float) -> float:
         return amp_delta_monotone(epsilon, sigma, reg, lipschitz, smoothness, mu_out, adjacency)
@@ -264,7 +303,9 @@ def _one_corner(left: float, mu_out: float, level: float) -> float:
     if mu_out == 0:
         return profile(left, level)
     at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
-    return at_zero * (1 + 1e-14) + shifted_profile(left - level * level / 2, level, 0, mu_out, -level / 2)
+    return at_zero * (1 + 1e-14) + shifted_profile(
+        left - level * level / 2, level, 0, mu_out, -level / 2
+    )
 
 
 def _log_sum(terms: list[float]) -> float:

@@ -79,7 +79,8 @@ def erm_sensitivity(
         >>> round(erm_sensitivity(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
         0.02
     """
-    lipschitz, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    lipschitz = check.positive(lipschitz=lipschitz)
+    mu = check.positive(strong_convexity=strong_convexity)
     n = check.positive_count(n=n)
     jump = sensitivity_factor(adjacency) * lipschitz
     if gradient_diameter is not None:
@@ -106,7 +107,8 @@ def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol:
         >>> round(certified_sensitivity(sensitivity=0.02, strong_convexity=0.1, grad_tol=1e-7), 9)
         0.020002
     """
-    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    sensitivity = check.positive(sensitivity=sensitivity)
+    mu = check.positive(strong_convexity=strong_convexity)
     # PRIVACY: both points may be off, in opposite directions (test_an_approximate_minimizer_moves_by_twice_its_error)
     return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
 
@@ -128,7 +130,8 @@ def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy
         >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
         0.048284271
     """
-    sensitivity, mu = check.positive(sensitivity=sensitivity), check.positive(strong_convexity=strong_convexity)
+    sensitivity = check.positive(sensitivity=sensitivity)
+    mu = check.positive(strong_convexity=strong_convexity)
     return safe(sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu))
 
 
@@ -195,20 +198,26 @@ def minimizer_radius(
         >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
         1.0
     """
-    reg, radius = check.positive(reg=reg), check.positive(radius=radius, allow_inf=True)
+    reg = check.positive(reg=reg)
+    radius = check.positive(radius=radius, allow_inf=True)
     excess = 1.0
     if check.choice(SENSITIVITIES, adjacency=adjacency) == "add_remove":
         # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
         known = n is not None and n_max is not None
-        excess = check.positive_count(n_max=n_max) / check.positive_count(n=n) if known else math.inf
+        excess = (
+            check.positive_count(n_max=n_max) / check.positive_count(n=n) if known else math.inf
+        )
     bounds = [radius]
     if lipschitz is not None:
         bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
     if loss_at_zero is not None and excess < math.inf:
-        bounds.append(safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
+        bounds.append(
+            safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg))
+        )
     if min(bounds) == math.inf:
         raise MissingConstantError(
-            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and n_max), or radius"
+            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and"
+            " n_max), or radius"
         )
     return min(bounds)
 
@@ -228,13 +237,23 @@ def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
         >>> round(logistic_gradient_diameter(bound_x=1.0, radius=2.0), 9)
         1.761594156
     """
-    bound, radius = check.positive(bound_x=bound_x), check.nonnegative(radius=radius)
+    bound = check.positive(bound_x=bound_x)
+    radius = check.nonnegative(radius=radius)
     product = radius * bound
-    return min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12)) if product else bound
+    return (
+        min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12))
+        if product
+        else bound
+    )
 
 
 def adversarial_lipschitz(
-    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0, *, norm: str = "l2", dim: int = 1
+    bound_x: float,
+    attack_radius: float,
+    link_lipschitz: float = 1.0,
+    *,
+    norm: str = "l2",
+    dim: int = 1,
 ) -> float:
     """Returns L_phi (B + a), the Lipschitz constant of max over the attacks v of phi(y w.(x + v)).
 
@@ -256,7 +275,12 @@ def adversarial_lipschitz(
 
 
 def adversarial_gradient_diameter(
-    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0, *, norm: str = "l2", dim: int = 1
+    bound_x: float,
+    attack_radius: float,
+    link_lipschitz: float = 1.0,
+    *,
+    norm: str = "l2",
+    dim: int = 1,
 ) -> float:
     """Returns L_phi max(2 B, B + a): bounds the distance of the robust gradients of two records with |x| <= B.
 
@@ -277,7 +301,8 @@ def adversarial_gradient_diameter(
         >>> round(adversarial_gradient_diameter(1.0, 3.0), 9)
         4.0
     """
-    bound, length = check.positive(bound_x=bound_x), _attack_length(attack_radius, norm, dim)
+    bound = check.positive(bound_x=bound_x)
+    length = _attack_length(attack_radius, norm, dim)
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
     return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
 
@@ -302,7 +327,8 @@ def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
         >>> noise_norms(dim=10, epsilon=2.0, delta=0)
         (5.0, 27.5)
     """
-    d, epsilon = check.positive_count(dim=dim), check.positive(epsilon=epsilon)
+    d = check.positive_count(dim=dim)
+    epsilon = check.positive(epsilon=epsilon)
     if check.nonnegative(delta=delta) == 0:
         return d / epsilon, d * (d + 1) / epsilon**2
     sigma = gaussian_sigma(epsilon, delta, 1.0)

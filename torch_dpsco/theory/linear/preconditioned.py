@@ -82,7 +82,9 @@ def ridge_of(gram_std: float, dim: int) -> float:
         >>> ridge_of(1.0, 50)
         20.0
     """
-    return _DAMPING * check.positive(gram_std=gram_std) * math.sqrt(2 * check.positive_count(dim=dim))
+    return (
+        _DAMPING * check.positive(gram_std=gram_std) * math.sqrt(2 * check.positive_count(dim=dim))
+    )
 
 
 def stable_step(curvature: float, ridge: float, largest: float) -> float:
@@ -138,11 +140,14 @@ def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float
         >>> round(horizon(np.array([100.0, 100.0]), ridge=100.0, gram_std=1.0, noise=2.0, n=50), 6)
         35.0
     """
-    values, edge = np.asarray(eigenvalues, dtype=np.float64), gram_std * math.sqrt(2 * len(eigenvalues))
+    values = np.asarray(eigenvalues, dtype=np.float64)
+    edge = gram_std * math.sqrt(2 * len(eigenvalues))
     hidden = values < edge
     if hidden.any():
         # the mean of what noise hides has noise of std gram_std / sqrt(number of them)
-        values = np.where(hidden, max(values[hidden].mean(), gram_std / math.sqrt(hidden.sum())), values)
+        values = np.where(
+            hidden, max(values[hidden].mean(), gram_std / math.sqrt(hidden.sum())), values
+        )
     return _SCORE_NOISE * math.sqrt(n / float((values / (values + ridge) ** 2).sum())) / noise
 
 

@@ -14,10 +14,21 @@ import math
 from torch_dpsco import _validate as check
 from torch_dpsco.theory.clipping import sensitivity_factor
 
-_SHARE, _MOST_SHARE = 0.05, 0.4  # of mu^2, for sums, and for counts; for counts where less is not worth it
-_SUM_ERROR, _SUM_USELESS = 0.05, 0.4  # norm of the noise on the center over B: wanted, and not worth it
-_COUNT_ERROR, _COUNT_USELESS = 0.003, 0.15  # std of the noise on a count over n: wanted, and not worth it
-RADIUS_COUNTS, LOCATION_COUNTS, SPREAD_COUNTS = 7, 16, 8
+_SHARE, _MOST_SHARE = (
+    0.05,
+    0.4,
+)  # of mu^2, for sums, and for counts; for counts where less is not worth it
+_SUM_ERROR, _SUM_USELESS = (
+    0.05,
+    0.4,
+)  # norm of the noise on the center over B: wanted, and not worth it
+_COUNT_ERROR, _COUNT_USELESS = (
+    0.003,
+    0.15,
+)  # std of the noise on a count over n: wanted, and not worth it
+RADIUS_COUNTS = 7
+LOCATION_COUNTS = 16
+SPREAD_COUNTS = 8
 NARROW = 0.3  # threshold of Huber's loss in spreads of the targets, for steps with momentum, which bear the curvature
 NARROW_OF_USERS = 0.5  # the same for users, who are fewer
 
@@ -51,7 +62,11 @@ def sum_level(mu: float, n: int, dim: int, adjacency: str) -> float:
         >>> round(sum_level(0.2, 10_000, 50, "add_remove"), 4), sum_level(0.2, 100, 50, "add_remove")
         (0.0141, 0.0)
     """
-    error = math.sqrt(check.positive_count(dim=dim)) * sensitivity_factor(adjacency) / check.positive_count(n=n)
+    error = (
+        math.sqrt(check.positive_count(dim=dim))
+        * sensitivity_factor(adjacency)
+        / check.positive_count(n=n)
+    )
     return _level(mu, error, _SUM_ERROR, _SUM_USELESS)
 
 
@@ -72,7 +87,8 @@ def counts_level(mu: float, n: int, counts: int) -> float:
         (0.0167, 0.0667, 0.0)
     """
     error = math.sqrt(check.positive_count(counts=counts)) / check.positive_count(n=n)
-    level, least = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS), error / _COUNT_USELESS
+    level = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS)
+    least = error / _COUNT_USELESS
     return level or (least if least <= math.sqrt(_MOST_SHARE) * mu else 0.0)
 
 

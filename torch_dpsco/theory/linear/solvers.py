@@ -88,8 +88,10 @@ def gradient_rounding(
         >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
         True
     """
-    d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
-    size, reach = check.nonnegative(norm=norm), norm + check.nonnegative(score_offset=score_offset)
+    d = check.positive_count(dim=dim)
+    weight = check.positive(weight=weight)
+    size = check.nonnegative(norm=norm)
+    reach = norm + check.nonnegative(score_offset=score_offset)
     terms = weight * check.positive(lipschitz=lipschitz) + check.nonnegative(reg=reg) * size
     terms += check.nonnegative(linear=linear)
     scores = (d + 8) * weight * check.nonnegative(smoothness=smoothness) * reach
@@ -111,7 +113,12 @@ def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool =
         1e-06
     """
     share = _SHARE_KINKED if kinked else _SHARE_SMOOTH
-    return share * check.positive(strong_convexity=strong_convexity) * check.positive(sensitivity=sensitivity) / 2
+    return (
+        share
+        * check.positive(strong_convexity=strong_convexity)
+        * check.positive(sensitivity=sensitivity)
+        / 2
+    )
 
 
 def check_tolerance(grad_tol: float, rounding: float) -> float:
@@ -124,12 +131,13 @@ def check_tolerance(grad_tol: float, rounding: float) -> float:
         >>> check_tolerance(1e-6, rounding=1e-12)
         1e-06
     """
-    tolerance, rounding = check.positive(grad_tol=grad_tol), check.nonnegative(rounding=rounding)
+    tolerance = check.positive(grad_tol=grad_tol)
+    rounding = check.nonnegative(rounding=rounding)
     # PRIVACY: below the rounding nothing is certified (test_a_tolerance_below_the_rounding_is_refused)
     if tolerance <= _ROOM * rounding:
         raise ConditionError(
-            f"grad_tol = {tolerance:g} is not above four times the rounding of the gradient: use a grad_tol above "
-            f"{_ROOM * rounding:g}, pairwise sums, or a larger reg"
+            f"grad_tol = {tolerance:g} is not above four times the rounding of the gradient: use a"
+            f" grad_tol above {_ROOM * rounding:g}, pairwise sums, or a larger reg"
         )
     return tolerance
 
@@ -141,13 +149,14 @@ def check_gap_tolerance(distance: float, strong_convexity: float, rounding: floa
         >>> round(check_gap_tolerance(1e-3, strong_convexity=0.5, rounding=1e-12), 15)
         2.5e-07
     """
-    distance, mu = check.positive(distance=distance), check.positive(strong_convexity=strong_convexity)
+    distance = check.positive(distance=distance)
+    mu = check.positive(strong_convexity=strong_convexity)
     rounding = check.nonnegative(rounding=rounding)
     gap = mu * distance * distance / 2 * (1 - 8 * DOUBLE)  # rounded down
     if gap <= _ROOM * rounding:
         raise ConditionError(
-            f"distance = {distance:g} needs a gap of {gap:g}, not above four times its rounding: use a distance above "
-            f"{math.sqrt(2 * _ROOM * rounding / mu):g}, or pairwise sums"
+            f"distance = {distance:g} needs a gap of {gap:g}, not above four times its rounding:"
+            f" use a distance above {math.sqrt(2 * _ROOM * rounding / mu):g}, or pairwise sums"
         )
     return gap
 
@@ -168,12 +177,13 @@ def amp_tolerance(lipschitz: float, rounding: float) -> float:
         >>> amp_tolerance(1.0, rounding=1e-6)
         4e-06
     """
-    lipschitz, rounding = check.positive(lipschitz=lipschitz), check.nonnegative(rounding=rounding)
+    lipschitz = check.positive(lipschitz=lipschitz)
+    rounding = check.nonnegative(rounding=rounding)
     tolerance = max(_AMP_LEAST * lipschitz, _ROOM * rounding)
     if tolerance > _AMP_MOST * lipschitz:
         raise ConditionError(
-            f"the rounding of the gradient, {rounding:g}, exceeds {_AMP_MOST / _ROOM:g} lipschitz: use pairwise sums, "
-            "a smaller n_max, or a larger reg"
+            f"the rounding of the gradient, {rounding:g}, exceeds {_AMP_MOST / _ROOM:g} lipschitz:"
+            " use pairwise sums, a smaller n_max, or a larger reg"
         )
     return tolerance
 
@@ -190,7 +200,9 @@ class KatyushaParameters(NamedTuple):
     gamma: float
 
 
-def agd_certified_steps(strong_convexity: float, smoothness: float, distance: float, grad_tol: float) -> int:
+def agd_certified_steps(
+    strong_convexity: float, smoothness: float, distance: float, grad_tol: float
+) -> int:
     """Returns T after which accelerated gradient descent has a gradient norm <= g, whatever the data.
 
     F(y_T) - min F <= (mu + beta) R0^2 / 2 exp(-(T - 1) sqrt(mu / beta)) and |grad F|^2 <= 2 beta (F - min F), so that
@@ -214,8 +226,10 @@ def agd_certified_steps(strong_convexity: float, smoothness: float, distance: fl
         >>> agd_certified_steps(strong_convexity=0.01, smoothness=1.0, distance=3.0, grad_tol=1e-8)
         392
     """
-    mu, beta = check.positive(strong_convexity=strong_convexity), check.positive(smoothness=smoothness)
-    distance, grad_tol = check.positive(distance=distance), check.positive(grad_tol=grad_tol)
+    mu = check.positive(strong_convexity=strong_convexity)
+    beta = check.positive(smoothness=smoothness)
+    distance = check.positive(distance=distance)
+    grad_tol = check.positive(grad_tol=grad_tol)
     if beta < mu:
         raise ConditionError(f"smoothness must be >= strong_convexity = {mu:g} (got {beta:g})")
     log_ratio = math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
@@ -237,7 +251,8 @@ def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> K
         0.5
     """
     m = 2 * check.positive_count(n=n)
-    beta, mu = check.positive(smoothness=smoothness), check.positive(strong_convexity=strong_convexity)
+    beta = check.positive(smoothness=smoothness)
+    mu = check.positive(strong_convexity=strong_convexity)
     tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
     return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
 

@@ -74,12 +74,13 @@ def tilted_strong_convexity(
         >>> round(tilted_strong_convexity(-0.05, lipschitz=1.0, strong_convexity=0.1), 9)
         0.05
     """
-    tilt, mu = check.finite(tilt=tilt), check.positive(strong_convexity=strong_convexity)
+    tilt = check.finite(tilt=tilt)
+    mu = check.positive(strong_convexity=strong_convexity)
     loss = scaled_up(max(-tilt, 0.0) * _spread(lipschitz, gradient_diameter), 4)
     if loss >= mu:
         raise ConditionError(
-            f"tilt = {tilt:g} needs strong_convexity > {loss:g} (got {mu:g}): use a larger reg, or a tilt above "
-            f"{-mu / _spread(lipschitz, gradient_diameter):g}"
+            f"tilt = {tilt:g} needs strong_convexity > {loss:g} (got {mu:g}): use a larger reg, or"
+            f" a tilt above {-mu / _spread(lipschitz, gradient_diameter):g}"
         )
     return (mu - loss) * (1 - 1e-15) if loss else mu
 
@@ -125,7 +126,9 @@ def tilted_sensitivity(
         >>> round(tilted_sensitivity(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
         1.389063193
     """
-    diameter = 2 * check.positive(lipschitz=lipschitz) if gradient_diameter is None else gradient_diameter
+    diameter = (
+        2 * check.positive(lipschitz=lipschitz) if gradient_diameter is None else gradient_diameter
+    )
     diameter = check.positive(gradient_diameter=diameter)
     mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity, gradient_diameter)
     sensitivity_factor(adjacency)
@@ -136,7 +139,8 @@ def tilted_sensitivity(
     elif n_min is None:
         tilted_max_weight(tilt, loss_range, 1)
         # PRIVACY: the first record moves the gradient from 0 (test_the_first_record_is_covered_by_its_length)
-        diameter, weight = max(diameter, lipschitz), 1.0
+        diameter = max(diameter, lipschitz)
+        weight = 1.0
     else:
         weight = tilted_max_weight(tilt, loss_range, check.positive_count(n_min=n_min) + 1)
     return safe(diameter / mu * weight)

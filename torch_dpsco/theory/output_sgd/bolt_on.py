@@ -71,7 +71,11 @@ from torch_dpsco.theory.rounding import (
     with_grid,
 )
 
-_POWERS: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}  # of t, in the weight of w_t
+_POWERS: dict[str, float | None] = {
+    "last": None,
+    "uniform": 0.0,
+    "weighted": 1.0,
+}  # of t, in the weight of w_t
 
 
 def decreasing_lr(smoothness: float, reg: float, steps: int) -> FloatArray:
@@ -88,7 +92,8 @@ def decreasing_lr(smoothness: float, reg: float, steps: int) -> FloatArray:
         >>> decreasing_lr(smoothness=1.0, reg=0.5, steps=5).tolist()
         [1.0, 1.0, 1.0, 0.6666666666666666, 0.5]
     """
-    beta, reg = check.positive(smoothness=smoothness), check.positive(reg=reg)
+    beta = check.positive(smoothness=smoothness)
+    reg = check.positive(reg=reg)
     done = np.arange(check.positive_count(steps=steps), dtype=np.float64)
     return np.asarray(1.0 / np.maximum(beta, reg * done))
 
@@ -135,11 +140,12 @@ def bolt_on_sensitivity(
         >>> round(bolt_on_sensitivity(smooth, decreasing_lr(0.25, 0.1, 300), reg=0.1, **run), 9)
         0.02
     """
-    sizes, reg = step_sizes(lr), check.nonnegative(reg=reg)
+    sizes = step_sizes(lr)
+    reg = check.nonnegative(reg=reg)
     if promises.holder_exponent != 1:
         raise ConditionError(
-            f"holder_exponent must be 1: bolt-on SGD needs a smooth loss (got {promises.holder_exponent:g}); "
-            f"HolderOutputSGD takes others"
+            "holder_exponent must be 1: bolt-on SGD needs a smooth loss (got"
+            f" {promises.holder_exponent:g}); HolderOutputSGD takes others"
         )
     # PRIVACY: larger steps move runs apart; raises above 2/beta (test_a_step_above_two_over_beta_is_refused)
     expansions(1.0, promises.holder_constant, sizes)
@@ -171,25 +177,43 @@ class _Computed:
     """
 
     def __init__(
-        self, promises: LossPromises, lr: FloatArray, reg: float, batch_size: int, dim: int, unit_roundoff: float | None
+        self,
+        promises: LossPromises,
+        lr: FloatArray,
+        reg: float,
+        batch_size: int,
+        dim: int,
+        unit_roundoff: float | None,
     ) -> None:
         bounded = math.isfinite(promises.radius)
-        self.radius, self.added, self.average_error = promises.radius, np.zeros_like(lr), 0.0
+        self.radius = promises.radius
+        self.added = np.zeros_like(lr)
+        self.average_error = 0.0
         if unit_roundoff is None:
             self.grad_bound = promises.grad_bound(self.radius)
             return
-        offset, error = promises.score_offset, promises.gradient_error
-        arithmetic = Arithmetic(dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error)
+        offset = promises.score_offset
+        error = promises.gradient_error
+        arithmetic = Arithmetic(
+            dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error
+        )
         reach = arithmetic.norm_bound(promises.radius)
-        self.grad_bound = promises.grad_bound(reach + arithmetic.score_error(reach) if bounded else math.inf)
+        self.grad_bound = promises.grad_bound(
+            reach + arithmetic.score_error(reach) if bounded else math.inf
+        )
         if not bounded:
             reach = 1.001 * self._reach(lr, reg)
-        norms, bounds = np.full_like(lr, reach), np.full_like(lr, self.grad_bound)
+        norms = np.full_like(lr, reach)
+        bounds = np.full_like(lr, self.grad_bound)
         forms = arithmetic.errors(lr, norms, bounds, 1.0, promises.holder_constant, promises.glm)
         # the last form is added to the distance, so that it passes contractions; shrinkage rounds divisor and quotient
-        self.added = forms[-1].added + (gamma(4, unit_roundoff) * (reach + lr * self.grad_bound) if reg else 0.0)
+        self.added = forms[-1].added + (
+            gamma(4, unit_roundoff) * (reach + lr * self.grad_bound) if reg else 0.0
+        )
         if not bounded and self._reach(lr, reg, self.added) > reach:
-            raise ConditionError(f"steps must be fewer: rounding may add 0.1 % to the iterates of {lr.size} steps")
+            raise ConditionError(
+                f"steps must be fewer: rounding may add 0.1 % to the iterates of {lr.size} steps"
+            )
         self.average_error = arithmetic.average_error(lr.size, reach)
         self.radius = reach + self.average_error
 
@@ -210,7 +234,10 @@ def _weights(average: str, steps: int) -> FloatArray:
     if power is None:
         return np.append(np.zeros(steps), 1.0)
     if steps == 1:
-        raise ConditionError(f"average must be 'last' for one step: averages are of w_1..w_T, here 0 (got {average!r})")
+        raise ConditionError(
+            "average must be 'last' for one step: averages are of w_1..w_T, here 0 (got"
+            f" {average!r})"
+        )
     shares = np.arange(1.0, steps + 1.0) ** power
     return np.append(shares / shares.sum(), 0.0)
 
@@ -218,7 +245,9 @@ def _weights(average: str, steps: int) -> FloatArray:
 def _tails(weights: FloatArray, shrink: FloatArray) -> FloatArray:
     """Returns A_1..A_T: what a unit of distance after step s is worth in the answer."""
     later = zip(weights[-2:0:-1].tolist(), shrink[:0:-1].tolist(), strict=True)
-    tails = accumulate(later, lambda tail, step: step[0] + step[1] * tail, initial=float(weights[-1]))
+    tails = accumulate(
+        later, lambda tail, step: step[0] + step[1] * tail, initial=float(weights[-1])
+    )
     return np.array(list(tails)[::-1])
 
 
@@ -276,7 +305,18 @@ def plan_bolt_on(
         (300, 'last', 0.02)
     """
     request = _Request(
-        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, distance, epochs, reg, average
+        promises,
+        n,
+        batch_size,
+        dim,
+        epsilon,
+        delta,
+        noise_multiplier,
+        adjacency,
+        distance,
+        epochs,
+        reg,
+        average,
     )
     sizes = request.step_sizes(lr)
     if delta == 0:
@@ -287,7 +327,8 @@ def plan_bolt_on(
     scale = request.scale(sensitivity)
     if asks_exact(secure):
         exact_grid(scale, sensitivity, dim)  # raises before anything is spent
-    step, share = stated_lr(sizes), max(0.0, 1 - exact / sensitivity)
+    step = stated_lr(sizes)
+    share = max(0.0, 1 - exact / sensitivity)
     risk = request.risk(step) if isinstance(step, float) else None
     return OutputRun(sizes.size, step, request.answer, sensitivity, scale, risk, share)
 
@@ -363,15 +404,25 @@ class _Request(RunRequest):
 
     def _cost(self) -> float:
         """Returns (U - D^2/(2 eta T)) / eta, in real numbers."""
-        bound, unit = self.promises.grad_bound(self.promises.radius), 1 / self.promises.holder_constant
-        linear = replace(self.promises, radius=math.inf, grad_bound=lambda _: bound)  # where twice the radius is no cap
-        moved = replace(self, promises=linear).sensitivity(np.full(self.steps, unit), None) / unit  # per step size
+        bound = self.promises.grad_bound(self.promises.radius)
+        unit = 1 / self.promises.holder_constant
+        linear = replace(
+            self.promises, radius=math.inf, grad_bound=lambda _: bound
+        )  # where twice the radius is no cap
+        moved = (
+            replace(self, promises=linear).sensitivity(np.full(self.steps, unit), None) / unit
+        )  # per step size
         noise = self._noise_norm() * moved
-        return max(bound * (bound / 2 + bound * (self.epochs - 1) / self.batch_size + noise), 1e-300)
+        return max(
+            bound * (bound / 2 + bound * (self.epochs - 1) / self.batch_size + noise), 1e-300
+        )
 
     def risk(self, lr: float) -> float | None:
         """Returns U(eta), or None where it is not proved or D is not known."""
         proved = self.reg == 0 and self.answer == "uniform" and self.n % self.batch_size == 0
         if not proved or (self.distance is None and not math.isfinite(self.promises.radius)):
             return None
-        return distance_bound(self.promises, self.distance) ** 2 / (2 * lr * self.steps) + lr * self._cost()
+        return (
+            distance_bound(self.promises, self.distance) ** 2 / (2 * lr * self.steps)
+            + lr * self._cost()
+        )

@@ -38,7 +38,10 @@ FloatArray = NDArray[np.float64]
 
 _U = 2.0**-53
 _TAIL = 1e-40  # mass that truncation may lose, in all
-_BLOCKS, _UNITS, _LEAST_UNITS, _ATOMS = 256, 256, 16, 2**16
+_BLOCKS = 256
+_UNITS = 256
+_LEAST_UNITS = 16
+_ATOMS = 2**16
 _PRECISION = 1e-10  # of sigma, upward
 
 
@@ -62,7 +65,10 @@ class SensitivityLaw:
         curve = np.exp(_log_delta(epsilon, self.sensitivities[positive] / sigma))
         # PRIVACY: rounded up (test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns); margin of
         # the sum (docs/proofs/rounding.md#model-of-arithmetic)
-        return min(1.0, scaled_up(float(self.masses[positive] @ curve) + self.lost, int(positive.sum()) + 16))
+        return min(
+            1.0,
+            scaled_up(float(self.masses[positive] @ curve) + self.lost, int(positive.sum()) + 16),
+        )
 
 
 def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: float) -> float:
@@ -96,22 +102,29 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
 
 def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     """Returns the law of drift + the hits, in blocks of steps and units of hits, each rounded up."""
-    rate, steps = _rate(sample_rate), path.hits.size
+    rate = _rate(sample_rate)
+    steps = path.hits.size
     edges = np.unique(np.linspace(0, steps, _BLOCKS + 1).astype(np.int64))
-    largest, lengths = path.hits.max(initial=0.0), np.diff(edges)
+    largest = path.hits.max(initial=0.0)
+    lengths = np.diff(edges)
     many = steps * rate + 14 * math.sqrt(steps * rate) + 40  # more hits than there will be
     levels = int(min(_UNITS, max(_LEAST_UNITS, _ATOMS / many)))
     unit = max(up(float(largest) / levels, 4 * _U), math.ulp(0.0))
     # PRIVACY: at least one unit, so that nothing but the empty set has none
     # (test_a_hit_of_size_zero_still_pays_for_the_drift)
-    units = np.maximum(1, np.ceil(np.maximum.reduceat(path.hits, edges[:-1]) / unit)).astype(np.int64)
-    start, masses, lost = 0, np.ones(1), 0.0
+    units = np.maximum(1, np.ceil(np.maximum.reduceat(path.hits, edges[:-1]) / unit)).astype(
+        np.int64
+    )
+    start = 0
+    masses = np.ones(1)
+    lost = 0.0
     for length, size in zip(lengths.tolist(), units.tolist(), strict=True):
         first, block, missing = _binomial(length, rate, _TAIL / (4 * _BLOCKS))
         start += first * size
         masses = _spread(masses, block, size)
         skipped, masses, above = _trimmed(masses, _TAIL / (4 * _BLOCKS))
-        start, lost = start + skipped, lost + missing + above
+        start = start + skipped
+        lost = lost + missing + above
     masses = scaled_up(masses, 4 * len(units) * 64 + 64)
     return _law(path, start, masses, lost, unit)
 
@@ -148,7 +161,8 @@ def _binomial(trials: int, rate: float, tail: float) -> tuple[int, FloatArray, f
     # Bernstein: a deviation x has probability at most exp(-x^2 / (2 (mean + x / 3))) on either side.
     log_tail = -math.log(tail)
     reach = log_tail / 3 + math.sqrt(log_tail**2 / 9 + 2 * mean * log_tail)
-    low, high = max(0, math.floor(mean - reach)), min(trials, math.ceil(mean + reach))
+    low = max(0, math.floor(mean - reach))
+    high = min(trials, math.ceil(mean + reach))
     masses = np.exp(_log_binomial(np.arange(low, high + 1.0), trials, rate))
     if low > 0:
         masses[0] += tail
@@ -185,23 +199,28 @@ def _log_delta(epsilon: float, mu: FloatArray) -> FloatArray:
 
 def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
     """Returns the least sigma with law.delta(sigma, epsilon) <= delta, to a relative 1e-10, on the safe side."""
-    epsilon, delta = check.nonnegative(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
     positive = law.sensitivities > 0
     if not positive.any():
         return 0.0
     if not law.lost <= delta / 1e6:
-        raise ConditionError(f"delta must be at least {law.lost * 1e6:g} for the sampler 'uniform' (got {delta:g})")
+        raise ConditionError(
+            f"delta must be at least {law.lost * 1e6:g} for the sampler 'uniform' (got {delta:g})"
+        )
     ever = float(law.masses[positive].sum())
     if ever <= delta:
         raise ConditionError(
-            f"delta must be below {ever:g}, the probability that a record is used at all (got {delta:g})"
+            f"delta must be below {ever:g}, the probability that a record is used at all (got"
+            f" {delta:g})"
         )
     high = float(law.sensitivities.max())
     while law.delta(high, epsilon) > delta:
         high *= 2
     low = high / 2
     while law.delta(low, epsilon) <= delta:
-        high, low = low, low / 2
+        high = low
+        low = low / 2
     while high > low * (1 + _PRECISION):
         middle = math.sqrt(low * high)
         if law.delta(middle, epsilon) <= delta:

@@ -26,7 +26,11 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.holder.paper import chernoff_factor, output_sensitivity_paper, output_sigma_paper
+from torch_dpsco.theory.holder.paper import (
+    chernoff_factor,
+    output_sensitivity_paper,
+    output_sigma_paper,
+)
 from torch_dpsco.theory.holder.schedules import lr_theorem, steps_theorem
 from torch_dpsco.theory.holder.stability import RunPath, expansions, path_sensitivity
 from torch_dpsco.theory.output_sgd.mixture import uniform_sigma
@@ -42,9 +46,12 @@ from torch_dpsco.theory.output_sgd.promises import (
 )
 from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
-_SAMPLING, _MODES = ("shuffled", "fixed"), ("tight", "paper")
-_MAX_EPOCHS, _UTILITY_FAILURE = 20, 0.05
-_GRID, _DECADES = 97, 6
+_SAMPLING = ("shuffled", "fixed")
+_MODES = ("tight", "paper")
+_MAX_EPOCHS = 20
+_UTILITY_FAILURE = 0.05
+_GRID = 97
+_DECADES = 6
 _PaperRun = tuple[float, float, float, float | None, float | None, float, int, int]
 
 
@@ -106,15 +113,28 @@ def plan_output(
     """
     sampling = sampling or ("fixed" if mode == "paper" else "shuffled")
     request = _Request(
-        promises, n, batch_size, dim, epsilon, delta, noise_multiplier, adjacency, distance, sampling, mode
+        promises,
+        n,
+        batch_size,
+        dim,
+        epsilon,
+        delta,
+        noise_multiplier,
+        adjacency,
+        distance,
+        sampling,
+        mode,
     )
     sizes = _step_sizes(request, epochs, lr)
     path = request.path(sizes, unit_roundoff)
     if sampling != "shuffled":
-        require_gaussian(secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'")
+        require_gaussian(
+            secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'"
+        )
     sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
     computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
-    step, share = stated_lr(sizes), 1 - exact / computed if computed > 0 else 0.0
+    step = stated_lr(sizes)
+    share = 1 - exact / computed if computed > 0 else 0.0
     risk = _risk(request, sizes, sensitivity, sigma) if isinstance(step, float) else None
     return OutputRun(sizes.size, step, "uniform", sensitivity, sigma, risk, share)
 
@@ -131,7 +151,9 @@ class _Request(RunRequest):
         check.choice(_SAMPLING, sampling=self.sampling)
         if check.choice(_MODES, mode=self.mode) == "paper":
             if self.adjacency != "replace_one":
-                raise AdjacencyError(f"mode='paper' is proved for replace_one only (got {self.adjacency})")
+                raise AdjacencyError(
+                    f"mode='paper' is proved for replace_one only (got {self.adjacency})"
+                )
             if self.sampling != "fixed" or self.batch_size != 1:
                 raise ConditionError(
                     "mode='paper' is proved for sampling='fixed' and batch_size=1 "
@@ -141,8 +163,9 @@ class _Request(RunRequest):
             check.open_interval(0.0, 1.0, delta=self.delta)
         elif self.sampling != "shuffled":
             raise ConditionError(
-                f"noise_multiplier must not be given for sampling={self.sampling!r}, mode={self.mode!r}: what one "
-                f"record moves is random there, and noise is calibrated for a budget (got {self.noise_multiplier})"
+                f"noise_multiplier must not be given for sampling={self.sampling!r},"
+                f" mode={self.mode!r}: what one record moves is random there, and noise is"
+                f" calibrated for a budget (got {self.noise_multiplier})"
             )
 
     @property
@@ -170,9 +193,12 @@ def _size_of(path: RunPath) -> float:
     return path.drift + float(path.hits.max(initial=0.0))
 
 
-def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[float] | None) -> FloatArray:
+def _step_sizes(
+    request: _Request, epochs: int | None, lr: float | Sequence[float] | None
+) -> FloatArray:
     """Returns the step sizes (T,)."""
-    alpha, per_epoch = request.promises.holder_exponent, request.steps_per_epoch
+    alpha = request.promises.holder_exponent
+    per_epoch = request.steps_per_epoch
     if epochs is not None:
         steps = per_epoch * check.positive_count(epochs=epochs)
     elif request.mode == "paper":
@@ -182,12 +208,16 @@ def _step_sizes(request: _Request, epochs: int | None, lr: float | Sequence[floa
         steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
     if steps == 1:
         raise ConditionError(
-            f"steps must be >= 2: the answer is the average of w_1..w_T, whose first is the start, so that one step "
-            f"releases a constant (got batch_size={request.batch_size}, n={request.n}, one epoch); take a smaller "
-            f"batch_size or more epochs"
+            "steps must be >= 2: the answer is the average of w_1..w_T, whose first is the start,"
+            f" so that one step releases a constant (got batch_size={request.batch_size},"
+            f" n={request.n}, one epoch); take a smaller batch_size or more epochs"
         )
     if lr is None:
-        lr = _paper_lr(request, steps) if request.mode == "paper" else balanced_output_lr(request, steps // per_epoch)
+        lr = (
+            _paper_lr(request, steps)
+            if request.mode == "paper"
+            else balanced_output_lr(request, steps // per_epoch)
+        )
     return each_step(lr, steps)
 
 
@@ -201,9 +231,12 @@ def balanced_output_lr(request: _Request, epochs: int) -> float:
 
     Source: docs/proofs/holder.md#risk-of-output-perturbation.
     """
-    promises, steps = request.promises, request.steps_per_epoch * epochs
+    promises = request.promises
+    steps = request.steps_per_epoch * epochs
     reach = distance_bound(promises, request.distance)
-    alpha, constant, bounded = promises.holder_exponent, promises.holder_constant, request.bounded
+    alpha = promises.holder_exponent
+    constant = promises.holder_constant
+    bounded = request.bounded
     bound = max(promises.grad_bound(reach), 1e-300)
     largest = (2.0 if bounded else 1.0) if alpha == 1 else math.exp(min(300 * (1 - alpha), 300.0))
     largest *= (1 - 1e-12) / constant
@@ -220,34 +253,58 @@ def balanced_output_lr(request: _Request, epochs: int) -> float:
 
 
 def _paper_lr(request: _Request, steps: int) -> float:
-    theorem, alpha = 10 if request.bounded else 9, request.promises.holder_exponent
-    wanted = lr_theorem(theorem, request.n, request.dim, request.epsilon, request.delta, _UTILITY_FAILURE, steps, alpha)
+    theorem = 10 if request.bounded else 9
+    alpha = request.promises.holder_exponent
+    wanted = lr_theorem(
+        theorem,
+        request.n,
+        request.dim,
+        request.epsilon,
+        request.delta,
+        _UTILITY_FAILURE,
+        steps,
+        alpha,
+    )
     largest = min(1.0, 1.0 / request.promises.holder_constant) * (1 - 1e-9)
     if wanted > largest:
-        warnings.warn(f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}", UtilityWarning, 4)
+        warnings.warn(
+            f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}",
+            UtilityWarning,
+            4,
+        )
     return min(wanted, largest)
 
 
-def _noise(request: _Request, path: RunPath, lr: FloatArray, exact: bool) -> tuple[float | None, float]:
+def _noise(
+    request: _Request, path: RunPath, lr: FloatArray, exact: bool
+) -> tuple[float | None, float]:
     """Returns the sensitivity (None if it is random) and the noise std."""
     if request.mode == "paper":
         sensitivity = paper_sensitivity(request.promises, path, lr, request.n, request.delta / 2)
         run = _paper_run(request.promises, lr, request.n)
-        return sensitivity, output_sigma_paper(*run, request.epsilon, request.delta, _domain(request.promises))
+        return sensitivity, output_sigma_paper(
+            *run, request.epsilon, request.delta, _domain(request.promises)
+        )
     if request.sampling == "fixed":
-        return None, uniform_sigma(path, request.batch_size / request.n, request.epsilon, request.delta)
+        return None, uniform_sigma(
+            path, request.batch_size / request.n, request.epsilon, request.delta
+        )
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
     sensitivity = with_grid(path_sensitivity(path, request.steps_per_epoch), exact)
     if request.noise_multiplier is not None:
         noise = request.noise_multiplier * sensitivity
     else:
-        noise = gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+        noise = (
+            gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+        )
     if exact:
         exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent
     return sensitivity, noise
 
 
-def paper_sensitivity(promises: LossPromises, path: RunPath, lr: FloatArray, n: int, failure: float) -> float:
+def paper_sensitivity(
+    promises: LossPromises, path: RunPath, lr: FloatArray, n: int, failure: float
+) -> float:
     """Returns the sensitivity of mode "paper", which holds but for the failure.
 
     Args:
@@ -266,7 +323,9 @@ def paper_sensitivity(promises: LossPromises, path: RunPath, lr: FloatArray, n: 
     # PRIVACY: rounding must fit into what the paper's bound is too large by
     # (test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack)
     if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
-        raise ConditionError("mode='paper' leaves no room for rounding here; use mode='tight' or double precision")
+        raise ConditionError(
+            "mode='paper' leaves no room for rounding here; use mode='tight' or double precision"
+        )
     return sensitivity
 
 
@@ -276,7 +335,12 @@ def _paper_run(promises: LossPromises, lr: FloatArray, n: int) -> _PaperRun:
         raise ConditionError("mode='paper' is proved for one step size (got several)")
     if promises.grad_at_zero is None:
         raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
-    constants = (promises.holder_exponent, promises.holder_constant, promises.grad_at_zero, promises.loss_at_zero)
+    constants = (
+        promises.holder_exponent,
+        promises.holder_constant,
+        promises.grad_at_zero,
+        promises.loss_at_zero,
+    )
     radius = promises.radius if math.isfinite(promises.radius) else None
     return *constants, radius, float(lr[0]), lr.size, n
 
@@ -285,13 +349,24 @@ def _domain(promises: LossPromises) -> str:
     return "bounded" if math.isfinite(promises.radius) else "unbounded"
 
 
-def _risk(request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float) -> float | None:
+def _risk(
+    request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float
+) -> float | None:
     """Returns U at one step size; None where it is not proved."""
-    proved = request.mode == "tight" and request.sampling == "shuffled" and request.n % request.batch_size == 0
+    proved = (
+        request.mode == "tight"
+        and request.sampling == "shuffled"
+        and request.n % request.batch_size == 0
+    )
     if not (proved and request.bounded) or sensitivity is None:
         return None
     distance = distance_bound(request.promises, request.distance)
-    bound, step = request.promises.grad_bound(request.promises.radius), float(lr[0])
-    stability = 2 * bound * sensitivity * (2.0 / request.hit_constant) if lr.size > request.steps_per_epoch else 0.0
+    bound = request.promises.grad_bound(request.promises.radius)
+    step = float(lr[0])
+    stability = (
+        2 * bound * sensitivity * (2.0 / request.hit_constant)
+        if lr.size > request.steps_per_epoch
+        else 0.0
+    )
     start = distance**2 / (2 * step * lr.size)
     return start + step * bound**2 / 2 + bound * sigma * math.sqrt(request.dim) + stability

@@ -64,11 +64,14 @@ class RunRequest:
     distance: float | None
 
     def __post_init__(self) -> None:
-        n, _ = check.positive_count(n=self.n), check.positive_count(dim=self.dim)
+        n = check.positive_count(n=self.n)
+        _ = check.positive_count(dim=self.dim)
         if check.positive_count(batch_size=self.batch_size) > n:
             raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
-            raise AdjacencyError(f"adjacency must be one of replace_one, zero_out (got {self.adjacency})")
+            raise AdjacencyError(
+                f"adjacency must be one of replace_one, zero_out (got {self.adjacency})"
+            )
         if self.noise_multiplier is not None:
             check.nonnegative(noise_multiplier=self.noise_multiplier)
         else:
@@ -89,7 +92,9 @@ def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
     """Returns the step sizes (T,) of a number, or of T of them."""
     sizes = np.asarray(lr, dtype=np.float64)
     if sizes.shape not in ((), (steps,)):
-        raise ValueError(f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})")
+        raise ValueError(
+            f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})"
+        )
     return np.array(np.broadcast_to(sizes, (steps,)))
 
 
@@ -147,23 +152,36 @@ def output_path(
         ConditionError: see `expansions` and `iterate_bounds`.
         MissingConstantError: loss_at_zero on an unbounded domain, or gradient_error unless `glm`.
     """
-    sizes, bounded = np.asarray(lr, dtype=np.float64), math.isfinite(promises.radius)
-    alpha, L, at_zero = promises.holder_exponent, promises.holder_constant, promises.loss_at_zero
+    sizes = np.asarray(lr, dtype=np.float64)
+    bounded = math.isfinite(promises.radius)
+    alpha = promises.holder_exponent
+    L = promises.holder_constant
+    at_zero = promises.loss_at_zero
     arithmetic = None
     if unit_roundoff is not None:
-        offset, error = promises.score_offset, promises.gradient_error
-        arithmetic = Arithmetic(dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error)
+        offset = promises.score_offset
+        error = promises.gradient_error
+        arithmetic = Arithmetic(
+            dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error
+        )
     radii: ArrayLike
     bounds: ArrayLike
     if bounded:
         radii = promises.radius if arithmetic is None else arithmetic.norm_bound(promises.radius)
-        bounds = promises.grad_bound(radii + (0.0 if arithmetic is None else arithmetic.score_error(radii)))
+        bounds = promises.grad_bound(
+            radii + (0.0 if arithmetic is None else arithmetic.score_error(radii))
+        )
     elif at_zero is None:
         raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
     else:
         bound = promises.grad_bound
         radii, bounds = iterate_bounds(
-            sizes, bound, holder_exponent=alpha, holder_constant=L, loss_at_zero=at_zero, arithmetic=arithmetic
+            sizes,
+            bound,
+            holder_exponent=alpha,
+            holder_constant=L,
+            loss_at_zero=at_zero,
+            arithmetic=arithmetic,
         )
     return run_path(
         sizes,
@@ -185,5 +203,7 @@ def distance_bound(promises: LossPromises, distance: float | None) -> float:
     if distance is not None:
         return min(check.positive(distance=distance), promises.radius)
     if not math.isfinite(promises.radius):
-        raise MissingConstantError("distance, a guess of |w*|, is needed on an unbounded domain (got None)")
+        raise MissingConstantError(
+            "distance, a guess of |w*|, is needed on an unbounded domain (got None)"
+        )
     return promises.radius

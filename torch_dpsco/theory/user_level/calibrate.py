@@ -47,7 +47,9 @@ from torch_dpsco.theory.user_level.sensitivity import (
 _SVT = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # epsilon_svt / epsilon
 _SHARE = (0.2, 0.3, 0.4, 0.5)  # of epsilon_svt, for the threshold
 _FAILURE = (0.02, 0.1, 0.3, 0.5, 0.9)  # (1 + e^epsilon) beta / delta
-_FRACTIONS = tuple(itertools.product((0.02, 0.1, 0.3), (0.02, 0.1, 0.3)))  # of delta: bad passes, mismatches
+_FRACTIONS = tuple(
+    itertools.product((0.02, 0.1, 0.3), (0.02, 0.1, 0.3))
+)  # of delta: bad passes, mismatches
 _PREFERENCE = 1.05
 _LARGEST = 2**60
 _MOST_EPSILON = 600.0  # beyond, e^epsilon beta is of no use
@@ -100,12 +102,15 @@ def calibrate_filter(
         >>> plan.filter, plan.noise_std * 10**4 < 826, plan.delta_at(1.0) <= 1e-6
         ('same', True, True)
     """
-    task = _Task(n_users, steps, epsilon, delta, pair_radius, typical_score, halt_probability, filter)
+    task = _Task(
+        n_users, steps, epsilon, delta, pair_radius, typical_score, halt_probability, filter
+    )
     check_user_adjacency(adjacency)
     if mode in ("paper", "published"):
         raise ConditionError(
-            f"mode must be 'tight' or 'paper_corrected' (got {mode!r}): the published noise is not proved private "
-            "and its tests leak more than claimed (errata E2, E4); published_noise_std() gives it for comparison"
+            f"mode must be 'tight' or 'paper_corrected' (got {mode!r}): the published noise is not"
+            " proved private and its tests leak more than claimed (errata E2, E4);"
+            " published_noise_std() gives it for comparison"
         )
     paper = check.choice(("tight", "paper_corrected"), mode=mode) == "paper_corrected"
     plan = _paper_corrected(task) if paper else _tight(task)
@@ -121,7 +126,8 @@ def check_user_adjacency(adjacency: str) -> str:
     """Returns the adjacency; raises AdjacencyError unless the full-batch filter is proved for it."""
     if check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency) == "add_remove":
         raise AdjacencyError(
-            "the filter on all users is proved for replace_one with n_users public; for add_remove use UserClippedSGD"
+            "the filter on all users is proved for replace_one with n_users public; for add_remove"
+            " use UserClippedSGD"
         )
     return adjacency
 
@@ -191,13 +197,14 @@ class _Task:
     def refusal(self, smallest: int | None) -> InfeasibleError:
         """Returns the error that names n, T, epsilon and the smallest n that works."""
         way = (
-            f"the smallest n_users that works is {smallest} (at typical_score = {self.score_share:g} n_users)"
+            f"the smallest n_users that works is {smallest} (at typical_score ="
+            f" {self.score_share:g} n_users)"
             if smallest is not None
             else f"no n_users works at typical_score = {self.score_share:g} n_users"
         )
         return InfeasibleError(
-            f"no filter is proved private for n_users={self.n_users}, steps={self.steps}, epsilon={self.epsilon:g}, "
-            f"delta={self.delta:g}: {way}"
+            f"no filter is proved private for n_users={self.n_users}, steps={self.steps},"
+            f" epsilon={self.epsilon:g}, delta={self.delta:g}: {way}"
         )
 
 
@@ -227,9 +234,11 @@ def smallest_users(feasible: Callable[[int], bool], start: int) -> int | None:
         >>> smallest_users(lambda n: n >= 1000, 7)
         1000
     """
-    low, high = start, 2 * start
+    low = start
+    high = 2 * start
     while not feasible(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > _LARGEST:
             return None
     while high - low > 1:
@@ -243,11 +252,20 @@ def _tight(task: _Task) -> UserFilterPlan:
     wanted = ("same", "two") if task.filter == "best" else (task.filter,)
     found = {filter: best for filter in wanted if (best := _search(task, filter)) is not None}
     if not found:
-        raise task.refusal(smallest_users(lambda n: any(_feasible(task, n, filter) for filter in wanted), task.n_users))
-    noise = {filter: best.noise * (_PREFERENCE if filter == "two" else 1.0) for filter, best in found.items()}
+        raise task.refusal(
+            smallest_users(
+                lambda n: any(_feasible(task, n, filter) for filter in wanted), task.n_users
+            )
+        )
+    noise = {
+        filter: best.noise * (_PREFERENCE if filter == "two" else 1.0)
+        for filter, best in found.items()
+    }
     best = found[min(noise, key=noise.__getitem__)]
     # PRIVACY: the search is rough, this is not (test_no_plan_claims_more_than_it_proves)
-    mu = svt_gaussian_mu(task.epsilon, (1 - best.choice.failure) * task.delta / _UP, best.choice.svt * task.epsilon)
+    mu = svt_gaussian_mu(
+        task.epsilon, (1 - best.choice.failure) * task.delta / _UP, best.choice.svt * task.epsilon
+    )
     return _plan(task, best.setting, mu)
 
 
@@ -275,7 +293,11 @@ def _around(choice: _Choice, step: float) -> Iterator[_Choice]:
 def _better(task: _Task, filter: str, tests: _Tests | None, best: _Found | None) -> _Found | None:
     """Returns the better of a point and the best so far, by the ratio of coefficient and mu."""
     setting = _setting(task, task.n_users, filter, tests) if tests is not None else None
-    if tests is None or setting is None or (best and setting.coefficient / task.most_mu >= best.noise):
+    if (
+        tests is None
+        or setting is None
+        or (best and setting.coefficient / task.most_mu >= best.noise)
+    ):
         return best
     mu = _rough_mu(task, tests.choice)
     better = mu > 0 and (best is None or setting.coefficient / mu < best.noise)
@@ -284,11 +306,15 @@ def _better(task: _Task, filter: str, tests: _Tests | None, best: _Found | None)
 
 def _rough_mu(task: _Task, choice: _Choice) -> float:
     """Returns about what `svt_gaussian_mu` returns: enough to search by, not to calibrate by; 0 if none is left."""
-    svt, budget = choice.svt * task.epsilon, math.log1p(-choice.failure) + math.log(task.delta)
+    svt = choice.svt * task.epsilon
+    budget = math.log1p(-choice.failure) + math.log(task.delta)
 
     def excess(log_mu: float) -> float:
         mu = math.exp(log_mu)
-        terms = (_log_hockey_stick(task.epsilon - svt, mu) + svt, _log_hockey_stick(task.epsilon + svt, mu))
+        terms = (
+            _log_hockey_stick(task.epsilon - svt, mu) + svt,
+            _log_hockey_stick(task.epsilon + svt, mu),
+        )
         return float(np.logaddexp(*terms)) - math.log1p(math.exp(svt)) - budget
 
     high = math.log(task.most_mu)
@@ -300,7 +326,8 @@ def _rough_mu(task: _Task, choice: _Choice) -> float:
 
 def _log_hockey_stick(epsilon: float, mu: float) -> float:
     """Returns log H_(e^epsilon)(N(mu, 1) || N(0, 1)) for epsilon > 0."""
-    above, below = float(log_ndtr(mu / 2 - epsilon / mu)), epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    above = float(log_ndtr(mu / 2 - epsilon / mu))
+    below = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     return above + math.log(-math.expm1(below - above)) if below < above else -math.inf
 
 
@@ -310,7 +337,9 @@ def _tests(task: _Task, choice: _Choice) -> _Tests | None:
     if beta == 0:
         return None
     scales = above_threshold_scales(choice.svt * task.epsilon, 1.0, threshold_share=choice.share)
-    margins = (bad_pass_margin(failure, task.steps, *scales) for failure in (task.halt_probability, beta))
+    margins = (
+        bad_pass_margin(failure, task.steps, *scales) for failure in (task.halt_probability, beta)
+    )
     return _Tests(choice, *margins)
 
 
@@ -323,9 +352,13 @@ def _setting(task: _Task, n: int, filter: str, tests: _Tests) -> _Setting | None
     if b <= ramp_start(n):
         return None
     choice = tests.choice
-    scales = above_threshold_scales(choice.svt * task.epsilon, sensitivity, threshold_share=choice.share)
+    scales = above_threshold_scales(
+        choice.svt * task.epsilon, sensitivity, threshold_share=choice.share
+    )
     if filter == "two":
-        return _Setting(threshold, scales, floor, filter, b, filter_coefficient_two_radius(n, floor))
+        return _Setting(
+            threshold, scales, floor, filter, b, filter_coefficient_two_radius(n, floor)
+        )
     try:
         return _Setting(threshold, scales, floor, filter, *best_ramp_end(n, floor))
     except ConditionError:
@@ -365,18 +398,30 @@ def _paper_corrected(task: _Task) -> UserFilterPlan:
     ]
     if not found:
         raise task.refusal(
-            smallest_users(lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS), task.n_users)
+            smallest_users(
+                lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS), task.n_users
+            )
         )
     _, setting, mu, zeta = min(found, key=lambda option: option[0])
     return _plan(task, setting, mu, zeta)
 
 
-def _corrected(task: _Task, n: int, bad: float, mixed: float) -> tuple[_Setting | None, float, float]:
+def _corrected(
+    task: _Task, n: int, bad: float, mixed: float
+) -> tuple[_Setting | None, float, float]:
     """Returns the paper's numbers with proved constants, mu and zeta; None in place of what is not proved."""
-    scales, threshold = (8 / task.epsilon, 16 / task.epsilon), 4 * n / 5
-    beta, zeta = task.failure(bad), mixed * task.delta / task.steps / _UP - n * 2.0**-52  # a grid of uniform numbers
+    scales = (8 / task.epsilon, 16 / task.epsilon)
+    threshold = 4 * n / 5
+    beta, zeta = (
+        task.failure(bad),
+        mixed * task.delta / task.steps / _UP - n * 2.0**-52,
+    )  # a grid of uniform numbers
     ramp_end = 2 * n // 3
-    floor = threshold - bad_pass_margin(beta, task.steps, *scales) if beta > 0 and zeta > 0 else -math.inf
+    floor = (
+        threshold - bad_pass_margin(beta, task.steps, *scales)
+        if beta > 0 and zeta > 0
+        else -math.inf
+    )
     if not ramp_start(n) < ramp_end < math.ceil(max(floor, 0.0)):
         return None, 0.0, zeta
     coefficient = bernoulli_sensitivity(n, floor, ramp_end, zeta, 0.5)

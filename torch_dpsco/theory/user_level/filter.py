@@ -121,11 +121,15 @@ class UserFilterPlan:
         random = self.filter == "paper_corrected"
         if (check.nonnegative(coupling_failure=self.coupling_failure) > 0) != random:
             wanted = "> 0" if random else "0"
-            raise ValueError(f"coupling_failure must be {wanted} for {self.filter!r} (got {self.coupling_failure})")
+            raise ValueError(
+                f"coupling_failure must be {wanted} for {self.filter!r} (got"
+                f" {self.coupling_failure})"
+            )
         # PRIVACY: a plan cannot claim less than it proves (test_half_the_noise_or_delta_of_a_plan_is_refused)
         if not (proved := self.delta_at(self.epsilon)) <= self.delta:
             raise ConditionError(
-                f"delta must be >= {proved:g}, what is proved at epsilon={self.epsilon:g} (got {self.delta:g})"
+                f"delta must be >= {proved:g}, what is proved at epsilon={self.epsilon:g} (got"
+                f" {self.delta:g})"
             )
 
     @property
@@ -156,7 +160,9 @@ class UserFilterPlan:
     @property
     def coefficient(self) -> float:
         """The sensitivity in units of 2 tau."""
-        n, H, b = self.n_users, self.score_floor, self.ramp_end
+        n = self.n_users
+        H = self.score_floor
+        b = self.ramp_end
         if self.filter == "same":
             return filter_coefficient(n, H, b)
         if self.filter == "two":
@@ -171,7 +177,9 @@ class UserFilterPlan:
     @property
     def epsilon_svt(self) -> float:
         """Pure epsilon of the tests."""
-        return above_threshold_epsilon(self.threshold_scale, self.query_scale, self.score_sensitivity)
+        return above_threshold_epsilon(
+            self.threshold_scale, self.query_scale, self.score_sensitivity
+        )
 
     @cached_property
     def failure(self) -> float:
@@ -192,16 +200,23 @@ class UserFilterPlan:
         """Returns delta_pair + (1 + e^epsilon) beta + T zeta, at most 1."""
         pair = svt_gaussian_delta(epsilon, self.epsilon_svt, self.mu)
         factor = 1 + (math.exp(epsilon) if epsilon < 700 else math.inf)
-        return min(1.0, (pair + factor * max(self.failure, 1e-300) + self.steps * self.step_failure) * _UP)
+        return min(
+            1.0, (pair + factor * max(self.failure, 1e-300) + self.steps * self.step_failure) * _UP
+        )
 
     def halt_probability(self, score: float | None = None) -> float:
         """Returns a bound on the probability that one of T queries with this score (default `typical_score`) halts."""
         typical = self.n_users if self.typical_score is None else self.typical_score
         margin = check.finite(score=typical if score is None else score) - self.threshold
-        return min(1.0, self.steps * laplace_difference_tail(margin, self.threshold_scale, self.query_scale))
+        return min(
+            1.0,
+            self.steps * laplace_difference_tail(margin, self.threshold_scale, self.query_scale),
+        )
 
 
-def clipped_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0) -> float:
+def clipped_sensitivity(
+    clip: float, n_users: int, adjacency: str, sample_rate: float = 1.0
+) -> float:
     """Returns the L2 sensitivity of the mean of rows clipped at C.
 
     Args:
@@ -224,7 +239,12 @@ def clipped_sensitivity(clip: float, n_users: int, adjacency: str, sample_rate: 
 
 
 def clipping_noise_std(
-    n_users: int, steps: int, epsilon: float, delta: float, clip: float, adjacency: str = "replace_one"
+    n_users: int,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    clip: float,
+    adjacency: str = "replace_one",
 ) -> float:
     """Returns the noise of T full-batch means of clipped users' gradients, all of (epsilon, delta) spent on them.
 
@@ -235,7 +255,12 @@ def clipping_noise_std(
         84
     """
     sensitivity = clipped_sensitivity(clip, n_users, adjacency)
-    return sensitivity * math.sqrt(check.positive_count(steps=steps)) / gaussian_mu(epsilon, delta) * (1 + 1e-14)
+    return (
+        sensitivity
+        * math.sqrt(check.positive_count(steps=steps))
+        / gaussian_mu(epsilon, delta)
+        * (1 + 1e-14)
+    )
 
 
 def break_even_clip(plan: UserFilterPlan) -> float:
@@ -243,4 +268,6 @@ def break_even_clip(plan: UserFilterPlan) -> float:
 
     Source: docs/proofs/user_level.md#when-the-filter-wins.
     """
-    return plan.noise_std / clipping_noise_std(plan.n_users, plan.steps, plan.epsilon, plan.delta, 1.0)
+    return plan.noise_std / clipping_noise_std(
+        plan.n_users, plan.steps, plan.epsilon, plan.delta, 1.0
+    )

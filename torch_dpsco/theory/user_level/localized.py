@@ -154,9 +154,12 @@ def localized_user_plan(
 
     Source: docs/proofs/user_level.md#phases-on-disjoint-users.
     """
-    n, m = check.positive_count(n_users=n_users), check.positive_count(items_per_user=items_per_user)
-    d, cap = check.positive_count(dim=dim), check.positive_count(max_steps=max_steps)
-    G, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    n = check.positive_count(n_users=n_users)
+    m = check.positive_count(items_per_user=items_per_user)
+    d = check.positive_count(dim=dim)
+    cap = check.positive_count(max_steps=max_steps)
+    G = check.positive(lipschitz=lipschitz)
+    mu = check.positive(strong_convexity=strong_convexity)
     farthest = min(check.positive(radius=radius, allow_inf=True), 2 * G / mu)
     share = check.between(0.0, 1.0, score_share=score_share)
     make_own = check.choice(("explicit", "theorem_4_1"), schedule=schedule) == "explicit"
@@ -179,13 +182,18 @@ def localized_user_plan(
     def explicit(j: int, users: int, proved: float | None) -> UserPhase:
         """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
         start = farthest if proved is None else min(farthest, math.sqrt(2 * proved / mu))
-        plan, steps = calibrated(users, cap), 0
+        plan = calibrated(users, cap)
+        steps = 0
         for _ in range(2):
-            steps = schedules.best_steps(G, users * m, d, plan.noise_std / math.sqrt(plan.steps), None)
+            steps = schedules.best_steps(
+                G, users * m, d, plan.noise_std / math.sqrt(plan.steps), None
+            )
             if min(steps, cap) == plan.steps:
                 break
             plan = calibrated(users, min(steps, cap))
-        made = schedules.schedule(G, start, users * m, plan.steps, d, plan.noise_std / math.sqrt(plan.steps))
+        made = schedules.schedule(
+            G, start, users * m, plan.steps, d, plan.noise_std / math.sqrt(plan.steps)
+        )
         return UserPhase(
             index=j,
             plan=plan,
@@ -197,7 +205,8 @@ def localized_user_plan(
 
     def published(j: int, users: int, distance: float) -> UserPhase:
         """Returns a phase of the paper: its radii (capped) and step size; tau and noise are ours."""
-        start, wanted = min(farthest, distance), (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
+        start = min(farthest, distance)
+        wanted = (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
         steps = min(wanted, cap)
         made = schedules.schedule_paper(users, m, d, epsilon, delta, G, start, steps)
         return UserPhase(
@@ -215,16 +224,21 @@ def localized_user_plan(
             users = n // 2 ** (k + 1 - j)
             if users < 4:
                 raise InfeasibleError(
-                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >= {2 ** (k + 3 - j)}"
+                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >="
+                    f" {2 ** (k + 3 - j)}"
                 )
             try:
                 if make_own:
                     made.append(explicit(j, users, made[-1].bound if made else None))
                 else:
-                    paper = schedules.user_localized_schedule(n, m, d, epsilon, delta, G, mu, rate_constant, k)
+                    paper = schedules.user_localized_schedule(
+                        n, m, d, epsilon, delta, G, mu, rate_constant, k
+                    )
                     made.append(published(j, users, paper.radii[j - 1]))
             except InfeasibleError as error:
-                raise InfeasibleError(f"phase {j} of {k} ({users} of {n} users): {error}") from error
+                raise InfeasibleError(
+                    f"phase {j} of {k} ({users} of {n} users): {error}"
+                ) from error
         return LocalizedUserPlan(phases=tuple(made), n_users=n)
 
     if phases is not None:

@@ -40,8 +40,10 @@ def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure
         >>> round(pair_radius_iid(2.5, 400, 100, 0.01), 4)
         1.082
     """
-    G, m = check.positive(lipschitz=lipschitz), check.positive_count(items_per_user=items_per_user)
-    n, gamma = check.positive_count(n_users=n_users), check.open_interval(0.0, 1.0, failure=failure)
+    G = check.positive(lipschitz=lipschitz)
+    m = check.positive_count(items_per_user=items_per_user)
+    n = check.positive_count(n_users=n_users)
+    gamma = check.open_interval(0.0, 1.0, failure=failure)
     if n < 2:
         raise ValueError(f"n_users must be >= 2 (got {n})")
     spread = math.sqrt(2) + 2 * math.sqrt(math.log(n) + math.log(n - 1) - math.log(2 * gamma))
@@ -72,7 +74,8 @@ def typical_score(n_users: int, isolated: int = 0, share: float = 0.99) -> float
         >>> typical_score(1000, isolated=20)
         950.0
     """
-    n, isolated = check.positive_count(n_users=n_users), check.count(isolated=isolated)
+    n = check.positive_count(n_users=n_users)
+    isolated = check.count(isolated=isolated)
     return max(0.0, check.between(0.0, 1.0, share=share) * n - 2 * isolated)
 
 
@@ -115,7 +118,9 @@ class PairRadiusSearch:
     @property
     def overshoot(self) -> float:
         """Bound of the probability that the choice is above all distances, where nothing holds it."""
-        return min(1.0, len(self.candidates) * math.exp(-self.exponent * (self.n_users - self.target)))
+        return min(
+            1.0, len(self.candidates) * math.exp(-self.exponent * (self.n_users - self.target))
+        )
 
     @property
     def rho(self) -> float:
@@ -149,12 +154,16 @@ def pair_radius_search(
         >>> len(search.candidates), round(search.target, 2), round(search.rho, 5)
         (64, 929.89, 0.03125)
     """
-    n, eps = check.positive_count(n_users=n_users), check.positive(epsilon=epsilon)
-    start, count = check.positive(smallest=smallest), check.positive_count(points=points)
+    n = check.positive_count(n_users=n_users)
+    eps = check.positive(epsilon=epsilon)
+    start = check.positive(smallest=smallest)
+    count = check.positive_count(points=points)
     ratio = check.positive(ratio=ratio)
     if count < 2 or ratio <= 1:
         raise ValueError(f"points must be >= 2 and ratio > 1 (got {count} and {ratio})")
-    target = max(0.9 * n, min(0.99 * n - 4 * math.log(count) / eps, n - 4 * math.log(100 * count) / eps))
+    target = max(
+        0.9 * n, min(0.99 * n - 4 * math.log(count) / eps, n - 4 * math.log(100 * count) / eps)
+    )
     return PairRadiusSearch(
         candidates=tuple(start * ratio**i for i in range(count)),
         target=target,

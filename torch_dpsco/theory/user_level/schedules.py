@@ -58,7 +58,12 @@ class LocalizedRadii(NamedTuple):
 
 
 def schedule(
-    lipschitz: float, radius: float, n_items: int, steps: int, dim: int, noise_std_per_root_step: float
+    lipschitz: float,
+    radius: float,
+    n_items: int,
+    steps: int,
+    dim: int,
+    noise_std_per_root_step: float,
 ) -> UserSchedule:
     """Returns eta = R/sqrt(2 T A) and the bound R sqrt(2A/T) of the module's docstring.
 
@@ -76,15 +81,24 @@ def schedule(
         >>> round(schedule(1.0, 1.0, 10**6, 100, 10, 0.0).bound, 6)
         0.640319
     """
-    G, R = check.positive(lipschitz=lipschitz), check.positive(radius=radius)
-    items, T = check.positive_count(n_items=n_items), check.positive_count(steps=steps)
-    noise = check.positive_count(dim=dim) * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
+    G = check.positive(lipschitz=lipschitz)
+    R = check.positive(radius=radius)
+    items = check.positive_count(n_items=n_items)
+    T = check.positive_count(steps=steps)
+    noise = (
+        check.positive_count(dim=dim)
+        * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
+    )
     A = (G**2 + T * noise) / 2 + 2 * G**2 * math.sqrt(T) + 4 * G**2 * T / items
     return UserSchedule(R / math.sqrt(2 * T * A), R * math.sqrt(2 * A / T))
 
 
 def best_steps(
-    lipschitz: float, n_items: int, dim: int, noise_std_per_root_step: float, max_steps: int | None = 200
+    lipschitz: float,
+    n_items: int,
+    dim: int,
+    noise_std_per_root_step: float,
+    max_steps: int | None = 200,
 ) -> int:
     """Returns T = min{(nm)^2/4, (4 G^2/(d sigma_1^2))^2, max_steps}, at least 1: beyond, nothing improves.
 
@@ -92,8 +106,12 @@ def best_steps(
         >>> best_steps(1.0, 10**6, 10, 0.1, max_steps=None), best_steps(1.0, 10**6, 10, 0.01)
         (1600, 200)
     """
-    G, items = check.positive(lipschitz=lipschitz), check.positive_count(n_items=n_items)
-    noise = check.positive_count(dim=dim) * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
+    G = check.positive(lipschitz=lipschitz)
+    items = check.positive_count(n_items=n_items)
+    noise = (
+        check.positive_count(dim=dim)
+        * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
+    )
     enough = [items * items / 4]
     if noise > 0:
         enough.append((4 * G**2 / noise) ** 2)
@@ -140,7 +158,9 @@ def filtered_schedule(
 
     Source: docs/proofs/user_level.md#bound-of-the-steps.
     """
-    items = check.positive_count(n_users=n_users) * check.positive_count(items_per_user=items_per_user)
+    items = check.positive_count(n_users=n_users) * check.positive_count(
+        items_per_user=items_per_user
+    )
     steps = check.positive_count(max_steps=max_steps)
     for _ in range(3):
         plan = calibrate_filter(
@@ -158,7 +178,9 @@ def filtered_schedule(
         if better == steps:
             break
         steps = better
-    made = schedule(lipschitz, radius, items, plan.steps, dim, plan.noise_std / math.sqrt(plan.steps))
+    made = schedule(
+        lipschitz, radius, items, plan.steps, dim, plan.noise_std / math.sqrt(plan.steps)
+    )
     return FilteredSchedule(plan, made.lr, made.bound)
 
 
@@ -183,12 +205,20 @@ def schedule_paper(
         >>> schedule_paper(100, 5, 10, 1.0, 1e-6, 1.0, 1.0, 1000).default_steps
         251582
     """
-    n, m = check.positive_count(n_users=n_users), check.positive_count(items_per_user=items_per_user)
-    d, T = check.positive_count(dim=dim), check.positive_count(steps=steps)
-    eps, delta = check.positive(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
-    G, R = check.positive(lipschitz=lipschitz), check.positive(radius=radius)
+    n = check.positive_count(n_users=n_users)
+    m = check.positive_count(items_per_user=items_per_user)
+    d = check.positive_count(dim=dim)
+    T = check.positive_count(steps=steps)
+    eps = check.positive(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    G = check.positive(lipschitz=lipschitz)
+    R = check.positive(radius=radius)
     log_items = math.log(m) + math.log(n) + math.log(d) - math.log(delta)
-    rates = (math.sqrt(m) * n * eps / (T * math.sqrt(d) * log_items), T**-0.75, math.sqrt(n * m) / T)
+    rates = (
+        math.sqrt(m) * n * eps / (T * math.sqrt(d) * log_items),
+        T**-0.75,
+        math.sqrt(n * m) / T,
+    )
     return PaperSchedule(
         smoothing_radius=d**0.25 * R / math.sqrt(T),
         lr=R / G * min(rates),
@@ -231,10 +261,14 @@ def user_localized_schedule(
         >>> user_localized_schedule(4096, 4, 10, 2.0, 1e-6, 1.0, 1.0).phase_users
         (256, 512, 1024, 2048)
     """
-    n, m = check.positive_count(n_users=n_users), check.positive_count(items_per_user=items_per_user)
-    d, C = check.positive_count(dim=dim), check.positive(rate_constant=rate_constant)
-    eps, delta = check.positive(epsilon=epsilon), check.open_interval(0.0, 1.0, delta=delta)
-    G, mu = check.positive(lipschitz=lipschitz), check.positive(strong_convexity=strong_convexity)
+    n = check.positive_count(n_users=n_users)
+    m = check.positive_count(items_per_user=items_per_user)
+    d = check.positive_count(dim=dim)
+    C = check.positive(rate_constant=rate_constant)
+    eps = check.positive(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    G = check.positive(lipschitz=lipschitz)
+    mu = check.positive(strong_convexity=strong_convexity)
     k = default_phases(n * m) if phases is None else check.positive_count(phases=phases)
 
     def error(i: int) -> float:
@@ -258,7 +292,9 @@ def default_phases(n_items: int) -> int:
     return max(1, math.ceil(math.log2(math.log2(max(2, check.positive_count(n_items=n_items))))))
 
 
-def published_noise_std(n: int, steps: int, epsilon: float, delta: float, pair_radius: float) -> float:
+def published_noise_std(
+    n: int, steps: int, epsilon: float, delta: float, pair_radius: float
+) -> float:
     """Returns the noise of the paper, for comparison: it is NOT a proved calibration, and no optimizer accepts it.
 
     sigma^2 = 8 tau^2 T log(e^eps T/delta) log(e^(eps/2)/delta)/(n eps)^2. Warns.
@@ -272,8 +308,11 @@ def published_noise_std(n: int, steps: int, epsilon: float, delta: float, pair_r
         ...     round(published_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
         472
     """
-    n, T, tau = check.positive_count(n=n), check.positive_count(steps=steps), check.positive(pair_radius=pair_radius)
-    eps, log_delta = check.positive(epsilon=epsilon), math.log(check.open_interval(0.0, 1.0, delta=delta))
+    n = check.positive_count(n=n)
+    T = check.positive_count(steps=steps)
+    tau = check.positive(pair_radius=pair_radius)
+    eps = check.positive(epsilon=epsilon)
+    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
     warn("the published noise is not a proved calibration (errata E2, E4); for comparison only")
     logs = (eps + math.log(T) - log_delta) * (eps / 2 - log_delta)
     return math.sqrt(8 * T * logs) * tau / (n * eps)

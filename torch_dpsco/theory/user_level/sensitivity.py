@@ -36,7 +36,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.binomial import upper_tail
 from torch_dpsco.errors import ConditionError
 
-_UP = 1 + 2e-15  # more than the roundings of the few operations of a coefficient, none of which cancels
+_UP = (
+    1 + 2e-15
+)  # more than the roundings of the few operations of a coefficient, none of which cancels
 
 
 class RampEnd(NamedTuple):
@@ -55,7 +57,9 @@ def ramp_start(n: int) -> float:
     """
     n = check.positive_count(n=n)
     if n < 4:
-        raise ValueError(f"n must be >= 4, so that an integer lies strictly between (n+1)/2 and n (got {n})")
+        raise ValueError(
+            f"n must be >= 4, so that an integer lies strictly between (n+1)/2 and n (got {n})"
+        )
     return (n + 1) / 2
 
 
@@ -87,7 +91,9 @@ def filter_coefficient(n: int, score_floor: float, ramp_end: int) -> float:
         raise ValueError(f"ramp_end must be <= score_floor={H:g} (got {b})")
     value = _larger(n, n * (n - H), n - a, n - b)
     if value >= 1:
-        raise ConditionError(f"score_floor must be larger for n={n} and ramp_end={b}: no bound is proved (got {H:g})")
+        raise ConditionError(
+            f"score_floor must be larger for n={n} and ramp_end={b}: no bound is proved (got {H:g})"
+        )
     return value
 
 
@@ -107,8 +113,10 @@ def best_ramp_end(n: int, score_floor: float) -> RampEnd:
         >>> best_ramp_end(1000, 950.0).ramp_end
         750
     """
-    a, H = ramp_start(n), _score(n, score_floor)
-    low, high = math.floor(a) + 1, min(math.floor(H), n - 1)
+    a = ramp_start(n)
+    H = _score(n, score_floor)
+    low = math.floor(a) + 1
+    high = min(math.floor(H), n - 1)
     if low > high:
         raise ConditionError(f"score_floor must be >= {low} for n={n} (got {H:g})")
     b = _argmin(lambda end: _larger(n, n * (n - H), n - a, n - end), low, high)
@@ -137,7 +145,9 @@ def filter_coefficient_two_radius(n: int, score_floor: float, ramp_end: int | No
     """
     M = math.ceil(_score(n, score_floor))
     if ramp_start(n) >= M - 1:
-        raise ConditionError(f"score_floor must be > {math.floor(ramp_start(n)) + 1} for n={n} (got {score_floor:g})")
+        raise ConditionError(
+            f"score_floor must be > {math.floor(ramp_start(n)) + 1} for n={n} (got {score_floor:g})"
+        )
     a, b = _ramp(n, M - 1 if ramp_end is None else ramp_end)
     if b > M - 1:
         raise ValueError(f"ramp_end must be <= ceil(score_floor) - 1 = {M - 1} (got {b})")
@@ -158,7 +168,8 @@ def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
         >>> bernoulli_mismatch(60, 0.02, 1e-9)
         12
     """
-    count, p = check.count(count=count), check.between(0.0, 1.0, probability=probability)
+    count = check.count(count=count)
+    p = check.between(0.0, 1.0, probability=probability)
     failure = check.open_interval(0.0, 1.0, failure=failure)
     k = max(0, min(count, int(scipy.stats.binom.isf(failure, count, p)))) if count and p else 0
 
@@ -173,7 +184,9 @@ def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
     return k
 
 
-def bernoulli_sensitivity(n: int, score_floor: float, ramp_end: int, failure: float, pair_radius: float) -> float:
+def bernoulli_sensitivity(
+    n: int, score_floor: float, ramp_end: int, failure: float, pair_radius: float
+) -> float:
     """Returns Delta_B = 4 tau (1 + k)/M of the paper's filter, whose weights are probabilities; rounded up.
 
     Users enter the mean independently with probability w_j (filter "two"). Among the n - M users whose probability may
@@ -204,16 +217,21 @@ def bernoulli_sensitivity(n: int, score_floor: float, ramp_end: int, failure: fl
 
 def _ramp(n: int, ramp_end: int) -> tuple[float, int]:
     """Returns a and the checked b; b = n would let a user without missing neighbors change its weight."""
-    a, b = ramp_start(n), check.positive_count(ramp_end=ramp_end)
+    a = ramp_start(n)
+    b = check.positive_count(ramp_end=ramp_end)
     if not a < b < n:
-        raise ValueError(f"ramp_end must be an integer in ((n+1)/2, n-1] = ({a:g}, {n - 1}] (got {b})")
+        raise ValueError(
+            f"ramp_end must be an integer in ((n+1)/2, n-1] = ({a:g}, {n - 1}] (got {b})"
+        )
     return a, b
 
 
 def _score(n: int, score_floor: float) -> float:
     H = check.finite(score_floor=score_floor)
     if not ramp_start(n) < H <= n:
-        raise ConditionError(f"score_floor must be in ((n+1)/2, n] = ({ramp_start(n):g}, {n}] (got {H:g})")
+        raise ConditionError(
+            f"score_floor must be in ((n+1)/2, n] = ({ramp_start(n):g}, {n}] (got {H:g})"
+        )
     return H
 
 
@@ -222,9 +240,14 @@ def _larger(n: int, missing: float, none: float, full: float) -> float:
 
     `missing` bounds the sum of all e_j; weights are 1 up to e_j = full and 0 from e_j = none on. inf if K_A >= n.
     """
-    c, missing = 1 / (none - full), missing * _UP
+    c = 1 / (none - full)
+    missing = missing * _UP
     kept = n - missing / none * _UP
-    return max((1 + missing / none * c) / kept, (1 + missing / full * c) / n) * _UP if kept > 0 else math.inf
+    return (
+        max((1 + missing / none * c) / kept, (1 + missing / full * c) / n) * _UP
+        if kept > 0
+        else math.inf
+    )
 
 
 def _argmin(function: Callable[[int], float], low: int, high: int) -> int:
