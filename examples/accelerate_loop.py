@@ -33,9 +33,7 @@ def zeros(data: Adult, accelerator: Accelerator) -> nn.Linear:
     return model.to(accelerator.device)
 
 
-def before(
-    accelerator: Accelerator, data: Adult, dataset: TensorDataset, epochs: float
-) -> nn.Module:
+def before(accelerator: Accelerator, data: Adult, dataset: TensorDataset, epochs: float) -> nn.Module:
     """The loop without privacy."""
     model = zeros(data, accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
@@ -56,9 +54,7 @@ def after(
     model = dp.attach(zeros(data, accelerator))
     problem = dp.losses.Logistic().problem(bound_x=ROW_NORM_BOUND)
     budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
-    plan = dp.HolderSGD.plan(
-        problem=problem, n=len(dataset), budget=budget, batch_size=BATCH, epochs=epochs
-    )
+    plan = dp.HolderSGD.plan(problem=problem, n=len(dataset), budget=budget, batch_size=BATCH, epochs=epochs)
     optimizer = dp.HolderSGD(model.parameters(), plan)
     loader = optimizer.loader(dataset, steps=plan.steps)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
@@ -71,9 +67,7 @@ def after(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains both, prints test scores and what was spent, and returns them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)
     epochs = QUICK_EPOCHS if args.quick else EPOCHS
@@ -86,17 +80,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, model in (("baseline", public), ("private", private)):
         with torch.no_grad():
             scores = model(data.test_features)
-        figures[name], figures[f"{name}_auc"] = (
-            accuracy(scores, data.test_labels),
-            auc(scores, data.test_labels),
-        )
-        accelerator.print(
-            f"{name:<10} accuracy {figures[name]:.4f}  AUC {figures[f'{name}_auc']:.4f}"
-        )
+        figures[name], figures[f"{name}_auc"] = accuracy(scores, data.test_labels), auc(scores, data.test_labels)
+        accelerator.print(f"{name:<10} accuracy {figures[name]:.4f}  AUC {figures[f'{name}_auc']:.4f}")
     report = optimizer.report().figures
-    accelerator.print(
-        f"{accelerator.num_processes} processes, {optimizer.steps} steps; spent: {report}"
-    )
+    accelerator.print(f"{accelerator.num_processes} processes, {optimizer.steps} steps; spent: {report}")
     return figures | {"epsilon": report.epsilon, "steps": float(optimizer.steps)}
 
 

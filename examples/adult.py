@@ -32,16 +32,7 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-__all__ = [
-    "LEVELS",
-    "NUM_FEATURES",
-    "ROW_NORM_BOUND",
-    "Adult",
-    "accuracy",
-    "auc",
-    "fit_baseline",
-    "load_adult",
-]
+__all__ = ["LEVELS", "NUM_FEATURES", "ROW_NORM_BOUND", "Adult", "accuracy", "auc", "fit_baseline", "load_adult"]
 
 DATA_FOLDER = Path(__file__).parent / "data"
 ROW_NORM_BOUND = 3.61
@@ -53,16 +44,7 @@ LEVELS: dict[int, tuple[str, ...]] = {
         *("Without-pay", "Never-worked", "?"),
     ),
     3: (  # education
-        *(
-            "Bachelors",
-            "Some-college",
-            "11th",
-            "HS-grad",
-            "Prof-school",
-            "Assoc-acdm",
-            "Assoc-voc",
-            "9th",
-        ),
+        *("Bachelors", "Some-college", "11th", "HS-grad", "Prof-school", "Assoc-acdm", "Assoc-voc", "9th"),
         *("7th-8th", "12th", "Masters", "1st-4th", "10th", "Doctorate", "5th-6th", "Preschool"),
     ),
     5: (  # marital-status
@@ -70,31 +52,11 @@ LEVELS: dict[int, tuple[str, ...]] = {
         *("Married-spouse-absent", "Married-AF-spouse"),
     ),
     6: (  # occupation
-        *(
-            "Tech-support",
-            "Craft-repair",
-            "Other-service",
-            "Sales",
-            "Exec-managerial",
-            "Prof-specialty",
-        ),
-        *(
-            "Handlers-cleaners",
-            "Machine-op-inspct",
-            "Adm-clerical",
-            "Farming-fishing",
-            "Transport-moving",
-        ),
+        *("Tech-support", "Craft-repair", "Other-service", "Sales", "Exec-managerial", "Prof-specialty"),
+        *("Handlers-cleaners", "Machine-op-inspct", "Adm-clerical", "Farming-fishing", "Transport-moving"),
         *("Priv-house-serv", "Protective-serv", "Armed-Forces", "?"),
     ),
-    7: (
-        "Wife",
-        "Own-child",
-        "Husband",
-        "Not-in-family",
-        "Other-relative",
-        "Unmarried",
-    ),  # relationship
+    7: ("Wife", "Own-child", "Husband", "Not-in-family", "Other-relative", "Unmarried"),  # relationship
     8: ("White", "Asian-Pac-Islander", "Amer-Indian-Eskimo", "Other", "Black"),  # race
     9: ("Female", "Male"),  # sex
 }
@@ -142,9 +104,7 @@ def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """
     predictions, truth = (scores.reshape(-1) > 0), (labels.reshape(-1) > 0.5)
     if predictions.shape != truth.shape:
-        raise ValueError(
-            f"scores and labels must be equally many (got {len(predictions)} and {len(truth)})"
-        )
+        raise ValueError(f"scores and labels must be equally many (got {len(predictions)} and {len(truth)})")
     return float((predictions == truth).double().mean())
 
 
@@ -161,23 +121,16 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     values = scores.detach().double().reshape(-1).numpy()
     positive = labels.reshape(-1).numpy() > 0.5
     if values.shape != positive.shape:
-        raise ValueError(
-            f"scores and labels must be equally many (got {len(values)} and {len(positive)})"
-        )
+        raise ValueError(f"scores and labels must be equally many (got {len(values)} and {len(positive)})")
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive
     if num_positive == 0 or num_negative == 0:
         raise ValueError("auc needs records of both labels")
     ranks = rankdata(values)
-    return float(
-        (ranks[positive].sum() - num_positive * (num_positive + 1) / 2)
-        / (num_positive * num_negative)
-    )
+    return float((ranks[positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative))
 
 
-def fit_baseline(
-    features: torch.Tensor, labels: torch.Tensor, *, reg: float = 1e-4
-) -> torch.nn.Linear:
+def fit_baseline(features: torch.Tensor, labels: torch.Tensor, *, reg: float = 1e-4) -> torch.nn.Linear:
     """Returns NON-PRIVATE logistic regression: what the private examples are compared with.
 
     Minimizes mean log-loss + reg/2 |(weight, bias)|^2 by full-batch L-BFGS in float64 from zero: no randomness, so
@@ -195,9 +148,7 @@ def fit_baseline(
     model = torch.nn.utils.skip_init(torch.nn.Linear, features.shape[1], 1, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=200, tolerance_grad=1e-8, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -221,9 +172,7 @@ def _table(records: Iterable[Sequence[str]]) -> tuple[torch.Tensor, torch.Tensor
     features, labels = [], []
     for record in records:
         features.append(encode(record))
-        labels.append(
-            float(record[14].rstrip(".") == ">50K")
-        )  # labels of the test file end in a full stop
+        labels.append(float(record[14].rstrip(".") == ">50K"))  # labels of the test file end in a full stop
     return torch.from_numpy(np.asarray(features, dtype=np.float32)), torch.tensor(labels)
 
 

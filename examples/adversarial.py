@@ -65,9 +65,7 @@ def fit_private(name: str, data: TensorDataset) -> tuple[nn.Linear, float]:
     return model, optimizer.report().epsilon
 
 
-def attacked(
-    model: nn.Linear, features: Tensor, labels: Tensor, radius: float, norm: float
-) -> Tensor:
+def attacked(model: nn.Linear, features: Tensor, labels: Tensor, radius: float, norm: float) -> Tensor:
     """Returns the scores of rows that an attacker has moved, each to its worse side, by the best attack there is."""
     weight = model.weight.detach()[0]
     direction = weight / weight.norm() if norm == 2 else weight.sign()
@@ -90,9 +88,7 @@ def evaluate(model: nn.Linear, people: Adult) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits all models, prints how they fare, clean and attacked, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16,000 people only")
     args = parser.parse_args(argv)
 
@@ -101,12 +97,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     data = TensorDataset(people.train_features[:n], 2 * people.train_labels[:n] - 1)
     figures: dict[str, float] = {}
     always = float(1 - people.test_labels.mean())
-    print(
-        f"accuracy, AUC and log-loss on {len(people.test_labels):,} test people (always 'no': accuracy {always:.4f})"
-    )
+    print(f"accuracy, AUC and log-loss on {len(people.test_labels):,} test people (always 'no': accuracy {always:.4f})")
     titles = "".join(
-        f"{name if name == 'clean' else f'{name}, {radius:g}':^27}"
-        for name, (radius, _) in ATTACKS.items()
+        f"{name if name == 'clean' else f'{name}, {radius:g}':^27}" for name, (radius, _) in ATTACKS.items()
     )
     print(f"{'':<22}{titles}   spent".rstrip())
     for name in MODELS:
@@ -114,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         found = evaluate(model, people)
         shown = "".join(f"{value:>9.4f}" for value in found.values())
         print(f"{name:<22}{shown}   ({epsilon:.4g}, {DELTA:g})")
-        figures.update(
-            {f"{name}: {kind}": value for kind, value in (found | {"epsilon": epsilon}).items()}
-        )
+        figures.update({f"{name}: {kind}": value for kind, value in (found | {"epsilon": epsilon}).items()})
     print("each line is (epsilon, delta)-differential privacy, add_remove, of that model alone")
     return figures
 

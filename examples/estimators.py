@@ -52,9 +52,7 @@ CLASSIFIERS: dict[str, Callable[..., Any]] = {
     "logistic, noisy gradient descent": lambda **s: LogisticRegression(mechanism="noisy_gd", **s),
     "support vectors (objective)": lambda **s: LinearSVC(**s),
     "adversarial, 0.05 (output)": lambda **s: AdversarialClassifier(attack_radius=0.05, **s),
-    "tilted, 0.1 (output)": lambda **s: TiltedClassifier(
-        tilt=0.1, radius=3.0, n_min=s["n"] // 2, **s
-    ),
+    "tilted, 0.1 (output)": lambda **s: TiltedClassifier(tilt=0.1, radius=3.0, n_min=s["n"] // 2, **s),
 }
 REGRESSORS: dict[str, Callable[..., Any]] = {
     "ridge (boosted AdaSSP)": lambda **s: Ridge(**s),
@@ -71,9 +69,7 @@ def load_diamonds() -> tuple[np.ndarray, np.ndarray] | None:
         return None
     with (Path(package.origin).parent / "data" / "diamonds.csv").open(newline="") as file:
         records = list(csv.DictReader(file))
-    return np.array([encode(record) for record in records]), np.array(
-        [float(r["price"]) / 1000 - 5 for r in records]
-    )
+    return np.array([encode(record) for record in records]), np.array([float(r["price"]) / 1000 - 5 for r in records])
 
 
 def encode(record: dict[str, str]) -> list[float]:
@@ -92,10 +88,7 @@ def encode(record: dict[str, str]) -> list[float]:
 
 
 def compare(
-    makers: dict[str, Callable[..., Any]],
-    epsilons: tuple[float, ...],
-    score: Callable[[Any], float],
-    **settings: Any,
+    makers: dict[str, Callable[..., Any]], epsilons: tuple[float, ...], score: Callable[[Any], float], **settings: Any
 ) -> Scores:
     """Prints and returns the scores of all methods at all budgets; nan where a mechanism has no answer."""
     table: Scores = {}
@@ -111,10 +104,7 @@ def compare(
 
 
 def header(title: str, epsilons: tuple[float, ...], baseline: float) -> None:
-    print(
-        f"\n{title}; not private {baseline:.4f}\n{'epsilon':34}"
-        + "".join(f"{e:9g}" for e in epsilons)
-    )
+    print(f"\n{title}; not private {baseline:.4f}\n{'epsilon':34}" + "".join(f"{e:9g}" for e in epsilons))
 
 
 def on_adult(epsilons: tuple[float, ...], rows: int) -> tuple[Scores, float]:
@@ -129,9 +119,7 @@ def on_adult(epsilons: tuple[float, ...], rows: int) -> tuple[Scores, float]:
     return compare(CLASSIFIERS, epsilons, score, **{**ADULT, "n": min(rows, ADULT["n"])}), baseline
 
 
-def on_diamonds(
-    X: np.ndarray, y: np.ndarray, epsilons: tuple[float, ...], rows: int
-) -> tuple[Scores, float]:
+def on_diamonds(X: np.ndarray, y: np.ndarray, epsilons: tuple[float, ...], rows: int) -> tuple[Scores, float]:
     test = np.arange(len(X)) % 5 == 0
     chosen = np.flatnonzero(~test)
     chosen = chosen[:: max(1, len(chosen) // rows)]
@@ -144,9 +132,7 @@ def on_diamonds(
     def score(model: Any) -> float:
         return float(model.fit(X[chosen], y[chosen]).score(X[test], y[test]))
 
-    return compare(
-        REGRESSORS, epsilons, score, **{**DIAMONDS, "n": min(rows, DIAMONDS["n"])}
-    ), baseline
+    return compare(REGRESSORS, epsilons, score, **{**DIAMONDS, "n": min(rows, DIAMONDS["n"])}), baseline
 
 
 def draw(results: dict[str, tuple[Scores, float]], epsilons: tuple[float, ...], path: str) -> None:
@@ -156,9 +142,7 @@ def draw(results: dict[str, tuple[Scores, float]], epsilons: tuple[float, ...], 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(results), figsize=(6 * len(results), 4.5), squeeze=False
-    )
+    figure, panels = pyplot.subplots(1, len(results), figsize=(6 * len(results), 4.5), squeeze=False)
     for panel, (title, (table, baseline)) in zip(panels[0], results.items(), strict=True):
         for name, values in table.items():
             panel.plot(epsilons, values, marker="o", label=name)
@@ -171,9 +155,7 @@ def draw(results: dict[str, tuple[Scores, float]], epsilons: tuple[float, ...], 
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[Scores, float]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4000 rows, one budget")
     parser.add_argument("--plot", metavar="FILE", help="save the table as a plot")
     options = parser.parse_args(argv)

@@ -61,14 +61,10 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, dp.
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains both, prints their test scores and what the private one spent, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two epochs")
     args = parser.parse_args(argv)
-    epochs = (
-        2 if args.quick else EPOCHS
-    )  # Poisson batches both times: one pass alone has another default
+    epochs = 2 if args.quick else EPOCHS  # Poisson batches both times: one pass alone has another default
 
     data = load_adult()
     dataset = TensorDataset(data.train_features, data.train_labels[:, None])
@@ -81,16 +77,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         with torch.no_grad():
             scores = model(data.test_features)
         figures[name] = auc(scores, data.test_labels)
-        print(
-            f"{name:<12} accuracy {accuracy(scores, data.test_labels):.4f}  AUC {figures[name]:.4f}"
-        )
+        print(f"{name:<12} accuracy {accuracy(scores, data.test_labels):.4f}  AUC {figures[name]:.4f}")
     report = optimizer.report().figures
     print(f"spent: {report}")
-    return {
-        "baseline_auc": figures["not private"],
-        "auc": figures["private"],
-        "epsilon": report.epsilon,
-    }
+    return {"baseline_auc": figures["not private"], "auc": figures["private"], "epsilon": report.epsilon}
 
 
 if __name__ == "__main__":

@@ -37,52 +37,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-__all__ = [
-    "CARRIERS",
-    "NUM_FEATURES",
-    "ORIGINS",
-    "ROW_NORM_BOUND",
-    "Flights",
-    "encode",
-    "load_flights",
-    "read_records",
-]
+__all__ = ["CARRIERS", "NUM_FEATURES", "ORIGINS", "ROW_NORM_BOUND", "Flights", "encode", "load_flights", "read_records"]
 
 NUM_FEATURES = {"predep": 41, "atdep": 42}
 ROW_NORM_BOUND = {"predep": 2.83, "atdep": 5.75}  # with a constant-1 feature for the bias
 
 MONTHS = range(1, 13)
 WEEKDAYS = range(7)
-CARRIERS = (
-    "9E",
-    "AA",
-    "AS",
-    "B6",
-    "DL",
-    "EV",
-    "F9",
-    "FL",
-    "HA",
-    "MQ",
-    "OO",
-    "UA",
-    "US",
-    "VX",
-    "WN",
-    "YV",
-)
+CARRIERS = ("9E", "AA", "AS", "B6", "DL", "EV", "F9", "FL", "HA", "MQ", "OO", "UA", "US", "VX", "WN", "YV")
 ORIGINS = ("EWR", "JFK", "LGA")
-COLUMNS = (
-    "year",
-    "month",
-    "day",
-    "sched_dep_time",
-    "dep_delay",
-    "arr_delay",
-    "carrier",
-    "origin",
-    "distance",
-)
+COLUMNS = ("year", "month", "day", "sched_dep_time", "dep_delay", "arr_delay", "carrier", "origin", "distance")
 
 TEST_SHARE = 5  # one row in five
 SPLIT_SEED = 0  # of the public split; no noise is drawn from it
@@ -145,9 +109,7 @@ def _clip(column: pd.Series, low: float, high: float) -> np.ndarray:
 
 
 def _one_hot(column: pd.Series, levels: range | tuple[str, ...]) -> np.ndarray:
-    found = pd.Index(levels).get_indexer(
-        column
-    )  # -1 if unlisted: the last row of the table, all zeros
+    found = pd.Index(levels).get_indexer(column)  # -1 if unlisted: the last row of the table, all zeros
     return np.eye(len(levels) + 1, len(levels))[found]
 
 

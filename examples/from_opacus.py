@@ -50,11 +50,7 @@ BATCH_SIZE, EPOCHS, LR = 512, 10, 0.3
 MAX_GRAD_NORM = 1.0  # what Opacus clips at; torch_dpsco derives its bound from the loss
 PEOPLE = 32_561  # published: neither rate nor number of steps may depend on who is in the data set
 # Opacus and torch say these to everybody who runs the first half of this script; they are no news to its author.
-EXPECTED_WARNINGS = (
-    "Secure RNG turned off",
-    "Optimal order is the largest alpha",
-    "Full backward hook is firing",
-)
+EXPECTED_WARNINGS = ("Secure RNG turned off", "Optimal order is the largest alpha", "Full backward hook is firing")
 
 ADDED = """
 what the second script says, and refuses, beyond a number:
@@ -69,9 +65,7 @@ Batches = Iterable[Sequence[torch.Tensor]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Batches, loss_fn: Loss, epochs: int
-) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Batches, loss_fn: Loss, epochs: int) -> None:
     """The loop that everybody has; it serves both runs as it is."""
     for _ in range(epochs):
         for features, labels in loader:
@@ -119,9 +113,7 @@ def after(dataset: TensorDataset, dim: int, epochs: int) -> tuple[nn.Module, Pri
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains both, prints their test scores and what each of them says about privacy, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one epoch")
     args = parser.parse_args(argv)
     epochs = 1 if args.quick else EPOCHS
@@ -137,27 +129,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     figures: dict[str, float] = {}
     print(f"{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}{'epsilon':>10}")
-    for name, trained, epsilon in (
-        ("opacus", opacus_model, opacus_epsilon),
-        ("torch_dpsco", model, report.epsilon),
-    ):
+    for name, trained, epsilon in (("opacus", opacus_model, opacus_epsilon), ("torch_dpsco", model, report.epsilon)):
         with torch.no_grad():
             scores = trained(data.test_features)
-        found = {
-            "accuracy": accuracy(scores, data.test_labels),
-            "auc": auc(scores, data.test_labels),
-        }
-        figures |= {f"{name}_{key}": value for key, value in found.items()} | {
-            f"{name}_epsilon": float(epsilon)
-        }
+        found = {"accuracy": accuracy(scores, data.test_labels), "auc": auc(scores, data.test_labels)}
+        figures |= {f"{name}_{key}": value for key, value in found.items()} | {f"{name}_epsilon": float(epsilon)}
         print(f"{name:<28}{found['accuracy']:>10.4f}{found['auc']:>10.4f}{rounded_up(epsilon):>10}")
-    print(
-        ADDED.format(
-            spent=report.budget.epsilon,
-            other=rounded_up(report.epsilons["replace_one"]),
-            people=PEOPLE,
-        )
-    )
+    print(ADDED.format(spent=report.budget.epsilon, other=rounded_up(report.epsilons["replace_one"]), people=PEOPLE))
     print(f"spent: {report}")
     return figures
 

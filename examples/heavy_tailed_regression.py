@@ -42,21 +42,15 @@ EPSILON, DELTA = 1.0, 1e-6
 ADJACENCY = "replace_one"  # one pass and phases are cut by position
 WIDTH = NUM_FEATURES["atdep"]
 RUNS, QUICK_ROWS = 5, 20_000
-ROW_MEAN_SQUARE = (
-    7.0  # E|x|^2 with the bias: five ones, and 2 for clock, distance and delay together
-)
+ROW_MEAN_SQUARE = 7.0  # E|x|^2 with the bias: five ones, and 2 for clock, distance and delay together
 # of E x x^T, at most the sum over groups of columns: 1 (bias), a level's share per one-hot (as if all were equally
 # frequent), and 1 for the numbers
 SMOOTHNESS = 2.0 + 1 / 12 + 1 / 7 + 1 / 16 + 1 / 3
 DISTANCE = 2.0  # of the answer from the start: 1 for "as late as it left", and as much again
-LARGEST_CLIP = (
-    10.0  # no gradient that matters is larger: 0.25 |x| of a flight that left 40 hours late
-)
+LARGEST_CLIP = 10.0  # no gradient that matters is larger: 0.25 |x| of a flight that left 40 hours late
 REG, MAX_STEPS, MIN_PHASE = 0.05, 50, 2000
 
-PROBLEM = dp.Problem(
-    smoothness=SMOOTHNESS, moment=THRESHOLD * math.sqrt(ROW_MEAN_SQUARE), moment_order=2.0
-)
+PROBLEM = dp.Problem(smoothness=SMOOTHNESS, moment=THRESHOLD * math.sqrt(ROW_MEAN_SQUARE), moment_order=2.0)
 HUBER, ABSOLUTE = dp.losses.Huber(threshold=THRESHOLD), dp.losses.Absolute()
 Build = Callable[[nn.Module, dict], dp.PrivateOptimizer]
 
@@ -97,9 +91,7 @@ def accelerated(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
 def plain(model: nn.Module, setting: dict) -> dp.PrivateOptimizer:
     """One pass of plain SGD."""
     clip = dp.Pilot(c_max=LARGEST_CLIP)
-    plan = dp.ClippedSGD.plan(
-        problem=PROBLEM, steps=planned_steps(setting), clip=clip, sampling="shuffled", **setting
-    )
+    plan = dp.ClippedSGD.plan(problem=PROBLEM, steps=planned_steps(setting), clip=clip, sampling="shuffled", **setting)
     return dp.ClippedSGD(model.parameters(), plan)
 
 
@@ -141,9 +133,7 @@ METHODS: dict[str, tuple[Build, nn.Module]] = {
 }
 
 
-def train(
-    name: str, dataset: TensorDataset, epsilon: float
-) -> tuple[nn.Module, dp.PrivateOptimizer]:
+def train(name: str, dataset: TensorDataset, epsilon: float) -> tuple[nn.Module, dp.PrivateOptimizer]:
     """Returns a private model, and the optimizer that knows what was spent."""
     build, loss = METHODS[name]
     model = nn.Linear(WIDTH, 1)
@@ -157,32 +147,23 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test errors beside those of the non-private fit, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=(*METHODS, "all"), default="all")
     parser.add_argument("--epsilon", type=float, default=EPSILON)
-    parser.add_argument(
-        "--runs", type=int, default=RUNS, help="of each method; their median is shown"
-    )
+    parser.add_argument("--runs", type=int, default=RUNS, help="of each method; their median is shown")
     parser.add_argument("--quick", action="store_true", help="20,000 flights and one run each")
     args = parser.parse_args(argv)
 
     data, runs = load_unclipped(), args.runs
     if args.quick:
-        data = data._replace(
-            train_features=data.train_features[:QUICK_ROWS],
-            train_hours=data.train_hours[:QUICK_ROWS],
-        )
+        data = data._replace(train_features=data.train_features[:QUICK_ROWS], train_hours=data.train_hours[:QUICK_ROWS])
         runs = 1
     dataset = TensorDataset(data.train_features, data.train_hours[:, None])
 
     def mae(predicted: Tensor) -> float:
         return errors(predicted.detach(), data.test_hours)[0]
 
-    print(
-        f"{f'{len(data.test_hours):,} flights to predict':<34}{'steps':>7}{'MAE (h)':>10}{'of all runs':>20}"
-    )
+    print(f"{f'{len(data.test_hours):,} flights to predict':<34}{'steps':>7}{'MAE (h)':>10}{'of all runs':>20}")
     figures: dict[str, float] = {}
     for name in METHODS if args.method == "all" else (args.method,):
         found: list[float] = []
@@ -192,23 +173,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         figures[f"{name}_epsilon"] = optimizer.report().epsilon
         figures[f"{name}_mae"] = statistics.median(found)
         spread = f"{min(found):.4f} to {max(found):.4f}"
-        print(
-            f"{name:<34}{optimizer.steps:>7}{figures[f'{name}_mae']:>10.4f}{spread:>20}", flush=True
-        )
+        print(f"{name:<34}{optimizer.steps:>7}{figures[f'{name}_mae']:>10.4f}{spread:>20}", flush=True)
     public = {
         "as late as it left, nothing learned": data.test_features[:, WIDTH - 1],
-        "Huber's loss, not private": nn.functional.pad(
-            data.test_features.double(), (0, 1), value=1.0
-        )
+        "Huber's loss, not private": nn.functional.pad(data.test_features.double(), (0, 1), value=1.0)
         @ fit_huber(data.train_features, data.train_hours),
     }
     for name, predicted in public.items():
         figures[f"{name}_mae"] = mae(predicted)
         print(f"{name:<41}{figures[f'{name}_mae']:>10.4f}")
     print(f"\nof each model: {optimizer.report().headline}")
-    print(
-        "Runs were repeated to show their spread; whoever publishes several gives all of them one Accountant."
-    )
+    print("Runs were repeated to show their spread; whoever publishes several gives all of them one Accountant.")
     return figures
 
 

@@ -36,18 +36,9 @@ def texts(n: int, seed: int, *, public: bool = False) -> list[dict[str, Any]]:
     found = []
     for label in rng.integers(0, 2, n):
         weights = np.exp((2 * label - 1) * tastes / 2)
-        words, size = (
-            rng.choice(WORDS, LENGTH, p=weights / weights.sum()) + 1,
-            rng.integers(6, LENGTH + 1),
-        )
+        words, size = rng.choice(WORDS, LENGTH, p=weights / weights.sum()) + 1, rng.integers(6, LENGTH + 1)
         mask = np.arange(LENGTH) < size
-        found.append(
-            {
-                "input_ids": words * mask,
-                "attention_mask": mask.astype(np.int64),
-                "labels": int(label),
-            }
-        )
+        found.append({"input_ids": words * mask, "attention_mask": mask.astype(np.int64), "labels": int(label)})
     return found
 
 
@@ -67,9 +58,7 @@ def arguments(folder: str, epochs: float, lr: float, rows: int) -> TrainingArgum
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test accuracy with and without privacy, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps")
     quick = parser.parse_args(argv).quick
     n, epochs = (400, 1.0) if quick else (N, 10.0)
@@ -80,36 +69,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )  # fmt: skip
     start, test = BertForSequenceClassification(config), texts(2000, TEST)
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(
-            start,
-            arguments(folder, epochs / 2, 3e-3, 64),
-            train_dataset=texts(n, PUBLIC, public=True),
-        ).train()
+        Trainer(start, arguments(folder, epochs / 2, 3e-3, 64), train_dataset=texts(n, PUBLIC, public=True)).train()
         lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
         models = [peft.get_peft_model(copy.deepcopy(start), copy.deepcopy(lora)) for _ in range(2)]
-        given: dict[str, Any] = {
-            "train_dataset": texts(n, PRIVATE),
-            "eval_dataset": test,
-            "compute_metrics": accuracy,
-        }
+        given: dict[str, Any] = {"train_dataset": texts(n, PRIVATE), "eval_dataset": test, "compute_metrics": accuracy}
         plain = Trainer(models[0], arguments(folder, epochs, 3e-3, 256), **given)
         plain.train()
         budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
         sizes: dict[str, Any] = {"n": n, "clip": 1.0, "batch_size": 256}
-        private = PrivateTrainer(
-            models[1], arguments(folder, epochs, 3e-3, 128), budget=budget, **sizes, **given
-        )
+        private = PrivateTrainer(models[1], arguments(folder, epochs, 3e-3, 128), budget=budget, **sizes, **given)
         private.train()
-        unchanged = Trainer(
-            start, arguments(folder, 1, 1e-3, 64), eval_dataset=test, compute_metrics=accuracy
-        )
+        unchanged = Trainer(start, arguments(folder, 1, 1e-3, 64), eval_dataset=test, compute_metrics=accuracy)
         runs = {"public": unchanged, "baseline": plain, "private": private}
         figures = {name: float(run.evaluate()["eval_accuracy"]) for name, run in runs.items()}
-    for name, words in (
-        ("public", "not adapted"),
-        ("baseline", "not private"),
-        ("private", "private"),
-    ):
+    for name, words in (("public", "not adapted"), ("baseline", "not private"), ("private", "private")):
         print(f"{words:<12} accuracy {figures[name]:.4f}")
     report = private.optimizer.report().figures
     print(f"spent: {report}")

@@ -60,9 +60,7 @@ def make_task(n: int, seed: int = 0) -> Task:
     return Task(TensorDataset(x, (x @ truth + noise)[:, None]), truth)
 
 
-def make_optimizer(
-    name: str, model: nn.Module, n: int, epsilon: float, strength: float
-) -> dp.PrivateOptimizer:
+def make_optimizer(name: str, model: nn.Module, n: int, epsilon: float, strength: float) -> dp.PrivateOptimizer:
     """Returns the optimizer of a method."""
     setting = {
         "problem": PROBLEM,
@@ -75,9 +73,7 @@ def make_optimizer(
     if name.endswith("one pass"):
         plan = dp.ProximalSGD.plan(steps=STEPS, sampling="shuffled", **setting)
         return dp.ProximalSGD(model.parameters(), plan, prox=prox)
-    plan = dp.ClippedSGD.plan(
-        sampling="full", steps=FULL_STEPS, lr=0.5 / PROBLEM.smoothness, **setting
-    )
+    plan = dp.ClippedSGD.plan(sampling="full", steps=FULL_STEPS, lr=0.5 / PROBLEM.smoothness, **setting)
     return dp.ClippedSGD(model.parameters(), plan, prox=prox)
 
 
@@ -85,20 +81,12 @@ def strength_for(n: int, epsilon: float) -> float:
     """Returns two standard deviations of the noise on the mean of one batch of the pass, at the guessed clip."""
     budget = dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)
     plan = dp.ProximalSGD.plan(
-        problem=PROBLEM,
-        n=n,
-        budget=budget,
-        dim=DIM,
-        steps=STEPS,
-        clip=GUESSED_CLIP,
-        sampling="shuffled",
+        problem=PROBLEM, n=n, budget=budget, dim=DIM, steps=STEPS, clip=GUESSED_CLIP, sampling="shuffled"
     )
     return 2.0 * plan.noise_std
 
 
-def train(
-    name: str, records: TensorDataset, epsilon: float, strength: float
-) -> tuple[nn.Module, dp.PrivateOptimizer]:
+def train(name: str, records: TensorDataset, epsilon: float, strength: float) -> tuple[nn.Module, dp.PrivateOptimizer]:
     """Returns a private model, and the optimizer that knows what was spent."""
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -106,19 +94,12 @@ def train(
     return dp.fit(model, optimizer, records, LOSS, progress=False), optimizer
 
 
-METHODS = (
-    "proximal, one pass",
-    "proximal, full batch",
-    "no penalty, one pass",
-    "no penalty, full batch",
-)
+METHODS = ("proximal, one pass", "proximal, full batch", "no penalty, one pass", "no penalty, full batch")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints how near the answers are, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--quick", action="store_true", help="4,000 records")
     args = parser.parse_args(argv)
@@ -126,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     task = make_task(QUICK_RECORDS if args.quick else RECORDS)
     n = len(task.records)
     strength = strength_for(n, args.epsilon)
-    print(
-        f"{n:,} records, {DIM} features, {len(WEIGHTS)} that matter; L1 strength {strength:.3g}\n"
-    )
+    print(f"{n:,} records, {DIM} features, {len(WEIGHTS)} that matter; L1 strength {strength:.3g}\n")
     print(f"{'':<24}{'excess risk':>12}{'found':>7}{'false':>7}{'clip':>8}")
     figures: dict[str, float] = {"strength": strength}
     for name in METHODS:

@@ -62,54 +62,35 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     rows = torch.nn.functional.normalize(torch.from_numpy(pixels).float())
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     parts = order[:TRAIN], order[TRAIN:]
-    train, test = (
-        TensorDataset(rows[part], torch.from_numpy(labels)[part].long()) for part in parts
-    )
+    train, test = (TensorDataset(rows[part], torch.from_numpy(labels)[part].long()) for part in parts)
     return train, test
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains without and with privacy, prints both accuracies, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--quick", action="store_true", help="two epochs")
     args = parser.parse_args(argv)
-    warnings.filterwarnings(
-        "ignore", ".*(does not have many workers|LeafSpec|number of training batches)"
-    )
+    warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec|number of training batches)")
 
     train, test = load()
     usual: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     figures = {}
     budget = dp.Budget(args.epsilon, DELTA, adjacency="add_remove")
     problem = LOSS.problem(bound_x=1.0)
-    plan = dp.HolderSGD.plan(
-        problem=problem, n=len(train), budget=budget, epochs=2 if args.quick else None
-    )
+    plan = dp.HolderSGD.plan(problem=problem, n=len(train), budget=budget, epochs=2 if args.quick else None)
     batch_sizes = {"not_private": BATCH, "private": plan.batch_size}
     runs = {
         "not_private": (Digits(), Trainer(max_epochs=2 if args.quick else EPOCHS, **usual)),
-        "private": (
-            Digits(plan),
-            Trainer(max_steps=plan.steps, callbacks=[PrivateTraining()], **usual),
-        ),  # 2, 3
+        "private": (Digits(plan), Trainer(max_steps=plan.steps, callbacks=[PrivateTraining()], **usual)),  # 2, 3
     }
     for name, (module, trainer) in runs.items():
-        trainer.fit(
-            module,
-            DataLoader(train, batch_sizes[name], shuffle=True),
-            DataLoader(test, batch_size=len(test)),
-        )
+        trainer.fit(module, DataLoader(train, batch_sizes[name], shuffle=True), DataLoader(test, batch_size=len(test)))
         figures[f"{name}_accuracy"] = float(trainer.callback_metrics["accuracy"])
     figures["epsilon"] = module.optimizers().optimizer.accountant.get_epsilon(DELTA)
-    print(
-        f"\naccuracy: private {figures['private_accuracy']:.4f}, not private {figures['not_private_accuracy']:.4f}"
-    )
-    print(
-        f"spent: epsilon {dp.accounting.report.figures.rounded_up(figures['epsilon'])} at delta {DELTA:g}"
-    )
+    print(f"\naccuracy: private {figures['private_accuracy']:.4f}, not private {figures['not_private_accuracy']:.4f}")
+    print(f"spent: epsilon {dp.accounting.report.figures.rounded_up(figures['epsilon'])} at delta {DELTA:g}")
     return figures
 
 

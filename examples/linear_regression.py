@@ -46,9 +46,7 @@ def train(
         nn.init.zeros_(p)
     plan = {
         "problem": loss.problem(bound_x=ROW_NORM_BOUND[variant], bound_y=TARGET_BOUND),
-        "n": len(
-            dataset
-        ),  # public: under add_remove a reference, which sets the rate and the number of steps
+        "n": len(dataset),  # public: under add_remove a reference, which sets the rate and the number of steps
         "budget": dp.Budget(epsilon, DELTA, adjacency=ADJACENCY),
         "epochs": epochs,
         "dim": model,
@@ -66,16 +64,11 @@ def fit_huber(features: Tensor, hours: Tensor, *, reg: float = 1e-5) -> Tensor:
     """Returns the NON-PRIVATE minimizer (weights, bias) of mean Huber loss + reg/2 |w|^2, by L-BFGS in float64."""
     rows, targets = _with_bias(features), hours.double()
     w = torch.zeros(rows.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [w], max_iter=200, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS([w], max_iter=200, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = (
-            nn.functional.huber_loss(rows @ w, targets, delta=THRESHOLD)
-            + 0.5 * reg * w.square().sum()
-        )
+        loss = nn.functional.huber_loss(rows @ w, targets, delta=THRESHOLD) + 0.5 * reg * w.square().sum()
         loss.backward()
         return loss.detach()
 
@@ -86,9 +79,7 @@ def fit_huber(features: Tensor, hours: Tensor, *, reg: float = 1e-5) -> Tensor:
 def fit_least_squares(features: Tensor, hours: Tensor) -> Tensor:
     """Returns the NON-PRIVATE least-squares (weights, bias), the shortest of them, by their normal equations."""
     rows = _with_bias(features).numpy()
-    return torch.from_numpy(
-        np.linalg.lstsq(rows.T @ rows, rows.T @ hours.double().numpy(), rcond=1e-12)[0]
-    )
+    return torch.from_numpy(np.linalg.lstsq(rows.T @ rows, rows.T @ hours.double().numpy(), rcond=1e-12)[0])
 
 
 def errors(predicted: Tensor, hours: Tensor) -> tuple[float, float]:
@@ -103,9 +94,7 @@ def _with_bias(features: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test errors beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=(*NUM_FEATURES, "both"), default="both")
     parser.add_argument("--loss", choices=(*LOSSES, "both"), default="both")
     parser.add_argument("--epsilon", type=float, default=EPSILON)
@@ -117,15 +106,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     total = dp.Accountant(adjacency=ADJACENCY)
     figures: dict[str, float] = {}
     for variant in NUM_FEATURES if args.variant == "both" else (args.variant,):
-        train_x, test_x = (
-            x[:, : NUM_FEATURES[variant]] for x in (data.train_features, data.test_features)
-        )
-        scores = {
-            "constant: the median": (
-                data.train_hours.median().expand(len(test_x)),
-                f"{variant}_median",
-            )
-        }
+        train_x, test_x = (x[:, : NUM_FEATURES[variant]] for x in (data.train_features, data.test_features))
+        scores = {"constant: the median": (data.train_hours.median().expand(len(test_x)), f"{variant}_median")}
         for name in LOSSES if args.loss == "both" else (args.loss,):
             model, optimizer = train(name, variant, data, args.epsilon, epochs)
             total.record(optimizer.design.event(optimizer.oracle.event(), optimizer.steps))
@@ -136,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 scores[f"{name}, private"] = (model(test_x), f"{variant}_{name}")
             public = _with_bias(test_x) @ fit(train_x, data.train_hours)
             scores[f"{name}, not private"] = (public, f"{variant}_{name}_baseline")
-        print(
-            f"\n{f'{variant}: {len(test_x):,} flights to predict':<40}{'MAE (h)':>10}{'RMSE (h)':>10}"
-        )
+        print(f"\n{f'{variant}: {len(test_x):,} flights to predict':<40}{'MAE (h)':>10}{'RMSE (h)':>10}")
         for label, (predicted, key) in scores.items():
             figures[f"{key}_mae"], figures[f"{key}_rmse"] = errors(predicted, data.test_hours)
             print(f"{label:<40}{figures[f'{key}_mae']:>10.4f}{figures[f'{key}_rmse']:>10.4f}")

@@ -43,19 +43,13 @@ def evaluate(model: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints what was learned and what was spent, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--delta", type=float, default=DELTA)
     parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), default=ADJACENCY)
-    parser.add_argument(
-        "--epochs", type=float, help="passes over the data; default by the step rule"
-    )
+    parser.add_argument("--epochs", type=float, help="passes over the data; default by the step rule")
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
-    parser.add_argument(
-        "--card", type=Path, help=f"a new file for the privacy card (default: {CARD}, replaced)"
-    )
+    parser.add_argument("--card", type=Path, help=f"a new file for the privacy card (default: {CARD}, replaced)")
     args = parser.parse_args(argv)
     if args.card and args.card.exists():
         parser.error(f"--card must be a new file (got {args.card})")
@@ -83,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     seconds = time.perf_counter() - start
 
     private = evaluate(model, data.test_features, data.test_labels)
-    baseline = evaluate(
-        fit_baseline(data.train_features, data.train_labels), data.test_features, data.test_labels
-    )
+    baseline = evaluate(fit_baseline(data.train_features, data.train_labels), data.test_features, data.test_labels)
     statement, card = optimizer.report(), args.card or CARD
     statement.save(card, overwrite=args.card is None)
     report = statement.figures

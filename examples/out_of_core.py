@@ -37,9 +37,7 @@ def model(n: int, ledger: dp.Accountant) -> LogisticRegression:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits, prints private beside non-private scores, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4096, help="rows in memory at a time")
     args = parser.parse_args(argv)
     data = load_adult()
@@ -53,16 +51,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "adult.parquet")
         names = [f"x{place}" for place in range(rows.shape[1])]
-        pq.write_table(
-            pa.table([*np.ascontiguousarray(rows.T), labels], names=[*names, "income"]), path
-        )
+        pq.write_table(pa.table([*np.ascontiguousarray(rows.T), labels], names=[*names, "income"]), path)
         blocks = parquet_blocks(path, target="income", rows=args.batch)
         figures["parquet"] = scored(model(n, ledger).fit(blocks))
     figures["sparse"] = scored(model(n, ledger).fit(scipy.sparse.csr_matrix(rows), labels))
     with torch.no_grad():
         figures["baseline"] = auc(
-            fit_baseline(data.train_features, data.train_labels)(data.test_features),
-            data.test_labels,
+            fit_baseline(data.train_features, data.train_labels)(data.test_features), data.test_labels
         )
     print(f"AUC on {len(data.test_labels):,} people")
     for name, words in (

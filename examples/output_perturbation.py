@@ -39,17 +39,11 @@ LOSS = dp.losses.Logistic()
 Solved = dp.OutputPerturbation | dp.ObjectivePerturbation | dp.NoisyGD
 
 
-def own_loop(
-    model: nn.Linear, data: TensorDataset, n: int, budget: dp.Budget
-) -> dp.OutputPerturbation:
+def own_loop(model: nn.Linear, data: TensorDataset, n: int, budget: dp.Budget) -> dp.OutputPerturbation:
     """Returns an optimizer whose model was trained by L-BFGS of torch, in a loop of one's own."""
-    plan = dp.OutputPerturbation.plan(
-        model=model, loss=LOSS, n=n, budget=budget, bound_x=ROW_NORM, reg=REG * n
-    )
+    plan = dp.OutputPerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=ROW_NORM, reg=REG * n)
     optimizer = dp.OutputPerturbation(
-        model.parameters(),
-        plan,
-        inner=lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe"),
+        model.parameters(), plan, inner=lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe")
     )
     rows, signs = data.tensors
 
@@ -60,17 +54,13 @@ def own_loop(
         loss.backward()
         return loss
 
-    for _ in range(
-        2
-    ):  # as long as you like; until finalize() nothing of it may be shown, not even the loss
+    for _ in range(2):  # as long as you like; until finalize() nothing of it may be shown, not even the loss
         optimizer.step(closure)
     optimizer.certify(data)
     return optimizer
 
 
-def fit_private(
-    name: str, data: TensorDataset, n: int, steps: int | None
-) -> tuple[nn.Linear, Solved]:
+def fit_private(name: str, data: TensorDataset, n: int, steps: int | None) -> tuple[nn.Linear, Solved]:
     """Returns a private model and the optimizer that made it."""
     model = nn.Linear(data.tensors[0].shape[1], 1)
     for p in model.parameters():
@@ -83,10 +73,7 @@ def fit_private(
         "output": (dp.OutputPerturbation, {"budget": budget}),
         "output, reg 0.01 n": (dp.OutputPerturbation, {"budget": budget, "reg": REG * n}),
         "objective": (dp.ObjectivePerturbation, {"budget": budget, "residual_clip": CLIP}),
-        "noisy gradient descent": (
-            dp.NoisyGD,
-            {"budget": budget, "residual_clip": CLIP, "steps": steps},
-        ),
+        "noisy gradient descent": (dp.NoisyGD, {"budget": budget, "residual_clip": CLIP, "steps": steps}),
     }
     optimizer: Solved
     if name == "the same, own loop":
@@ -113,18 +100,12 @@ def evaluate(model: nn.Linear, data: Adult) -> dict[str, float]:
         scores = model(data.test_features).squeeze(1)
     loss = nn.functional.binary_cross_entropy_with_logits(scores, data.test_labels)
     labels = data.test_labels
-    return {
-        "accuracy": accuracy(scores, labels),
-        "auc": auc(scores, labels),
-        "log_loss": float(loss),
-    }
+    return {"accuracy": accuracy(scores, labels), "auc": auc(scores, labels), "log_loss": float(loss)}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits all models, prints what they learned and what each spent, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4,000 people only")
     args = parser.parse_args(argv)
 
@@ -141,18 +122,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer = fit_private(name, data, n, QUICK_STEPS if args.quick else None)
             results[name], spent[name] = evaluate(model, people), optimizer.report().epsilon
         shown = "".join(f"{value:>10.4f}" for value in results[name].values())
-        print(
-            f"{name:<28}{shown}   {f'({spent[name]:.4g}, {METHODS[name]:g})' if name in spent else '-'}"
-        )
-    headline = str(optimizer.report()).splitlines()[
-        0
-    ]  # the whole of it says what that means, and what it does not
-    print(
-        f"\nthe last one alone: {headline}\npublishing several of them costs what all of them spent, together"
-    )
-    return {
-        f"{name}: {kind}": value for name, found in results.items() for kind, value in found.items()
-    } | {f"{name}: epsilon": value for name, value in spent.items()}
+        print(f"{name:<28}{shown}   {f'({spent[name]:.4g}, {METHODS[name]:g})' if name in spent else '-'}")
+    headline = str(optimizer.report()).splitlines()[0]  # the whole of it says what that means, and what it does not
+    print(f"\nthe last one alone: {headline}\npublishing several of them costs what all of them spent, together")
+    return {f"{name}: {kind}": value for name, found in results.items() for kind, value in found.items()} | {
+        f"{name}: epsilon": value for name, value in spent.items()
+    }
 
 
 if __name__ == "__main__":

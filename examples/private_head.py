@@ -31,10 +31,7 @@ def draw(patterns: Tensor, count: int, draws: torch.Generator) -> tuple[Tensor, 
     """Returns images (count, 1, SIDE, SIDE) and their classes."""
     labels = torch.randint(len(patterns), (count,), generator=draws)
     moves = torch.randint(-SHIFT, SHIFT + 1, (count, 2), generator=draws)
-    shifted = [
-        torch.roll(patterns[k], tuple(move), (0, 1))
-        for k, move in zip(labels, moves.tolist(), strict=True)
-    ]
+    shifted = [torch.roll(patterns[k], tuple(move), (0, 1)) for k, move in zip(labels, moves.tolist(), strict=True)]
     images = torch.stack(shifted) + NOISE * torch.randn(count, SIDE, SIDE, generator=draws)
     return images[:, None], labels
 
@@ -49,13 +46,7 @@ def smooth_patterns(count: int, draws: torch.Generator) -> Tensor:
 def train(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
     """Returns a network that was trained on public images, without its last layer."""
     body = nn.Sequential(
-        *(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-        ),
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
         *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * (SIDE // 4) ** 2, FEATURES), nn.ReLU()),
     )
     model = nn.Sequential(body, nn.Linear(FEATURES, PUBLIC_CLASSES))
@@ -70,12 +61,8 @@ def train(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints private beside non-private accuracy and what was spent, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="2,000 private and 1,000 public images, one epoch"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2,000 private and 1,000 public images, one epoch")
     quick = parser.parse_args(argv).quick
     n, n_test, n_public = QUICK if quick else (PRIVATE, TEST, PUBLIC)
 
@@ -90,22 +77,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     center = seen.mean(0)
     length = float((seen - center).norm(dim=1).quantile(0.9))
 
-    public_map = {
-        "bound_x": 1.0,
-        "feature_center": center.tolist(),
-        "feature_scale": [length] * FEATURES,
-    }
-    head = SoftmaxRegression(
-        epsilon=EPSILON, delta=DELTA, n=n, classes=range(CLASSES), **public_map
-    )
+    public_map = {"bound_x": 1.0, "feature_center": center.tolist(), "feature_scale": [length] * FEATURES}
+    head = SoftmaxRegression(epsilon=EPSILON, delta=DELTA, n=n, classes=range(CLASSES), **public_map)
     print(head.plan(FEATURES), "\n")
     head.fit(train_rows, private[1])
     rows, test_set = (((found - center) / length).numpy() for found in (train_rows, test_rows))
     public_head = LogisticRegression(max_iter=500).fit(rows, private[1].numpy())
-    figures = {
-        "private": head.score(test_rows, test[1]),
-        "not private": public_head.score(test_set, test[1].numpy()),
-    }
+    figures = {"private": head.score(test_rows, test[1]), "not private": public_head.score(test_set, test[1].numpy())}
     for name, figure in figures.items():
         print(f"{name:<12} accuracy {figure:.4f}")
     print(f"spent: {head.privacy_}")

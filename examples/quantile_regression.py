@@ -36,37 +36,24 @@ QUANTILES = (0.1, 0.5, 0.9)
 METHODS = ("gradient", "output", "output, smoothed")
 WIDTH = NUM_FEATURES["predep"]
 HOUR = 38  # the feature that holds the scheduled hour of departure, over 24
-TARGET_BOUND = (
-    24.0  # hours; output perturbation clips targets to it, gradient perturbation does not need it
-)
+TARGET_BOUND = 24.0  # hours; output perturbation clips targets to it, gradient perturbation does not need it
 RADIUS = 2.0  # of the ball that holds the model
 SMOOTHING = 0.1  # hours over which the slope of the smoothed loss goes from tau - 1 to tau
-BATCH_SIZE, EPOCHS = (
-    {"gradient": 512, "output": 512, "output, smoothed": 256},
-    {"gradient": 10.0, "output": 5},
-)
+BATCH_SIZE, EPOCHS = {"gradient": 512, "output": 512, "output, smoothed": 256}, {"gradient": 10.0, "output": 5}
 QUICK_ROWS = 20_000
 
 
 def make_loss(method: str, quantile: float) -> dp.losses.Pinball | dp.losses.SmoothedPinball:
     """Returns the loss that a method minimizes."""
     smoothed = "smoothed" in method
-    return (
-        dp.losses.SmoothedPinball(quantile, SMOOTHING)
-        if smoothed
-        else dp.losses.Pinball(quantile=quantile)
-    )
+    return dp.losses.SmoothedPinball(quantile, SMOOTHING) if smoothed else dp.losses.Pinball(quantile=quantile)
 
 
-def train(
-    method: str, quantile: float, dataset: TensorDataset, epsilon: float, ledger: dp.Accountant
-):
+def train(method: str, quantile: float, dataset: TensorDataset, epsilon: float, ledger: dp.Accountant):
     """Returns a private model, charged to the ledger, and epsilon of this model alone."""
     loss = make_loss(method, quantile)
     settings = {
-        "problem": loss.problem(
-            bound_x=ROW_NORM_BOUND["predep"], bound_y=TARGET_BOUND, radius=RADIUS
-        ),
+        "problem": loss.problem(bound_x=ROW_NORM_BOUND["predep"], bound_y=TARGET_BOUND, radius=RADIUS),
         "n": len(dataset),  # public under replace_one
         "budget": dp.Budget(epsilon, DELTA, adjacency=ADJACENCY),
         "batch_size": BATCH_SIZE[method],
@@ -78,19 +65,11 @@ def train(
         settings |= {"epochs": EPOCHS["gradient"], "average": "weighted"}
         planned = dp.HolderSGD.plan(dim=model, **settings)
         noisy = dp.HolderSGD(model.parameters(), planned, accountant=ledger)
-        print_plan(
-            method,
-            quantile,
-            planned.steps,
-            planned.lr,
-            f"{planned.noise_std:.2g} on each mean gradient",
-        )
+        print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_std:.2g} on each mean gradient")
         return dp.fit(model, noisy, dataset, loss), planned.epsilon()
     model = nn.Linear(WIDTH, 1).double()
     planned = dp.HolderOutputSGD.plan(dim=model, epochs=EPOCHS["output"], **settings)
-    print_plan(
-        method, quantile, planned.steps, planned.lr, f"{planned.noise_scale:.2g} on the answer"
-    )
+    print_plan(method, quantile, planned.steps, planned.lr, f"{planned.noise_scale:.2g} on the answer")
     optimizer = dp.HolderOutputSGD(model.parameters(), planned, accountant=ledger)
     with optimizer:  # nothing may be looked at before its end: iterates and losses are secret
         for features, hours in optimizer.loader(dataset):
@@ -101,9 +80,7 @@ def train(
 
 def print_plan(method: str, quantile: float, steps: int, lr: float, noise: str) -> None:
     """Says what is about to happen; public constants only."""
-    print(
-        f"plan, {method}, {quantile:g} quantile: {steps} steps, lr {lr:.3g}, noise of std {noise}"
-    )
+    print(f"plan, {method}, {quantile:g} quantile: {steps} steps, lr {lr:.3g}, noise of std {noise}")
 
 
 def fit_public(quantile: float, features: Tensor, hours: Tensor, *, reg: float = 1e-6) -> Tensor:
@@ -112,9 +89,7 @@ def fit_public(quantile: float, features: Tensor, hours: Tensor, *, reg: float =
     w = torch.zeros(rows.shape[1], dtype=torch.float64, requires_grad=True)
     for width in (1.0, 0.1, 0.01):
         loss = dp.losses.SmoothedPinball(quantile, width)
-        optimizer = torch.optim.LBFGS(
-            [w], max_iter=50, tolerance_grad=1e-6, line_search_fn="strong_wolfe"
-        )
+        optimizer = torch.optim.LBFGS([w], max_iter=50, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
 
         def closure(optimizer=optimizer, loss=loss) -> Tensor:
             optimizer.zero_grad()
@@ -148,9 +123,7 @@ def draw(path: str, models: dict[float, nn.Module], data: Flights) -> None:
     clock = (features[:, HOUR] * 24 + 1e-3).floor().int()
     times = [hour for hour in range(24) if int((clock == hour).sum()) >= 50]
     figure, axes = plt.subplots(figsize=(7, 4))
-    for (quantile, model), color in zip(
-        models.items(), ("tab:green", "tab:blue", "tab:red"), strict=True
-    ):
+    for (quantile, model), color in zip(models.items(), ("tab:green", "tab:blue", "tab:red"), strict=True):
         with torch.no_grad():
             predicted = model(features).squeeze(1)
         line = [float(predicted[clock == hour].mean()) for hour in times]
@@ -166,27 +139,18 @@ def draw(path: str, models: dict[float, nn.Module], data: Flights) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="of each model")
     parser.add_argument("--quick", action="store_true", help="20,000 flights only")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw the private quantiles of gradient perturbation"
-    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the private quantiles of gradient perturbation")
     args = parser.parse_args(argv)
 
     data = load_flights()
     if args.quick:
-        data = data._replace(
-            train_features=data.train_features[:QUICK_ROWS],
-            train_hours=data.train_hours[:QUICK_ROWS],
-        )
+        data = data._replace(train_features=data.train_features[:QUICK_ROWS], train_hours=data.train_hours[:QUICK_ROWS])
     train_x, test_x = data.train_features[:, :WIDTH], data.test_features[:, :WIDTH]
     dataset = TensorDataset(train_x, data.train_hours[:, None])
-    ledger = dp.Accountant(
-        adjacency=ADJACENCY
-    )  # one for all models: they are about the same flights
+    ledger = dp.Accountant(adjacency=ADJACENCY)  # one for all models: they are about the same flights
     figures: dict[str, float] = {}
     drawn: dict[float, nn.Module] = {}
     lines: list[str] = []
@@ -194,21 +158,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         constant = data.train_hours.sort().values[int(quantile * len(train_x))].expand(len(test_x))
         rows = {"constant, not private": constant}
         for method in METHODS:
-            model, figures[f"{method}_{quantile:g}_epsilon"] = train(
-                method, quantile, dataset, args.epsilon, ledger
-            )
+            model, figures[f"{method}_{quantile:g}_epsilon"] = train(method, quantile, dataset, args.epsilon, ledger)
             rows[method] = model(test_x.to(model.weight.dtype))
             if method == "gradient":
                 drawn[quantile] = model
-        rows["linear, not private"] = _with_bias(test_x) @ fit_public(
-            quantile, train_x, data.train_hours
-        )
+        rows["linear, not private"] = _with_bias(test_x) @ fit_public(quantile, train_x, data.train_hours)
         for name, predicted in rows.items():
             loss, coverage = scores(quantile, predicted, data.test_hours)
-            figures[f"{name}_{quantile:g}_pinball"], figures[f"{name}_{quantile:g}_coverage"] = (
-                loss,
-                coverage,
-            )
+            figures[f"{name}_{quantile:g}_pinball"], figures[f"{name}_{quantile:g}_coverage"] = loss, coverage
             lines.append(f"{f'{quantile:g}, {name}':<32}{loss:>14.4f}{coverage:>10.3f}")
     figures["epsilon_total"] = ledger.get_epsilon(DELTA)
 

@@ -30,15 +30,11 @@ def work(config: dict[str, Any]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Starts the workers, and returns the figures of the first."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)
     here = str(Path(__file__).parent)
-    ray.init(
-        num_cpus=WORKERS, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": here}}
-    )
+    ray.init(num_cpus=WORKERS, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(
             work,

@@ -48,14 +48,10 @@ def make_users(n: int, seed: int) -> tuple[TensorDataset, Tensor]:
 
 def make_oracle(n: int, epsilon: float, honest: float) -> ShuffledClipped:
     """Returns the protocol whose batches are (epsilon, delta)-DP each, hence the whole pass."""
-    return ShuffledClipped.calibrated(
-        CLIP, n // STEPS, DIM, epsilon=epsilon, delta=DELTA, honest_fraction=honest
-    )
+    return ShuffledClipped.calibrated(CLIP, n // STEPS, DIM, epsilon=epsilon, delta=DELTA, honest_fraction=honest)
 
 
-def train(
-    name: str, users: TensorDataset, epsilon: float, honest: float
-) -> tuple[nn.Module, dp.PrivateOptimizer]:
+def train(name: str, users: TensorDataset, epsilon: float, honest: float) -> tuple[nn.Module, dp.PrivateOptimizer]:
     """Returns a private model, and the optimizer that knows what was spent."""
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -79,21 +75,15 @@ def train(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints how near the answers are, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
-    parser.add_argument(
-        "--honest", type=float, default=1.0, help="share of the users who add their random bits"
-    )
+    parser.add_argument("--honest", type=float, default=1.0, help="share of the users who add their random bits")
     parser.add_argument("--quick", action="store_true", help="4,000 users and one run each")
     args = parser.parse_args(argv)
 
     n, runs = (QUICK_USERS, 1) if args.quick else (USERS, RUNS)
     sizes = make_oracle(n, args.epsilon, args.honest).parameters
-    print(
-        f"{n:,} users in {STEPS} batches send {DIM} x ({sizes.grid} + {sizes.noise_bits}) bits each, once\n"
-    )
+    print(f"{n:,} users in {STEPS} batches send {DIM} x ({sizes.grid} + {sizes.noise_bits}) bits each, once\n")
     print(f"{'median excess risk; zero has 0.5':<36}{'':>10}{'epsilon':>10}")
     figures: dict[str, float] = {"bits": DIM * (sizes.grid + sizes.noise_bits)}
     for name in ("central", "shuffled"):
@@ -106,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         figures[f"{name}_epsilon"] = optimizer.report().epsilon
         print(f"{name:<36}{figures[f'{name}_excess']:>10.4f}{figures[f'{name}_epsilon']:>10.4f}")
     print(f"\nof the shuffled model: {optimizer.report().headline}")
-    print(
-        "  A central simulation; it holds for the protocol, with honest users and a shuffler that only shuffles."
-    )
+    print("  A central simulation; it holds for the protocol, with honest users and a shuffler that only shuffles.")
     return figures
 
 

@@ -34,19 +34,13 @@ def work(epochs: float) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Starts the processes, and returns the figures of the first."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = (
-        SparkSession.builder.master(f"local[{PROCESSES}]")
-        .config("spark.ui.enabled", "false")
-        .getOrCreate()
-    )
+    spark = SparkSession.builder.master(f"local[{PROCESSES}]").config("spark.ui.enabled", "false").getOrCreate()
     distributor = TorchDistributor(num_processes=PROCESSES, local_mode=True, use_gpu=False)
     figures: dict[str, float] = distributor.run(work, QUICK_EPOCHS if args.quick else EPOCHS)
     spark.stop()

@@ -88,14 +88,10 @@ def flights() -> pd.DataFrame:
 
 def main() -> None:
     """Runs the studies."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="folder, new or empty")
     args = parser.parse_args()
-    budget = dp.Budget(
-        1.0, 1e-6, "add_remove"
-    )  # of each study; both of Adult together spend twice as much
+    budget = dp.Budget(1.0, 1e-6, "add_remove")  # of each study; both of Adult together spend twice as much
     users = dp.Budget(2.0, 1e-6, "add_remove", unit="user")
     studies = {
         "prediction": dp.study(adult(), ADULT, budget, n=30_000, show=None),

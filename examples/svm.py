@@ -44,22 +44,14 @@ def train(
     loss: dp.losses.MarginLoss, data: Adult, epsilon: float, epochs: float | None
 ) -> tuple[nn.Module, dp.HolderSGD]:
     """Returns a private model, and the optimizer that knows what was spent; prints the plan before it spends."""
-    return by_gradient(
-        loss, data, dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)), epsilon, epochs
-    )
+    return by_gradient(loss, data, dp.Accountant(dp.Budget(epsilon, DELTA, adjacency=ADJACENCY)), epsilon, epochs)
 
 
 def by_gradient(
-    loss: dp.losses.MarginLoss,
-    data: Adult,
-    ledger: dp.Accountant,
-    epsilon: float,
-    epochs: float | None,
+    loss: dp.losses.MarginLoss, data: Adult, ledger: dp.Accountant, epsilon: float, epochs: float | None
 ) -> tuple[nn.Module, dp.HolderSGD]:
     """Returns a model trained with noise in every step, charged to the ledger, and its optimizer."""
-    dataset = TensorDataset(
-        data.train_features, 2 * data.train_labels[:, None] - 1
-    )  # labels -1 and 1
+    dataset = TensorDataset(data.train_features, 2 * data.train_labels[:, None] - 1)  # labels -1 and 1
     model = nn.Linear(data.train_features.shape[1], 1)
     for p in model.parameters():
         nn.init.zeros_(p)
@@ -81,9 +73,7 @@ def by_gradient(
     return dp.fit(model, optimizer, dataset, loss), optimizer
 
 
-def by_output(
-    name: str, data: Adult, ledger: dp.Accountant, epsilon: float, quick: bool
-) -> nn.Module:
+def by_output(name: str, data: Adult, ledger: dp.Accountant, epsilon: float, quick: bool) -> nn.Module:
     """Returns a model trained by plain SGD, with noise on its average only, charged to the ledger."""
     loss, radius, lr = OUTPUT[name]
     dataset = TensorDataset(data.train_features, 2 * data.train_labels[:, None] - 1)
@@ -97,9 +87,7 @@ def by_output(
         epochs=1 if quick else OUTPUT_EPOCHS,
         lr=lr,
     )
-    print(
-        f"plan, output, {loss}: {planned.steps} steps, noise of std {planned.noise_std:.2g} on the answer"
-    )
+    print(f"plan, output, {loss}: {planned.steps} steps, noise of std {planned.noise_std:.2g} on the answer")
     optimizer = dp.HolderOutputSGD(model.parameters(), planned, accountant=ledger)
     with optimizer:  # iterates and losses are secret until its end
         for features, labels in optimizer.loader(dataset):
@@ -112,9 +100,7 @@ def fit_public(loss: dp.losses.MarginLoss, data: Adult, *, reg: float = 1e-4) ->
     """Returns the NON-PRIVATE minimizer (weights, bias) of mean loss + reg/2 |w|^2, by L-BFGS in float64."""
     rows, labels = _with_bias(data.train_features), 2 * data.train_labels.double() - 1
     w = torch.zeros(rows.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [w], max_iter=100, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS([w], max_iter=100, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -132,9 +118,7 @@ def _with_bias(features: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)
@@ -154,26 +138,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         figures[f"{name}_epsilon"] = optimizer.report().epsilon
         spent.append(f"spent on {name}: {optimizer.report().figures}")
         with torch.no_grad():
-            private, public = (
-                model(data.test_features),
-                _with_bias(data.test_features) @ fit_public(loss, data),
-            )
+            private, public = model(data.test_features), _with_bias(data.test_features) @ fit_public(loss, data)
         for key, scores in ((name, private), (f"{name}_baseline", public)):
             figures[f"{key}_accuracy"] = accuracy(scores, data.test_labels)
             figures[f"{key}_auc"] = auc(scores, data.test_labels)
     figures["epsilon_total"] = total.get_epsilon(DELTA)
 
-    print(
-        f"\n{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}{'not private:':>15}{'AUC':>8}"
-    )
+    print(f"\n{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}{'not private:':>15}{'AUC':>8}")
     for name, _ in losses:
-        shown = [
-            figures[f"{name}{kind}"]
-            for kind in ("_accuracy", "_auc", "_baseline_accuracy", "_baseline_auc")
-        ]
-        print(
-            f"{name.replace('_', ', q = '):<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}"
-        )
+        shown = [figures[f"{name}{kind}"] for kind in ("_accuracy", "_auc", "_baseline_accuracy", "_baseline_auc")]
+        print(f"{name.replace('_', ', q = '):<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}")
     print("", *spent, sep="\n")
     print(f"\npublishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
     return figures | compare(data, ledger, args.epsilon, args.quick)
@@ -194,20 +168,12 @@ def compare(data: Adult, ledger: dp.Accountant, epsilon: float, quick: bool) -> 
                 scores = model(data.test_features.to(model.weight.dtype))
             figures[f"{method}_{name}_accuracy"] = accuracy(scores, data.test_labels)
             figures[f"{method}_{name}_auc"] = auc(scores, data.test_labels)
-        shown = [
-            figures[f"{method}_{name}_{kind}"] for method in models for kind in ("accuracy", "auc")
-        ]
-        rows.append(
-            f"{f'q = {name}':<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}"
-        )
+        shown = [figures[f"{method}_{name}_{kind}"] for method in models for kind in ("accuracy", "auc")]
+        rows.append(f"{f'q = {name}':<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}")
     figures["epsilon_replace_one"] = ledger.get_epsilon(DELTA)
-    print(
-        f"\n{'replace_one: by gradient':<28}{'accuracy':>10}{'AUC':>10}{'by output:':>15}{'AUC':>8}"
-    )
+    print(f"\n{'replace_one: by gradient':<28}{'accuracy':>10}{'AUC':>10}{'by output:':>15}{'AUC':>8}")
     print("\n".join(rows))
-    print(
-        f"\npublishing all models of both tables: epsilon {rounded_up(figures['epsilon_replace_one'])} (replace_one)"
-    )
+    print(f"\npublishing all models of both tables: epsilon {rounded_up(figures['epsilon_replace_one'])} (replace_one)")
     return figures
 
 

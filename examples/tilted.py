@@ -59,9 +59,7 @@ def private(data: TensorDataset, tilt: float) -> tuple[Tensor, dp.OutputPerturba
     n, dim = data.tensors[0].shape
     model = nn.Linear(dim, 1, bias=False)
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one")
-    plan = dp.OutputPerturbation.plan(
-        model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, reg=LAM * n, tilt=tilt
-    )
+    plan = dp.OutputPerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, reg=LAM * n, tilt=tilt)
     optimizer = dp.OutputPerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
@@ -73,9 +71,7 @@ def untilted(data: TensorDataset, clip: float | None) -> tuple[Tensor, dp.Object
     n, dim = data.tensors[0].shape
     model = nn.Linear(dim, 1, bias=False)
     budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one")
-    plan = dp.ObjectivePerturbation.plan(
-        model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, residual_clip=clip
-    )
+    plan = dp.ObjectivePerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=1.0, residual_clip=clip)
     optimizer = dp.ObjectivePerturbation(model.parameters(), plan)
     optimizer.solve(data)
     optimizer.finalize()
@@ -87,18 +83,12 @@ def evaluate(w: Tensor, people: Adult) -> dict[str, float]:
     scores = scaled(people.test_features).double() @ w
     losses = LOSS.value(scores, 2 * people.test_labels.double() - 1).sort().values
     worst = losses[-(len(losses) // 100) :]
-    return {
-        "auc": auc(scores, people.test_labels),
-        "mean": float(losses.mean()),
-        "worst": float(worst.mean()),
-    }
+    return {"auc": auc(scores, people.test_labels), "mean": float(losses.mean()), "worst": float(worst.mean())}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits all models, prints what tilting did and cost, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4,000 people only")
     people = load_adult()
     n = QUICK_ROWS if parser.parse_args(argv).quick else len(people.train_features)

@@ -28,12 +28,8 @@ EPOCHS, QUICK_EPOCHS = 10.0, 0.1
 def train(epochs: float) -> dict[str, float]:
     """Trains in the process group that is there, and returns the figures, which are the same on every rank."""
     data = load_adult()
-    dataset = TensorDataset(
-        data.train_features, data.train_labels[:, None]
-    )  # the whole data set, on every rank
-    torch.manual_seed(
-        0
-    )  # ranks must start from the same weights; noise and batches do not come from this seed
+    dataset = TensorDataset(data.train_features, data.train_labels[:, None])  # the whole data set, on every rank
+    torch.manual_seed(0)  # ranks must start from the same weights; noise and batches do not come from this seed
     model = nn.Linear(data.train_features.shape[1], 1)
     optimizer = dp.HolderSGD(
         model.parameters(),
@@ -60,23 +56,17 @@ def show(figures: dict[str, float], processes: int) -> None:
     print(f"\n{processes} processes, {figures['steps']:.0f} steps")
     print(f"{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}")
     print(f"{'private':<28}{figures['accuracy']:>10.4f}{figures['auc']:>10.4f}")
-    print(
-        f"{'not private':<28}{figures['baseline_accuracy']:>10.4f}{figures['baseline_auc']:>10.4f}"
-    )
+    print(f"{'not private':<28}{figures['baseline_accuracy']:>10.4f}{figures['baseline_auc']:>10.4f}")
     print(f"spent: epsilon {figures['epsilon']:.4f} at delta {DELTA:g}, add_remove")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Joins the others, if torchrun has started this process, trains, and prints on the first rank."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
     args = parser.parse_args(argv)
     if dist.is_torchelastic_launched():
-        dist.init_process_group(
-            "gloo"
-        )  # before the optimizer is made; torchrun tells it who the others are
+        dist.init_process_group("gloo")  # before the optimizer is made; torchrun tells it who the others are
     figures = train(QUICK_EPOCHS if args.quick else EPOCHS)
     if not dist.is_initialized():
         show(figures, 1)

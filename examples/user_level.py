@@ -41,11 +41,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.theory.user_level.calibrate import calibrate_filter
 from torch_dpsco.theory.user_level.filter import clipping_noise_std
-from torch_dpsco.theory.user_level.radius import (
-    PairRadiusSearch,
-    pair_radius_iid,
-    pair_radius_search,
-)
+from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid, pair_radius_search
 
 EPSILON, DELTA = 2.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that the filter on all users has
@@ -62,19 +58,10 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 STEPS, LR = 60, {"logistic": 4.0, "squared": 1.0}
 CLIP = 0.2
 PAIR_RADIUS = {"logistic": 1.0, "squared": 1.5}  # of means of LEAST flights
-FILTER_STEPS, FILTER_LR = (
-    20,
-    {"logistic": 4.0, "squared": 0.4},
-)  # the more steps, the more noise in each
-SEARCH_EPSILON, SMALLEST_RADIUS = (
-    0.3,
-    1e-3,
-)  # of the budget; 64 candidates, each 1.25 times the one before
+FILTER_STEPS, FILTER_LR = 20, {"logistic": 4.0, "squared": 0.4}  # the more steps, the more noise in each
+SEARCH_EPSILON, SMALLEST_RADIUS = 0.3, 1e-3  # of the budget; 64 candidates, each 1.25 times the one before
 REG, RADIUS = 0.01, 7.0  # of the strongly convex loss, and of the answer: a guess
-LIPSCHITZ = {
-    "logistic": ROW_NORM_BOUND["predep"],
-    "squared": 3 * ROW_NORM_BOUND["predep"],
-}  # 3 hours; for steps only
+LIPSCHITZ = {"logistic": ROW_NORM_BOUND["predep"], "squared": 3 * ROW_NORM_BOUND["predep"]}  # 3 hours; for steps only
 
 
 class Fleet(NamedTuple):
@@ -99,14 +86,7 @@ def load_fleet(items: int | None = LEAST) -> Fleet:
     hours = torch.from_numpy((known["arr_delay"].to_numpy() / 60).astype(np.float32))
     kept = torch.from_numpy(choose(owners, len(names), items))
     test = torch.from_numpy(owners < 0)
-    return Fleet(
-        features[kept],
-        hours[kept],
-        torch.from_numpy(owners)[kept],
-        len(names),
-        features[test],
-        hours[test],
-    )
+    return Fleet(features[kept], hours[kept], torch.from_numpy(owners)[kept], len(names), features[test], hours[test])
 
 
 def choose(owners: np.ndarray, n_users: int, items: int | None) -> np.ndarray:
@@ -119,9 +99,7 @@ def choose(owners: np.ndarray, n_users: int, items: int | None) -> np.ndarray:
     own = [order[start:end] for start, end in pairwise(ends)]
     if items is None:
         return np.concatenate(own)
-    return np.concatenate(
-        [np.random.default_rng([0, k]).permutation(rows)[:items] for k, rows in enumerate(own)]
-    )
+    return np.concatenate([np.random.default_rng([0, k]).permutation(rows)[:items] for k, rows in enumerate(own)])
 
 
 # -- four private methods ---------------------------------------------------------------------------------------------
@@ -163,14 +141,10 @@ def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 
 def searched(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The same, with a pair radius that a private search finds in the first step, for a part of the budget."""
-    return _filtered(
-        model, setting, pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS)
-    )
+    return _filtered(model, setting, pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS))
 
 
-def _filtered(
-    model: nn.Module, setting: Setting, pair_radius: float | PairRadiusSearch
-) -> dp.PrivateOptimizer:
+def _filtered(model: nn.Module, setting: Setting, pair_radius: float | PairRadiusSearch) -> dp.PrivateOptimizer:
     plan = dp.UserFilteredSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
@@ -213,12 +187,8 @@ def train(name: str, setting: Setting, fleet: Fleet) -> tuple[nn.Module, dp.Priv
         nn.init.zeros_(p)
     optimizer = METHODS[name](model, setting)
     dataset = TensorDataset(fleet.features, targets(setting.loss, fleet.hours)[:, None])
-    loss = SUMS[
-        setting.loss
-    ]  # the filter compares users to the last bit, and a mean rounds by the size of the batch
-    fitted = dp.fit(
-        model, optimizer, dataset, loss, users=fleet.users, loss_reduction="sum", progress=False
-    )
+    loss = SUMS[setting.loss]  # the filter compares users to the last bit, and a mean rounds by the size of the batch
+    fitted = dp.fit(model, optimizer, dataset, loss, users=fleet.users, loss_reduction="sum", progress=False)
     return fitted, optimizer
 
 
@@ -241,16 +211,9 @@ def targets(loss: str, hours: Tensor) -> Tensor:
 def fit_public(loss: str, fleet: Fleet) -> Tensor:
     """Returns NON-PRIVATE (weights, bias) of the same objective, in which aircraft count alike, by L-BFGS."""
     rows, wanted = _with_bias(fleet.features), targets(loss, fleet.hours).double()
-    share = (
-        1
-        / (fleet.n_users * torch.bincount(fleet.users, minlength=fleet.n_users).double())[
-            fleet.users
-        ]
-    )
+    share = 1 / (fleet.n_users * torch.bincount(fleet.users, minlength=fleet.n_users).double())[fleet.users]
     w = torch.zeros(WIDTH + 1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [w], max_iter=100, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS([w], max_iter=100, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -295,9 +258,7 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
     far = [pair_radius_iid(LIPSCHITZ["logistic"], m, n_users, 0.01 / STEPS) for m in items]
     lines = {
         f"clipped at {CLIP}": [fixed for _ in items],
-        "filtered, guessed pair radius": [
-            of_filter * PAIR_RADIUS["logistic"] * math.sqrt(LEAST / m) for m in items
-        ],
+        "filtered, guessed pair radius": [of_filter * PAIR_RADIUS["logistic"] * math.sqrt(LEAST / m) for m in items],
         "filtered, pair radius from the Lipschitz bound": [of_filter * radius for radius in far],
     }
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -312,33 +273,21 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints scores beside those of the non-private fits, and returns the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="of each model")
-    parser.add_argument(
-        "--items", choices=(str(LEAST), "all"), default=str(LEAST), help="flights per aircraft"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_ITEMS} flights each and {QUICK_STEPS} steps"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw the noise against the flights per aircraft"
-    )
+    parser.add_argument("--items", choices=(str(LEAST), "all"), default=str(LEAST), help="flights per aircraft")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ITEMS} flights each and {QUICK_STEPS} steps")
+    parser.add_argument("--plot", metavar="FILE", help="draw the noise against the flights per aircraft")
     args = parser.parse_args(argv)
 
     items, most_steps = (QUICK_ITEMS, QUICK_STEPS) if args.quick else (LEAST, STEPS)
     fleet = load_fleet(None if args.items == "all" else items)
     budget = dp.Budget(args.epsilon, DELTA, adjacency=ADJACENCY, unit="user")
-    print(
-        f"{fleet.n_users:,} aircraft with at least {LEAST} flights, {len(fleet.hours):,} of their flights"
-    )
+    print(f"{fleet.n_users:,} aircraft with at least {LEAST} flights, {len(fleet.hours):,} of their flights")
     figures: dict[str, float] = {}
     for loss in LOSSES:
         setting = Setting(loss, fleet.n_users, items, budget, most_steps)
-        print(
-            f"\n{f'{loss}: {len(fleet.test_hours):,} flights to predict':<40}{'steps':>7}{'AUC':>9}{'loss':>9}"
-        )
+        print(f"\n{f'{loss}: {len(fleet.test_hours):,} flights to predict':<40}{'steps':>7}{'AUC':>9}{'loss':>9}")
         for name in METHODS:
             try:
                 model, optimizer = train(name, setting, fleet)
@@ -348,15 +297,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             figures[f"{loss}_{name}_epsilon"] = optimizer.report().epsilon
             auc, mean = scores(loss, model(fleet.test_features), fleet.test_hours)
             figures[f"{loss}_{name}_auc"], figures[f"{loss}_{name}_loss"] = auc, mean
-            print(
-                f"{name:<40}{optimizer.steps:>7}{auc:>9.4f}{mean:>9.4f}  {describe(optimizer)}".rstrip(),
-                flush=True,
-            )
+            print(f"{name:<40}{optimizer.steps:>7}{auc:>9.4f}{mean:>9.4f}  {describe(optimizer)}".rstrip(), flush=True)
             headline = optimizer.report().headline
         rate = float(targets(loss, fleet.hours).mean())
-        constant = torch.full_like(
-            fleet.test_hours, math.log(rate / (1 - rate)) if loss == "logistic" else rate
-        )
+        constant = torch.full_like(fleet.test_hours, math.log(rate / (1 - rate)) if loss == "logistic" else rate)
         for name, score in {
             "constant": constant,
             "linear": _with_bias(fleet.test_features) @ fit_public(loss, fleet),
@@ -365,9 +309,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             figures[f"{loss}_{name}_auc"], figures[f"{loss}_{name}_loss"] = auc, mean
             print(f"{f'{name}, not private':<47}{auc:>9.4f}{mean:>9.4f}")
     print(f"\nthe last private model: {headline}")
-    print(
-        f"universe: aircraft with at least {LEAST} flights, {fleet.n_users:,} of them, a public number."
-    )
+    print(f"universe: aircraft with at least {LEAST} flights, {fleet.n_users:,} of them, a public number.")
     print("Whoever publishes several of these models gives all of them one Accountant.")
     if args.plot:
         draw(args.plot, fleet.n_users, args.epsilon)

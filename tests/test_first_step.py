@@ -406,8 +406,8 @@ HEALTHY: dict[
     ),
     "noise of numpy": (
         lambda: Wired(
-            lambda m, x: m.layer(x + float(np.random.standard_normal())),
-            layer=nn.Linear(3, 2),  # noqa: NPY002
+            lambda m, x: m.layer(x + float(np.random.standard_normal())),  # noqa: NPY002
+            layer=nn.Linear(3, 2),
         ),
         lambda: (torch.randn(B, 3),),
         {},

@@ -17,9 +17,7 @@ import torch_dpsco
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "stranger").glob("*.py"))
 PAGE = (ROOT / "docs" / "your_own.md").read_text(encoding="utf-8")
-SHOWN = dict(
-    re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-)
+SHOWN = dict(re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 RUN = """
 import importlib.util, runpy, sys
@@ -39,9 +37,7 @@ def private_names(tree: ast.AST) -> set[str]:
 
 def test_what_a_stranger_writes_has_no_underscored_name_of_the_library() -> None:
     package = Path(torch_dpsco.__file__).parent
-    theirs = set().union(
-        *(private_names(ast.parse(path.read_bytes())) for path in package.rglob("*.py"))
-    )
+    theirs = set().union(*(private_names(ast.parse(path.read_bytes())) for path in package.rglob("*.py")))
     assert {"_validate", "_corner", "_form"} - theirs == {"_corner"}
     for path in FILES:
         text = path.read_text(encoding="utf-8")
@@ -61,14 +57,11 @@ def test_the_walk_through_counts_the_lines_of_these_files(tmp_path: Path) -> Non
     for path in FILES:
         above = tmp_path / path.name  # what only tries the file is not counted
         above.write_text(
-            re.split(
-                r"^(?:def train|if __name__)", path.read_text(encoding="utf-8"), flags=re.MULTILINE
-            )[0]
+            re.split(r"^(?:def train|if __name__)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
         )
         counted[path.name] = count(above)
     told = re.findall(
-        r"\(tests/outside/stranger/(\w+\.py)\) \| (\d+) \|",
-        (ROOT / "CONTRIBUTING.md").read_text("utf-8"),
+        r"\(tests/outside/stranger/(\w+\.py)\) \| (\d+) \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     )
     assert {name: int(lines) for name, lines in told} == counted
     assert max(counted.values()) < 60

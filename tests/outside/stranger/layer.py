@@ -40,14 +40,10 @@ def train(norm: nn.Module) -> None:
     """Makes one private pass over made-up records."""
     torch.manual_seed(0)
     model = dp.attach(nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1)))
-    plan = dp.ClippedSGD.plan(
-        n=256, budget=dp.Budget(2.0, 1e-6), clip=1.0, lr=0.1, batch_size=64, epochs=1
-    )
+    plan = dp.ClippedSGD.plan(n=256, budget=dp.Budget(2.0, 1e-6), clip=1.0, lr=0.1, batch_size=64, epochs=1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     x = torch.randn(256, 4)
-    for features, labels in optimizer.loader(
-        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    ):
+    for features, labels in optimizer.loader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
         nn.functional.mse_loss(model(features), labels).backward()
         optimizer.step()
     print(f"{type(model[1]).__name__}: epsilon", round(optimizer.report().epsilon, 2))

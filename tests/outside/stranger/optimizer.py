@@ -45,14 +45,7 @@ class QuantileSGD(PlannedOptimizer):
 
     @classmethod
     def plan(
-        cls,
-        *,
-        n: int,
-        budget: dp.Budget,
-        steps: int,
-        batch_size: int,
-        lr: float,
-        quantile: float = 0.5,
+        cls, *, n: int, budget: dp.Budget, steps: int, batch_size: int, lr: float, quantile: float = 0.5
     ) -> QuantilePlan:
         """Chooses the noise for the budget."""
         design = dp.Poisson(batch_size, n)
@@ -79,9 +72,7 @@ if __name__ == "__main__":
     model = dp.attach(nn.Linear(4, 1))
     optimizer = QuantileSGD(model.parameters(), plan)
     for _ in range(2):
-        for x, y in optimizer.loader(
-            torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))
-        ):
+        for x, y in optimizer.loader(torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))):
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
     print("spent", round(optimizer.report().epsilon, 3), "planned", round(plan.epsilon(), 3))

@@ -26,12 +26,7 @@ class Dropped(dp.oracles.ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        return {
-            "oracle": "Dropped",
-            "clip": self.fixed_clip,
-            "most": self.most,
-            "noise": self.noise_multiplier,
-        }
+        return {"oracle": "Dropped", "clip": self.fixed_clip, "most": self.most, "noise": self.noise_multiplier}
 
 
 if __name__ == "__main__":
@@ -46,9 +41,7 @@ if __name__ == "__main__":
         design=dp.Poisson(100, 1000),
         accountant=dp.Accountant(dp.Budget(1.0, 1e-5)),
     )
-    for x, y in optimizer.loader(
-        torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))
-    ):
+    for x, y in optimizer.loader(torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     print("epsilon", round(optimizer.report().epsilon, 3))

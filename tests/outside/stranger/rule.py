@@ -41,13 +41,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     features = torch.randn(1000, 4)
     model = dp.attach(nn.Linear(4, 1))
-    plan = dp.ClippedSGD.plan(
-        n=1000, budget=dp.Budget(1.0, 1e-5), clip=1.0, lr=0.1, batch_size=100, epochs=2
-    )
+    plan = dp.ClippedSGD.plan(n=1000, budget=dp.Budget(1.0, 1e-5), clip=1.0, lr=0.1, batch_size=100, epochs=2)
     optimizer = dp.ClippedSGD(model.parameters(), plan, rule=Sign(average="uniform"))
-    for x, y in optimizer.loader(
-        torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))
-    ):
+    for x, y in optimizer.loader(torch.utils.data.TensorDataset(features, features.sum(1, keepdim=True))):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     print("steps", plan.steps, "epsilon of the plan", round(plan.epsilon(), 3))
