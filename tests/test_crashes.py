@@ -26,8 +26,8 @@ from torch_dpsco.errors import (
     UnitError,
     UtilityWarning,
 )
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step.step import PrivateOptimizer
 
 ROW_FREE = ("holder-output", "bolt-on")
 

@@ -25,13 +25,13 @@ from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.optim.assembly import sizes_are_private
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.sampling.slots import capacity
+from torch_dpsco.step.assembly import sizes_are_private
 
 FALSE_ALARM = 1e-6
 

@@ -32,7 +32,7 @@ ORDER = (
     "plan clip_selection",
     "oracles",
     "distributed",
-    "optim linear",
+    "step optim linear",
     "doctor audit",
     "loggers train checkpoint make_private preview inference estimators",
     "schema prepare",

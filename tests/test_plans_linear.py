@@ -34,8 +34,8 @@ from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.linear.users import UserGDPlan
-from torch_dpsco.optim import checks
 from torch_dpsco.plan import Plan
+from torch_dpsco.step import checks
 from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
 from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 

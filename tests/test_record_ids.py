@@ -34,7 +34,6 @@ from tests.optim.test_allocated import (
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
-from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.rng import sampling_key
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -47,6 +46,7 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling.record_ids import id_bytes
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step.batch import LogicalBatch
 
 __all__ = ["sums"]  # a fixture
 FALSE_ALARM = 1e-6
@@ -535,7 +535,7 @@ def test_a_stream_that_cannot_be_read_again_is_refused() -> None:
 
 
 def test_a_stream_is_read_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_dpsco.optim.checks.world_size", lambda: 2)
+    monkeypatch.setattr("torch_dpsco.step.checks.world_size", lambda: 2)
     refused(
         lambda: built()[1].loader(Streamed(Stream(IDS), name_of)), "must be map-style", UnitError
     )

@@ -21,13 +21,13 @@ from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.distributed import World
 from torch_dpsco.errors import UnitError
-from torch_dpsco.optim import checks
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.slots import capacity
+from torch_dpsco.step import checks
 
 FALSE_ALARM = 1e-6  # of each statistical check
 KINDS = ("poisson", "full")

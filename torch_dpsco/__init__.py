@@ -27,8 +27,6 @@ from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.localized import LocalizedSGD
 from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.optim.pilot import Pilot
-from torch_dpsco.optim.public import public
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
 from torch_dpsco.optim.user_localized import LocalizedUserSGD
@@ -37,6 +35,8 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.schema import Schema
+from torch_dpsco.step.public import public
+from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import fit
 
 __version__ = "0.1.0"

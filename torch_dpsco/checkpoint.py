@@ -16,10 +16,10 @@ from torch_dpsco.accounting.designs import Shuffled
 from torch_dpsco.accounting.ledger.file import sync_folder
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
+from torch_dpsco.step import checks
+from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.step import PrivateOptimizer
 
 
 class Unsaved:

@@ -18,17 +18,17 @@ from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
 from torch_dpsco.losses.labels import read_for
-from torch_dpsco.optim.checks import require_same_parameters
-from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.holder import HolderSGD
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.sampling.replaced import require_replaceable
+from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

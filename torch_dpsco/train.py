@@ -27,16 +27,16 @@ from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.loggers import Logger
 from torch_dpsco.losses.labels import as_module
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
-from torch_dpsco.optim.checks import require_same_parameters
 from torch_dpsco.optim.compiled import CompiledRows, try_compile
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.per_record import PerRecord
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.rows.micro_batches import micro_batch_size
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
+from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]

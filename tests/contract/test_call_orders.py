@@ -23,9 +23,9 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.journal import Journal
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped, clipped
 from torch_dpsco.sampling import DrawLog
+from torch_dpsco.step.batch import LogicalBatch
 
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

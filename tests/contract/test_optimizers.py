@@ -24,8 +24,8 @@ from torch_dpsco.errors import (
     UnitError,
     UnknownSamplerError,
 )
-from torch_dpsco.optim.charges import planned_event
 from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.step.payments import planned_event
 
 # Seeds, momentum and Adam warn about utility in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

@@ -30,8 +30,8 @@ from tests.doors.shared import made
 from torch_dpsco import loggers
 from torch_dpsco.accounting import events
 from torch_dpsco.cli import main
-from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.optim.planned import FromPlan
+from torch_dpsco.step.common import CommonOptimizer
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family

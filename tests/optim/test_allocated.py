@@ -44,16 +44,17 @@ from torch_dpsco.errors import (
     SequenceError,
     UnknownSamplerError,
 )
-from torch_dpsco.optim import charges, step
-from torch_dpsco.optim import state as saved
-from torch_dpsco.optim.assembly import Assembly
-from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PrivateLoader
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step import checkpoint as saved
+from torch_dpsco.step import payments as charges
+from torch_dpsco.step import step
+from torch_dpsco.step.assembly import Assembly
+from torch_dpsco.step.batch import LogicalBatch
 
 N, T, Z = 24, 4, 2.0
 DELTA = 1e-4
@@ -305,7 +306,7 @@ def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
             )  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.optim.assembly.is_pass", lambda *args: True)
+        patch.setattr("torch_dpsco.step.assembly.is_pass", lambda *args: True)
 
     assert_caught(check, mutate)
 

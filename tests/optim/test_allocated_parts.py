@@ -35,10 +35,6 @@ from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
-from torch_dpsco.optim import charges, step
-from torch_dpsco.optim import state as saved
-from torch_dpsco.optim.assembly import Assembly, sizes_are_private
-from torch_dpsco.optim.batches import LogicalBatch
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.phased import Phased
@@ -47,6 +43,11 @@ from torch_dpsco.sampling import FullSampler, PrivateLoader, one_pass
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step import checkpoint as saved
+from torch_dpsco.step import payments as charges
+from torch_dpsco.step import step
+from torch_dpsco.step.assembly import Assembly, sizes_are_private
+from torch_dpsco.step.batch import LogicalBatch
 
 N, T, Z, DELTA = 24, 4, 2.0, 1e-4
 DATA = TensorDataset(torch.ones(N, 2), torch.ones(N, 1))
@@ -324,7 +325,7 @@ def test_parts_whose_passes_are_not_fixed_before_are_refused() -> None:
             refused(lambda pair=pair: built(oracles=pair), "amplification=False", AdjacencyError)  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.optim.assembly.is_pass", lambda *args: True)
+        patch.setattr("torch_dpsco.step.assembly.is_pass", lambda *args: True)
         patch.setattr(dp.Accountant, "require_adaptive", nothing)
 
     assert_caught(check, mutate)
@@ -392,7 +393,7 @@ def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
         refused(lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once")
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.optim.assembly.pass_of", nothing)
+        patch.setattr("torch_dpsco.step.assembly.pass_of", nothing)
         patch.setattr(step, "require_planned", nothing)
 
     assert_caught(check, mutate)

@@ -25,12 +25,12 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.designs import Design, Draw, positional_event
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
-from torch_dpsco.optim import charges
-from torch_dpsco.optim import state as saved
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step import checkpoint as saved
+from torch_dpsco.step import payments as charges
 
 N, STEPS = 24, 6
 

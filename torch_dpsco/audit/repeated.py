@@ -39,11 +39,11 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.optim.checks import require_same_parameters
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rows.attach import attach, first_step_of, is_attached
 from torch_dpsco.sampling.loader import to_device
+from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.step import PrivateOptimizer
 
 Array = NDArray[np.float64]
 Sides = tuple[Array, Array]

@@ -18,7 +18,7 @@ from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import HALF, Check, Evidence, isolated_rows
 from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.optim.common import CommonOptimizer
+from torch_dpsco.step.common import CommonOptimizer
 
 _DEFAULT_SEED = (
     67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch

@@ -17,9 +17,9 @@ from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
+from torch_dpsco.step.step import PrivateOptimizer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

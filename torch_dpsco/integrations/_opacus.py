@@ -16,9 +16,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.doctor.opacus_objects import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
-from torch_dpsco.optim.checks import number_of_records, require_same_parameters
-from torch_dpsco.optim.common import CommonOptimizer
 from torch_dpsco.sampling.replaced import require_replaceable
+from torch_dpsco.step.checks import number_of_records, require_same_parameters
+from torch_dpsco.step.common import CommonOptimizer
 
 # ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
 ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.sampling.replaced import require_replaceable
+from torch_dpsco.step.step import PrivateOptimizer
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CLIP = (

@@ -31,17 +31,17 @@ from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.preparation import Preparation
 from torch_dpsco.linear.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import (
+from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.sampling.one_by_one import one_by_one
+from torch_dpsco.step import checks
+from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
     check_call,
     in_turn,
     require_one_process,
 )
-from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
-from torch_dpsco.rng import noise_generator
-from torch_dpsco.sampling.one_by_one import one_by_one
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 _Planned = TypeVar("_Planned", bound=LinearPlan)

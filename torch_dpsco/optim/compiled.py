@@ -52,12 +52,12 @@ from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, compare
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, seed_torch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.labels import as_module, read_for
-from torch_dpsco.optim.checks import require_same_parameters
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import forget_rows, leave_rows
 from torch_dpsco.rows.micro_batches import micro_batch_size
 from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.step import PrivateOptimizer
 
 _MOST = (
     2**14

@@ -15,7 +15,6 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
 from torch_dpsco.optim.planned import (
     SAMPLING,
@@ -47,6 +46,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.step import checks
 from torch_dpsco.theory.clipping import exchange_rate_phase
 from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
 from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode

@@ -26,7 +26,6 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
     SAMPLING,
     PlannedOptimizer,
@@ -49,6 +48,7 @@ from torch_dpsco.oracles.holder import (
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
+from torch_dpsco.step import checks
 from torch_dpsco.theory.holder.paper import search_split_paper
 from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
 from torch_dpsco.theory.steps import clip_share

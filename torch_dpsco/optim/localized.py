@@ -26,7 +26,6 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.optim.minibatches import Minibatches, minibatches
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
@@ -47,6 +46,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.step import checks
 from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
 from torch_dpsco.theory.heavy_tailed.localized import (
     LocalizedPhase,

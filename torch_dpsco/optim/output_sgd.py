@@ -47,7 +47,6 @@ from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import NonPrivate, SimpleEvent
 from torch_dpsco.accounting.stated import ApproxDP, KNorm
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.optim.row_free_plan import (
@@ -59,6 +58,7 @@ from torch_dpsco.optim.row_free_plan import (
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.step import checks
 from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
 from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity, plan_bolt_on
 from torch_dpsco.theory.output_sgd.mixture import weighted_law

@@ -36,10 +36,6 @@ from torch_dpsco.accounting.designs import (
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import sizes_are_private
-from torch_dpsco.optim.charges import first_charges, planned_event
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.plan import Plan, exact_cost, passes
@@ -47,6 +43,10 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.step import checks
+from torch_dpsco.step.assembly import sizes_are_private
+from torch_dpsco.step.payments import first_charges, planned_event
+from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.theory.rounding import asks_exact
 
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {

@@ -29,15 +29,6 @@ from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.accounting.stated import KNorm
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.common import (
-    CommonOptimizer,
-    Uncopied,
-    check_call,
-    in_turn,
-    new_run,
-    require_one_process,
-)
 from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
 from torch_dpsco.optim.planned import FromPlan
 from torch_dpsco.optim.row_free_plan import (
@@ -46,18 +37,27 @@ from torch_dpsco.optim.row_free_plan import (
     record_bounds,
     require_linear,
 )
-from torch_dpsco.optim.state import (
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.rows.plain_steps import note_owner
+from torch_dpsco.rules import absorb, averaged
+from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
+from torch_dpsco.sampling.one_by_one import source_of
+from torch_dpsco.step import checks
+from torch_dpsco.step.checkpoint import (
     add_private_state,
     restore_averages,
     split_private_state,
     tell_of_lost_answer,
     unpacked,
 )
-from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows.plain_steps import note_owner
-from torch_dpsco.rules import absorb, averaged
-from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
-from torch_dpsco.sampling.one_by_one import source_of
+from torch_dpsco.step.common import (
+    CommonOptimizer,
+    Uncopied,
+    check_call,
+    in_turn,
+    new_run,
+    require_one_process,
+)
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)

@@ -16,7 +16,6 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.parts import Assigned
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import (
     PlannedOptimizer,
     agreed_adjacency,
@@ -35,6 +34,7 @@ from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
+from torch_dpsco.step import checks
 from torch_dpsco.theory.steps import Pace, noise_of_mean, relative_pace, relative_steps
 
 _FULL_STEPS = 30

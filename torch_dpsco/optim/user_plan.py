@@ -17,7 +17,6 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.optim import checks
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
@@ -25,6 +24,7 @@ from torch_dpsco.oracles.users.search import UserSearched
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
+from torch_dpsco.step import checks
 from torch_dpsco.theory.user_level.filter import UserFilterPlan
 from torch_dpsco.theory.user_level.localized import UserPhase
 from torch_dpsco.theory.user_level.radius import PairRadiusSearch

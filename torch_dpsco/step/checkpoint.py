@@ -31,16 +31,16 @@ from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.assembly import Assembly
-from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.charges import Paid, refuse_copy, refuse_load, refuse_lost
-from torch_dpsco.optim.common import CommonOptimizer, in_turn, new_run
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step import checks
+from torch_dpsco.step.assembly import Assembly
+from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.common import CommonOptimizer, in_turn, new_run
+from torch_dpsco.step.payments import Paid, refuse_copy, refuse_load, refuse_lost
 
 _KEY = "dpsco"
 _VERSION = 3

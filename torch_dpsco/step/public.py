@@ -21,9 +21,9 @@ from torch import nn
 
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.optim.step import PrivateOptimizer
 from torch_dpsco.rows.attach import is_attached, paused
 from torch_dpsco.rows.plain_steps import owners
+from torch_dpsco.step.step import PrivateOptimizer
 
 
 @typed
@@ -31,7 +31,7 @@ from torch_dpsco.rows.plain_steps import owners
 def public(model: nn.Module) -> Iterator[None]:
     """Lets plain optimizers step on an attached model, with plain gradients of PUBLIC data, between private steps.
 
-    What they move is kept by the next private steps, see `optim.public`, and the private optimizer's report says that
+    What they move is kept by the next private steps, see `step.public`, and the private optimizer's report says that
     there were public steps. In the block nothing is recorded and no private step is made.
 
     Args:

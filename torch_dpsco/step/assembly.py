@@ -22,10 +22,6 @@ from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.distributed import join, world_size
 from torch_dpsco.errors import SequenceError, UnitError
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.batches import LogicalBatch
-from torch_dpsco.optim.charges import Paid, first_charges, is_pass, pass_of, planned_event
-from torch_dpsco.optim.common import CommonOptimizer, new_run
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
@@ -45,6 +41,10 @@ from torch_dpsco.sampling import (
     user_ids,
 )
 from torch_dpsco.schedule import Schedule
+from torch_dpsco.step import checks
+from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.common import CommonOptimizer, new_run
+from torch_dpsco.step.payments import Paid, first_charges, is_pass, pass_of, planned_event
 from torch_dpsco.theory.rounding import asks_exact
 
 

@@ -22,7 +22,7 @@ from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.optim.checks import is_watched, listed
+from torch_dpsco.step.checks import is_watched, listed
 
 _LARGEST = 1e100  # of what a plan is computed from
 _TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")

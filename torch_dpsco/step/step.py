@@ -27,15 +27,15 @@ from torch_dpsco.accounting.ledger.book import OPEN, OVER
 from torch_dpsco.accounting.ledger.store import LOCK
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.optim import checks
-from torch_dpsco.optim.batches import show_zero_gradient, take_scale
-from torch_dpsco.optim.charges import Paid, require_planned
-from torch_dpsco.optim.common import check_call, in_turn, seldom_watched
-from torch_dpsco.optim.state import Saved
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
+from torch_dpsco.step import checks
+from torch_dpsco.step.batch import show_zero_gradient, take_scale
+from torch_dpsco.step.checkpoint import Saved
+from torch_dpsco.step.common import check_call, in_turn, seldom_watched
+from torch_dpsco.step.payments import Paid, require_planned
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"

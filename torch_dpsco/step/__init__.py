@@ -1,0 +1,1 @@
+"""A private step: sampling x oracle x rule x schedule, paid from a ledger."""
