@@ -39,9 +39,9 @@ from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
     check_call,
-    in_turn,
     require_one_process,
 )
+from torch_dpsco.step.turn import in_turn
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 _Planned = TypeVar("_Planned", bound=LinearPlan)

@@ -54,10 +54,10 @@ from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
     check_call,
-    in_turn,
     new_run,
     require_one_process,
 )
+from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)

@@ -39,8 +39,9 @@ from torch_dpsco.secret import SecretState
 from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.common import CommonOptimizer, in_turn, new_run
+from torch_dpsco.step.common import CommonOptimizer, new_run
 from torch_dpsco.step.payments import Paid, refuse_copy, refuse_load, refuse_lost
+from torch_dpsco.step.turn import in_turn
 
 _KEY = "dpsco"
 _VERSION = 3

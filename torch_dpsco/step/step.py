@@ -34,8 +34,9 @@ from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import show_zero_gradient, take_scale
 from torch_dpsco.step.checkpoint import Saved
-from torch_dpsco.step.common import check_call, in_turn, seldom_watched
+from torch_dpsco.step.common import check_call
 from torch_dpsco.step.payments import Paid, require_planned
+from torch_dpsco.step.turn import in_turn, seldom_watched
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"
@@ -358,7 +359,7 @@ class PrivateOptimizer(Saved):
         """Puts the private answer so far into the parameters while the block runs."""
         self._require_private()
         params = self._trained()
-        with self._turn, torch.no_grad():
+        with self.turn, torch.no_grad():
             queries = [p.detach().clone() for p in params]
             if not self._finalized:
                 self._install_answer()
