@@ -27,6 +27,7 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step.payments import Payments
 from torch_dpsco.step.step import PrivateOptimizer
 
 ROW_FREE = ("holder-output", "bolt-on")
@@ -225,12 +226,12 @@ def test_a_halt_that_the_checkpoint_missed_is_kept(tmp_path: Path, monkeypatch: 
 def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> None:
     """Killed between the answer and its note in the ledger: the answer was not shown."""
 
-    def kill(optimizer: PrivateOptimizer) -> None:
-        optimizer.accountant.close()
+    def kill(payments: Payments, steps: int) -> None:
+        payments._accountant.close()
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateOptimizer, "_note_halt", kill)
+        patched.setattr(Payments, "note_halt", kill)
         with pytest.raises(Killed):
             train(CASES["user-halting"], tmp_path)
     with pytest.warns(UtilityWarning, match="^1 steps after step 0"):

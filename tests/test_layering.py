@@ -7,6 +7,8 @@ update rules cannot reach private rows because they cannot reach an oracle, and 
 from __future__ import annotations
 
 import ast
+import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -20,7 +22,14 @@ from torch_dpsco.compat import ATTRIBUTES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torch_dpsco"
-MAX_LINES = 600
+_SPEC = importlib.util.spec_from_loader(
+    "size", importlib.machinery.SourceFileLoader("size", str(ROOT / ".ci/size"))
+)
+assert _SPEC is not None
+size = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(size)  # type: ignore[union-attr]
+MAX_LINES = 500  # of code
+LONG = {"torch_dpsco.accounting.report.wording"}  # sentences, which are data
 # Files import from their own row or from rows above it (the package's own file gathers the public names).
 ORDER = (
     "errors _validate _words _doors _margin _owned compat native plots",
@@ -231,8 +240,9 @@ def test_every_module_has_a_docstring_and_at_most_600_lines():
     def wrong(name: str) -> Iterator[str]:
         if len((ast.get_docstring(parsed(name)) or "").split()) < 3:
             yield "no docstring"
-        if (lines := len(FILES[name].read_text(encoding="utf-8").splitlines())) > MAX_LINES:
-            yield f"{lines} lines"
+        lines = size.lines_of_code(FILES[name])
+        if lines > MAX_LINES and name not in LONG:
+            yield f"{lines} lines of code"
 
     assert offenders(wrong) == {}
 

@@ -45,7 +45,6 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
 from torch_dpsco.step import checkpoint as saved
 from torch_dpsco.step import payments as charges
-from torch_dpsco.step import step
 from torch_dpsco.step.assembly import Assembly, sizes_are_private
 from torch_dpsco.step.batch import LogicalBatch
 
@@ -298,7 +297,7 @@ def test_a_charge_of_another_pass_than_planned_is_refused() -> None:
         refused(lambda: train(model, optimizer), "as was known when the optimizer was made")
         assert (optimizer.steps, parts(optimizer)) == (2 + T, [("0", FULL, 2), ("1", PASS, 1)])
 
-    assert_caught(check, lambda patch: patch.setattr(step, "require_planned", nothing))
+    assert_caught(check, lambda patch: patch.setattr(charges, "require_planned", nothing))
 
 
 class Longer(Clipped):
@@ -325,7 +324,7 @@ def test_parts_whose_passes_are_not_fixed_before_are_refused() -> None:
             refused(lambda pair=pair: built(oracles=pair), "amplification=False", AdjacencyError)  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.assembly.is_pass", lambda *args: True)
+        patch.setattr("torch_dpsco.step.payments.is_pass", lambda *args: True)
         patch.setattr(dp.Accountant, "require_adaptive", nothing)
 
     assert_caught(check, mutate)
@@ -347,9 +346,7 @@ def test_draws_in_parts_serve_once() -> None:
             "may have been released already",
         )
 
-    assert_caught(
-        check, lambda patch: patch.setattr(step.PrivateOptimizer, "_require_fresh", nothing)
-    )
+    assert_caught(check, lambda patch: patch.setattr(charges.Payments, "_require_fresh", nothing))
 
 
 def test_parts_with_passes_are_not_begun_again() -> None:
@@ -393,8 +390,8 @@ def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
         refused(lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once")
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.assembly.pass_of", nothing)
-        patch.setattr(step, "require_planned", nothing)
+        patch.setattr("torch_dpsco.step.payments.pass_of", nothing)
+        patch.setattr(charges, "require_planned", nothing)
 
     assert_caught(check, mutate)
 
@@ -579,13 +576,19 @@ def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
     for optimizer, before in ((whole_run()[1], 0), (built()[1], 2)):
         stops = []
         for made in range(before + 2 * T):
-            optimizer._steps, optimizer._paid = made, None
+            optimizer._payments.paid = None
             optimizer.oracle.lose(made, halted=False)
             try:
-                optimizer._note_paid()
+                optimizer._payments.note_lost(
+                    made,
+                    optimizer._batch.partition_name,
+                    cut=optimizer._batch.partition is not None,
+                )
             except ValueError as error:
                 raise AssertionError(made) from error
-            stops.append(None if optimizer._paid is None else optimizer._paid.stop)
+            stops.append(
+                None if optimizer._payments.paid is None else optimizer._payments.paid.stop
+            )
         assert stops == expected[before]
 
 
@@ -593,9 +596,8 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
     """The mutation takes a lost step for the first one of its pass."""
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(
-            saved, "Draw", lambda size, partition, part, index: Draw(size, partition, part)
-        )
+        real = charges.Payments._lost_draw
+        patch.setattr(charges.Payments, "_lost_draw", lambda *args: replace(real(*args), index=0))
 
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
 
@@ -609,7 +611,7 @@ def test_a_run_that_is_resumed_inside_of_a_pass_has_paid_for_that_pass(
 ) -> None:
     _, again, _ = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     name = again._batch.partition_name
-    assert again._paid == charges.Paid(
+    assert again._payments.paid == charges.Paid(
         stop, name, DESIGN.draw_event(FULL, Draw(0, name, "1", stop - 1))
     )
 
@@ -618,8 +620,8 @@ def test_a_lost_pass_that_its_part_does_not_finish_is_paid_to_the_end_of_the_par
     tmp_path: Path,
 ) -> None:
     model, again, _ = crashed(tmp_path / "ledger", SHORT, 1, 2)  # the whole first part is made
-    assert again._paid is not None
-    assert again._paid.stop == 2
+    assert again._payments.paid is not None
+    assert again._payments.paid.stop == 2
     train(model, again, resume=True)
     assert parts(again) == [("0", RandomAllocation(Z, 2), 2), ("1", PASS, 1)]
 

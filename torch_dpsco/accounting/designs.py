@@ -116,6 +116,16 @@ class Design(ABC):
         """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
         return 1
 
+    def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
+        """Returns how many charges like that of a draw are ahead, this one included.
+
+        Args:
+            draw: the next one.
+            left: draws that a run has left, this one included.
+            of_passes: whether a charge is of a whole pass of secret draws.
+        """
+        return self.draws_left(draw.index) if draw.partition else left
+
     @abstractmethod
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw, for the ledger. Its sum over draws never costs more than `event`."""

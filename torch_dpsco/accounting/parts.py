@@ -111,6 +111,10 @@ class Assigned(SizedDesign):
         """Returns how many draws of the pass are left, where it is charged as a whole."""
         return self.batches - draw.index % self.batches if self.amplifies(base) else 1
 
+    def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
+        """Returns how many charges like that of a draw are ahead: one for each pass, or for this batch alone."""
+        return math.ceil(left / self.batches) if of_passes else self.draws_left(draw.index)
+
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
         if check.count(draws=draws) > self.steps_per_epoch:

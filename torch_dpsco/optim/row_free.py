@@ -54,9 +54,9 @@ from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
     check_call,
-    new_run,
     require_one_process,
 )
+from torch_dpsco.step.payments import new_run
 from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"

@@ -43,8 +43,8 @@ from torch_dpsco.sampling import (
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.common import CommonOptimizer, new_run
-from torch_dpsco.step.payments import Paid, first_charges, is_pass, pass_of, planned_event
+from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.payments import Payments, planned_event
 from torch_dpsco.theory.rounding import asks_exact
 
 
@@ -99,20 +99,8 @@ class Assembly(CommonOptimizer):
         ):  # a plan has said it
             warn_of_delta(accountant.budget, design.n, stacklevel=4)
         checks.require_same_parts(oracle, design, self.schedule)
-        charges = first_charges(oracle, design)
-        self._adaptive = any(charge.adaptive for charge in charges)
-        self._in_passes = is_pass(oracle, design, charges)
-        self._passes = tuple(pass_of(charge.event) for charge in charges)
-        # whose releases have a secret in common
-        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
-        secret = [
-            charge.covers > 1 or (known is not None and known.steps > 1)
-            for charge, known in zip(charges, self._passes, strict=True)
-        ]
-        self._sharing = tuple(
-            member for member, shares in zip(oracle.members, secret, strict=True) if shares
-        )
-        if self._adaptive:
+        self._payments = Payments(oracle, design, accountant, self._planned)
+        if self._payments.adaptive:
             self.accountant.require_adaptive()
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
@@ -124,10 +112,9 @@ class Assembly(CommonOptimizer):
             False,
             0,
         )  # whether `dp.public` runs, and how often it moved the parameters
-        self._run, self._since = new_run(), 0  # from that step on
-        self._paid: Paid | None = None  # what was charged for several releases
+        self._since = 0  # step from which the run has its name
         self._stills = 0  # releases of this phase that were no means
-        self._in_order = isinstance(design, Parts) or self._in_passes
+        self._in_order = isinstance(design, Parts) or self._payments.in_passes
         self._constrains = not isinstance(self.prox, Identity)
         self._batch = LogicalBatch(self.design, in_order=self._in_order)
         self._isolation = Isolation()
@@ -141,7 +128,7 @@ class Assembly(CommonOptimizer):
             self.accountant, self.adjacency, planned_event(oracle, design, 0, 1)
         )
         if (
-            isinstance(design, Parts) and not self._adaptive
+            isinstance(design, Parts) and not self._payments.adaptive
         ):  # a later phase may cost more than the first
             checks.require_one_step(
                 self.accountant, self.adjacency, self.ahead(), "the planned phases"
@@ -154,7 +141,7 @@ class Assembly(CommonOptimizer):
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
-        if not self._adaptive:
+        if not self._payments.adaptive:
             self.accountant.expect(
                 *((self.ahead(1), None) if self._planned is None else (self.ahead(), 1))
             )
@@ -382,9 +369,9 @@ class Assembly(CommonOptimizer):
         self._isolation = replace(self._isolation, block=None)
 
     @property
-    def _part(self) -> int:
-        """The part of the next draw, 0 where a design has none."""
-        return self.design.part_of(self._steps) if isinstance(self.design, Parts) else 0
+    def run(self) -> str:
+        """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
+        return self._payments.run
 
     @property
     def outstanding_rows(self) -> int | None:
@@ -454,7 +441,7 @@ class Assembly(CommonOptimizer):
         )
         known = (
             self.design.one_pass
-            or self._sharing
+            or self._payments.sharing
             or not isinstance(run.event, (Gaussian, NonPrivate))
         )
         ahead = self.ahead() if known and run.planned else run.ahead()
@@ -503,13 +490,17 @@ class Assembly(CommonOptimizer):
         if steps is None:
             steps = (self.schedule.steps or self._steps) - self._steps
         stop = self._steps + check.count(steps=steps)
-        start = self._steps if self._paid is None else min(stop, max(self._steps, self._paid.stop))
+        start = (
+            self._steps
+            if self._payments.paid is None
+            else min(stop, max(self._steps, self._payments.paid.stop))
+        )
         return planned_event(self.oracle, self.design, start, stop, self._batch.partition_name)
 
     @property
     def adaptive(self) -> bool:
         """Whether what a step costs depends on what was released before."""
-        return self._adaptive
+        return self._payments.adaptive
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""

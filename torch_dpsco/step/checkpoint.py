@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.ledger.book import read_state
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
@@ -39,8 +37,8 @@ from torch_dpsco.secret import SecretState
 from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.common import CommonOptimizer, new_run
-from torch_dpsco.step.payments import Paid, refuse_copy, refuse_load, refuse_lost
+from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.payments import Paid, new_run, refuse_copy, refuse_load, refuse_lost
 from torch_dpsco.step.turn import in_turn
 
 _KEY = "dpsco"
@@ -201,7 +199,7 @@ class Saved(Assembly):
             "halted": self._halted,
             "still": self._stills,
             "finalized": self._finalized,
-            "run": self._run,
+            "run": self.run,
             "since": self._since,
             "public": self._public,
         }
@@ -209,12 +207,12 @@ class Saved(Assembly):
         partition = None if self._finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        shared = bool(self._sharing) and not (
-            self._in_passes and self._finalized
+        shared = bool(self._payments.sharing) and not (
+            self._payments.in_passes and self._finalized
         )  # of passes no draw is left
         secret = shared or partition is not None or isinstance(private["oracle"], SecretState)
         private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
-        private["paid"] = None if self._paid is None else self._paid.row
+        private["paid"] = None if self._payments.paid is None else self._payments.paid.row
         if partition is not None:
             private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
         return add_private_state(super().state_dict(), self.settings(), private)
@@ -229,16 +227,16 @@ class Saved(Assembly):
             SequenceError: the run is charged as a whole and goes on by `resume` only.
         """
         public, private = split_private_state(state_dict, self.settings())
-        require_charged(private, shared=bool(self._sharing))
+        require_charged(private, shared=bool(self._payments.sharing))
         if private["t"] and not private["finalized"]:
-            refuse_load(self._sharing)
+            refuse_load(self._payments.sharing)
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
         if not private["t"] and not self._steps:
             # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
             # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
-            private = private | {"oracle": None, "run": self._run}
-            if self._in_passes:
+            private = private | {"oracle": None, "run": self.run}
+            if self._payments.in_passes:
                 # PRIVACY: and so do secret draws (test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only)
                 private.pop("partition", None)
         self._restore(public, private)
@@ -256,8 +254,8 @@ class Saved(Assembly):
         self._halted = private["halted"]
         self._finalized = private["finalized"]
         self._stills = private["still"]
-        self._run = private["run"]
-        self._paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
+        self._payments.run = private["run"]
+        self._payments.paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
         self._since = private.get("since", self._steps)
         self._public = private.get("public", 0)
 
@@ -280,8 +278,8 @@ class Saved(Assembly):
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
         public, private, marked = unpacked(self, self.settings(), state_dict)
-        require_charged(private, shared=bool(self._sharing))
-        if self._sharing and "paid" not in private:
+        require_charged(private, shared=bool(self._payments.sharing))
+        if self._payments.sharing and "paid" not in private:
             raise ValueError(
                 "state_dict must be as it was written (got one without what was paid for)"
             )
@@ -292,47 +290,29 @@ class Saved(Assembly):
         if partition is not None:
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
-        lost = 0 if self._finalized else max(0, marked.get(self._run, made) - made)
+        lost = 0 if self._finalized else max(0, marked.get(self.run, made) - made)
         refuse_lost(
-            () if self._in_passes else self._sharing, lost
+            () if self._payments.in_passes else self._payments.sharing, lost
         )  # batches of a pass share nothing but their charge
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
-                halted = self.oracle.lose(self._steps, halted=self._halt_mark() in marked)
-                self._note_paid()
+                halted = self.oracle.lose(
+                    self._steps, halted=self._payments.halt_mark(self._steps) in marked
+                )
+                self._payments.note_lost(
+                    self._steps, self._batch.partition_name, cut=self._batch.partition is not None
+                )
                 self._apply(self._trained(), Release([], halted=halted, still=True))
         tell_of_lost(lost, made)
         if self._steps == self._planned:
             self.finalize()
         return lost
 
-    def _note_paid(self) -> None:
-        """Notes what was charged with a lost step."""
-        if self._paid is not None and self._steps < self._paid.stop:
-            return
-        known = self._batch.partition is not None
-        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
-        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
-        draw = Draw(0, self._batch.partition_name, str(self._part), self._steps)
-        charge = self.oracle.charge(self.design, draw)
-        if charge.covers > 1:
-            name = self._batch.partition_name if known else ""
-            self._paid = Paid(
-                self._steps + charge.covers, name, charge.event if self._in_passes else None
-            )
-
-    def _halt_mark(self) -> str:
-        return f"{self._run}/halted/{self._steps}"
-
-    def _note_halt(self) -> None:
-        """Notes in the ledger that the release of this step is a halt, before anybody sees it."""
-        self.accountant.authorize(Sequential(()), releases={self._halt_mark(): 1})
-
     def __getstate__(self) -> dict[str, Any]:
         self._require_private()
         if not self._finalized:
-            refuse_copy(self._sharing)
+            refuse_copy(self._payments.sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
         kept = {
@@ -357,6 +337,6 @@ class Saved(Assembly):
             self._batch.resume(partition)
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._run = new_run()
+        self._payments.run = new_run()
         self._since = self._steps
         note_owner(self._all_params(), self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import abstractmethod
 from dataclasses import replace
 from types import TracebackType
@@ -126,11 +125,6 @@ class CommonOptimizer(Optimizer):
         return make_statement(
             self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
         )
-
-
-def new_run() -> str:
-    """Returns the random name of a run, by which ledgers know its releases."""
-    return secrets.token_hex(16)
 
 
 class Uncopied:

@@ -8,10 +8,12 @@ process, or, after a crash, with the ledger file, which knows how far the run ha
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import (
     Event,
@@ -22,10 +24,17 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
+from torch_dpsco.accounting.ledger.book import OPEN, OVER
+from torch_dpsco.accounting.ledger.store import LOCK
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.oracles.phased import Phased
+
+
+def new_run() -> str:
+    """Returns the random name of a run, by which ledgers know its releases."""
+    return secrets.token_hex(16)
 
 
 class Paid(NamedTuple):
@@ -198,3 +207,150 @@ def refuse_lost(sharing: Sequence[MeanOracle], lost: int) -> None:
             " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
             " says by `lose` what they mean)"
         )
+
+
+class Payments:
+    """What the releases of one run are charged, each before its noise is drawn, with the mark of its number.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        accountant: pays.
+        planned: steps of the run; None where their number is open.
+
+    Raises:
+        AdjacencyError: passes of secret draws whose steps are not all charged alike.
+    """
+
+    def __init__(
+        self, oracle: MeanOracle, design: Design, accountant: Accountant, planned: int | None
+    ) -> None:
+        self._oracle = oracle
+        self._design = design
+        self._accountant = accountant
+        self._planned = planned
+        self.run = new_run()  # random name, by which the ledger knows the releases
+        self.paid: Paid | None = None  # what was charged for several releases
+        charges = first_charges(oracle, design)
+        self.adaptive = any(charge.adaptive for charge in charges)
+        self.in_passes = is_pass(oracle, design, charges)
+        self._passes = tuple(pass_of(charge.event) for charge in charges)
+        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
+        secret = [
+            charge.covers > 1 or (known is not None and known.steps > 1)
+            for charge, known in zip(charges, self._passes, strict=True)
+        ]
+        # whose releases have a secret in common
+        self.sharing = tuple(
+            member for member, shares in zip(oracle.members, secret, strict=True) if shares
+        )
+
+    def pay(self, draw: Draw, steps: int) -> None:
+        """Charges the release of a draw, unless a charge before has paid for it.
+
+        Args:
+            draw: whose rows are released.
+            steps: releases made before.
+
+        Raises:
+            BudgetExceeded: there is not enough left; nothing was charged.
+            SequenceError: the release may have been made already, or is of another pass than was charged.
+        """
+        charge = self._price(draw, steps)
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {self.run: steps + 1}
+        if self._design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        if self.in_passes:
+            marks[self.run + OPEN] = 1
+        with LOCK:  # of two threads one must see the mark of the other
+            self._require_unmade(steps)
+            if self.in_passes:
+                self._require_fresh(draw)
+            self._accountant.authorize(
+                charge.event,
+                planned=self._charges_left(draw, steps),
+                adaptive=self.adaptive,
+                releases=marks,
+            )
+            if charge.covers > 1:
+                self._note(charge, steps, draw.partition + self._accountant.place)
+
+    def _price(self, draw: Draw, steps: int) -> Charge:
+        """Returns the charge of a release: nothing where it is paid for."""
+        if self.paid is None or steps >= self.paid.stop:
+            charge = self._oracle.charge(self._design, draw)
+            require_planned(charge.event, self._passes[self._part(steps)])
+            return charge
+        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+        where = draw.partition + self._accountant.place
+        event = self._oracle.charge(self._design, draw).event if self.in_passes else None
+        self.paid.require(where, event)
+        return Charge(Sequential(()))
+
+    def _charges_left(self, draw: Draw, steps: int) -> int:
+        """Returns how many equal charges a budget may expect."""
+        if not self.in_passes and (self.adaptive or self.sharing):  # the next event is another one
+            return 1
+        left = 1 if self._planned is None else self._planned - steps
+        return self._design.charges_left(draw, left, of_passes=self.in_passes)
+
+    def _require_unmade(self, steps: int) -> None:
+        """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
+        if self.sharing and self._accountant.marked(self.run) > steps:
+            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+            raise SequenceError(
+                "this step may have been made already, by another optimizer that goes on with"
+                " the same run or by a step that failed after its charge: resume the run from"
+                " its last checkpoint, or finalize()"
+            )
+
+    def _require_fresh(self, draw: Draw) -> None:
+        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
+        if self._accountant.marked(draw.partition) > draw.index:
+            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
+            raise SequenceError(
+                "this batch may have been released already, and its pass was charged for one"
+                " release of each: make a new optimizer, whose draws are fresh"
+            )
+
+    def _note(self, charge: Charge, steps: int, where: str) -> None:
+        event = charge.event if self.in_passes else None
+        self.paid = Paid(steps + charge.covers, where, event)
+
+    def note_lost(self, steps: int, partition: str, *, cut: bool) -> None:
+        """Notes what was charged with a lost step.
+
+        Args:
+            steps: made before it.
+            partition: by which the ledger knows how records are cut into batches; "planned" before they are.
+            cut: whether they are.
+        """
+        if self.paid is not None and steps < self.paid.stop:
+            return
+        charge = self._oracle.charge(self._design, self._lost_draw(steps, partition))
+        if charge.covers > 1:
+            self._note(charge, steps, partition if cut else "")
+
+    def _lost_draw(self, steps: int, partition: str) -> Draw:
+        part = self._part(steps)
+        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
+        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
+        return Draw(0, partition, str(part), steps)
+
+    def _part(self, steps: int) -> int:
+        """Returns the part of the next draw, 0 where a design has none."""
+        return self._design.part_of(steps) if isinstance(self._design, Parts) else 0
+
+    def end(self, steps: int) -> None:
+        """Marks that no release of the run's passes follows."""
+        if self.in_passes and steps:
+            self._accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
+
+    def note_halt(self, steps: int) -> None:
+        """Notes in the ledger that the release of a step is a halt, before anybody sees it."""
+        self._accountant.authorize(Sequential(()), releases={self.halt_mark(steps): 1})
+
+    def halt_mark(self, steps: int) -> str:
+        """Returns the mark of a halt after `steps` steps."""
+        return f"{self.run}/halted/{steps}"

@@ -22,12 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Sequential
-from torch_dpsco.accounting.ledger.book import OPEN, OVER
-from torch_dpsco.accounting.ledger.store import LOCK
-from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.base import Charge, Release
+from torch_dpsco.oracles.base import Release
 from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
@@ -35,7 +31,6 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.batch import show_zero_gradient, take_scale
 from torch_dpsco.step.checkpoint import Saved
 from torch_dpsco.step.common import check_call
-from torch_dpsco.step.payments import Paid, require_planned
 from torch_dpsco.step.turn import in_turn, seldom_watched
 
 _PRIVATE_MEAN = (
@@ -140,7 +135,7 @@ class PrivateOptimizer(Saved):
             self._charge(draw)
             release = self._world.release(self.oracle, self._noise)
             if release.halted and not self._halted:
-                self._note_halt()
+                self._payments.note_halt(self._steps)
         except BaseException:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
             # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -152,56 +147,7 @@ class PrivateOptimizer(Saved):
             self._end()
 
     def _charge(self, draw: Draw) -> None:
-        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
-        marks = {self._run: self._steps + 1}
-        if self.design.one_pass:
-            marks[draw.partition] = draw.index + 1
-        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-        paid = self._paid
-        where = draw.partition + self.accountant.place
-        if paid is not None and self._steps < paid.stop:
-            paid.require(
-                where, self.oracle.charge(self.design, draw).event if self._in_passes else None
-            )
-            charge = Charge(Sequential(()))
-        else:
-            charge = self.oracle.charge(self.design, draw)
-            require_planned(charge.event, self._passes[self._part])
-        planned = 1 if self._planned is None else self._planned - self._steps
-        if self._in_passes and isinstance(self.design, Parts):
-            planned = self.design.draws_left(draw.index)
-        elif self._in_passes:
-            planned = math.ceil(planned / self.design.batches)
-        elif self._adaptive or self._sharing:  # the next event is another one
-            planned = 1
-        elif draw.partition:  # that of the next part is; within one all are equal
-            planned = self.design.draws_left(draw.index)
-        with LOCK:  # of two threads one must see the mark of the other
-            if self._sharing and self.accountant.marked(self._run) > self._steps:
-                # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
-                raise SequenceError(
-                    "this step may have been made already, by another optimizer that goes on with"
-                    " the same run or by a step that failed after its charge: resume the run from"
-                    " its last checkpoint, or finalize()"
-                )
-            if self._in_passes:
-                self._require_fresh(draw)
-                marks[self._run + OPEN] = 1
-            self.accountant.authorize(
-                charge.event, planned=planned, adaptive=self._adaptive, releases=marks
-            )
-            if charge.covers > 1:
-                event = charge.event if self._in_passes else None
-                self._paid = Paid(self._steps + charge.covers, where, event)
-
-    def _require_fresh(self, draw: Draw) -> None:
-        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
-        if self.accountant.marked(draw.partition) > draw.index:
-            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
-            raise SequenceError(
-                "this batch may have been released already, and its pass was charged for one"
-                " release of each: make a new optimizer, whose draws are fresh"
-            )
+        self._payments.pay(draw, self._steps)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -390,8 +336,7 @@ class PrivateOptimizer(Saved):
         self._world.end(self)
         with torch.no_grad():
             self._install_answer()
-        if self._in_passes and self._steps:  # no step of its passes follows
-            self.accountant.authorize(Sequential(()), releases={self._run + OVER: 1})
+        self._payments.end(self._steps)
         self._finalized = True
 
     # -- public data --------------------------------------------------------------------------------------------------
