@@ -36,8 +36,8 @@ def names_in_the_code() -> set[str]:
 
 def headings() -> list[str]:
     return re.findall(
-        r"^## (.*)$",
-        (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8"),
+        r"^### (.*)$",
+        (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8"),
         flags=re.MULTILINE,
     )
 
@@ -65,7 +65,7 @@ def test_a_report_has_a_block_per_finding_with_evidence_fix_and_link():
         "CRITICAL: no accountant",
         "  found  step_hook is None",
         "  fix    leave the hook alone",
-        "  see    docs/pitfalls.md#no-accountant",
+        "  see    docs/mistakes.md#no-accountant",
     ]
     assert blocks[2].splitlines()[2:4] == ["  fix    use mean", "         or sum"]
 

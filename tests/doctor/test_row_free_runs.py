@@ -104,7 +104,7 @@ def test_secret_iterates_have_no_say_in_the_findings(scale):
 def test_fit_refuses_what_the_doctor_finds_before_the_first_step(loss):
     model = linear()
     optimizer = output(model)
-    with pytest.raises(PrivacyError, match=r"docs/pitfalls\.md#"):
+    with pytest.raises(PrivacyError, match=r"docs/mistakes\.md#"):
         dp.fit(model, optimizer, data(), loss, progress=False)
     assert (optimizer.steps, optimizer.finalized, len(optimizer.accountant)) == (0, False, 0)
     dp.fit(

@@ -28,7 +28,7 @@ def test_the_mistake_of_a_broken_script_is_found(script):
     assert [finding.severity for finding in found] == [severity]
     assert found[0].evidence
     assert found[0].fix
-    assert found[0].link == f"docs/pitfalls.md#{name}"
+    assert found[0].link == f"docs/mistakes.md#{name}"
 
 
 def test_there_are_twelve_mistakes():

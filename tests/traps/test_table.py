@@ -1,4 +1,4 @@
-"""docs/traps.md is made of the docstrings of the trap tests, which measure what they say.
+"""The last section of docs/mistakes.md is made of the docstrings of the trap tests, which measure what they say.
 
 After a change of theirs: python -c "from tests.traps.test_table import write; write()"
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "traps.md"
-HEAD = """# Traps
+PAGE = FOLDER.parents[1] / "docs" / "mistakes.md"
+HEAD = """## What Opacus lets pass silently
 
 What goes wrong without an error in training loops with Opacus 1.6.0, and what happens in the same loops here. The texts
 are those of the tests (in `tests/traps`), each of which first measures what Opacus does and then what `torch_dpsco`
@@ -23,6 +23,7 @@ of models with one parameter and clip 1, so that a release can be read off the p
 | # | the trap | Opacus 1.6 | here | test |
 |---|---|---|---|---|
 """
+TITLE = HEAD.splitlines()[0]
 
 
 def trap_tests() -> dict[int, dict[str, str]]:
@@ -51,12 +52,13 @@ def row(number: int, tests: dict[str, str]) -> str:
     return f"| T{number} | {' | '.join(cells)} | {', '.join(f'`{name}`' for name in tests)} |\n"
 
 
-def page() -> str:
+def section() -> str:
     return HEAD + "".join(row(number, tests) for number, tests in sorted(trap_tests().items()))
 
 
 def write() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text[: text.index(TITLE)] + section(), encoding="utf-8")
 
 
 def test_each_trap_has_its_test() -> None:
@@ -69,4 +71,5 @@ def test_the_table_says_of_each_trap_what_its_test_says(number: int) -> None:
 
 
 def test_the_table_holds_nothing_else() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page()
+    text = PAGE.read_text(encoding="utf-8")
+    assert text[text.index(TITLE) :] == section()

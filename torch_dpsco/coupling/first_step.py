@@ -58,13 +58,13 @@ _FOUND = (
     "records must not reach each other in the model (in {where}: with {what} as one of several"
     " made-up records, the outputs of others changed): clipping one row at a time does not bound"
     " one record then; replace statistics of the batch (x.mean(0), x.abs().max(), medians) by"
-    " constants or by functions of one record (docs/pitfalls.md, coupled records)"
+    " constants or by functions of one record (docs/mistakes.md, coupled records)"
 )
 _REMEMBERS = (
     "model must not remember earlier batches (after a batch of other made-up records its outputs"
     " for the same records changed; look at {kept}): records of one batch would be in the rows of"
     " later ones, which no charge covers; begin each forward with a fresh state, and take whole"
-    " sequences in one forward (docs/pitfalls.md, stateful model)"
+    " sequences in one forward (docs/mistakes.md, stateful model)"
 )
 
 

@@ -233,7 +233,7 @@ _FOUND = (
     " {op}: with {what} as one of several made-up records, gradients of the others changed):"
     " clipping one row at a time does not bound one record then; use loss = dp.per_record(...),"
     " which sees one record at a time, or replace statistics of the batch by constants"
-    " (docs/pitfalls.md, coupled records)"
+    " (docs/mistakes.md, coupled records)"
 )
 
 

@@ -1,6 +1,6 @@
 """The doctor: finds what silently breaks privacy in a training script, before any budget is spent.
 
-Works on the objects of torch_dpsco and on plain Opacus ones. Each mistake has a heading in docs/pitfalls.md.
+Works on the objects of torch_dpsco and on plain Opacus ones. Each mistake has a heading in docs/mistakes.md.
 """
 
 from __future__ import annotations

@@ -179,13 +179,13 @@ class Finding:
 
     Args:
         severity: one of `SEVERITIES`.
-        name: slug of the mistake's heading in docs/pitfalls.md.
+        name: slug of the mistake's heading in docs/mistakes.md.
         evidence: what was measured or read, with its numbers; computed from a synthetic batch, never from data.
         fix: the line or lines to change.
 
     Example:
         >>> print(Finding("warning", "no-accountant", "step_hook is None", "do not replace step_hook").link)
-        docs/pitfalls.md#no-accountant
+        docs/mistakes.md#no-accountant
     """
 
     severity: str
@@ -200,7 +200,7 @@ class Finding:
     @property
     def link(self) -> str:
         """Where the mistake is explained."""
-        return f"docs/pitfalls.md#{self.name}"
+        return f"docs/mistakes.md#{self.name}"
 
     def __str__(self) -> str:
         found = fill(self.evidence, _WIDTH, break_long_words=False, break_on_hyphens=False)

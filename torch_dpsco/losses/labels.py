@@ -13,7 +13,7 @@ that is NaN, is a null record: its gradient is 0. It raises nothing, since which
 Guarantee:
     A map of each record by itself, which sends adjacent data sets to adjacent ones: all sensitivities stay.
 
-Source: docs/promises.md#labels
+Source: docs/before_you_start.md#labels
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ a step, `accumulate()` or `discard()`, and by the delivery of the next one. An i
 
 Inputs that a forward returns as they came are not its outputs. Parameters and buffers are released, and may be given to
 any forward. Forwards in evaluation mode leave no marks: what they give for public data may be the input of all batches.
-What is not seen (numbers that were changed, or went through numpy or Python) is in docs/promises.md.
+What is not seen (numbers that were changed, or went through numpy or Python) is in docs/before_you_start.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FOUND = (
     " {shape}): records of that batch would be in the rows of this one, which its charge does not"
     " cover; begin each batch with a fresh state (None, or a new tensor of zeros), or give whole"
     " sequences to one forward; outputs for public data may be inputs where the forward that gave"
-    " them was in eval mode (docs/pitfalls.md, stateful model)"
+    " them was in eval mode (docs/mistakes.md, stateful model)"
 )
 
 
