@@ -62,7 +62,6 @@ OPACUS_CONTACT = [
     f"{ACCOUNTING}.accountant",
     f"{ACCOUNTING}.identify",
     f"{ACCOUNTING}.opacus",
-    f"{PACKAGE}.doctor.opacus_objects",
     f"{PACKAGE}.integrations",
 ]
 # Models and losses of users are run on made-up batches; whatever they raise becomes a finding or a verdict.

@@ -13,8 +13,7 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.doctor import Diagnosis
-from torch_dpsco.doctor.evidence import Isolation, look, remembered
-from torch_dpsco.doctor.rows import Rows
+from torch_dpsco.doctor.evidence import Isolation, Rows, look, remembered
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
 

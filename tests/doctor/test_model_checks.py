@@ -25,8 +25,7 @@ from tests.doctor.scripts import (
 )
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
-from torch_dpsco.doctor.evidence import Pass, jumps, movement
-from torch_dpsco.doctor.rows import Rows
+from torch_dpsco.doctor.evidence import Pass, Rows, jumps, movement
 from torch_dpsco.oracles import Exact
 from torch_dpsco.rules import SGD
 

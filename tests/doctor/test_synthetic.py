@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from torch_dpsco.doctor.synthetic import SyntheticRecords
+from torch_dpsco.doctor.probe import SyntheticRecords
 
 
 def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:

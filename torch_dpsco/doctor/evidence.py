@@ -2,6 +2,7 @@
 
 The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
 Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
+Rows are compared without forming those of Linear layers.
 """
 
 from __future__ import annotations
@@ -16,49 +17,79 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.coupling.rollback import Refused
-from torch_dpsco.doctor.rows import Rows
-from torch_dpsco.doctor.script import Finding, Script, critical, warning
+from torch_dpsco.doctor.script import Finding, Script
+from torch_dpsco.rows.base import Block
+from torch_dpsco.rows.factored import FactoredBlock
 from torch_dpsco.rows.precision import switches
 from torch_dpsco.sampling import PrivateLoader
 
 HALF = (torch.float16, torch.bfloat16)
-_NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
 
 
-def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
-    found = ""
-    consequence = "many rows, which clipping one row at a time does not bound"
-    limit = _NO_MIX
-    if script.row_free is not None:
-        consequence, limit = (
-            "the gradients of many, which the noise does not cover",
-            1e-6,
-        )  # in double precision
-    if evidence.mixing is not None and evidence.mixing > limit:
-        found = (
-            f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of"
-            " their norm)"
+class Rows:
+    """Per-sample gradients of one parameter, (B, *shape), or (B, out) and (B, in) whose outer products they are.
+
+    Args:
+        left: the rows, or their left factors.
+        right: their right factors.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor | None = None) -> None:
+        self.left = left
+        self.right = right
+        self.dtype = left.dtype
+
+    @classmethod
+    def of(cls, block: Block) -> Rows:
+        """Returns the rows of the first parameter of a block."""
+        if not isinstance(block, FactoredBlock):
+            return cls(block.dense()[0].detach())
+        # PRIVACY: copies: the next batch may be written over them
+        # (test_records_that_meet_in_memory_that_is_used_again_are_found)
+        left = block.backprops.detach() * block.scale
+        return cls(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def at(self, place: int) -> Rows:
+        """Returns one of them."""
+        one = slice(place, place + 1)
+        return Rows(self.left[one].clone(), None if self.right is None else self.right[one].clone())
+
+    def formed(self) -> Tensor:
+        """Returns the rows themselves."""
+        return self.left if self.right is None else self.left[:, :, None] * self.right[:, None]
+
+    def norms(self) -> Tensor:
+        """Returns their lengths, (B,) float64."""
+        return (
+            _lengths(self.left)
+            if self.right is None
+            else _lengths(self.left) * _lengths(self.right)
         )
-    moved = evidence.moved
-    limit = tolerance(evidence.rows)
-    if moved.numel() and float(moved.max()) > limit:
-        found = (
-            f"with another record 0, the gradients of {int((moved > limit).sum())} of the"
-            f" {evidence.size - 1} other records moved, by up to {float(moved.max()):.2g} of the"
-            " largest row"
+
+    def gaps(self, other: Rows) -> Tensor:
+        """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
+        if self.right is None or other.right is None:
+            return _lengths(other.formed().double().sub_(self.formed()))
+        # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
+        b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
+        left = b - c
+        right = a - d
+        squares = (left.square().sum(1) * a.square().sum(1)).add_(
+            c.square().sum(1) * right.square().sum(1)
         )
-    for what, count in evidence.outliers:
-        if count and not found:
-            found = f"with {what} as record 0, the gradients of {count} of the other records moved"
-    if found:
-        yield critical(
-            "coupled-records",
-            f"{found}: one record is in {consequence}",
-            "compute loss and features from one record at a time: replace statistics of the batch"
-            " (x.mean(0), logsumexp over records, contrastive pairs) by constants or by functions"
-            " of the record alone",
+        return (
+            squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
         )
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(
+        rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1
+    )
+    return lengths.cpu()
 
 
 def movement(first: Pass, second: Pass, size: int) -> Tensor:
@@ -118,7 +149,6 @@ def jumps(first: Pass, second: Pass, size: int) -> int:
 
 
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
-_NO_ROUNDING = 1e-3
 _SIZES = (15, 16)  # beside 2: where libraries change kernels
 
 Row = Mapping[str, Rows]  # of one record
@@ -219,33 +249,6 @@ def note(script: Script, evidence: Evidence) -> None:
     """Lets the reports of the loader's optimizer quote what was found."""
     if evidence.isolation is not None and isinstance(script.source, PrivateLoader):
         script.source.isolation.checked = str(evidence.isolation)
-
-
-def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Rows must depend on their own record alone, to the last bit, since a kink can turn a bit into any difference."""
-    found = evidence.isolation
-    if found is None:
-        return
-    if (
-        found.company and found.company < _NO_ROUNDING
-    ):  # more is coupling, which has a finding of its own
-        yield warning(
-            "rows-not-isolated",
-            f"in batches of {found.rows} rows the last bits of a row depend on the other records,"
-            " which a kink of the loss can make as large as it likes",
-            "torch.set_num_threads(1)  # or other kernels:"
-            " torch.use_deterministic_algorithms(True)",
-        )
-    loader = script.source
-    optimizer = script.ours
-    private = optimizer is not None and optimizer.sizes_are_private
-    if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
-        yield warning(
-            "batches-not-filled-up",
-            "the last bits of a row depend on the number of rows in its batch, which is private:"
-            " who is in a batch moves the others",
-            "optimizer.loader(dataset)  # without padding=False, and in place of a loader of yours",
-        )
 
 
 _T = TypeVar("_T")

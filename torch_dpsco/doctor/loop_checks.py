@@ -1,8 +1,13 @@
-"""Checks of loader, optimizer, accountant, seeds and scaler: what can be read off without a forward."""
+"""Checks of loader, optimizer, accountant, seeds and scaler: what can be read off without a forward.
+
+Where the optimizer needs no per-sample gradients, nothing is clipped and privacy rests on promises about the loss of
+any record, so one synthetic record that breaks them shows that they do not hold.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +19,22 @@ from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, same_values, seed_torch
-from torch_dpsco.doctor import opacus_objects as opacus
-from torch_dpsco.doctor.evidence import HALF, Check, Evidence, isolated_rows
-from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
+from torch_dpsco.doctor.evidence import HALF, Check, Evidence
+from torch_dpsco.doctor.model_checks import coupled_records, excess, some
+from torch_dpsco.doctor.probe import ROUNDING
+from torch_dpsco.doctor.script import (
+    Finding,
+    Script,
+    accounted,
+    critical,
+    error,
+    is_split,
+    poisson_rate,
+    warning,
+)
 from torch_dpsco.errors import UnknownSamplerError
+from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
+from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.step.common import CommonOptimizer
 
 _DEFAULT_SEED = (
@@ -25,6 +42,7 @@ _DEFAULT_SEED = (
 )
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
+_NO_ROUNDING = 1e-3
 
 
 def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -123,12 +141,12 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Batches must be drawn at the rate of Opacus' accountant, at most."""
     if script.loader is None or script.opacus_optimizer is None:
         return
-    _, rate = opacus.accounted(script.optimizer.step_hook)
+    _, rate = accounted(script.optimizer.step_hook)
     if rate is None or rate >= 1:  # a rate of 1 claims no amplification
         return
     sampler = script.sampler
     design = getattr(sampler, "design", None)
-    drawn_rate = design.sample_rate if isinstance(design, Poisson) else opacus.poisson_rate(sampler)
+    drawn_rate = design.sample_rate if isinstance(design, Poisson) else poisson_rate(sampler)
     said = f"the step hook accounts Poisson sampling at rate {rate:.6g}"
     if drawn_rate is None:
         size = _length(script.dataset)
@@ -153,7 +171,7 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def expected_batch_size(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """The divisor of Opacus' means should be the expected size of a batch."""
     optimizer = script.opacus_optimizer
-    rate = opacus.poisson_rate(script.sampler)
+    rate = poisson_rate(script.sampler)
     size = _length(script.dataset)
     if optimizer is None or optimizer.loss_reduction != "mean" or rate is None or not size:
         return
@@ -171,7 +189,7 @@ def expected_batch_size(script: Script, evidence: Evidence) -> Iterator[Finding]
 def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """BatchMemoryManager's queue of skip flags runs ahead with workers."""
     workers = getattr(script.source, "num_workers", 0)
-    if opacus.is_split(script.loader) and workers:
+    if is_split(script.loader) and workers:
         yield warning(
             "split-with-workers",
             f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the"
@@ -185,7 +203,7 @@ def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
 def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' optimizer has one step hook, and the accountant needs it."""
     optimizer = script.opacus_optimizer
-    if optimizer is not None and opacus.accounted(optimizer.step_hook)[0] is None:
+    if optimizer is not None and accounted(optimizer.step_hook)[0] is None:
         hook = optimizer.step_hook
         held = (
             "step_hook is None"
@@ -227,7 +245,7 @@ def _seeds(script: Script) -> Iterator[str]:
         return
     device = next((p.device for p in optimizer.params), torch.device("cpu"))
     yield from _weak("the noise", optimizer.generator, device)
-    if opacus.poisson_rate(sampler) is not None:
+    if poisson_rate(sampler) is not None:
         yield from _weak("the sampler", sampler.generator, torch.device("cpu"))
 
 
@@ -360,6 +378,33 @@ def _stepped(optimizer: Optimizer, rows: float) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
+def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Rows must depend on their own record alone, to the last bit, since a kink can turn a bit into any difference."""
+    found = evidence.isolation
+    if found is None:
+        return
+    if (
+        found.company and found.company < _NO_ROUNDING
+    ):  # more is coupling, which has a finding of its own
+        yield warning(
+            "rows-not-isolated",
+            f"in batches of {found.rows} rows the last bits of a row depend on the other records,"
+            " which a kink of the loss can make as large as it likes",
+            "torch.set_num_threads(1)  # or other kernels:"
+            " torch.use_deterministic_algorithms(True)",
+        )
+    loader = script.source
+    optimizer = script.ours
+    private = optimizer is not None and optimizer.sizes_are_private
+    if private and found.size and isinstance(loader, PrivateLoader) and loader.slots is None:
+        yield warning(
+            "batches-not-filled-up",
+            "the last bits of a row depend on the number of rows in its batch, which is private:"
+            " who is in a batch moves the others",
+            "optimizer.loader(dataset)  # without padding=False, and in place of a loader of yours",
+        )
+
+
 def drawn(script: Script) -> str:
     """Returns the names of what draws."""
     sampler = script.sampler
@@ -373,6 +418,155 @@ def drawn(script: Script) -> str:
 
 def _length(dataset: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else 0
+
+
+_CLOSE = 1e-6  # relative, in double precision
+
+
+def foreign_loader(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Batches must come from the optimizer's own loader, which maps records into their bounds."""
+    optimizer = script.row_free
+    loader = script.loader
+    if optimizer is None or loader is None:
+        return
+    if not isinstance(loader, BoundedLoader) or script.sampler.log is not optimizer._log:
+        # PRIVACY: (test_another_loader_than_the_optimizers_last_one_is_critical)
+        yield critical(
+            "sampler-not-accounted",
+            f"the loader ({type(loader).__name__}, which draws by {drawn(script)}) is not the last"
+            " one that the optimizer made: the noise covers records within their bounds, in"
+            f" batches of {optimizer.design}",
+            "loader = optimizer.loader(dataset)",
+        )
+
+
+def attached_model(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Per-sample gradients are of no use."""
+    taken = (
+        f"per-sample gradients of {type(script.model).__name__} are made at each step, and "
+        f"{type(script.optimizer).__name__} takes none"
+    )
+    if script.attached:
+        stops = "the first step will stop, because an attached model has no plain gradient"
+        yield error("attached-model", f"{taken}; {stops}", "dp.detach(model)")
+    elif script.records_rows:
+        yield warning("attached-model", taken, "give the loop the plain model")
+
+
+def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The noise covers the roundings of double precision."""
+    kinds = {name: p.dtype for name, p in script.trainable.items()}
+    if evidence.base is not None and isinstance(evidence.base.value, Tensor):
+        kinds["the loss"] = evidence.base.value.dtype
+    found = [f"{name} ({dtype})" for name, dtype in kinds.items() if dtype != torch.float64]
+    if found:
+        yield critical(
+            "single-precision",
+            f"not in double precision: {some(found)}; the noise covers one record's effect and that"
+            " of rounding in double precision, no larger one",
+            "model = model.double(), and no .float() or .half() in model and loss",
+        )
+
+
+def random_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The loss of a record must be one function of the weights."""
+    if evidence.randomness > ROUNDING:
+        yield critical(
+            "random-gradients",
+            "other random numbers moved the gradient of a made-up batch (by"
+            f" {evidence.randomness:.2g} of its norm): what is promised is one convex loss per"
+            " record, and dropout scales features beyond their bound",
+            "remove dropout, and noise on features or loss",
+        )
+
+
+def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """A batch must weigh its records as the step size assumes."""
+    if evidence.weight is None or any(coupled_records(script, evidence)):
+        return
+    weights = {"mean": 1 / evidence.size, "sum": 1.0}
+    declared = script.reductions[type(script.optimizer).__name__]
+    if not math.isclose(evidence.weight, weights[declared], rel_tol=_CLOSE):
+        kind = next(
+            (
+                k
+                for k, weight in weights.items()
+                if math.isclose(evidence.weight, weight, rel_tol=_CLOSE)
+            ),
+            "",
+        )
+        # PRIVACY: (test_another_reduction_than_the_optimizers_is_critical)
+        yield critical(
+            "loss-reduction",
+            f"the gradient of a made-up batch of {evidence.size} is {evidence.weight:.6g} times the"
+            " sum of those of its records, which is"
+            f" {f'a {kind}' if kind else 'neither a mean nor a sum'}, and the optimizer was made"
+            f" with loss_reduction={declared!r}",
+            (
+                f"declare loss_reduction={kind!r}"
+                if kind
+                else "reduce the loss by .mean() or .sum() over records"
+            ),
+        )
+
+
+def term_on_the_weights(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """The gradient of the loss must be that of its records."""
+    found = excess(evidence)
+    if found:
+        yield critical(
+            "regularizer-in-loss",
+            f"the gradient of {some(found)} is not the sum of those of the records: a term of the"
+            " loss on the weights, or a weight used outside of its layer, for which the noise is"
+            " not calibrated",
+            "remove the term from the loss; loss.problem(..., radius=...) keeps weights small",
+        )
+
+
+def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Convexity, and the size and change of gradients, must be as promised."""
+    optimizer = script.optimizer
+    line = evidence.line
+    if line is None or not isinstance(optimizer, (BoltOnPSGD, HolderOutputSGD)):
+        return
+    promises = optimizer._plan.promises
+    parts = []
+    slopes = line.grads @ line.direction
+    norms = line.grads.norm(dim=2)
+    fall = float((slopes[:, :-1] - slopes[:, 1:]).max() / norms.max().clamp_min(1e-30))
+    if fall > _CLOSE:
+        parts.append(
+            f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest"
+            " gradient"
+        )
+    if (
+        optimizer.bounds[0] is not None
+    ):  # otherwise synthetic records may be beyond bounds that nobody enforces
+        apart = (
+            line.places[:, None] - line.places
+        ).abs() ** promises.holder_exponent * promises.holder_constant
+        change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(1e-30)
+        parts += _too_large(
+            "changes of the gradient are", float(change.max()), "what holder_constant promises"
+        )
+    if None not in optimizer.bounds:
+        bounds = torch.tensor([promises.grad_bound(abs(place)) for place in line.places.tolist()])
+        parts += _too_large(
+            "gradients are", float((norms / bounds).max()), "what grad_bound promises"
+        )
+    if parts:
+        # PRIVACY: (test_a_model_that_is_not_what_was_promised_is_critical)
+        yield critical(
+            "broken-promise",
+            "; ".join(parts)
+            + ": for made-up records within their bounds, so that the noise is too small",
+            "one Linear layer on the features as they are, and the loss whose .problem(...) the"
+            " optimizer got",
+        )
+
+
+def _too_large(what: str, ratio: float, promise: str) -> list[str]:
+    return [f"{what} up to {ratio:.3g} times {promise}"] if ratio > 1 + _CLOSE else []
 
 
 LOOP_CHECKS: tuple[Check, ...] = (
@@ -392,4 +586,13 @@ LOOP_CHECKS: tuple[Check, ...] = (
     split_with_workers,
     undeclared_sampling,
     isolated_rows,
+)
+ROW_FREE_CHECKS: tuple[Check, ...] = (
+    random_gradients,
+    term_on_the_weights,
+    reduction_of_gradients,
+    broken_promise,
+    single_precision,
+    foreign_loader,
+    attached_model,
 )

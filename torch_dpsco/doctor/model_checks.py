@@ -9,24 +9,23 @@ from typing import Any
 import torch
 
 from torch_dpsco.compat import BatchNorm
-from torch_dpsco.doctor import opacus_objects as opacus
 from torch_dpsco.doctor.evidence import (
     HALF,
     Check,
     Evidence,
     NotScalarError,
-    coupled_records,
     joint_norms,
     tolerance,
 )
 from torch_dpsco.doctor.probe import in_place
-from torch_dpsco.doctor.script import Finding, Script, critical, error, warning
+from torch_dpsco.doctor.script import Finding, Script, critical, error, is_ghost_loss_value, warning
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.carried import CarriedStateError
 from torch_dpsco.rows.precision import coarse_setting
 
 _NAMED = 4  # names listed in an evidence
+_NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
 
 
 def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -44,6 +43,42 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
             " with the model",
             "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer"
             " and attach",
+        )
+
+
+def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
+    """Another record 0 must not move the rows of the others; without rows, gradients must be sums over records."""
+    found = ""
+    consequence = "many rows, which clipping one row at a time does not bound"
+    limit = _NO_MIX
+    if script.row_free is not None:
+        consequence, limit = (
+            "the gradients of many, which the noise does not cover",
+            1e-6,
+        )  # in double precision
+    if evidence.mixing is not None and evidence.mixing > limit:
+        found = (
+            f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of"
+            " their norm)"
+        )
+    moved = evidence.moved
+    limit = tolerance(evidence.rows)
+    if moved.numel() and float(moved.max()) > limit:
+        found = (
+            f"with another record 0, the gradients of {int((moved > limit).sum())} of the"
+            f" {evidence.size - 1} other records moved, by up to {float(moved.max()):.2g} of the"
+            " largest row"
+        )
+    for what, count in evidence.outliers:
+        if count and not found:
+            found = f"with {what} as record 0, the gradients of {count} of the other records moved"
+    if found:
+        yield critical(
+            "coupled-records",
+            f"{found}: one record is in {consequence}",
+            "compute loss and features from one record at a time: replace statistics of the batch"
+            " (x.mean(0), logsumexp over records, contrastive pairs) by constants or by functions"
+            " of the record alone",
         )
 
 
@@ -315,7 +350,7 @@ def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     if not script.ghost or script.loss is None or evidence.size == 0:
         return
     value: Any = evidence.base.value if evidence.base is not None else None
-    if not opacus.is_ghost_loss_value(value):
+    if not is_ghost_loss_value(value):
         scalars = any(isinstance(refused.error, NotScalarError) for refused in evidence.refused)
         if value is not None or scalars or not evidence.refused:
             yield critical(

@@ -1,11 +1,15 @@
-"""The training script that the doctor looks at, and its findings: what checks ask, and what they say."""
+"""The training script that the doctor looks at, and its findings: what checks ask, and what they say.
+
+The end of the file recognizes Opacus' objects and reads what the doctor needs from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from textwrap import fill, indent
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +18,8 @@ from torch.utils.data import default_collate
 from torch_dpsco import _validate as check
 from torch_dpsco import plots
 from torch_dpsco._doors import check_fields, typed
-from torch_dpsco.doctor import opacus_objects as opacus
+from torch_dpsco.accounting.spending import Spending
+from torch_dpsco.compat import of_opacus
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.rows.attach import is_attached
@@ -65,12 +70,12 @@ class Script:
     @cached_property
     def module(self) -> nn.Module:
         """The model to probe: not its compiled form, and without a wrapper that has no hooks."""
-        return opacus.inner_module(self._uncompiled)
+        return inner_module(self._uncompiled)
 
     @cached_property
     def hooks(self) -> Any:
         """Opacus' hooks on the model, None without."""
-        return opacus.grad_sample_hooks(self.module)
+        return grad_sample_hooks(self.module)
 
     @property
     def attached(self) -> bool:
@@ -89,7 +94,7 @@ class Script:
     @property
     def ghost(self) -> bool:
         """Whether gradients are clipped by Opacus' ghost loss."""
-        return opacus.is_ghost(self.hooks) or opacus.is_ghost(self.optimizer)
+        return is_ghost(self.hooks) or is_ghost(self.optimizer)
 
     @property
     def ours(self) -> PrivateOptimizer | None:
@@ -104,7 +109,7 @@ class Script:
     @property
     def opacus_optimizer(self) -> Any:
         """The optimizer, if it is one of Opacus."""
-        return self.optimizer if opacus.is_opacus_optimizer(self.optimizer) else None
+        return self.optimizer if is_opacus_optimizer(self.optimizer) else None
 
     @cached_property
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -132,12 +137,12 @@ class Script:
             if isinstance(self.loader, (BoundedLoader, PhysicalBatches))
             else self.loader
         )
-        return opacus.underlying_loader(loader)
+        return underlying_loader(loader)
 
     @property
     def sampler(self) -> Any:
         """The loader's batch sampler, None without."""
-        return opacus.batch_sampler(self.source)
+        return batch_sampler(self.source)
 
     @property
     def dataset(self) -> Any:
@@ -159,7 +164,7 @@ class Script:
 
     def collate(self, items: list[Any]) -> Any:
         """Joins records as the loader does."""
-        own = opacus.bare_collate(getattr(self.source, "collate_fn", None))
+        own = bare_collate(getattr(self.source, "collate_fn", None))
         return self.bounded((own or default_collate)(items))
 
     def bounded(self, batch: Any) -> Any:
@@ -297,3 +302,131 @@ class Diagnosis:
             more = f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""
             kind = PrivacyError if found[0].severity == "critical" else ValueError
             raise kind(f"the training script has a mistake:\n{indent(str(found[0]), '  ')}{more}")
+
+
+_POISSON = (
+    "utils.uniform_sampler.UniformWithReplacementSampler",
+    "utils.uniform_sampler.DistributedUniformWithReplacementSampler",
+)
+_GHOST = (
+    "grad_sample.GradSampleHooksFastGradientClipping",
+    "optimizers.DPOptimizerFastGradientClipping",
+)
+_MAX_DEPTH = 4
+
+
+def is_opacus_optimizer(optimizer: Any) -> bool:
+    """Returns whether it is a DPOptimizer of any kind."""
+    return isinstance(optimizer, of_opacus("optimizers.DPOptimizer"))
+
+
+def grad_sample_hooks(model: nn.Module) -> Any:
+    """Returns the object that hooks the model: a GradSampleModule, or the GradSampleHooks of `wrap_model=False`."""
+    if isinstance(model, of_opacus("grad_sample.GradSampleHooks")):
+        return model
+    if hasattr(model, "autograd_grad_sample_hooks") and not hasattr(model, "_dpsco"):
+        for module in model.modules():
+            for hook in module._forward_hooks.values():
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, of_opacus("grad_sample.GradSampleHooks")):
+                    return owner
+    return None
+
+
+def is_ghost(part: Any) -> bool:
+    """Returns whether hooks compute norms of rows and no rows, or an optimizer wants gradients clipped by the loss."""
+    return isinstance(part, of_opacus(*_GHOST))
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """Returns the model without a wrapper that has no hooks (expanded weights, no_op); else the model itself."""
+    wrapped = isinstance(model, of_opacus("grad_sample.AbstractGradSampleModule"))
+    if wrapped and not isinstance(model, of_opacus("grad_sample.GradSampleHooks")):
+        inner: nn.Module = model._module  # type: ignore[assignment]
+        return inner
+    return model
+
+
+def is_ghost_loss_value(value: Any) -> bool:
+    """Returns whether it is what that criterion returns."""
+    return isinstance(
+        value, of_opacus("utils.fast_gradient_clipping_utils.DPTensorFastGradientClipping")
+    )
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a callable carries: its closure, its object, its arguments."""
+    if isinstance(function, MethodType):
+        yield "self", function.__self__
+        yield from _held(function.__func__)
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # a variable that is not assigned yet
+                continue
+    elif isinstance(function, partial):
+        yield from [("", function.func), *function.keywords.items()]
+        yield from ((f"{place}", value) for place, value in enumerate(function.args))
+    elif not isinstance(function, nn.Module):
+        yield from getattr(function, "__dict__", {}).items()
+
+
+def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
+    """Returns (accountant, sampling rate) of a step hook, (None, None) if no accountant can be found in it.
+
+    Opacus' own hook is a closure over the two; a user's hook that calls it carries it in its own closure.
+    """
+    if isinstance(hook, (Spending, *of_opacus("accountants.accountant.IAccountant"))):
+        return hook, None
+    if depth > _MAX_DEPTH or not callable(hook):
+        return None, None
+    held = dict(_held(hook))
+    rate = held.get("sample_rate")
+    for value in held.values():
+        accountant, inner = accounted(value, depth + 1)
+        if accountant is not None:
+            return accountant, inner if rate is None else float(rate)
+    return None, None
+
+
+def underlying_loader(loader: Any) -> Any:
+    """Returns the loader behind a BatchMemoryManager that was not entered."""
+    return (
+        loader.data_loader
+        if isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
+        else loader
+    )
+
+
+def is_split(loader: Any) -> bool:
+    """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
+    splits = isinstance(
+        getattr(loader, "batch_sampler", None),
+        of_opacus("utils.batch_memory_manager.BatchSplittingSampler"),
+    )
+    return splits or isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
+
+
+def batch_sampler(loader: Any) -> Any:
+    """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
+    sampler = getattr(loader, "batch_sampler", None)
+    while isinstance(sampler, of_opacus("utils.batch_memory_manager.BatchSplittingSampler")):
+        sampler = sampler.sampler
+    return sampler
+
+
+def poisson_rate(sampler: Any) -> float | None:
+    """Returns the rate of Opacus' Poisson samplers, None for other samplers."""
+    return float(sampler.sample_rate) if isinstance(sampler, of_opacus(*_POISSON)) else None
+
+
+def bare_collate(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
+    return (
+        collate.wrapped_collator_fn
+        if isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
+        else collate
+    )
