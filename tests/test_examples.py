@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 NAMES = ["existing_loop", "logistic_regression"]
-# integrations/test_hf_examples.py, test_adult.py, test_flights.py, test_more_examples.py, ...
+# integrations/test_hf_examples.py, test_adult.py, test_flights.py, test_linear_examples.py, ...
 TESTED_ELSEWHERE = {
     *("adult", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),

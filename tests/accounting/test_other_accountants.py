@@ -1,9 +1,9 @@
 """Wrong figures of other accountants: measured on the old tool, then asked from ours.
 
-One test per row of that table, in its order: figures and calibration here, the rows from "`len(accountant)`" on in
-`test_old_bugs_of_use.py`. Each test first shows that the installed version (Opacus 1.6, dp-accounting 0.6) still has
-the fault, so that a repaired tool turns the test red and the row can go. Nothing is measured in seconds: a query that
-hung is measured by its work, in points of a grid or in curves computed.
+One test per fault: those of figures and calibration are here, those of use in `test_use_of_other_accountants.py`. Each
+test first shows that the installed version (Opacus 1.6, dp-accounting 0.6) still has the fault, so that a repaired tool
+turns the test red and the test can go. Nothing is measured in seconds: a query that hung is measured by its work, in
+points of a grid or in curves computed.
 
 Other tests look at some of these settings without the old tool, or from another side: `test_opacus_face`,
 `test_calibrate`, `test_identify`, `test_opacus_hook`, `analysis/test_pld`, `statistical/test_sampling_statistics`.

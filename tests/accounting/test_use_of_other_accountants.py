@@ -1,7 +1,4 @@
-"""Traps in the use of other accountants, from the row "`len(accountant)`" on.
-
-See `test_old_bugs.py`, which holds the rows before these.
-"""
+"""Faults in the use of other accountants, shown on the installed version and then asked of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples on flights, hinge losses and Opacus, and docs/from_opacus.md: printed figures and claims are checked."""
+"""Linear models on flights, by hinge losses and moved from Opacus, and docs/from_opacus.md: figures and claims hold."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
+from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
@@ -28,7 +28,6 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import (
     GDP,
     ZCDP,
@@ -37,11 +36,8 @@ from torch_dpsco.accounting.stated import (
     Failure,
     KNorm,
     Pure,
-    RDPCurve,
 )
 from torch_dpsco.errors import (
-    AdjacencyError,
-    BudgetExceeded,
     PrivacyError,
     SequenceError,
     UnitError,
@@ -361,99 +357,3 @@ def test_a_foreign_state_is_never_added_to_what_was_charged(used, mechanism):
         ADD_REMOVE,
         "asserted, not verified",
     )
-
-
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-EVENTS = [
-    *(
-        WHOLE,
-        STEP,
-        FIXED,
-        Pure(0.1),
-        Laplace(30.0, SENS),
-        NonPrivate(),
-        ApproxDP(0.1, 1e-7),
-        ZCDP(0.001, 0.001),
-    ),
-    *(
-        KNorm(0.1, 10),
-        GDP(0.05),
-        AboveThreshold(20.0, 40.0, SENS),
-        ApproxZCDP(0.001, 1e-7),
-        Pure(0.0),
-    ),
-    *(
-        RDPCurve((2.0, 10.0, 200.0), (0.01, 0.05, 1.0)),
-        PoissonGaussian(0.0, 0.01),
-        PoissonGaussian(0.0, 0.0),
-    ),
-    *(
-        PoissonGaussian(10.0, 0.01, 3),
-        Failure(1e-7),
-        Failure(1e-7, "transcript"),
-        Failure(1e-7, "per_side"),
-    ),
-    *(
-        Repeat(WHOLE, 0),
-        Sequential([WHOLE, Repeat(Pure(0.1), 2)]),
-        Parallel({"a": [WHOLE], "b": [Pure(0.1)]}, "p"),
-    ),
-    Repeat(Sequential([part("0"), Repeat(part("1"), 2), WHOLE]), 3),
-]
-MODES: dict[str, dict[str, Any]] = {
-    "gdp": {},
-    "zcdp": {},
-    "rdp": {"orders": (8, 12)},
-    "rdp-mixture": {},
-}
-
-
-def takes(mode: str, event: Any) -> bool:
-    """Whether a mode has a cost for the event, by the definitions of the modes."""
-    simple = [inner for _, _, inner, _ in Ledger([event]).entries()]
-    rho = (
-        Gaussian,
-        GDP,
-        ZCDP,
-        ApproxZCDP,
-        Pure,
-        ApproxDP,
-        Laplace,
-        KNorm,
-        AboveThreshold,
-        Failure,
-        NonPrivate,
-    )
-    kinds = {"gdp": (Gaussian, GDP, Failure, NonPrivate), "zcdp": rho}.get(mode, (object,))
-    free = [PoissonGaussian(0.0, 0.0), Pure(0.0)]
-    several = any(isinstance(inner, PoissonGaussian) and inner.k > 1 for inner in simple)
-    return not several and all(inner in free or isinstance(inner, kinds) for inner in simple)
-
-
-@pytest.mark.parametrize("event", EVENTS, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_event_in_every_adaptive_mode_fits_exactly_as_often_as_said(mode, event):
-    accountant = Accountant(Budget(3.0, DELTA, mode=mode, failure=1e-6, **MODES[mode]))
-    before = image(accountant)
-    if not takes(mode, event):
-        with pytest.raises(
-            (ValueError, AdjacencyError), match=r"must be fed|not defined"
-        ) as caught:
-            accountant.max_steps(event)
-        with pytest.raises(type(caught.value)):
-            accountant.authorize(event)
-        assert image(accountant) == before
-        return
-    most = accountant.max_steps(event)
-    if most == 2**40:  # costs nothing
-        accountant.authorize(event, 10**6)
-        accountant.authorize(WHOLE)
-        return
-    if most:
-        accountant.authorize(event, most)
-    full = image(accountant)
-    with pytest.raises(BudgetExceeded, match="room for 0 more of this event"):
-        accountant.authorize(event)
-    assert image(accountant) == full
-    assert accountant.get_epsilon(DELTA) in (0.0, 3.0)

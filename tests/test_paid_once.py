@@ -1,4 +1,4 @@
-"""No charge pays twice: copies, files and marks of interrupted runs, as a review of the whole change attacked them."""
+"""No charge pays twice: copies, files, and marks of interrupted runs."""
 
 from __future__ import annotations
 
