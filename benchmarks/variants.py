@@ -37,7 +37,7 @@ from torch_dpsco.sampling import Chunk, DesignSampler
 __all__ = ["CAN_COMPILE", "VARIANTS", "Setting", "compiled_step", "fit", "fit_slot"]
 
 CAN_COMPILE = (
-    importlib.util.find_spec("torch_dpsco.optim.compiled") is not None
+    importlib.util.find_spec("torch_dpsco.fast.compiled") is not None
 )  # not in all versions
 
 Step = Callable[[], None]
@@ -180,11 +180,11 @@ def compiled_step(
     Micro-batches are those of `dp.fit` for batches of a fixed size, as all variants have them here: none is filled up.
     """
     inputs, targets = case.batch
-    size = importlib.import_module("torch_dpsco.rows.micro_batches").micro_batch_size(
+    size = importlib.import_module("torch_dpsco.fast.compiled").micro_batch_size(
         model, dp.Full(len(inputs))
     )
     optimizer, deliver = _outstanding(model, setting, len(inputs))
-    rows = importlib.import_module("torch_dpsco.optim.compiled").CompiledRows(
+    rows = importlib.import_module("torch_dpsco.fast.compiled").CompiledRows(
         model, case.loss, micro_batch_size=size, backend=backend
     )
 

@@ -22,7 +22,7 @@ from tests.problems import make_optimizer
 from tests.rows.test_rows import MODELS, built, mlp, trained
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
-from torch_dpsco.optim import compiled
+from torch_dpsco.fast import compiled
 from torch_dpsco.rows import GradBatch, has_rows
 from torch_dpsco.rows.attach import is_attached
 

@@ -12,13 +12,14 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco import train
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows import GradBatch, has_rows, micro_batches
+from torch_dpsco.fast import compiled
+from torch_dpsco.fast import compiled as micro_batches
+from torch_dpsco.fast.compiled import micro_batch_size
+from torch_dpsco.rows import GradBatch, has_rows
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.micro_batches import micro_batch_size
 
 
 def expected_parts(mean: int, size: int) -> float:
@@ -185,9 +186,11 @@ def test_fit_compiles_micro_batches_that_fit_its_batches(
 
     def spy(*args: Any, micro_batch_size: int) -> Any:
         sizes.append(micro_batch_size)
-        return dp.CompiledRows(*args[:2], micro_batch_size=micro_batch_size, backend=None)
+        rows = dp.CompiledRows(*args, micro_batch_size=micro_batch_size, backend=None)
+        monkeypatch.setattr(rows, "prepare", lambda *batch: None)
+        return rows
 
-    monkeypatch.setattr(train, "try_compile", spy)
+    monkeypatch.setattr(compiled, "CompiledRows", spy)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     data = TensorDataset(torch.linspace(-1, 1, 60).view(20, 3), torch.ones(20, 1))
     ours = make_optimizer(model, dp.Full(20))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torch_dpsco as dp
-from torch_dpsco.optim import compiled as patches
-from torch_dpsco.optim.compiled import PatchedConvolutions, has_convolutions
+from torch_dpsco.fast import compiled as patches
+from torch_dpsco.fast.compiled import PatchedConvolutions, has_convolutions
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

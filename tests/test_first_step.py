@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import train
 from torch_dpsco.coupling import first_step, loss_trace, mixing
 from torch_dpsco.coupling import mixing as repeated_loss
 from torch_dpsco.doctor.evidence import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows
 from torch_dpsco.rows.attach import first_step_of
+from torch_dpsco.rows.forms import ENGINES
 
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -860,7 +860,7 @@ def test_fit_looks_once_by_its_probes_and_reports_that(
     )
     if how == "attached before":
         dp.attach(model)
-    monkeypatch.setattr(train, "try_compile", lambda *args, **options: "not now")
+    monkeypatch.setitem(ENGINES, "compiled", lambda *args: "not now")
     opt = optimizer_of(model)
     dp.fit(model, opt, DATA, nn.MSELoss(), steps=2, progress=False, compile=how == "compile")
     known = "checked by the probes of dp.doctor on made-up records: none reaches another"

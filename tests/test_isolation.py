@@ -29,8 +29,8 @@ from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
+from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.sampling.samplers import DesignSampler
-from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step.assembly import sizes_are_private
 
 FALSE_ALARM = 1e-6

@@ -42,9 +42,9 @@ from torch_dpsco.sampling import (
     Streamed,
     UserLoader,
     one_pass,
-    record_ids,
 )
-from torch_dpsco.sampling.record_ids import id_bytes
+from torch_dpsco.sampling import samplers as record_ids
+from torch_dpsco.sampling.samplers import id_bytes
 from torch_dpsco.secret import SecretState
 from torch_dpsco.step.batch import LogicalBatch
 

@@ -49,7 +49,7 @@ from torch_dpsco.errors import (
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
-from torch_dpsco.sampling.slots import capacity
+from torch_dpsco.sampling.loader import capacity
 
 FALSE_ALARM = 1e-6  # of each statistical check
 KINDS = ("poisson", "full", "allocated")

@@ -26,7 +26,7 @@ from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
-from torch_dpsco.sampling.slots import capacity
+from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.step import checks
 
 FALSE_ALARM = 1e-6  # of each statistical check

@@ -18,9 +18,10 @@ from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuff
 from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
 from torch_dpsco.audit import audit, audit_outputs, audit_training
 from torch_dpsco.doctor import doctor
+from torch_dpsco.fast import CompiledRows
 from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
+from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import make_private
-from torch_dpsco.optim.compiled import CompiledRows
 from torch_dpsco.optim.correlated import CorrelatedSGD
 from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ClippedSGD, ProximalSGD
 from torch_dpsco.optim.holder import HolderSGD
@@ -30,7 +31,6 @@ from torch_dpsco.optim.pilot import Pilot
 from torch_dpsco.optim.user_clipped import UserClippedSGD
 from torch_dpsco.optim.user_filtered import UserFilteredSGD
 from torch_dpsco.optim.user_localized import LocalizedUserSGD
-from torch_dpsco.per_record import per_record
 from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule

@@ -140,7 +140,13 @@ def is_plain(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-    return not hooks and module._compiled_call_impl is None and "forward" not in module.__dict__
+    return not hooks and module._compiled_call_impl is None and not has_own_forward(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Returns whether somebody gave a module another forward than that of its class, or of the same outputs."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and not hasattr(forward, "of_class")
 
 
 def whole(out: Tensor) -> Tensor:

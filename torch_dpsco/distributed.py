@@ -61,7 +61,7 @@ from torch_dpsco.sampling import (
     make_sampler,
     require_divisible,
 )
-from torch_dpsco.sampling.record_ids import SEVERAL, SPREAD
+from torch_dpsco.sampling.samplers import SEVERAL, SPREAD
 from torch_dpsco.schedule import Schedule
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances

@@ -6,8 +6,8 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 
 | here | torch |
 |---|---|
-| `norms` | `rows.base.row_norms` |
-| `add_weighted` | `rows.base.weighted_rows` |
+| `norms` | `rows.blocks.row_norms` |
+| `add_weighted` | `rows.blocks.weighted_rows` |
 | `outer_sums` | `rows.factored.FactoredBlock` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `Table.images` | `linear.preparation`: `Preparation`, `Chain` |

@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
@@ -26,14 +25,13 @@ from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, Se
 from torch_dpsco.linear.solved import SolvedOptimizer
 from torch_dpsco.loggers import Logger
 from torch_dpsco.losses.labels import as_module
+from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
-from torch_dpsco.optim.compiled import CompiledRows, try_compile
 from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.per_record import PerRecord
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import closed_form
-from torch_dpsco.rows.micro_batches import micro_batch_size
-from torch_dpsco.sampling import PrivateLoader, UserLoader
+from torch_dpsco.rows.forms import ENGINES, Engine
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
@@ -223,7 +221,7 @@ def _steps_on(
     optimizer: PrivateOptimizer,
     loader: PrivateLoader,
     loss_fn: _LossFn,
-    compiled: CompiledRows | None,
+    compiled: Engine | None,
 ) -> Iterator[Callable[[], Any]]:
     """Yields the step that is due for each batch, after its forward and backward unless rows are compiled."""
     device = next(model.parameters()).device
@@ -375,7 +373,7 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
 
 def _compiled(
     model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
-) -> CompiledRows | None:
+) -> Engine | None:
     """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
     if attached:
         reason = "the model was attached before; dp.detach(model) first"
@@ -384,20 +382,8 @@ def _compiled(
     else:
         known = first_step_of(model)
         detach(model)
-        device = next(model.parameters()).device
-        known_size = (
-            loader.design if loader.slots is None else Full(loader.slots.block)
-        )  # filled up
-        design = (
-            None if isinstance(loader, UserLoader) else known_size
-        )  # users have any number of records
-        rows = try_compile(
-            model,
-            loss_fn,
-            lambda: to_device(loader.collate_fn([loader.dataset[0]]), device)[:2],
-            micro_batch_size=micro_batch_size(model, design, loader.physical_batch_size),
-        )
-        if isinstance(rows, CompiledRows):
+        rows = ENGINES["compiled"](model, loss_fn, loader)
+        if not isinstance(rows, str):
             return rows
         attach(model, loss_reduction=reduction)
         first_step_of(model).take(known)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.rows.test_norms import DTYPES, assert_certified, rows, squares
 from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
-from torch_dpsco.rows.dense import DenseBlocks, joined, piece_norms
+from torch_dpsco.rows.blocks import DenseBlocks, joined, piece_norms
 
 SHAPES = [(3,), (2, 1024), (), (5, 700), (1, 2048)]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torch_dpsco.oracles import clip_weights
 from torch_dpsco.rows import GradBatch, SequenceBlock, plan_summation
-from torch_dpsco.rows import factored as gram
-from torch_dpsco.rows.base import CANCELLATION
+from torch_dpsco.rows import blocks as gram
+from torch_dpsco.rows.blocks import CANCELLATION
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

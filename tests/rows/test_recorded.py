@@ -25,7 +25,7 @@ from torch_dpsco.rows import (
     SequenceBlock,
     has_rows,
 )
-from torch_dpsco.rows.dense import DenseBlocks
+from torch_dpsco.rows.blocks import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")

@@ -15,7 +15,7 @@ import torch_dpsco as dp
 from tests.problems import TwoHeads
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
-from torch_dpsco.rows.dense import DenseBlocks
+from torch_dpsco.rows.blocks import DenseBlocks
 
 B = 5
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from torch_dpsco.coupling.rollback import Refused
 from torch_dpsco.doctor.script import Finding, Script
-from torch_dpsco.rows.base import Block
-from torch_dpsco.rows.factored import FactoredBlock
-from torch_dpsco.rows.precision import switches
+from torch_dpsco.rows.blocks import Block, FactoredBlock
+from torch_dpsco.rows.supported import switches
 from torch_dpsco.sampling import PrivateLoader
 
 HALF = (torch.float16, torch.bfloat16)

@@ -22,7 +22,7 @@ from torch_dpsco.doctor.script import Finding, Script, critical, error, is_ghost
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.carried import CarriedStateError
-from torch_dpsco.rows.precision import coarse_setting
+from torch_dpsco.rows.supported import coarse_setting
 
 _NAMED = 4  # names listed in an evidence
 _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches

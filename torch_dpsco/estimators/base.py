@@ -64,7 +64,7 @@ from torch_dpsco.linear.preparation import Units
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
-from torch_dpsco.sampling.users import user_ids
+from torch_dpsco.sampling.loader import user_ids
 from torch_dpsco.theory.linear.preparation import (
     counts_level,
     number_of_counts,

@@ -41,7 +41,7 @@ from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
-from torch_dpsco.sampling.slots import capacity
+from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import sizes_are_private

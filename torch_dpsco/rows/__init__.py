@@ -1,22 +1,20 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
 
-from torch_dpsco.rows.base import (
+from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
+from torch_dpsco.rows.blocks import (
     FLOAT64,
     Block,
+    DenseBlock,
+    FactoredBlock,
+    LinearBlock,
+    SequenceBlock,
     Summation,
+    input_factors,
+    linear_factors,
     plan_summation,
     row_norm,
     row_norms,
     weighted_rows,
-)
-from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
-from torch_dpsco.rows.dense import DenseBlock
-from torch_dpsco.rows.factored import (
-    FactoredBlock,
-    LinearBlock,
-    SequenceBlock,
-    input_factors,
-    linear_factors,
 )
 from torch_dpsco.rows.layers.embedding import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape

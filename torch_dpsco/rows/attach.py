@@ -31,7 +31,7 @@ from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.carried import CarriedState, Forward
-from torch_dpsco.rows.layers.stack import start_stacking, stop_stacking
+from torch_dpsco.rows.forms import SHORTCUTS
 from torch_dpsco.rows.layers.table import (
     RECORDED,
     can_record,
@@ -41,9 +41,10 @@ from torch_dpsco.rows.layers.table import (
 )
 from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
 from torch_dpsco.rows.plain_steps import PASSES, WATCH
-from torch_dpsco.rows.precision import HALF, inexact_mean
 from torch_dpsco.rows.supported import (
+    HALF,
     forget_wrappers,
+    inexact_mean,
     require_alone,
     require_supported,
     require_unwrapped,
@@ -101,7 +102,8 @@ class _Attachment:
             self.hooks.refuse = self.refuse
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
-        start_stacking(self.layers)
+        for shortcut in SHORTCUTS:
+            shortcut.start(self.layers)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -484,7 +486,7 @@ def attach(
     Example:
         >>> model = attach(nn.Linear(3, 1))
         >>> type(model).__name__, is_attached(model), list(model.state_dict())
-        ('RecordedLinear', True, ['weight', 'bias'])
+        ('Linear', True, ['weight', 'bias'])
     """
     check.choice(("auto", "dense", "factored"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
@@ -533,10 +535,11 @@ def detach(model: _Model) -> _Model:
         attachment.stop_watching()
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
+    for shortcut in SHORTCUTS:
+        shortcut.stop(list(model.modules()))
     for module in model.modules():
         if is_recorded(module):
             stop_recording(module)
-    stop_stacking(model.modules())
     for p in model.parameters():
         for name in _OWN:
             p.__dict__.pop(name, None)

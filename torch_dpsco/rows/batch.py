@@ -16,12 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import FLOAT64, Block, Summation, joint_norms
-from torch_dpsco.rows.dense import DenseBlock, DenseBlocks, joined
-from torch_dpsco.rows.factored import FactoredBlock, LinearBlock
+from torch_dpsco.rows.blocks import (
+    FLOAT64,
+    Block,
+    DenseBlock,
+    DenseBlocks,
+    FactoredBlock,
+    LinearBlock,
+    Summation,
+    joined,
+    joint_norms,
+)
 from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.precision import inexact_mean, slack
-from torch_dpsco.rows.supported import require_unprocessed
+from torch_dpsco.rows.supported import inexact_mean, require_unprocessed, slack
 
 _T = TypeVar("_T")
 _LEFT = "dpsco_left"  # the attribute of a parameter that holds left rows until a step takes them

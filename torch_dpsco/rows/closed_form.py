@@ -35,7 +35,7 @@ from torch_dpsco.losses.base import Loss
 from torch_dpsco.losses.classification import Logistic
 from torch_dpsco.losses.labels import CHANCE, CLASS, REAL, SIGN, read
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
-from torch_dpsco.rows.layers.table import RECORDED
+from torch_dpsco.rows.layers.table import is_recorded
 from torch_dpsco.sampling import PrivateLoader
 
 _Slope = Callable[
@@ -216,7 +216,8 @@ def closed_form(
     features, targets = dataset.tensors
     if (
         not isinstance(model, nn.Linear)
-        or type(model) is not RECORDED[nn.Linear]
+        or type(model) is not nn.Linear
+        or not is_recorded(model)
         or _is_changed(model, loss_fn)
     ):
         return None
@@ -249,7 +250,7 @@ def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
         if isinstance(module, nn.Module):
             hooks = [module._forward_pre_hooks, module._forward_hooks]
             others = len(module._backward_hooks) + len(module._backward_pre_hooks)
-            if "forward" in vars(module) or [len(each) for each in hooks] != own or others:
+            if compat.has_own_forward(module) or [len(each) for each in hooks] != own or others:
                 return True
     tensor_hooks = any(p._backward_hooks for p in model.parameters() if p.requires_grad)
     return tensor_hooks or compat.some_global_hook()

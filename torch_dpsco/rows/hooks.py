@@ -32,8 +32,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.passes import NO_FORWARD, PassCounter
-from torch_dpsco.rows.precision import require_full_precision
-from torch_dpsco.rows.supported import require_known
+from torch_dpsco.rows.supported import require_full_precision, require_known
 
 compat.require_opacus()
 

@@ -1,12 +1,15 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
-from torch_dpsco.sampling.draws import Chunk, DrawLog, fingerprint, records_of
 from torch_dpsco.sampling.loader import (
     BoundedLoader,
+    Isolation,
     PhysicalBatches,
     PrivateLoader,
+    Slots,
+    UserLoader,
     adapt,
     bounded,
+    user_ids,
 )
 from torch_dpsco.sampling.one_pass import (
     AssignedSampler,
@@ -18,21 +21,23 @@ from torch_dpsco.sampling.one_pass import (
     make_sampler,
     partition_name,
 )
-from torch_dpsco.sampling.record_ids import RecordIds
 from torch_dpsco.sampling.samplers import (
+    Chunk,
     DesignSampler,
+    DrawLog,
     FixedSampler,
     FullSampler,
     PoissonSampler,
     RankSampler,
+    RecordIds,
     ShuffledSampler,
+    fingerprint,
     poisson_positions,
+    records_of,
     require_divisible,
 )
-from torch_dpsco.sampling.slots import Isolation, Slots
 from torch_dpsco.sampling.spilled import Spilled
 from torch_dpsco.sampling.streamed import Streamed
-from torch_dpsco.sampling.users import UserLoader, user_ids
 
 __all__ = [
     "AssignedSampler",

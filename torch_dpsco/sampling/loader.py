@@ -1,10 +1,34 @@
-"""Loaders that hand each draw to the optimizer, whole or in physical batches, and log what they deliver."""
+"""Loaders that hand each draw to the optimizer, whole or in physical batches, and log what they deliver.
+
+Slots: where records stand in physical batches of one fixed public size, so that no record's arithmetic depends on
+others. Matrix libraries choose kernels by the number of rows, and may treat rows by their position: a record more
+changes the last bits of all others, which a kink of the loss makes as large as it likes. So each draw is delivered in
+blocks of exactly M rows, M public, filled up with rows of zeros that no oracle ever sees; a record's row in its block
+(its slot) does not depend on the other records:
+
+* units (records, or users) get places in [0, capacity), uniformly without replacement, from a secret stream;
+  a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
+  one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-60;
+* the rows of a user stand side by side in one block, in as many columns as the next power of 2, the first of them a
+  multiple of it that the place fixes; users of more rows than a block has fill whole blocks first. Which of the blocks
+  a row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes;
+* where no number of records is declared (scores of held-out records), each record draws a slot by itself, and records
+  of one slot stand in blocks one after another.
+
+Proof and limits: docs/proofs/record_isolation.md.
+
+Users are sampled, never rows: a user is wholly in a batch or not at all, which is what the events of user-level
+optimizers stand for (docs/proofs/user_level.md#clipped-means-of-users; docs/user_level.md).
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from types import TracebackType
 from typing import Any
 
@@ -16,15 +40,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.designs import Design, Full
+from torch_dpsco.accounting.designs import Design, Full, Poisson
+from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
-from torch_dpsco.sampling.draws import Chunk, Drawn, records_of
+from torch_dpsco.rng import Stream, sampling_generator
 from torch_dpsco.sampling.one_by_one import one_by_one
 from torch_dpsco.sampling.row_file import Gathered
-from torch_dpsco.sampling.samplers import DesignSampler
-from torch_dpsco.sampling.slots import Isolation, Slots
+from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
 from torch_dpsco.sampling.streamed import Itself, Streamed
 
 _Indices = npt.NDArray[np.int64]
@@ -441,3 +465,331 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
     )
+
+
+_RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
+_MULTIPLE = 8  # a friendly number of rows
+_EACH, _LEAST, _MOST, _NUMBERS = (
+    4,
+    64,
+    8192,
+    2**26,
+)  # of blocks of users: rows of a user, rows, numbers of all rows
+
+
+def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
+    """Returns how many units the blocks of a draw have room for: public, from the design alone.
+
+    By the bound of Chernoff: a sum of independent indicators of mean m exceeds m + x with probability at most
+    exp(-m h(x / m)), h(t) = (1 + t) log(1 + t) - t.
+
+    Args:
+        design: how units are drawn.
+        processes: over which the units of a draw are spread.
+        records: that are drawn from, at most, where that is fewer than n: public.
+
+    Example:
+        >>> capacity(Poisson(256, 60_000)), capacity(Poisson(4096, 60_000))
+        (416, 4696)
+    """
+    if isinstance(design, Parts):
+        # PRIVACY: a part of all its records has a random number of them, if they were assigned to it
+        # (test_a_part_of_assigned_records_overflows_as_rarely)
+        drawn = isinstance(design, AssignedParts)
+        inner = [
+            Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts
+        ]
+        return max(capacity(part, processes=processes, records=records) for part in inner)
+    if not isinstance(design, (Full, Poisson, Assigned)):
+        return max(1, math.ceil(design.batch_size / processes))
+    # PRIVACY: a neighbor has one record more than the declared number
+    # (test_a_record_more_than_declared_overflows_as_rarely)
+    held = min(design.n, design.n if records is None else records) + 1
+    expected = float(design.batch_size)
+    if isinstance(design, Assigned):  # which may have fewer batches, and a divisor of its own
+        expected = max(expected, design.n / design.batches)
+    mean = expected * held / design.n / processes
+    most = math.ceil(held / processes)
+    most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
+    room = most if isinstance(design, Full) else math.ceil(mean)
+    while room < most and mean * _rate(room / mean - 1.0) < _RARE:
+        room += 1
+    return min(most, room + -room % _MULTIPLE)
+
+
+def _rate(excess: float) -> float:
+    return (1.0 + excess) * math.log1p(excess) - excess
+
+
+@dataclass
+class Isolation:
+    """What is assumed about the kernels that compute rows, and what a probe has found.
+
+    Args:
+        private: whether the number of rows of a draw is.
+        block: rows of each batch, where they are filled up.
+        checked: what a probe of synthetic records has found.
+    """
+
+    private: bool = False
+    block: int | None = None
+    checked: str = "it was not checked"
+
+    def __str__(self) -> str:
+        if self.private and self.block is None:
+            return (
+                "batches are not filled up to a public size: a record's row must not depend on how"
+                f" many others are in its batch, to the last bit ({self.checked})"
+            )
+        size = (
+            "one size" if self.block is None else f"{self.block} rows, to which all are filled up,"
+        )
+        return (
+            f"kernels for batches of {size} compute each row from its own record alone, to the last"
+            f" bit ({self.checked})"
+        )
+
+
+class Slots:
+    """Assigns the rows of draws to slots of blocks.
+
+    Args:
+        design: how units are drawn.
+        of_users: whether units have any number of rows, or exactly one.
+        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 8192 rows of users.
+        processes: over which the units of a draw are spread.
+        records: that are drawn from, see `capacity`.
+        dim: numbers in the gradient of a row; blocks of users hold 2^26 numbers, or 64 rows.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        of_users: bool = False,
+        physical_batch_size: int | None = None,
+        processes: int = 1,
+        records: int | None = None,
+        dim: int = 1,
+    ) -> None:
+        self.capacity = capacity(design, processes=processes, records=records)
+        self._users = of_users
+        self._dim = dim
+        self.block = self._fitting(physical_batch_size)
+        self._rng = sampling_generator()
+        self._keeps = isinstance(design, Full)
+        self._kept = np.empty(0, dtype=np.int64)
+
+    def _fitting(self, most: int | None) -> int:
+        if self._users:
+            rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
+            return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
+        return math.ceil(
+            self.capacity / math.ceil(self.capacity / min(most or self.capacity, self.capacity))
+        )
+
+    def of_size(self, physical_batch_size: int) -> Slots:
+        """Returns slots of smaller blocks for the same draws."""
+        part = copy.copy(self)
+        part.block = part._fitting(physical_batch_size)
+        return part
+
+    def places(self, units: int) -> _Indices:
+        """Returns the places of that many units; those past the capacity have the places of another round."""
+        if self._keeps and len(self._kept) == units:
+            return self._kept  # the same units as in the draw before, which was of all
+        rounds = range(max(1, math.ceil(units / self.capacity)))
+        drawn = [self._rng.permutation(self.capacity) + k * self.capacity for k in rounds]
+        # PRIVACY: places in the order of the records would move with each record before them
+        # (test_places_are_uniform_without_replacement)
+        self._kept = np.concatenate(drawn)[:units]
+        return self._kept
+
+    def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+        """Yields (records, slots) of each block that has any; one empty block for an empty draw.
+
+        Args:
+            places: of the records of the draw.
+        """
+        blocks, slots = np.divmod(places, self.block)
+        return _grouped(blocks, slots)
+
+    def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+        """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
+
+        Args:
+            sizes: rows of each user of the draw.
+            places: of these users.
+        """
+        # a user's rows in pieces: whole blocks, and what is left
+        whole, rest = np.divmod(sizes, self.block)
+        pieces = whole + (rest > 0)
+        owner = np.repeat(np.arange(len(sizes)), pieces)
+        length = np.full(len(owner), self.block)
+        length[np.cumsum(pieces)[rest > 0] - 1] = rest[rest > 0]
+        # PRIVACY: columns by the user's own rows and place
+        # (test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others)
+        width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
+        column = places[owner] % (self.block // width) * width
+        block = _stacked(column, width, self.block)
+        nth = np.arange(length.sum()) - np.repeat(
+            np.cumsum(length) - length, length
+        )  # of its piece's rows
+        return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
+
+
+def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (records, slots) of each block, one empty block for no records: each record has a slot of its own draw.
+
+    Args:
+        records: their number, which may be private.
+        block: rows of a block, public.
+        source: of the draws, which stay secret.
+    """
+    # PRIVACY: a slot in the order of the records would move with each record before it
+    # (test_a_record_that_leaves_moves_no_other)
+    slots = source.integers(block, records)
+    return _grouped(_before(slots), slots)
+
+
+def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
+    """Returns the block of each piece, the wide ones first: the first one in which its columns, and later, are free."""
+    block = np.empty_like(column)
+    used = np.zeros(columns, dtype=np.int64)
+    for wide in np.unique(width)[::-1]:
+        mine = np.flatnonzero(width == wide)
+        # narrower widths divide this one: all columns of a piece are used equally far
+        block[mine] = used[column[mine]] + _before(column[mine])
+        cells = used[: columns // wide * wide].reshape(-1, wide)  # a view
+        cells += np.bincount(column[mine] // wide, minlength=len(cells))[:, None]
+    return block
+
+
+def _before(group: _Indices) -> _Indices:
+    """Returns the number of earlier entries of the same group."""
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    out = np.empty_like(order)
+    out[order] = np.arange(len(group)) - np.repeat(starts, np.diff(starts, append=len(group)))
+    return out
+
+
+def _grouped(blocks: _Indices, slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (indices, slots) of each block in use, by slot."""
+    order = np.lexsort((slots, blocks))
+    for part in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
+        yield part, slots[part]
+
+
+def user_ids(users: Any, records: int, name: str = "users") -> Tensor:
+    """Returns the user of each record as (records,) int64.
+
+    Args:
+        users: integers >= 0, which stay as they are; or strings and other things that hash (no numbers, no None),
+            which are numbered in order of appearance. Users are drawn regardless of their numbers.
+        records: how many there are.
+        name: of the argument, for messages.
+
+    Raises:
+        UnitError: not one id per record, or of another kind. No id is quoted: it may be a name.
+    """
+    if not isinstance(users, Tensor):
+        users = _numbered(users, name)
+    ids: Tensor = users.detach().cpu().clone()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
+        raise UnitError(f"{name} must hold integer ids, or strings (got {ids.dtype})")
+    if ids.shape != (records,):
+        raise UnitError(
+            f"{name} must hold one id per record, {records} of them (got shape {tuple(ids.shape)})"
+        )
+    if records and int(ids.min()) < 0:
+        raise UnitError(f"{name} must be >= 0 (got a negative id)")
+    return ids.to(torch.int64)
+
+
+def _numbered(users: Any, name: str) -> Tensor:
+    """Returns integers for the ids of a list, an array or a column."""
+    if isinstance(users, np.ndarray) and users.dtype != object and users.dtype.kind not in "USTmM":
+        return torch.from_numpy(users.copy())
+    if isinstance(users, (str, bytes, Mapping)) or not isinstance(users, Iterable):
+        raise UnitError(f"{name} must hold one id per record (got {type(users).__name__})")
+    things = [thing.item() if isinstance(thing, (np.generic, Tensor)) else thing for thing in users]
+    numbers = sum(isinstance(thing, Number) for thing in things)
+    if numbers == len(things):
+        try:
+            return torch.from_numpy(np.array(things, dtype=None if things else np.int64))
+        except TypeError:  # too large for any integer dtype
+            raise UnitError(
+                f"{name} must hold integers below 2**63, or strings (got a larger one)"
+            ) from None
+    # PRIVACY: records without an id would be one user's, and 1, 1.0 and True are one id
+    # (test_ids_that_cannot_be_are_refused_by_name)
+    if numbers or any(
+        thing is None or not isinstance(thing, Hashable) or (thing == thing) is not True
+        for thing in things
+    ):
+        kinds = sorted({type(thing).__name__ for thing in things})
+        raise UnitError(
+            f"{name} must hold integers only, or only strings or other ids that hash (got {kinds})"
+        )
+    places: dict[Any, int] = {}
+    return torch.tensor(
+        [places.setdefault(thing, len(places)) for thing in things], dtype=torch.int64
+    )
+
+
+class UserLoader(PrivateLoader):
+    """Iterates over draws of users: each batch is a list of the record batch's parts, and the ids of the users.
+
+    Args:
+        dataset: map-style data set of records.
+        sampler: draws positions of users; or, of a shard, of the users that have records there, in order of their ids.
+        users: (n_records,) int64 ids in [0, sampler.size), or any of a shard; users need not have records.
+        options: the keywords of `PrivateLoader`.
+
+    Raises:
+        UnitError: an id is not below the number of users.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any
+    ) -> None:
+        super().__init__(dataset, sampler, **options)
+        if getattr(sampler, "ids", None) is not None:
+            raise UnitError(
+                "users must be drawn by their numbers (got a sampler of ids of records)"
+            )
+        ids = users.numpy()
+        if getattr(sampler, "own", False):
+            ids = np.unique(ids, return_inverse=True)[1]
+        if len(ids) and int(ids.max()) >= sampler.size:
+            # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
+            raise UnitError(
+                f"users must be < n_users={sampler.size} (got a larger id, or more users)"
+            )
+        self._ids = users
+        self._records = np.argsort(ids, kind="stable")
+        self._ends = np.cumsum(np.bincount(ids, minlength=sampler.size))
+
+    def _require_size(self, records: int) -> None:
+        """Accepts any number of records: the sampler draws users."""
+
+    def contents(self) -> Iterator[Any]:
+        """Yields the ids, and the records."""
+        yield self._ids
+        yield from super().contents()
+
+    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+        """Returns the records of drawn users, in order of the draw, and how many each of them has."""
+        ends = self._ends[drawn]
+        starts = np.where(drawn > 0, self._ends[drawn - 1], 0)
+        pieces = [self._records[a:b] for a, b in zip(starts, ends, strict=True) if a < b]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64), ends - starts
+
+    def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
+        for drawn in self.batch_sampler.dealt():
+            records, sizes = self._of(drawn[1])
+            yield from self._pieces(drawn, records, chunks, sizes)
+
+    def _users_of(self, part: _Indices) -> Tensor:
+        return self._ids[torch.from_numpy(part)]

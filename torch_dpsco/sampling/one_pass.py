@@ -25,8 +25,7 @@ from torch_dpsco.accounting.designs import Design, Disjoint, Draw
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.rng import KeyedStream
-from torch_dpsco.sampling.record_ids import RecordIds
-from torch_dpsco.sampling.samplers import DesignSampler, kind_of
+from torch_dpsco.sampling.samplers import DesignSampler, RecordIds, kind_of
 from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]

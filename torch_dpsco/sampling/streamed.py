@@ -18,8 +18,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco._owned import owned
 from torch_dpsco.errors import PrivacyError, UnitError
-from torch_dpsco.sampling.draws import fingerprint
-from torch_dpsco.sampling.record_ids import SEVERAL, id_bytes, pick, start_of_pass
+from torch_dpsco.sampling.samplers import SEVERAL, fingerprint, id_bytes, pick, start_of_pass
 
 
 class Streamed(Dataset[Any]):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dpsco.rows.base import Block, work_dtype
+from torch_dpsco.rows.blocks import Block, work_dtype
 from torch_dpsco.rows.layers.recorded import (
     Formed,
     Kept,

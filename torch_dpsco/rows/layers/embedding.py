@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.rows.base import NORM_ERROR, Block, Summation, row_norms, work_dtype
+from torch_dpsco.rows.blocks import NORM_ERROR, Block, Summation, row_norms, work_dtype
 from torch_dpsco.rows.layers.recorded import Formed, Kept, Kind, Use, require_dims
 
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile

@@ -1,10 +1,10 @@
 """Layers whose backward keeps their per-sample gradients and forms no gradient of the weights.
 
-`attach` turns a layer into its recorded kind by its `__class__` (`table.RECORDED`), which survives deepcopy, pickle
-and `state_dict`; parameters, names and eval behavior are unchanged. So one backward to the layers' outputs gives all
-rows. Each use of a layer in a training forward of the attached model is kept on its tape with the number of that
-forward (its *pass*): uses of the same pass belong to the same rows (a layer used twice) and are summed, those of
-different passes are different rows and are concatenated.
+`attach` gives a layer a forward of its own (`RecordedForward`), which survives deepcopy and pickle; its class, its
+parameters, names and eval behavior are unchanged. So one backward to the layers' outputs gives all rows. Each use of a
+layer in a training forward of the attached model is kept on its tape with the number of that forward (its *pass*): uses
+of the same pass belong to the same rows (a layer used twice) and are summed, those of different passes are different
+rows and are concatenated.
 
 The backward keeps rows in the cheapest form. The rows of a layer y_t = W a_t + c on sequences (T = 1 for vectors; a
 convolution is such a layer on patches) are
@@ -35,11 +35,17 @@ from torch import Tensor, nn
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.base import Block, piece_norms, work_dtype
-from torch_dpsco.rows.dense import DenseBlock
-from torch_dpsco.rows.factored import MAX_TIMES, FactoredBlock, SequenceBlock, outer_sums
-from torch_dpsco.rows.precision import inexact_mean, require_full_precision
-from torch_dpsco.rows.supported import require_known
+from torch_dpsco.rows.blocks import (
+    MAX_TIMES,
+    Block,
+    DenseBlock,
+    FactoredBlock,
+    SequenceBlock,
+    outer_sums,
+    piece_norms,
+    work_dtype,
+)
+from torch_dpsco.rows.supported import inexact_mean, require_full_precision, require_known
 
 
 class Kept(ABC):
@@ -443,8 +449,7 @@ class Kind(ABC):
 
 def plain_forward(layer: Any) -> Callable[[Tensor], Tensor]:
     """Returns the forward of a recorded layer as it was before."""
-    before: Any = type(layer).__base__
-    return partial(before.forward, layer)
+    return partial(type(layer).forward, layer)
 
 
 def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = None) -> None:
@@ -469,6 +474,23 @@ def run(layer: Any, x: Tensor) -> Tensor:
         _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
     )
     return recorded
+
+
+class RecordedForward:
+    """The forward of a recorded layer, kept on the layer itself.
+
+    Args:
+        layer: it.
+    """
+
+    of_class = True  # its outputs are those of the forward of the layer's class
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Applies the layer."""
+        return run(self._layer, input)
 
 
 def make_ready(layer: Any) -> None:

@@ -1,5 +1,8 @@
 """Which layers are recorded, and how a layer is turned into a recorded one and back.
 
+Linear layers keep the two factors of their rows on vectors, the cheaper form on sequences. Normalization within a
+record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
+
 Kinds that are not the library's are tried on synthetic records before they see real ones.
 """
 
@@ -9,18 +12,28 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.base import FLOAT64
+from torch_dpsco.rows.blocks import FLOAT64, work_dtype
 from torch_dpsco.rows.layers.convolution import ConvolutionKind
 from torch_dpsco.rows.layers.embedding import EmbeddingKind
-from torch_dpsco.rows.layers.linear import LinearKind
-from torch_dpsco.rows.layers.normalization import GroupNormKind, LayerNormKind
-from torch_dpsco.rows.layers.recorded import Kind, Tape, Use, plain_forward, run
+from torch_dpsco.rows.layers.recorded import (
+    Formed,
+    Kept,
+    Kind,
+    RecordedForward,
+    Tape,
+    Use,
+    Vectors,
+    pairs,
+    plain_forward,
+    require_dims,
+)
 from torch_dpsco.rows.passes import PassCounter
-from torch_dpsco.rows.precision import slack
+from torch_dpsco.rows.supported import slack
 
 _RECORDS = 3
 
@@ -94,28 +107,86 @@ def _alone(layer: Any, x: Tensor, grad: Tensor, params: list[Tensor]) -> list[Te
     return [out.detach(), gradients[0], *(part.unsqueeze(0) for part in gradients[1:])]
 
 
-RECORDED: dict[type[nn.Module], type[nn.Module]] = {}
+class LinearKind(Kind):
+    """y = x W^T + c for x (B, ..., in); see `pairs` for its rows."""
+
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        return (F.linear(x, weight, bias),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the factors, or the rows formed from them."""
+        if use.x.dim() == 2:
+            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
+        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
+        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns grad W."""
+        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
 
 
-def _record(layer: type[nn.Module], kind: Kind) -> None:
-    """Makes the class of the attached instances of a class."""
+class LayerNormKind(Kind):
+    """x is (B, ..., *normalized_shape)."""
 
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return run(self, input)
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x."""
+        require_dims(layer, x, len(layer.normalized_shape) + 1)
+        return x
 
-    def reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-        return _new, (layer,), *layer.__reduce_ex__(self, protocol)[2:]
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns output, means and inverse deviations."""
+        return torch.native_layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
-    members = {"kind": kind, "forward": forward, "__reduce_ex__": reduce, "__module__": __name__}
-    RECORDED[layer] = type(f"Recorded{layer.__name__}", (layer,), members)
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows."""
+        dtype = work_dtype(use.x.dtype)
+        n_records = len(use.x)
+        size = math.prod(use.layer.normalized_shape)
+        times = use.x[:1].numel() // size if n_records else 1
+        x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
+        weight = bias = None
+        if use.trained[
+            "weight"
+        ]:  # normalized x times grad, summed: the deviations are weights of that sum
+            means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
+            weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
+            weight = weight.view(n_records, *use.layer.normalized_shape)
+        if use.trained["bias"]:
+            bias = grad.sum(1).mul_(use.scale).view(n_records, *use.layer.normalized_shape)
+        return Formed(weight, bias)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        shape = use.layer.normalized_shape
+        wanted = [True, False, False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        found: Tensor = backward(use.grad, use.x, shape, *use.saved, use.weight, None, wanted)[0]
+        return found
 
 
-def _new(layer: type[nn.Module]) -> nn.Module:
-    recorded = RECORDED[layer]
-    return recorded.__new__(recorded)
+class GroupNormKind(Kind):
+    """x is (B, C, ...)."""
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows, summed over places; vectors have one."""
+        x = use.x.to(work_dtype(use.x.dtype))
+        grad = use.grad.to(x.dtype)
+        places = list(range(2, x.dim() + 1))
+        weight = bias = None
+        if use.trained["weight"]:
+            normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps).mul_(grad)
+            weight = normalized[..., None].sum(places).mul_(use.scale)
+        if use.trained["bias"]:
+            bias = grad[..., None].sum(places).mul_(use.scale)
+        return Formed(weight, bias)
 
 
-for _layer, _kind in {
+RECORDED: dict[type[nn.Module], Kind] = {
     nn.Linear: LinearKind(),
     nn.Conv1d: ConvolutionKind(),
     nn.Conv2d: ConvolutionKind(),
@@ -123,8 +194,7 @@ for _layer, _kind in {
     nn.LayerNorm: LayerNormKind(),
     nn.GroupNorm: GroupNormKind(),
     nn.Embedding: EmbeddingKind(),
-}.items():
-    _record(_layer, _kind)
+}
 _TESTED = frozenset(RECORDED)
 
 
@@ -148,7 +218,7 @@ def register(layer: type[nn.Module], kind: Kind) -> None:
     """
     if layer in RECORDED:
         raise ValueError(f"layer must be a class that is not recorded yet (got {layer.__name__})")
-    _record(layer, kind)
+    RECORDED[layer] = kind
 
 
 def can_record(layer: nn.Module) -> bool:
@@ -159,17 +229,20 @@ def can_record(layer: nn.Module) -> bool:
 
 def is_recorded(layer: nn.Module) -> bool:
     """Returns whether `start_recording` was called on a layer."""
-    return type(layer) in RECORDED.values()
+    return isinstance(layer.__dict__.get("tape"), Tape)
 
 
-def start_recording(layer: nn.Module, passes: PassCounter, *, scale_by_batch: bool) -> None:
+def start_recording(layer: Any, passes: PassCounter, *, scale_by_batch: bool) -> None:
     """Makes a layer recorded, in place; see `Tape`."""
-    tape = Tape(scale_by_batch=scale_by_batch, trial=None if type(layer) in _TESTED else try_rows)
-    layer.__class__ = RECORDED[type(layer)]
-    layer.tape, layer.passes = tape, passes  # type: ignore[assignment]
+    trial = None if type(layer) in _TESTED else try_rows
+    layer.kind = RECORDED[type(layer)]
+    layer.tape = Tape(scale_by_batch=scale_by_batch, trial=trial)
+    layer.passes = passes
+    layer.__dict__.setdefault("forward", RecordedForward(layer))  # not over one of somebody else's
 
 
-def stop_recording(layer: nn.Module) -> None:
+def stop_recording(layer: Any) -> None:
     """Turns a recorded layer back."""
-    del layer.tape, layer.passes
-    object.__setattr__(layer, "__class__", type(layer).__base__)
+    del layer.kind, layer.tape, layer.passes
+    if isinstance(layer.__dict__.get("forward"), RecordedForward):
+        del layer.forward

@@ -1,9 +1,20 @@
-"""Compiled rows: one record's gradient by `torch.func`, vectorized over records.
+"""Compiled rows: per-sample gradients by `torch.func`, one record's gradient vectorized over records, and compiled.
 
-Rows of convolutions as products of patches, for compiled rows.
+    row_i = d/dw loss_fn(model(x_i), y_i),  x_i a batch of ONE record
 
-torch vectorizes the gradient of a weight over records by one grouped convolution, with a group for each record and
-channel, at which kernels for CPUs are slow. The same gradient is a product of two small matrices per record,
+Batches are cut into micro-batches of one fixed size, the last one filled up with records of zeros, so that Poisson
+batches of any size run one compiled program. Rows of the filling are cut off before anyone sees them; the others go
+to the optimizer micro-batch by micro-batch, so that memory does not grow with the batch. Compiled code makes rows and
+nothing else: norms, clipping and sums are those of `GradBatch` and the oracle, on the rows as they are in memory, so
+that no fused arithmetic of a compiler comes between a row and its norm. Differs from `attach` in:
+
+1. the model keeps its layers and is not hooked; there is no gradient of a batch, so nothing to drop or to compare;
+2. a loss that is a mean and one that is a sum give the same rows, those of a batch of one;
+3. a term on the weights (`loss + lam * model.weight.square().sum()`) is in every row, and clipped with it;
+4. a layer that needs to see the whole batch sees one record.
+
+Convolutions. torch vectorizes the gradient of a weight over records by one grouped convolution, with a group for each
+record and channel, at which kernels for CPUs are slow. The same gradient is a product of two small matrices per record,
 
     row_i = G_i^T P_i,   P_i (positions, C kh kw) the patches of record i that the kernel saw, G_i (positions, C_out)
 
@@ -14,26 +25,22 @@ and a compiler turns those into one batched product. To make autograd take it, a
 whose second term is 0, and has the gradient of w; the first one has that of x. It costs one more product of the size
 of the forward. A record that is not finite has NaN there, and so a row that is dropped. Rows differ by rounding only.
 
-Per-sample gradients by `torch.func`: one record's gradient, vectorized over records, and compiled.
+Size of a micro-batch. A part of s records takes a time of about s + c records: c stands for what a part costs whatever
+its size (calls, and kernels that are slow on few records). A batch of n records has ceil(n / s) parts: the expected
+time of a step is
 
-    row_i = d/dw loss_fn(model(x_i), y_i),  x_i a batch of ONE record
+    E[ceil(n / s)] (s + c)
 
-Batches are cut into micro-batches of one fixed size, the last one filled up with records of zeros, so that Poisson
-batches of any size run one compiled program. Rows of the filling are cut off before anyone sees them; the others go
-to the optimizer micro-batch by micro-batch, so that memory does not grow with the batch; see `micro_batches` for their
-size. Compiled code makes rows and nothing else: norms, clipping and sums are those of `GradBatch` and the oracle, on
-the rows as they are in memory, so that no fused arithmetic of a compiler comes between a row and its norm. Differs
-from `attach` in:
-
-1. the model keeps its layers and is not hooked; there is no gradient of a batch, so nothing to drop or to compare;
-2. a loss that is a mean and one that is a sum give the same rows, those of a batch of one;
-3. a term on the weights (`loss + lam * model.weight.square().sum()`) is in every row, and clipped with it;
-4. a layer that needs to see the whole batch sees one record.
+with n of fixed size, or of the law of Poisson where sampling is; the sum of it over the draws of a plan. Large s means
+few calls, and much filling for batches that are a little larger than a multiple of s: the minimum is a divisor for
+fixed batches, and some standard deviations above the mean for small Poisson batches. All of this is public: design and
+number of parameters.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -46,7 +53,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design, Full, Poisson, Undeclared
+from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, compare
 from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, seed_torch
@@ -54,12 +62,14 @@ from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.labels import as_module, read_for
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.micro_batches import micro_batch_size
+from torch_dpsco.rows.forms import ENGINES
 from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.sampling import PrivateLoader, UserLoader
+from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
 
-_MOST = (
+_MOST_PATCHES = (
     2**14
 )  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
 
@@ -114,7 +124,7 @@ def _conv2d(
     patches = patches.unfold(2, weight.shape[2], down).unfold(
         3, weight.shape[3], right
     )  # (N, C, H, W, kh, kw)
-    if patches[0].numel() > _MOST:
+    if patches[0].numel() > _MOST_PATCHES:
         return F.conv2d(input, weight, bias, stride, padding)
     patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)
     zero = patches @ (weight - held).flatten(1).t()
@@ -536,21 +546,83 @@ def _shapes(inputs: Any, targets: Any) -> tuple[Any, ...]:
     return structure, [(t.shape[1:], t.dtype, t.device) for t in leaves]
 
 
-def try_compile(
-    model: nn.Module, loss_fn: _LossFn, example: Callable[[], Any], *, micro_batch_size: int
-) -> CompiledRows | str:
+def try_compile(model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader) -> CompiledRows | str:
     """Returns compiled rows, or why there are none, for a loop that can do without; reads no value of a record.
 
     Args:
         model: see `CompiledRows`.
         loss_fn: see `CompiledRows`.
-        example: makes an (inputs, targets) batch, of which only the shapes are used.
-        micro_batch_size: see `CompiledRows`.
+        loader: of (inputs, targets), with a first record, of which only the shapes are used.
     """
+    device = next(model.parameters()).device
+    filled = loader.design if loader.slots is None else Full(loader.slots.block)
+    # users have any number of records
+    design = None if isinstance(loader, UserLoader) else filled
+    size = micro_batch_size(model, design, loader.physical_batch_size)
 
     def compiled() -> CompiledRows | str:
-        rows = CompiledRows(model, loss_fn, micro_batch_size=micro_batch_size)
-        return rows.prepare(*example()) or rows
+        rows = CompiledRows(model, loss_fn, micro_batch_size=size)
+        example = to_device(loader.collate_fn([loader.dataset[0]]), device)[:2]
+        return rows.prepare(*example) or rows
 
     made = attempt("compiling", compiled)
     return str(made) if isinstance(made, Refused) else made
+
+
+ENGINES["compiled"] = try_compile
+
+_CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
+_LEAST, _MOST = 8, 512  # records at once
+_NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only cost memory
+_UNKNOWN = 16  # records at once if nothing is known of batches
+
+
+def micro_batch_size(
+    model: nn.Module, design: Design | None, physical_batch_size: int | None = None
+) -> int:
+    """Returns the number of records to compute at once.
+
+    Args:
+        model: of whose trainable parameters each record has a row.
+        design: how batches of records are drawn; None if that is not known.
+        physical_batch_size: most records that come at once, see `PrivateOptimizer.loader`.
+
+    Example:
+        >>> from torch_dpsco.accounting.designs import Full
+        >>> model = nn.Linear(100, 10)
+        >>> micro_batch_size(model, Full(64)), micro_batch_size(model, Poisson(64, 60_000))
+        (64, 77)
+    """
+    dim = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    most = min(_MOST, max(_LEAST, _NUMBERS // max(dim, 1)))
+    if design is None:
+        return min(_UNKNOWN, most)
+    plan = design.parts if isinstance(design, Parts) else ((design, 1),)
+
+    def cost(size: int) -> float:
+        parts = math.fsum(
+            draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan
+        )
+        return parts * (size + _CALL)
+
+    return min(range(1, most + 1), key=cost)
+
+
+def _expected_parts(design: Design, size: int, physical_batch_size: int | None) -> float:
+    mean = design.batch_size
+    if physical_batch_size is not None and physical_batch_size <= mean:  # most come in full ones
+        return mean / physical_batch_size * math.ceil(physical_batch_size / size)
+    return (
+        _poisson_parts(mean, size)
+        if isinstance(design, (Poisson, Assigned))
+        else math.ceil(mean / size)
+    )
+
+
+def _poisson_parts(mean: int, size: int) -> float:
+    """Returns E[ceil(n / size)] = sum over j >= 0 of P(n > j size)."""
+    if mean > 32 * size:  # n mod size is nearly uniform
+        return mean / size + 0.5
+    last = mean + 10 * math.isqrt(mean) + 20  # past it P(n > last) does not count
+    fewer = torch.arange(0, last, size, dtype=torch.float64)
+    return float(torch.special.gammainc(fewer + 1.0, torch.full_like(fewer, mean)).sum())

@@ -1,18 +1,18 @@
 """Linear layers of a Sequential and the activations between them, recorded as one.
 
-Narrow layers spend most of a step in calls: each recorded layer is a node of the graph, with checks of its own. So
-`attach` gives an `nn.Sequential` a forward that runs each stack, Linear layers with nothing between them but
-activations of `_ACTIVATIONS`, as one node with one check. Outputs, rows and gradients have the same bits as those of
-the layers one by one (gradients of gradients are sums in another order). Layers run one by one where somebody could see
-the difference: hooks, layers in eval mode, autocast, compilers, tensors of other classes. What is proved of a layer's
-rows holds for these, since the bits are equal (test_a_stack_has_the_bits_of_its_layers_one_by_one).
+Narrow layers spend most of a step in calls: each recorded layer is a node of the graph, with checks of its own. So an
+`nn.Sequential` of an attached model gets a forward of its own that runs each stack, Linear layers with nothing between
+them but activations of `_ACTIVATIONS`, as one node with one check. Outputs, rows and gradients have the same bits as
+those of the layers one by one (gradients of gradients are sums in another order). Layers run one by one where somebody
+could see the difference: hooks, layers in eval mode, autocast, compilers, tensors of other classes. What is proved of a
+layer's rows holds for these, since the bits are equal (test_a_stack_has_the_bits_of_its_layers_one_by_one).
 
 Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
+from torch_dpsco.rows.forms import SHORTCUTS, Shortcut
 from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records, require_recordable
-from torch_dpsco.rows.layers.table import RECORDED
+from torch_dpsco.rows.layers.table import is_recorded
 
 _ops: Any = torch.ops.aten
-_LINEAR = RECORDED[nn.Linear]
 
 
 class _Activation(NamedTuple):
@@ -61,18 +61,27 @@ _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
 }
 
 
-class RecordedSequential(nn.Sequential):
-    """A Sequential with recorded Linear layers, of an attached model."""
+class StackedForward:
+    """The forward of a Sequential with recorded Linear layers, kept on the Sequential itself.
 
-    def forward(self, input: Any) -> Any:
-        """Applies its modules one after another."""
+    Args:
+        module: it.
+    """
+
+    of_class = True  # its outputs are those of the forward of the module's class
+
+    def __init__(self, module: nn.Sequential) -> None:
+        self._module = module
+
+    def __call__(self, input: Any) -> Any:
+        """Applies the modules one after another."""
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or compat.some_global_hook()
         ):
-            return super().forward(input)  # type: ignore[no-untyped-call]
-        modules = list(self._modules.values())
+            return nn.Sequential.forward(self._module, input)  # type: ignore[no-untyped-call]
+        modules = list(self._module._modules.values())
         start = 0
         while start < len(modules):
             stack = modules[start : _end(modules, start)]
@@ -91,7 +100,7 @@ def _end(modules: Sequence[Any], start: int) -> int:
     end = start + 1
     for place in range(start, len(modules)):
         module = modules[place]
-        linear = type(module) is _LINEAR
+        linear = is_recorded(module) and type(module) is nn.Linear
         if not compat.is_plain(module) or not (
             linear or (place > start and type(module) in _ACTIVATIONS)
         ):
@@ -117,7 +126,7 @@ def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
     params = []
     for module in modules:
         weights = []
-        if type(module) is _LINEAR:
+        if type(module) is nn.Linear:
             make_ready(module)
             weights = [p for p in map(module._parameters.get, ("weight", "bias")) if p is not None]
         steps.append(_Step(module, len(weights)))
@@ -192,18 +201,29 @@ class _Stack(torch.autograd.Function):
 
 
 def _has_stack(module: nn.Module) -> bool:
-    kinds = [type(child) for child in module._modules.values() if type(child) not in _ACTIVATIONS]
-    return type(module) is nn.Sequential and (_LINEAR, _LINEAR) in pairwise(kinds)
+    if type(module) is not nn.Sequential or "forward" in module.__dict__:
+        return False
+    layers = [child for child in module._modules.values() if type(child) not in _ACTIVATIONS]
+    linear = [
+        type(layer) is nn.Linear and is_recorded(layer) for layer in layers if layer is not None
+    ]
+    return (True, True) in pairwise(linear)
 
 
-def start_stacking(modules: Iterable[nn.Module]) -> None:
-    """Makes the Sequentials among modules whose layers are recorded run their stacks as one, in place."""
-    for module in filter(_has_stack, modules):
-        module.__class__ = RecordedSequential
+class Stacks(Shortcut):
+    """Runs the stacks of Sequentials as one."""
+
+    def start(self, modules: Sequence[nn.Module]) -> None:
+        """Gives the Sequentials whose layers are recorded a forward of their own."""
+        for module in modules:
+            if isinstance(module, nn.Sequential) and _has_stack(module):
+                module.forward = StackedForward(module)  # type: ignore[method-assign]
+
+    def stop(self, modules: Sequence[nn.Module]) -> None:
+        """Takes it away."""
+        for module in modules:
+            if isinstance(module.__dict__.get("forward"), StackedForward):
+                del module.forward
 
 
-def stop_stacking(modules: Iterable[nn.Module]) -> None:
-    """Turns them back."""
-    for module in modules:
-        if type(module) is RecordedSequential:
-            object.__setattr__(module, "__class__", nn.Sequential)
+SHORTCUTS.append(Stacks())

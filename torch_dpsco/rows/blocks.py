@@ -1,0 +1,814 @@
+"""Per-sample gradients of one physical batch: a block per parameter (or layer), one interface over all forms.
+
+Rows never leave this package except as norms (to an oracle) and weighted sums. Numerics, which the privacy proof uses:
+
+* norms are certified upper bounds of the joint L2 norm of a row: float32 pieces of at most `PIECE` coordinates are
+  combined in float64, the result is enlarged by the worst-case rounding error and by what can underflow;
+* weighted sums run over tiles of rows, in float64 or, for small batches, in float32; `plan_summation` bounds their
+  error, which the oracle adds to the sensitivity that it declares.
+
+Float32 rows on the CPU take `native` for both, in float64, where it is there. Three forms:
+
+* dense: one tensor of rows per parameter;
+* factored: a Linear layer's row is the outer product of two vectors, so it is never formed. For y = W a + c the
+  gradient of sample i is b_i a_i^T for W and b_i for the bias, with a_i the layer's input and b_i the gradient of the
+  loss in its output. Norm: |b| sqrt(|a|^2 + 1); weighted sum: (w b)^T a: memory O(B (in + out));
+* sequences: R = sum_t g_t a_t^T, with g_t in R^out and a_t in R^in of float32 or less, left as its two factors. With
+  u = 2^-53 and S = sum_t |g_t| |a_t|, which is at least |R| and much larger where terms cancel:
+
+  - norm. |R|^2 = sum_st (g_s.g_t)(a_s.a_t). To first order the product of the two inner products errs in float64 by at
+    most (out + in + 1) u |g_s||g_t||a_s||a_t|, their sum over t and then over s by 2 T u of the same, so the computed
+    square by at most K u S^2 with K = out + in + 2 T + 8. (Nothing underflows: products of four float32 numbers that
+    are not 0 are above 2^-600.) The certified norm is sqrt(square + 2 K u S^2); S is from the diagonals, which do not
+    cancel.
+  - weighted sum. Its terms w_i |g_it| |a_it| add up to w_i S_i, not to w_i |R_i|. So `norms` is at least
+    S / CANCELLATION; then w_i norm_i <= C gives w_i S_i <= CANCELLATION * C. In float64 tiles of r whole records,
+    r T <= 960, each product is off by (r T + 3) u times its terms, and adding the tiles by m / r roundings of sums
+    whose terms are at most w_i |R_i| <= C. In all u m C (963 CANCELLATION + m + 1) for m rows, half of what
+    `plan_summation` reserves for float64.
+
+  A row that cancels by more than CANCELLATION = 1024 is noise of the float32 backward at any rate; it is clipped
+  harder, never less.
+
+Source: docs/proofs/rounding.md#certified-norms, docs/proofs/rounding.md#weighted-sums,
+docs/proofs/rounding.md#norms-of-factors, docs/proofs/rounding.md#factors-of-one-score,
+docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-factors.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import native
+from torch_dpsco.rows.supported import products_are_exact
+
+PIECE = 1024
+# Relative error of a norm: (PIECE + 2)/2 roundings of the working precision and d/(2 PIECE) of float64, doubled.
+NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
+# A square below the least normal number may be flushed to 0: each coordinate hides at most its square root.
+UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
+_TILE_ELEMENTS = 2**17  # numbers in a float64 tile
+_PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
+_GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
+_FEW, _SMALL = (
+    2**16,
+    2**17,
+)  # up to that many numbers float64 is not slower, in one block or altogether
+_LARGE = 64  # rows of a tile
+_MAX_ERROR32 = 2.0**-7
+CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the precision in which rows of a dtype are read: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Returns certified upper bounds of the L2 norms of rows.
+
+    Args:
+        rows: (B, k) floating; half precisions are read as float32.
+
+    Returns:
+        (B,) float64, never below the exact norm; inf or NaN for a row with a non-finite entry or a norm that overflows.
+    """
+    if native.suits(rows):
+        return native.norms(rows)
+    rows = rows.to(work_dtype(rows.dtype))
+    width = rows.shape[1]
+    if width == 1:  # exact, unless subnormal numbers are read as 0
+        return rows[:, 0].abs().double().add_(torch.finfo(rows.dtype).tiny)
+    pieces = piece_norms(rows).double()
+    norms = pieces[:, 0] if width <= PIECE else torch.linalg.vector_norm(pieces, dim=1)
+    # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
+    bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(
+        UNDERFLOW[rows.dtype] * width**0.5
+    )
+    return bounds
+
+
+def piece_norms(rows: Tensor) -> Tensor:
+    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
+
+    Args:
+        rows: (B, k) floating; half precisions are read as float32.
+    """
+    rows = rows.to(work_dtype(rows.dtype))
+    width = rows.shape[1]
+    whole = width - width % PIECE
+    if not whole:
+        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return pieces
+    pieces = torch.linalg.vector_norm(
+        rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2
+    )
+    if whole == width:
+        return pieces
+    return torch.cat(
+        [pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1
+    )
+
+
+def joint_norms(parts: Iterable[Tensor]) -> Tensor:
+    """Returns certified upper bounds of the joint norms of rows from those of their parts: (B,) float64 each."""
+    first, *others = parts
+    squares = first.square()
+    for norms in others:
+        squares.addcmul_(norms, norms)
+    # what underflows in a square is less than the number added
+    return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
+
+
+def row_norm(row: Tensor) -> float:
+    """Returns a certified upper bound of the L2 norm of one tensor, as `row_norms` does; inf or NaN as there."""
+    if row.numel() > PIECE or row.dtype not in NORM_ERROR:
+        return float(row_norms(row.reshape(1, -1)))
+    norm = float(torch.linalg.vector_norm(row))
+    return norm * (1.0 + NORM_ERROR[row.dtype]) + UNDERFLOW[row.dtype] * math.sqrt(PIECE)
+
+
+@dataclass(frozen=True)
+class Summation:
+    """Precision of weighted sums, with a bound on their error.
+
+    Args:
+        vector_tile: rows per float32 tile in sums of vectors; a few tiles are added in float32, and those sums in
+            float64; 0 sums in float64.
+        matrix_tile: rows per float32 tile in sums of outer products, added in float32, or in C in float64; 0 sums in
+            float64.
+        rows: largest logical batch for which float32 may be used.
+        max_rows: largest logical batch for which the bound is proved at all.
+        error: bound on |computed - exact| for the difference of two neighboring sums, in units of the clip.
+        in_c: whether tiles of outer products are those of C; what C cannot read is then summed in float64.
+    """
+
+    vector_tile: int
+    matrix_tile: int
+    rows: int
+    max_rows: int
+    error: float
+    in_c: bool = False
+
+    @property
+    def uses_float32(self) -> bool:
+        """Whether some sums may run in float32."""
+        return self.vector_tile > 0 or self.matrix_tile > 0
+
+    @property
+    def has_small_tiles(self) -> bool:
+        """Whether larger tiles, where rows leave room for them, would be much faster."""
+        return 0 < self.vector_tile < _LARGE or 0 < self.matrix_tile < _LARGE
+
+    def for_rows(self, n_rows: int, mean_norm: float = 1.0) -> Summation:
+        """Returns the precision for a physical batch.
+
+        A float32 sum errs by at most u times the longest chain of roundings times the sum of the rows' weighted norms.
+        The tiles of the plan have room for norms of the clip; shorter rows leave room for longer chains, that is for
+        larger tiles, within the same error.
+
+        Args:
+            n_rows: rows of the logical batch so far, those of this physical batch included.
+            mean_norm: upper bound of the mean of the weighted norms in this physical batch, in units of the clip; what
+                is above 1, or NaN, counts as 1.
+        """
+        if n_rows > self.rows or not products_are_exact():
+            return _with_tiles(self, 0, 0)
+        # PRIVACY: any choice keeps each sum within the declared error, so that it may depend on private norms
+        # (test_short_rows_are_summed_in_larger_tiles_within_the_claim)
+        room = 1.0 / mean_norm if 0.0 < mean_norm < 1.0 else 1.0
+        if room < 1.1:
+            return self
+        vector = matrix = 0
+        if self.vector_tile:
+            vector = _largest_tile(_vector_chain, room * _vector_chain(self.vector_tile))
+        if self.matrix_tile:
+            matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
+        return _with_tiles(self, max(vector, self.vector_tile), max(matrix, self.matrix_tile))
+
+    def _matrix_chain(self, tile: int) -> int:
+        return _matrix_chain(tile, self.rows, self.in_c)
+
+
+FLOAT64 = Summation(0, 0, 0, 0, 0.0)
+
+
+def plan_summation(
+    batch_size: int, dim: int, *, vectors: bool = True, matrices: bool = True, in_c: bool = False
+) -> Summation:
+    """Chooses float32 where that is faster and its worst-case error costs at most 2^-7 of the clip, else float64.
+
+    A sum of m weighted rows of norm <= C that has at most k roundings in a chain has an error of at most k u m C, and
+    two neighboring sums differ by twice that from their exact difference. In tiles of t rows k = t + 3 (weight,
+    product, t - 1 additions, rounding of the tile), plus 3 where four tiles are added before float64, or m/t + 9 where
+    all are added in float32, or 1 in C, where all are added in float64 and the sum is rounded. The bound holds whatever
+    size a batch turns out to have: past `rows` everything is summed
+    in float64. The cap max_rows = 2 batch_size + 65536 is passed by a Poisson batch with probability below exp(-20000).
+
+    A mean loss is a second source: 1/B is rounded, so that one record more changes ALL rows, by 4 u each if the layer
+    is applied last. That is 8 u m more for m <= 2 batch_size + 1024 rows (passed with probability below exp(-500)) of a
+    Linear layer with one output. Several outputs, and deeper layers, amplify it: there a mean over a private number of
+    rows is refused (`PrivateOptimizer`). In half precision it is large and always refused (`attach`).
+
+    Rows that are left as sequences of factors are summed in float64, at an error relative to their terms, which `gram`
+    keeps below CANCELLATION times the clip: hence that factor in what float64 costs.
+
+    Args:
+        batch_size: expected rows of a logical batch (public).
+        dim: number of parameters.
+        vectors: whether rows that are vectors may be summed in float32; in C they are summed in float64.
+        matrices: whether there are rows that are outer products, or vectors of a table, which may.
+        in_c: whether outer products are summed in C.
+    """
+    rows = batch_size + 8 * math.isqrt(batch_size) + 16
+    max_rows = 2 * batch_size + 65536
+
+    def error(chain: int) -> float:
+        return 2.0 * chain * 2.0**-24 * rows
+
+    def largest(chain_of: Callable[[int], int]) -> tuple[int, float]:
+        fitting = [
+            (t, error(chain_of(t)))
+            for t in (64, 32, 16, 8, 4)
+            if error(chain_of(t)) <= _MAX_ERROR32
+        ]
+        return fitting[0] if fitting else (0, 0.0)
+
+    always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (
+        2 * batch_size + 1024
+    )
+    if batch_size * dim <= _SMALL:
+        return Summation(0, 0, rows, max_rows, always)
+    vector_tile, vector_error = largest(_vector_chain) if vectors else (0, 0.0)
+    matrix_tile, matrix_error = (
+        largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else (0, 0.0)
+    )
+    return Summation(
+        vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always, in_c
+    )
+
+
+@lru_cache(maxsize=256)
+def _with_tiles(plan: Summation, vector: int, matrix: int) -> Summation:
+    return replace(plan, vector_tile=vector, matrix_tile=matrix)
+
+
+def _largest_tile(chain_of: Callable[[int], int], longest: float) -> int:
+    """Returns the largest tile whose chain of roundings is at most that long; 0 if none is."""
+    return next((t for t in (512, 256, 128, 64, 32, 16) if chain_of(t) <= longest), 0)
+
+
+def _matrix_chain(tile: int, rows: int, in_c: bool) -> int:
+    return tile + 4 if in_c else tile + rows // tile + 12
+
+
+def _vector_chain(tile: int) -> int:
+    return tile + 3 + _GROUP - 1
+
+
+def weighted_rows(rows: Tensor, weights: Tensor, precision: Summation) -> Tensor:
+    """Returns sum_i weights[i] * rows[i] in float64.
+
+    Args:
+        rows: (B, k).
+        weights: (B,) float64, or float32.
+        precision: of the sum; few numbers are summed in float64 anyway.
+    """
+    if native.suits(rows):
+        return native.add_weighted(
+            rows, weights.double(), rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        )
+    if rows.numel() <= _FEW:
+        return weights.double() @ rows.double()
+    if not precision.vector_tile or rows.dtype == torch.float64:
+        total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+        for index, part in float64_tiles(rows):
+            total.addmv_(part.t(), weights[index].double())
+        return total
+    return _tiled_sum(rows.float(), weights.float(), precision.vector_tile)
+
+
+def _tiled_sum(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """Returns the weighted sum of float32 rows, at most as many tiles at once as stay in cache."""
+    n_rows, width = rows.shape
+    most = max(_GROUP, _PARTS_ELEMENTS // width) * tile
+    if n_rows <= most and n_rows % tile == 0:
+        return _sum_of_tiles(rows, weights, tile)
+    whole = n_rows - n_rows % tile
+    total = (weights[whole:] @ rows[whole:]).double()
+    for start in range(0, whole, most):
+        part = slice(start, min(start + most, whole))
+        total.add_(_sum_of_tiles(rows[part], weights[part], tile))
+    return total
+
+
+def _sum_of_tiles(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """Returns the weighted sum of whole tiles: each in float32, then groups of their sums, and those in float64."""
+    tiles = len(rows) // tile
+    width = rows.shape[1]
+    sums = torch.bmm(weights.view(tiles, 1, tile), rows.view(tiles, tile, width)).squeeze(1)
+    if tiles < _MANY_TILES:
+        return sums.sum(0, dtype=torch.float64)
+    in_groups = tiles - tiles % _GROUP
+    total = sums[:in_groups].view(_GROUP, -1, width).sum(0).sum(0, dtype=torch.float64)
+    return total if in_groups == tiles else total.add_(sums[in_groups:].sum(0, dtype=torch.float64))
+
+
+def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields (index, rows of the tile in float64), as many as stay in cache; each is valid until the next only."""
+    n_rows, width = rows.shape
+    step = max(1, min(1024, _TILE_ELEMENTS // max(width, 1)))
+    buffer = (
+        None
+        if rows.dtype == torch.float64
+        else rows.new_empty(min(step, n_rows), width, dtype=torch.float64)
+    )
+    for start in range(0, n_rows, step):
+        index = slice(start, min(start + step, n_rows))
+        if buffer is None:
+            yield index, rows[index]
+        else:  # one buffer for all tiles: fresh memory costs more than the arithmetic
+            yield index, buffer[: index.stop - start].copy_(rows[index])
+
+
+class Block(ABC):
+    """Per-sample gradients of one or more parameters for the same rows."""
+
+    shapes: list[torch.Size]  # of the parameters, in order
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def norms(self) -> Tensor:
+        """Certified upper bounds of the rows' L2 norms over this block: (B,) float64."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns sum_i weights[i] * row_i per parameter; weights (B,) float64 > 0, all rows finite."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> Block:
+        """Returns the block of some rows."""
+
+    @abstractmethod
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per parameter: (B, *shape)."""
+
+
+class DenseBlock(Block):
+    """Rows of one parameter.
+
+    Args:
+        rows: (B, *shape) floating.
+        pieces: `piece_norms` of the rows, where they are known.
+    """
+
+    def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
+        if rows.dim() < 1 or not rows.is_floating_point():
+            raise ValueError(
+                f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype},"
+                f" {rows.shape})"
+            )
+        self.rows = rows
+        self.pieces = pieces
+        self.shapes = [rows.shape[1:]]
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def _order(self) -> list[int]:
+        """Returns the dimensions of a row as they are in memory, outermost first."""
+        strides = self.rows.stride()
+        return sorted(range(1, self.rows.dim()), key=lambda dim: -strides[dim])
+
+    def flat(self) -> Tensor:
+        """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
+        rows = self.rows if self.rows.is_contiguous() else self.rows.permute(0, *self._order())
+        return rows.reshape(len(self), self.rows.shape[1:].numel())
+
+    def shaped(self, vector: Tensor) -> Tensor:
+        """Returns a vector whose coordinates are in the order of `flat` in the shape of the parameter."""
+        shape = self.rows.shape[1:]
+        if self.rows.is_contiguous():
+            return vector.view(shape)
+        order = self._order()
+        places = [order.index(dim) for dim in range(1, self.rows.dim())]
+        return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the rows' norms: (B,) float64."""
+        return row_norms(self.flat()) if self.pieces is None else DenseBlocks([self]).norms()
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * rows[i]]."""
+        return [self.shaped(weighted_rows(self.flat(), weights, precision))]
+
+    def select(self, index: Tensor) -> DenseBlock:
+        """Returns the block of some rows."""
+        return DenseBlock(self.rows[index], None if self.pieces is None else self.pieces[index])
+
+    def dense(self) -> list[Tensor]:
+        """Returns [rows]."""
+        return [self.rows]
+
+
+class DenseBlocks(Block):
+    """Rows of several parameters, with as few calls and passes over memory as one long row would take.
+
+    Args:
+        blocks: at least one, of the same rows.
+    """
+
+    def __init__(self, blocks: Sequence[DenseBlock]) -> None:
+        self.blocks = list(blocks)
+        self.shapes = [shape for block in blocks for shape in block.shapes]
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
+        flat = [block.flat() for block in self.blocks]
+        if all(block.pieces is None for block in self.blocks) and all(map(native.suits, flat)):
+            return joint_norms([row_norms(rows) for rows in flat])
+        # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
+        known = [block.pieces for block in self.blocks]
+        parts = [
+            piece_norms(rows) if own is None else own for rows, own in zip(flat, known, strict=True)
+        ]
+        norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
+        dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
+        error = max(NORM_ERROR[dtype] for dtype in dtypes)
+        hidden = (
+            max(UNDERFLOW[dtype] for dtype in dtypes)
+            * sum(shape.numel() for shape in self.shapes) ** 0.5
+        )
+        # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
+        return norms.mul_(1.0 + error).add_(hidden)
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
+        tile = precision.vector_tile
+        if not 0 < len(self) <= tile or any(
+            block.rows.dtype == torch.float64 for block in self.blocks
+        ):
+            return [
+                total for block in self.blocks for total in block.weighted_sum(weights, precision)
+            ]
+        small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
+        return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
+
+    def select(self, index: Tensor) -> DenseBlocks:
+        """Returns the block of some rows."""
+        return DenseBlocks([block.select(index) for block in self.blocks])
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per parameter."""
+        return [rows for block in self.blocks for rows in block.dense()]
+
+
+def joined(blocks: list[Block]) -> list[Block]:
+    """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
+    found: list[Block] = []
+    for _, run in groupby(blocks, key=lambda block: isinstance(block, DenseBlock)):
+        others = list(run)
+        dense = [block for block in others if isinstance(block, DenseBlock)]
+        found += [DenseBlocks(dense)] if len(dense) > 1 else others
+    return found
+
+
+def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
+    """Returns certified upper bounds of sqrt(|a|^2 + bias): the input's factor of the norm of a row; (B,) float64."""
+    norms = row_norms(acts)
+    if bias:
+        norms = norms.square_().add_(1.0).sqrt_()
+    # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers;
+    # PRIVACY: but next to the 1 of a bias that slack may vanish
+    # (test_factored_norms_are_never_below_the_exact_norm)
+    return norms if acts.shape[1] > 1 and not bias else norms.mul_(1.0 + NORM_ERROR[torch.float64])
+
+
+def linear_factors(acts: Tensor) -> Tensor:
+    """Returns upper bounds of |(a, 1)|: of float64 inputs, and in C, those of `input_factors`, else float32 ones.
+
+    The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight. Their squares do
+    not overflow, so that quotients by them do not underflow; single inputs may be larger, and have float64 ones.
+    """
+    if acts.dtype == torch.float64 or acts.shape[1] == 1 or native.suits(acts):
+        # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm, test_rows_of_one_huge_feature_are_clipped)
+        return input_factors(acts, bias=True)
+    if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
+        # PRIVACY: for the roundings of a norm and a clip weight (test_single_factors_have_room_for_fourteen_roundings)
+        return (input_factors(acts, bias=True) * (1.0 + 2.0**-19)).float().square_().sqrt_()
+    # a norm n of float32 errs by e = 513 u < 3.1e-5 of it, and hides h < 2^-58: (n (1 + e) + h)^2 + 1 is at most
+    # (n^2 + 1)(1 + e)^2 (1 + 2^-50). NORM_ERROR is 2e, so that e is left: more than enough
+    squares = torch.linalg.vector_norm(acts, dim=1).square_()
+    # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm)
+    bounds: Tensor = squares.add_(1.0).sqrt_().mul_(1.0 + NORM_ERROR[torch.float32])
+    return bounds
+
+
+class FactoredBlock(Block):
+    """Rows of the weight (and bias) of one Linear layer that was used once on 2-D input.
+
+    Args:
+        acts: (B, in) inputs of the layer.
+        backprops: (B, out) gradients of the per-sample losses in its output.
+        weight: whether the weight is trained.
+        bias: whether there is a bias that is trained.
+        factors: (B,) float64 upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where they are known.
+        scale: all rows are multiplied by it.
+    """
+
+    def __init__(
+        self,
+        acts: Tensor,
+        backprops: Tensor,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        factors: Tensor | None = None,
+        scale: int = 1,
+    ) -> None:
+        if acts.dim() != 2 or backprops.dim() != 2 or acts.shape[0] != backprops.shape[0]:
+            raise ValueError(
+                f"acts and backprops must be (B, in) and (B, out) (got {acts.shape},"
+                f" {backprops.shape})"
+            )
+        self.acts = acts
+        self.backprops = backprops
+        self.weight = weight
+        self.bias = bias
+        self.factors = factors
+        self.scale = scale
+        out = backprops.shape[1]
+        width = acts.shape[1]
+        self.shapes = [torch.Size([out, width])] * weight + [torch.Size([out])] * bias
+
+    def __len__(self) -> int:
+        return self.acts.shape[0]
+
+    def linear(self) -> LinearBlock | None:
+        """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
+        if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
+            return None
+        return LinearBlock(self.acts, self.backprops[:, 0], self.factors)
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
+        norms = row_norms(self.backprops)
+        if self.scale != 1:
+            # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
+            norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
+        return norms.mul_(self._factors()) if self.weight else norms
+
+    def _factors(self) -> Tensor:
+        if self.factors is None:
+            self.factors = input_factors(self.acts, bias=self.bias)
+        return self.factors
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
+        # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
+        # and the row is dropped), or a single number per record, of which float32 never sums enough
+        matrix32 = (
+            self.backprops.shape[1] > 1
+            and precision.matrix_tile
+            and self.acts.dtype != torch.float64
+        )
+        if matrix32 and precision.in_c:
+            if native.suits(self.acts) and native.suits(self.backprops):
+                weights = (weights * self.scale).double()
+                both = native.outer_sums(self.backprops, self.acts, weights, precision.matrix_tile)
+                return [
+                    total
+                    for total, trained in zip(both, (self.weight, self.bias), strict=True)
+                    if trained
+                ]
+            matrix32 = False
+        dtype = torch.float32 if matrix32 else torch.float64
+        scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
+        out = []
+        if self.weight:
+            out.append(self._weight_sum(scaled, precision))
+        if self.bias:
+            out.append(
+                _column_sums(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0)
+            )
+        return out
+
+    def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
+        if scaled.shape[1] == 1:  # one output: a matrix-vector product is several times faster
+            return weighted_rows(self.acts, scaled[:, 0], precision)[None]
+        if scaled.dtype == torch.float64:
+            total = scaled.new_zeros(self.backprops.shape[1], self.acts.shape[1])
+            for index, acts in float64_tiles(self.acts):
+                total.addmm_(scaled[index].t(), acts)
+            return total
+        tile = precision.matrix_tile
+        acts = self.acts.float()
+        total = scaled[:tile].t() @ acts[:tile]
+        for start in range(tile, len(acts), tile):
+            # PRIVACY: not addmm_, which may add one product after another to the total: a chain of all rows
+            # (test_the_sum_of_a_narrow_layer_moves_by_what_is_declared)
+            total.add_(scaled[start : start + tile].t() @ acts[start : start + tile])
+        return total
+
+    def select(self, index: Tensor) -> FactoredBlock:
+        """Returns the block of some rows."""
+        part = copy.copy(self)
+        part.acts = self.acts[index]
+        part.backprops = self.backprops[index]
+        part.factors = None if self.factors is None else self.factors[index]
+        return part
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows per trained parameter."""
+        backprops = self.backprops if self.scale == 1 else self.backprops * self.scale
+        out = []
+        if self.weight:
+            out.append(torch.einsum("bo,bi->boi", backprops, self.acts.to(backprops.dtype)))
+        if self.bias:
+            out.append(backprops)
+        return out
+
+
+def _column_sums(rows: Tensor, tile: int) -> Tensor:
+    """Returns the sum of float32 rows, with the chain of roundings of a product in tiles."""
+    whole = len(rows) - len(rows) % tile
+    total: Tensor = rows[:whole].view(-1, tile, rows.shape[1]).sum(1).sum(0)
+    return total if whole == len(rows) else total.add_(rows[whole:].sum(0))
+
+
+MAX_TIMES = 960  # times of a record, and pairs of a tile
+_GRAM_ELEMENTS = 2**19  # numbers in the float64 tiles of a norm
+
+
+def outer_sums(
+    acts: Tensor, backprops: Tensor, scale: int = 1, out: Tensor | None = None
+) -> Tensor:
+    """Returns the rows scale * sum_t g_t a_t^T: (B, out, in), for (B, T, in) and (B, T, out)."""
+    dtype = work_dtype(torch.promote_types(acts.dtype, backprops.dtype))
+    unused = acts.new_empty(1, 1, 1, dtype=dtype)
+    left = backprops.to(dtype).transpose(1, 2)
+    right = acts.to(dtype)
+    return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
+
+
+class LinearBlock(Block):
+    """Rows slope_i (x_i, 1) of a linear model with one output.
+
+    Args:
+        features: (B, d) x_i.
+        slopes: (B,) derivatives of the losses in the score.
+        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`; None computes them.
+        extended: whether the features are (x_i, 1), (B, d + 1).
+    """
+
+    def __init__(
+        self, features: Tensor, slopes: Tensor, factors: Tensor | None, extended: bool = False
+    ) -> None:
+        self.features = features
+        self.slopes = slopes
+        self._factors = factors
+        self.extended = extended
+        self.shapes = [torch.Size([1, features.shape[1] - extended]), torch.Size([1])]
+
+    def __len__(self) -> int:
+        return self.slopes.shape[0]
+
+    @property
+    def factors(self) -> Tensor:
+        """(B,) upper bounds of |(x_i, 1)|."""
+        if self._factors is None:
+            self._factors = linear_factors(self.features)
+        return self._factors
+
+    def linear(self) -> LinearBlock:
+        """Returns itself."""
+        return self
+
+    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
+        """Returns the sum of the rows, each cut to a length of at most `limit`, times scale, if it is formed in C.
+
+        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
+
+        Returns:
+            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
+        """
+        if (
+            self.extended
+            or self.slopes.dtype is not torch.float32
+            or not native.suits(self.features)
+        ):
+            return None
+        factors = None if self._factors is None else self._factors.double().contiguous()
+        total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
+        return native.add_linear(
+            self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale
+        )
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
+        return self._factored().norms()
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns the weighted sums for weight and bias."""
+        return self._factored().weighted_sum(weights, precision)
+
+    def select(self, index: Tensor) -> LinearBlock:
+        """Returns some of the rows."""
+        factors = None if self._factors is None else self._factors[index]
+        return LinearBlock(self.features[index], self.slopes[index], factors, self.extended)
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows of weight and bias."""
+        return self._factored().dense()
+
+    def _factored(self) -> FactoredBlock:
+        features = self.features[:, :-1] if self.extended else self.features
+        return FactoredBlock(features, self.slopes.unsqueeze(1), factors=self.factors.double())
+
+
+class SequenceBlock(Block):
+    """Rows sum_t g_t a_t^T of one weight.
+
+    Args:
+        acts: (B, T, in) inputs, T <= 960, of at most float32.
+        backprops: (B, T, out) gradients of the per-sample losses in the outputs.
+        shape: of the weight, of out * in numbers.
+    """
+
+    def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size) -> None:
+        if acts.dim() != 3 or backprops.dim() != 3 or acts.shape[:2] != backprops.shape[:2]:
+            raise ValueError(
+                f"acts, backprops must be (B, T, in), (B, T, out) (got {acts.shape},"
+                f" {backprops.shape})"
+            )
+        if acts.shape[1] > MAX_TIMES or torch.float64 in (acts.dtype, backprops.dtype):
+            raise ValueError(f"sequences must be of at most {MAX_TIMES} pairs of at most float32")
+        self.acts = acts
+        self.backprops = backprops
+        self.shapes = [shape]
+
+    def __len__(self) -> int:
+        return self.acts.shape[0]
+
+    def _tiles(self, records: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for start in range(0, len(self), records):
+            index = slice(start, start + records)
+            yield index, self.acts[index].double(), self.backprops[index].double()
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the rows' norms, at least S / CANCELLATION: (B,) float64."""
+        times = self.acts.shape[1]
+        width = self.acts.shape[2]
+        out = self.backprops.shape[2]
+        slack = 2.0 * (out + width + 2 * times + 8) * 2.0**-53
+        squares, terms = (self.acts.new_zeros(len(self), dtype=torch.float64) for _ in range(2))
+        for index, acts, backprops in self._tiles(
+            max(1, _GRAM_ELEMENTS // max(times * (2 * times + width + out), 1))
+        ):
+            gram = torch.bmm(backprops, backprops.transpose(1, 2))
+            inputs = torch.bmm(acts, acts.transpose(1, 2))
+            terms[index] = (
+                (gram.diagonal(dim1=1, dim2=2) * inputs.diagonal(dim1=1, dim2=2)).sqrt_().sum(1)
+            )
+            squares[index] = gram.mul_(inputs).sum(2).sum(1)
+        terms.mul_(1.0 + slack)
+        # PRIVACY: what cancels in the Gram matrix may hide a row (test_a_gram_norm_without_its_error_is_below_the_row)
+        bounds = squares.clamp_(min=0.0).addcmul_(terms, terms, value=slack).sqrt_()
+        # PRIVACY: sums err by their terms, which must not pass the clip by more than that
+        # (test_rows_that_cancel_too_far_are_clipped_by_their_terms)
+        return torch.maximum(bounds, terms / CANCELLATION).mul_(1.0 + NORM_ERROR[torch.float32])
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * row_i], in float64 whatever the precision asked for."""
+        width = self.acts.shape[2]
+        out = self.backprops.shape[2]
+        total = self.acts.new_zeros(out, width, dtype=torch.float64)
+        part = torch.empty_like(total)
+        for index, acts, backprops in self._tiles(max(1, MAX_TIMES // max(self.acts.shape[1], 1))):
+            scaled = backprops.mul_(weights[index, None, None])
+            # not addmm_: it adds the product in pieces, and a piece of a record may be larger than the record
+            total.add_(torch.mm(scaled.flatten(0, 1).t(), acts.flatten(0, 1), out=part))
+        return [total.view(self.shapes[0])]
+
+    def select(self, index: Tensor) -> SequenceBlock:
+        """Returns the block of some rows."""
+        return SequenceBlock(self.acts[index], self.backprops[index], self.shapes[0])
+
+    def dense(self) -> list[Tensor]:
+        """Returns [rows]."""
+        return [outer_sums(self.acts, self.backprops).view(len(self), *self.shapes[0])]
