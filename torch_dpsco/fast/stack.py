@@ -204,9 +204,7 @@ def _has_stack(module: nn.Module) -> bool:
     if type(module) is not nn.Sequential or "forward" in module.__dict__:
         return False
     layers = [child for child in module._modules.values() if type(child) not in _ACTIVATIONS]
-    linear = [
-        type(layer) is nn.Linear and is_recorded(layer) for layer in layers if layer is not None
-    ]
+    linear = [type(layer) is nn.Linear and is_recorded(layer) for layer in layers]
     return (True, True) in pairwise(linear)
 
 
