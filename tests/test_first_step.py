@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.coupling import first_step, loss_trace, mixing
-from torch_dpsco.coupling import mixing as repeated_loss
+from torch_dpsco import trial
 from torch_dpsco.doctor.evidence import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.rows import GradBatch, clear_rows
+from torch_dpsco.rows import GradBatch, clear_rows, first_step
 from torch_dpsco.rows.attach import first_step_of
 from torch_dpsco.rows.forms import ENGINES
+from torch_dpsco.trial import loss as loss_trace
 
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -179,7 +179,9 @@ def test_a_model_that_couples_records_is_found_at_the_first_step(name: str) -> N
 
 def test_the_module_in_which_records_meet_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Largest()), nn.Linear(3, 1))
-    with pytest.raises(PrivacyError, match=r"\(in Largest '1.1': with (NaN|a large one)"):
+    with pytest.raises(
+        PrivacyError, match=r"\(in Largest '1.1': with (a record of NaN|a record 10,000 times)"
+    ):
         step(nn.MSELoss(reduction="sum"), model)
 
 
@@ -284,28 +286,33 @@ def check_that_couplings_are_found() -> None:
 
 def only(*kinds: str) -> Callable[..., Any]:
     """Returns variants of records of some kinds only."""
-    variants = mixing.SyntheticBatches.variants
+    variants = trial.SyntheticBatches.variants
     return lambda self: (variant for variant in variants(self) if variant[0] in kinds)
 
 
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "nothing is ever different": (mixing, "changed_rows", lambda before, after: False),
+    "nothing is ever different": (trial, "changed", lambda before, after: 0),
     "no large records": (
-        mixing.SyntheticBatches,
+        trial.SyntheticBatches,
         "variants",
-        only("a small one", "another", "one with another target"),
+        only("a record 1000 times as small", "another record", "a record with another target"),
     ),
     "no other targets": (
-        mixing.SyntheticBatches,
+        trial.SyntheticBatches,
         "variants",
-        only("a small one", "a large one", "NaN", "another"),
+        only(
+            "a record 1000 times as small",
+            "a record 10,000 times as large",
+            "a record of NaN",
+            "another record",
+        ),
     ),
     "losses are not traced": (first_step, "trace_outputs", lambda first, output, dims: output),
     "models are not called": (first_step.FirstStep, "_look_at", lambda *args: None),
     "gradients are not compared": (
-        repeated_loss.RepeatedLoss,
+        loss_trace.RepeatedLoss,
         "_gradients",
-        lambda self, made: list(made[: len(self._outputs)]),
+        lambda self, made: [trial.rows_first(t, 0) for t in made[: len(self._outputs)]],
     ),
     "a loss by record ends the trace": (loss_trace._Trace, "_known", lambda self, root: "known"),
 }
@@ -746,13 +753,12 @@ def test_two_forwards_of_one_loss_and_two_models_in_a_row_are_said() -> None:
 
 
 def test_a_huge_loss_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated_loss, "_MOST_NUMBERS", 10)
+    monkeypatch.setattr(loss_trace, "_MOST_NUMBERS", 10)
     assert (
         verdicts(step(nn.MSELoss(reduction="sum")))[1] == "not checked, it is of too many numbers"
     )
     monkeypatch.undo()
-    for module in (loss_trace, repeated_loss):
-        monkeypatch.setattr(module, "MOST_CALLS", 2)
+    monkeypatch.setattr(loss_trace, "_MOST_CALLS", 2)
     assert (
         verdicts(step(SOUND["masked within records"]))[1]
         == "not checked, it is of too many operations"

@@ -37,7 +37,7 @@ ORDER = (
     "theory",
     "problem schedule",
     "accounting",
-    "noise rng secret coupling rows sampling rules prox mechanisms losses",
+    "noise rng secret trial rows sampling rules prox mechanisms losses",
     "plan clip_selection",
     "oracles",
     "distributed",
@@ -65,7 +65,7 @@ OPACUS_CONTACT = [
     f"{PACKAGE}.integrations",
 ]
 # Models and losses of users are run on made-up batches; whatever they raise becomes a finding or a verdict.
-MAY_CATCH_ALL = f"{PACKAGE}.coupling.rollback"
+MAY_CATCH_ALL = f"{PACKAGE}.trial.undo"
 
 
 def module_name(path: Path) -> str:

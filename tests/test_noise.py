@@ -419,7 +419,7 @@ def test_no_generator_that_can_be_predicted_is_asked(
         {"run": ROWS_HERE[name].make()} if name in SOME else {}
     )  # weights are drawn, and then set to 0
     # made-up records of the first step are no secret, nor is the order in which a solver takes records: fixed seeds
-    monkeypatch.setattr("torch_dpsco.coupling.first_step.FirstStep.waits", False)
+    monkeypatch.setattr("torch_dpsco.rows.first_step.FirstStep.waits", False)
     if name not in ("objective", "output", "pure"):
         monkeypatch.setattr(torch, "Generator", Refused)
     no_other_generator(monkeypatch)

@@ -13,7 +13,8 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.doctor import Diagnosis
-from torch_dpsco.doctor.evidence import Isolation, Rows, look, remembered
+from torch_dpsco.doctor.evidence import remembered
+from torch_dpsco.trial import Isolation, Rows, isolation
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
 
@@ -154,16 +155,16 @@ def test_a_finding_is_of_the_kernels_that_were_looked_at(change, other, usual):
     [("nothing", (0, 0, 0)), ("size", (1, 0, 0)), ("place", (0, 1, 0)), ("company", (0, 0, 1))],
 )
 def test_bits_are_told_apart_by_what_moves_them(by, found, rows):
-    def row(records: list[int], places: list[int], other: bool) -> list[dict[str, Rows]]:
+    def row(records: list[int], places: list[int], other: bool) -> list[Rows]:
         moved = {"nothing": 0, "size": len(records), "company": sum(k**3 for k in records) % 101}
         bits = [moved.get(by, place) for place in places]
-        return [{"weight": Rows(torch.tensor([[1.0 + 2.0**-20 * bit]]))} for bit in bits]
+        return [Rows(torch.tensor([[1.0 + 2.0**-20 * bit]])) for bit in bits]
 
-    isolation = look(row, 10, rows)
+    seen = isolation(row, 10, rows)
     size, place, company = found
-    assert bool(isolation.company) == bool(company)
+    assert bool(seen.company) == bool(company)
     if by != "company":
-        assert (isolation.size, isolation.place, bool(isolation.company)) == (
+        assert (seen.size, seen.place, bool(seen.company)) == (
             bool(size),
             bool(place),
             bool(company),

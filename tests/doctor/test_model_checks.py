@@ -25,9 +25,10 @@ from tests.doctor.scripts import (
 )
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
-from torch_dpsco.doctor.evidence import Pass, Rows, jumps, movement
+from torch_dpsco.doctor.evidence import JointRows, Pass, movement
 from torch_dpsco.oracles import Exact
 from torch_dpsco.rules import SGD
+from torch_dpsco.trial import Rows, moved
 
 # -- coupled records ---------------------------------------------------------------------------------------------------
 
@@ -478,5 +479,5 @@ def test_rows_that_are_not_finite_any_more_have_moved():
             True,
             True,
         ]
-        assert jumps(base, Pass(None, {}, rows), 5) == 1
+        assert moved(JointRows(base.rows, 5), JointRows(rows, 5)) == 1
     assert movement(base, base, 5).tolist() == [0.0] * 5

@@ -16,102 +16,60 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.coupling.rollback import Refused
 from torch_dpsco.doctor.script import Finding, Script
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.supported import switches
 from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.trial import HALF, Isolation, Mixed, Rows
+from torch_dpsco.trial.undo import Refused
 
-HALF = (torch.float16, torch.bfloat16)
 
-
-class Rows:
-    """Per-sample gradients of one parameter, (B, *shape), or (B, out) and (B, in) whose outer products they are.
+class JointRows:
+    """The rows of records over all parameters, as one answer.
 
     Args:
-        left: the rows, or their left factors.
-        right: their right factors.
+        rows: by parameter; those of another number of records do not count.
+        size: number of records.
     """
 
-    def __init__(self, left: Tensor, right: Tensor | None = None) -> None:
-        self.left = left
-        self.right = right
-        self.dtype = left.dtype
-
-    @classmethod
-    def of(cls, block: Block) -> Rows:
-        """Returns the rows of the first parameter of a block."""
-        if not isinstance(block, FactoredBlock):
-            return cls(block.dense()[0].detach())
-        # PRIVACY: copies: the next batch may be written over them
-        # (test_records_that_meet_in_memory_that_is_used_again_are_found)
-        left = block.backprops.detach() * block.scale
-        return cls(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def at(self, place: int) -> Rows:
-        """Returns one of them."""
-        one = slice(place, place + 1)
-        return Rows(self.left[one].clone(), None if self.right is None else self.right[one].clone())
-
-    def formed(self) -> Tensor:
-        """Returns the rows themselves."""
-        return self.left if self.right is None else self.left[:, :, None] * self.right[:, None]
+    def __init__(self, rows: Mapping[str, Rows], size: int) -> None:
+        self._rows = {name: made for name, made in rows.items() if len(made) == size}
+        self.shape = (size,)
+        self.tolerance = 10 * tolerance(rows)
 
     def norms(self) -> Tensor:
-        """Returns their lengths, (B,) float64."""
-        return (
-            _lengths(self.left)
-            if self.right is None
-            else _lengths(self.left) * _lengths(self.right)
-        )
+        """Returns the joint length for each record, (size,) float64."""
+        squares = [made.norms().square() for made in self._rows.values()]
+        return sum(squares, torch.zeros(self.shape, dtype=torch.float64)).sqrt()
 
-    def gaps(self, other: Rows) -> Tensor:
-        """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
-        if self.right is None or other.right is None:
-            return _lengths(other.formed().double().sub_(self.formed()))
-        # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
-        b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
-        left = b - c
-        right = a - d
-        squares = (left.square().sum(1) * a.square().sum(1)).add_(
-            c.square().sum(1) * right.square().sum(1)
-        )
-        return (
-            squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
-        )
+    def gaps(self, other: JointRows) -> Tensor:
+        """Returns how far other rows are for each record, (size,) float64."""
+        gaps = torch.zeros(self.shape, dtype=torch.float64)
+        for name, made in self._rows.items():
+            others = other._rows.get(name)
+            if others is not None:
+                # PRIVACY: what was finite and is not any more has moved, however it compares
+                # (test_rows_that_are_not_finite_any_more_have_moved)
+                gap = made.gaps(others).nan_to_num(math.inf).where(made.norms().isfinite(), 0.0)
+                gaps += gap.square()
+        return gaps.sqrt()
 
 
-def _lengths(rows: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(
-        rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1
-    )
-    return lengths.cpu()
+def rows_of(block: Block) -> Rows:
+    """Returns the rows of the first parameter of a block."""
+    if not isinstance(block, FactoredBlock):
+        return Rows(block.dense()[0].detach())
+    # PRIVACY: copies: the next batch may be written over them
+    # (test_records_that_meet_in_memory_that_is_used_again_are_found)
+    left = block.backprops.detach() * block.scale
+    return Rows(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
 
 
 def movement(first: Pass, second: Pass, size: int) -> Tensor:
     """Returns how far each record's rows moved, relative to the largest joint row; (size,) float64."""
-    gaps, norms = _apart(first.rows, second.rows, size)
-    return gaps / max(float(norms.nan_to_num(0.0, 0.0, 0.0).max()), 1e-30)
-
-
-def _apart(
-    first: Mapping[str, Rows], second: Mapping[str, Rows], size: int
-) -> tuple[Tensor, Tensor]:
-    """Returns how far the rows of each record are from those in a second pass, and their norms; (size,) float64."""
-    gaps, squares = torch.zeros(2, size, dtype=torch.float64)
-    for name, rows in first.items():
-        if len(rows) == size:
-            norms = rows.norms()
-            others = second.get(name)
-            squares += norms.square()
-            if others is not None and len(others) == size:
-                # PRIVACY: what was finite and is not any more has moved, however it compares
-                # (test_rows_that_are_not_finite_any_more_have_moved)
-                gaps += rows.gaps(others).nan_to_num(math.inf).where(norms.isfinite(), 0.0).square()
-    return gaps.sqrt(), squares.sqrt()
+    before = JointRows(first.rows, size)
+    largest = float(before.norms().nan_to_num(0.0, 0.0, 0.0).max())
+    return before.gaps(JointRows(second.rows, size)) / max(largest, 1e-30)
 
 
 def joint_norms(rows: Mapping[str, Rows]) -> Tensor:
@@ -127,61 +85,10 @@ def tolerance(rows: Mapping[str, Rows]) -> float:
     return 1e-5 if torch.float32 in dtypes else 1e-9
 
 
-def jumps(first: Pass, second: Pass, size: int) -> int:
-    """Returns how many rows of records 1, 2, ... differ, or are not finite any more, after another record 0.
-
-    Each is compared with its own length, or the usual one: the rows of outliers are longer than all others.
-    """
-    gaps, norms = (figures[1:] for figures in _apart(first.rows, second.rows, size))
-    known = norms.isfinite()
-    if not bool(known.any()):
-        return 0
-    norms = norms[known]
-    return int(
-        (
-            ~(
-                gaps[known]
-                <= 10 * tolerance(first.rows) * norms.clamp_min(float(norms.median()) + 1e-30)
-            )
-        ).sum()
-    )
-
-
 _MOST = 256  # rows of a probed batch: more would make the start of `fit` slow
-_SIZES = (15, 16)  # beside 2: where libraries change kernels
 
-Row = Mapping[str, Rows]  # of one record
 _Key = tuple[int, str, int, tuple[object, ...]]
 _known: WeakKeyDictionary[nn.Module, dict[_Key, Isolation]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """What moves the bits of a row of a model; None where it could not be seen.
-
-    Args:
-        rows: of the batch of fixed size that was looked at.
-        size: another number of rows does.
-        place: another place in the batch does.
-        company: how far other records beside it do, in a batch of the same size, relative; 0.0 for no bit.
-    """
-
-    rows: int
-    size: bool | None = None
-    place: bool | None = None
-    company: float | None = None
-
-    def __str__(self) -> str:
-        if self.company is None:
-            return "it could not be checked on made-up records, since the model is random"
-        verdict = "does NOT hold" if self.company else "holds"
-        others = [
-            text
-            for seen, text in ((self.size, "the number of rows"), (self.place, "their place"))
-            if seen
-        ]
-        moved = f"; bits depend on {' and '.join(others)}" if others else ""
-        return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
 
 def rows_to_probe(script: Script) -> int | None:
@@ -205,43 +112,6 @@ def remembered(
     if key not in findings:
         findings[key] = probe()
     return findings[key]
-
-
-def look(row: Callable[[list[int], list[int], bool], list[Row]], pool: int, rows: int) -> Isolation:
-    """Compares bits of the row of one record.
-
-    Args:
-        row: row(records, places, other_randomness) -> the rows at these places of a batch of records of the pool.
-        pool: records there are, >= 4; the first is the one that is looked at.
-        rows: of the batches.
-    """
-
-    def seen(size: int, places: list[int], first: int = 1, other: bool = False) -> list[Row]:
-        own = range(first, first + (pool - 1) // 2)
-        batch = [0 if k in places else own[k % len(own)] for k in range(size)]
-        return row(batch, places, other)
-
-    (pair,), (again,) = seen(2, [0]), seen(2, [0], other=True)
-    if _gap(pair, again) != 0.0:  # or NaN
-        return Isolation(rows)
-    (base,) = seen(rows, [0])
-    sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
-    places = sorted({1, rows // 2, rows - 1} - {0})
-    others = 1 + (pool - 1) // 2
-    differ = [
-        made for made in seen(rows, places, others) if _gap(base, made) != 0.0
-    ]  # by place, or by company
-    return Isolation(
-        rows,
-        size=any(_gap(base, made) != 0.0 for made in sizes),
-        place=bool(differ) and any(_gap(base, made) != 0.0 for made in seen(rows, places)),
-        company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
-    )
-
-
-def _gap(first: Row, second: Row) -> float:
-    (gap,), (norm,) = (figures.tolist() for figures in _apart(first, second, 1))
-    return float(gap) / max(float(norm), 1e-30) if math.isfinite(norm) else math.nan
 
 
 def note(script: Script, evidence: Evidence) -> None:
@@ -300,7 +170,7 @@ class Evidence:
         size: records of the synthetic batch.
         base: the batch.
         moved: how far the rows of the others moved, relative, with another record 0; empty where that is not known.
-        outliers: what record 0 was made, and how many rows of others that moved.
+        mixed: with which other record 0 the rows of others moved.
         drift: how far rows moved, relative, after another batch in place of the same one, and after that one.
         buffers: names of buffers and frozen parameters that a training forward changed.
         losses: loss of the batch, of its double and of its triple, in evaluation mode.
@@ -317,7 +187,7 @@ class Evidence:
     size: int = 0
     base: Pass | None = None
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
-    outliers: list[tuple[str, int]] = field(default_factory=list)
+    mixed: Mixed | None = None
     drift: tuple[float, float] | None = None
     buffers: list[str] = field(default_factory=list)
     losses: tuple[float, float, float] | None = None

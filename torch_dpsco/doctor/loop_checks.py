@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
-from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, same_values, seed_torch
-from torch_dpsco.doctor.evidence import HALF, Check, Evidence
+from torch_dpsco.doctor.evidence import Check, Evidence
 from torch_dpsco.doctor.model_checks import coupled_records, excess, some
 from torch_dpsco.doctor.probe import ROUNDING
 from torch_dpsco.doctor.script import (
@@ -36,6 +35,8 @@ from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.trial import HALF
+from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, same_values, seed_torch
 
 _DEFAULT_SEED = (
     67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch

@@ -10,7 +10,6 @@ import torch
 
 from torch_dpsco.compat import BatchNorm
 from torch_dpsco.doctor.evidence import (
-    HALF,
     Check,
     Evidence,
     NotScalarError,
@@ -23,6 +22,7 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.carried import CarriedStateError
 from torch_dpsco.rows.supported import coarse_setting
+from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence
 _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of four batches
@@ -69,9 +69,9 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f" {evidence.size - 1} other records moved, by up to {float(moved.max()):.2g} of the"
             " largest row"
         )
-    for what, count in evidence.outliers:
-        if count and not found:
-            found = f"with {what} as record 0, the gradients of {count} of the other records moved"
+    mixed = evidence.mixed
+    if mixed is not None and not found:
+        found = f"with {mixed.what} as record 0, the gradients of {mixed.moved} of the other records moved"
     if found:
         yield critical(
             "coupled-records",

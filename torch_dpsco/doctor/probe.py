@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,34 +22,35 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.coupling.rollback import Refused, Untouched, attempt, seed_torch
 from torch_dpsco.doctor.evidence import (
     Evidence,
+    JointRows,
     Line,
     NotScalarError,
     Pass,
-    Row,
-    Rows,
-    jumps,
-    look,
     movement,
     remembered,
+    rows_of,
     rows_to_probe,
 )
 from torch_dpsco.doctor.script import OfBatch, Script, is_ghost_loss_value
-from torch_dpsco.rows import Tape
+from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.passes import forget_uses
+from torch_dpsco.trial import (
+    Mixed,
+    Rows,
+    Variant,
+    compare,
+    isolation,
+    outliers,
+    quantile_moved,
+)
+from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003
 _OTHER_SEED = 2_000_003
-_SMALL = 1e-3
-_LARGE = 1e4
-_OUTLIERS = {
-    _SMALL: "a record 1000 times as small",
-    _LARGE: "one 10,000 times as large",
-    math.nan: "one of NaN",
-}
 _Scales = Sequence[float] | None  # of the inputs, by record
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
 
@@ -58,6 +59,33 @@ def in_place(error: Exception) -> bool:
     """Returns whether torch refused to change a tensor that a hook or a backward still needs."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("inplace" in text or "in-place" in text)
+
+
+class _Outliers:
+    """Factors of the inputs of records, in place of batches of these.
+
+    Args:
+        size: number of records.
+        nan: whether a record may be NaN. Rows of ghost clipping are gradients of single losses, in which the others are
+            times 0.
+    """
+
+    def __init__(self, size: int, nan: bool) -> None:
+        self._size = size
+        self._nan = nan
+
+    def batch(self, change: list[float] | None) -> list[float]:
+        """Returns the factors."""
+        return [1.0] * self._size if change is None else change
+
+    def variants(self) -> Iterator[Variant]:
+        """Yields outliers, then a median and a 0.9 quantile that move."""
+        for found in outliers(self._size):
+            if self._nan or not math.isnan(found[2][0]):
+                yield Variant(*found)
+        # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
+        # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
+        yield Variant(*quantile_moved(10, 1))
 
 
 def examine(script: Script) -> Evidence:
@@ -123,7 +151,7 @@ def _examine(
         if script.row_free is not None:
             probe.look_at_single_records()
     if script.loss is not None and evidence.weight is None:
-        state.clear()
+        _clear(state)
         probe.look_at_sizes()
 
 
@@ -196,42 +224,32 @@ class _Probe:
         if rows is None:
             return
 
-        def row(records: list[int], places: list[int], other: bool) -> list[Row]:
+        def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
             found = self._gradients(records, only=torch.tensor(places)).rows
-            return [{name: made.at(k) for name, made in found.items()} for k in range(len(places))]
+            return [
+                JointRows({name: made.at(k) for name, made in found.items()}, 1)
+                for k in range(len(places))
+            ]
 
         device = next(iter(script.trainable.values())).device
         known = partial(
-            remembered, script.module, device, rows, lambda: look(row, len(self.records), rows)
+            remembered, script.module, device, rows, lambda: isolation(row, len(self.records), rows)
         )
         found = attempt("comparing bits of rows", known)
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
 
     def _look_at_outliers(self) -> None:
-        """Makes record 0 an outlier of several sizes, and moves quantiles of the records from small to large ones.
+        """Makes record 0 an outlier of several sizes, and moves quantiles of the records from small to large ones."""
 
-        A batch that raises with outliers in it shows nothing.
-        """
-        size = self.synthetic.size
-        for scale, kind in _OUTLIERS.items():
-            if math.isnan(scale) and self.script.ghost:
-                continue  # rows are gradients of single losses there, in which the others are times 0
-            self._compare(kind, None, [scale] + [1.0] * (size - 1))
-        halves = ((size + 1) // 2, size // 2)
-        # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
-        # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-        for small, large in (halves, (10, 1)):
-            mixed = [_SMALL] * small + [_LARGE] * large
-            self._compare("a large record in place of a small one", mixed, [_LARGE, *mixed[1:]])
+        def joint(scales: list[float]) -> list[JointRows]:
+            records = [place % self.synthetic.size for place in range(len(scales))]
+            self._start()
+            return [JointRows(self._gradients(records, scales).rows, len(scales))]
 
-    def _compare(self, kind: str, scales: list[float] | None, others: list[float]) -> None:
-        records = [place % self.synthetic.size for place in range(len(others))]
-        first = self.evidence.base if scales is None else self._pass(records, scales=scales)
-        second = self._pass(records, scales=others)
-        if isinstance(first, Pass) and isinstance(second, Pass) and first.rows and second.rows:
-            self.evidence.outliers.append((kind, jumps(first, second, len(others))))
+        found = compare(joint, [_Outliers(self.synthetic.size, not self.script.ghost)])
+        self.evidence.mixed = found if isinstance(found, Mixed) else None
 
     def look_at_sums(self) -> None:
         """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
@@ -318,7 +336,7 @@ class _Probe:
     # -- one pass -----------------------------------------------------------------------------------------------------
 
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
-        self.state.clear(self.start)
+        _clear(self.state, self.start)
         if self.script.attached:
             first_step_of(
                 self.script.module
@@ -379,7 +397,7 @@ class _Probe:
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
                 block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
-                rows[name] = Rows.of(block if only is None else block.select(only))
+                rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
             elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
                 rows[name] = Rows(made.detach() if only is None else made.detach()[only])
@@ -410,6 +428,17 @@ class _Probe:
             for (name, p), column in zip(params.items(), zip(*grads, strict=True), strict=True)
         }
         return Pass(value, found, {name: Rows(stacked[name]) for name in normed}, norms=norms)
+
+
+def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
+    """Puts everything back, and then forgets rows, gradients and forwards in progress, as at a fresh start."""
+    state.restore(moved or {})
+    for p in state.params:
+        reset = getattr(p, "dpsco_reset", None)
+        if reset is not None:
+            reset()
+    forget_uses([p for p in state.params if hasattr(p, "_forward_counter")], state.modules)
+    clear_rows(state.params)
 
 
 def _scalar(value: Any) -> Tensor:

@@ -56,8 +56,6 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Design, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, Parts
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.coupling.mixing import SEED, Leaf, Mixed, compare
-from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt, seed_torch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.labels import as_module, read_for
 from torch_dpsco.rows.attach import is_attached
@@ -68,6 +66,8 @@ from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
+from torch_dpsco.trial import SEED, Leaf, Mixed, Rows, both_fills, compare, rows_first
+from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
 
 _MOST_PATCHES = (
     2**14
@@ -389,19 +389,19 @@ class CompiledRows:
             for k, t in enumerate(leaves)
         ]
 
-        def rows(batch: list[Tensor]) -> list[Tensor]:
+        def rows(batch: list[Tensor]) -> list[Rows]:
             seed_torch(SEED)
             params = tuple(
                 p + _APART * torch.randn_like(p) for p in self._trained()
             )  # at zeros few rows would move
             made_inputs, made_targets = tree_unflatten(batch, structure)
             found = self._call(self._eager, made_inputs, made_targets, params)
-            return [row.flatten(1) for row in found]
+            return [rows_first(row, 0) for row in found]
 
         streams = RandomStreams()
         try:
             with torch.no_grad():
-                found = compare(made, _MADE_UP, rows)
+                found = compare(rows, both_fills(made, _MADE_UP))
         finally:
             streams.restore()
         if isinstance(found, Mixed):

@@ -35,10 +35,10 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.coupling.rollback import attempt
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations._files import identities, identity
 from torch_dpsco.sampling.row_file import RowFile, row_dtype
+from torch_dpsco.trial.undo import attempt
 
 _BLOCK = 1 << 20  # bytes that are looked at behind the end of an archive
 _Decode = Callable[[dict[str, bytes]], tuple[Any, Any]]

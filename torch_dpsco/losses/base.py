@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
 from torch_dpsco.accounting.analysis.exact import upper as upper  # for losses of your own too
-from torch_dpsco.coupling.loss_trace import Traced, apply_as_one
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up
+from torch_dpsco.trial.loss import Traced, apply_as_one
 
 _RENAMED = {
     f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")

@@ -22,8 +22,8 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.coupling.loss_trace import apply_as_one
 from torch_dpsco.losses.labels import as_module, read_for
+from torch_dpsco.trial.loss import apply_as_one
 
 _AVERAGING = (
     nn.CrossEntropyLoss,

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
-from torch_dpsco.coupling.first_step import FirstStep
-from torch_dpsco.coupling.loss_trace import Traced, plain
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.carried import CarriedState, Forward
+from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forms import SHORTCUTS
 from torch_dpsco.rows.layers.table import (
     RECORDED,
@@ -50,6 +49,7 @@ from torch_dpsco.rows.supported import (
     require_unwrapped,
     trainable_layers,
 )
+from torch_dpsco.trial.loss import Traced, plain
 
 if TYPE_CHECKING:
     from torch_dpsco.rows.hooks import DenseHooks

@@ -22,11 +22,11 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.coupling.rollback import RandomStreams, Refused, attempt
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.data import as_codes, as_column, as_features, require_dtype
 from torch_dpsco.rng import Keystream, Stream, sampling_generator
 from torch_dpsco.sampling.loader import free_slots, user_ids
+from torch_dpsco.trial.undo import RandomStreams, Refused, attempt
 
 BLOCK = 1024  # rows that a model sees at a time, filled up with zeros
 CPU = torch.device("cpu")

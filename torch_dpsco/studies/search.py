@@ -34,7 +34,6 @@ from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.accounting.stated import RDPCurve
-from torch_dpsco.coupling.rollback import Refused, attempt
 from torch_dpsco.errors import (
     AdjacencyError,
     CalibrationError,
@@ -58,6 +57,7 @@ from torch_dpsco.studies.scores import (
     score,
     score_event,
 )
+from torch_dpsco.trial.undo import Refused, attempt
 
 LAWS = {"geometric": 1.0, "logarithmic": 0.0}  # name to eta of the truncated negative binomial law
 _LEVEL = 1  # orders up to 2^14

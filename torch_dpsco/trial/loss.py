@@ -1,7 +1,9 @@
 """What a loop computes from the outputs of an attached model until `backward()`: recorded, then checked.
 
 Outputs of the first training forward are tensors of a class whose operations are noted. Before `backward()` they are
-repeated on synthetic outputs (`repeated_loss`), whose gradients must depend on one record each. What cannot be seen, is
+repeated on synthetic outputs, targets and weights, on the CPU, where a wrong index is an error and not the end of a
+process: the gradients must depend on one record each. What a loss has from elsewhere is a target or weight of the
+records if it has one entry for each, and a constant if not. What cannot be seen, is
 said: numbers that leave torch (`.item()`, numpy), hooks on tensors, functions that take no subclass or have a backward
 of their own, statistics of targets alone. A backward that is no `loss.backward()` is not seen at all; the next step is
 looked at then.
@@ -11,11 +13,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dpsco.compat import (
     tree_flatten,
@@ -24,12 +27,22 @@ from torch_dpsco.compat import (
     tree_unflatten,
     without_subclasses,
 )
-from torch_dpsco.coupling.mixing import MOST_CALLS, Call, Leaf, Ref, RepeatedLoss
-from torch_dpsco.coupling.rollback import RandomStreams
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.trial import (
+    CHECKED,
+    SEED,
+    Leaf,
+    Mixed,
+    Rows,
+    both_fills,
+    changed,
+    compare,
+    rows_first,
+)
+from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
 
 if TYPE_CHECKING:
-    from torch_dpsco.coupling.first_step import FirstStep
+    from torch_dpsco.rows.first_step import FirstStep
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
@@ -45,6 +58,28 @@ _OUT_OF_SIGHT = {
 }
 _OUT_OF_SIGHT |= {"register_hook", "__set__"}
 _CPU = torch.device("cpu")
+_MOST_CALLS = 10_000
+_MOST_NUMBERS = 2**24
+_PICKS = {
+    "gather",
+    "take_along_dim",
+    "index_select",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "scatter",
+    "scatter_add",
+}
+_CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
+_INDEX = ", an index of records for their own numbers"
+_NOT_FOUND = "an operation that was not found"
+_FOUND = (
+    "records must not reach each other in the loss before its last sum or mean over the batch (at"
+    " {op}: with {what} as one of several made-up records, gradients of the others changed):"
+    " clipping one row at a time does not bound one record then; use loss = dp.per_record(...),"
+    " which sees one record at a time, or replace statistics of the batch by constants"
+    " (docs/mistakes.md, coupled records)"
+)
 
 
 class Traced(Tensor):
@@ -191,7 +226,7 @@ class _Trace:
                 t._place = self._places
                 self._places += 1
             places.append(t._place)
-        if len(self._calls) < MOST_CALLS:
+        if len(self._calls) < _MOST_CALLS:
             args, kwargs = spec
             self._calls.append(Call(func, args, kwargs, places))
 
@@ -299,3 +334,172 @@ def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> A
             trace.ends |= {leaves[k].grad_fn, traced.grad_fn}
         leaves[k] = traced
     return tree_unflatten(leaves, structure)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A placeholder for a tensor in the arguments of an operation: an earlier result, or a tensor from elsewhere."""
+
+    place: int
+    elsewhere: bool = False
+
+
+class Call(NamedTuple):
+    """An operation of a loss.
+
+    Args:
+        func: what was called.
+        args: its arguments, with references for tensors.
+        kwargs: the same.
+        places: of its results.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    places: list[int]
+
+    @property
+    def taken(self) -> list[int]:
+        """Places of the results that it takes."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return [leaf.place for leaf in leaves if isinstance(leaf, Ref) and not leaf.elsewhere]
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of an operation, as in torch."""
+    return getattr(func, "__name__", type(func).__name__).strip("_")
+
+
+class RepeatedLoss:
+    """A loss that can be computed again.
+
+    Args:
+        outputs: of the model, with the places 0, 1, ...
+        elsewhere: tensors that are not computed from them.
+        calls: the operations.
+        root: place of the loss.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int
+    ) -> None:
+        self._outputs = outputs
+        self._elsewhere = elsewhere
+        self._calls = calls
+        self._root = root
+        self._dim = outputs[0].dim or 0
+        self._rows = outputs[0].shape[self._dim]
+
+    def verdict(self) -> str:
+        """Returns what was checked, in words; raises PrivacyError if records reach each other."""
+        picks = self._indices_of_records()
+        if any(self._elsewhere[k].numel() != self._rows for k in picks):
+            return "not checked, records may be picked by an index"
+        # as many classes as records, say: then nothing tells weights of classes from targets of records
+        unclear = any(
+            n == self._rows
+            for leaf in self._outputs
+            for d, n in enumerate(leaf.shape)
+            if d != leaf.dim
+        )
+        others = [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
+        leaves = [*self._outputs, *others]
+        if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
+            return "not checked, it is of too many numbers"
+        if len(self._calls) >= _MOST_CALLS:
+            return "not checked, it is of too many operations"
+        found = compare(self._gradients, both_fills(leaves, self._rows))
+        if isinstance(found, Mixed):
+            # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
+            raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
+        if (
+            others and found == CHECKED
+        ):  # what can be told depends on the size of the batch, which may be private
+            found += _CONSTANTS
+        return found + _INDEX if picks and found.startswith(CHECKED) else found
+
+    def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
+        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
+        constant = not dims or unclear or isinstance(t, nn.Parameter)
+        return Leaf(
+            tuple(t.shape), t.dtype, _CPU, None if constant else dims[0], target=True, counts=counts
+        )
+
+    def _indices_of_records(self) -> set[int]:
+        """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y]."""
+        found: set[int] = set()
+        for call in self._calls:
+            name = name_of(call.func)
+            used = [*call.args[1:], *call.kwargs.values()]
+            if name in ("getitem", "setitem"):
+                parts = used[0] if isinstance(used[0], tuple) else (used[0],)
+                used = list(parts[self._dim : self._dim + 1])
+            elif name not in _PICKS or not any(
+                type(leaf) is int and leaf == self._dim for leaf in used
+            ):
+                continue
+            found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
+        kinds = {k: self._elsewhere[k].dtype for k in found}
+        return {k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool}
+
+    def _repeat(self, made: Sequence[Tensor]) -> dict[int, Any]:
+        """Returns all results of the operations, by place."""
+        seed_torch(SEED)
+        outputs = made[: len(self._outputs)]
+        elsewhere = made[len(self._outputs) :]
+        # they may be written to
+        values: dict[int, Any] = {k: t.requires_grad_(True).clone() for k, t in enumerate(outputs)}
+        for call in self._calls:
+            args, kwargs = tree_map(
+                lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
+            )
+            results = [t for t in tree_leaves(call.func(*args, **kwargs)) if isinstance(t, Tensor)]
+            values.update(zip(call.places, results, strict=True))
+        return values
+
+    def _gradients(self, made: Sequence[Tensor]) -> list[Rows]:
+        loss = self._repeat(made)[self._root].sum()
+        outputs = list(made[: len(self._outputs)])
+        found = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+        return [rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)]
+
+    def _culprit(self, mixed: Mixed) -> str:
+        """Returns the name of the operation in which records meet: in its values, or in its gradient."""
+        named = attempt("looking for the operation", lambda: self._named(mixed))
+        return _NOT_FOUND if isinstance(named, Refused) else named
+
+    def _named(self, mixed: Mixed) -> str:
+        first, second = (self._repeat(made) for made in mixed.batches)
+        for call in self._calls:
+            if any(self._moved(first[place], second[place]) for place in call.places):
+                return name_of(call.func)
+        kept = [k for k, t in first.items() if t.requires_grad]
+        grads = []
+        for values in (first, second):
+            found = torch.autograd.grad(
+                values[self._root].sum(), [values[k] for k in kept], allow_unused=True
+            )
+            grads.append(dict(zip(kept, found, strict=True)))
+        for call in reversed(self._calls):
+            if any(self._moved(grads[0].get(k), grads[1].get(k)) for k in call.taken):
+                return name_of(call.func)
+        return _NOT_FOUND
+
+    def _moved(self, first: Tensor | None, second: Tensor | None) -> bool:
+        if (
+            first is None
+            or second is None
+            or first.dim() <= self._dim
+            or first.shape[self._dim] != self._rows
+        ):
+            return False
+        return bool(changed([rows_first(first, self._dim)], [rows_first(second, self._dim)]))
+
+
+def _given(leaf: Any, values: Mapping[int, Any], elsewhere: Sequence[Tensor]) -> Any:
+    if isinstance(leaf, torch.Generator):
+        return torch.Generator().manual_seed(SEED)  # not the loop's own, which would go on
+    if isinstance(leaf, Ref):
+        return elsewhere[leaf.place] if leaf.elsewhere else values[leaf.place]
+    return leaf

@@ -23,9 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.rows import clear_rows
-from torch_dpsco.rows.passes import forget_uses
-
 _T = TypeVar("_T")
 
 
@@ -211,16 +208,6 @@ class Untouched:
                 t.detach(), saved
             ):  # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
-
-    def clear(self, moved: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-        """Does as `restore`, and then forgets rows, gradients and forwards in progress, as at a fresh start."""
-        self.restore(moved)
-        for p in self.params:
-            reset = getattr(p, "dpsco_reset", None)
-            if reset is not None:
-                reset()
-        forget_uses([p for p in self.params if hasattr(p, "_forward_counter")], self.modules)
-        clear_rows(self.params)
 
     def changed(self) -> list[str]:
         """Returns the names of the tensors that no optimizer privatizes (buffers, frozen) and whose values changed."""

@@ -1,9 +1,9 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
-It runs on synthetic records of the first batch's shape (`mixing`). The model is called without gradients, after its
-first training forward, as it was before it, and restored (`rollback`); outputs of the other records must stay, and
+It runs on synthetic records of the first batch's shape (`trial`). The model is called without gradients, after its
+first training forward, as it was before it, and restored (`trial.undo`); outputs of the other records must stay, and
 those of a batch whatever the records of the batch before it were. What the loop computes
-from its outputs is noted, and looked at before the backward (`loss_trace`). It does not see what is done to a batch
+from its outputs is noted, and looked at before the backward (`trial.loss`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
 outside of itself are called and written some sixteen times more.
 """
@@ -21,19 +21,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
-from torch_dpsco.coupling.loss_trace import plain, trace_outputs
-from torch_dpsco.coupling.mixing import (
+from torch_dpsco.errors import PrivacyError
+from torch_dpsco.rows.passes import batch_sizes
+from torch_dpsco.trial import (
     SEED,
     Leaf,
     Mixed,
+    Rows,
     SyntheticBatches,
-    changed_rows,
+    both_fills,
+    changed,
     compare,
     rows_first,
 )
-from torch_dpsco.coupling.rollback import Memory, Refused, Untouched, attempt, seed_torch
-from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.passes import batch_sizes
+from torch_dpsco.trial.loss import plain, trace_outputs
+from torch_dpsco.trial.undo import Memory, Refused, Untouched, attempt, seed_torch
 
 _SIZES = (
     7,
@@ -250,7 +252,7 @@ class _Calls:
     def compared(self) -> str | PrivacyError:
         """Returns what was checked, or how and where records reach each other; puts everything back."""
         with self._open():
-            found = compare(self.leaves, self.rows, self)
+            found = compare(self, both_fills(self.leaves, self.rows))
             if isinstance(found, Mixed):
                 return PrivacyError(_FOUND.format(where=self._culprit(found), what=found.what))
             if not self._remembers():
@@ -268,24 +270,23 @@ class _Calls:
                 leaf._replace(shape=(*leaf.shape[: self._dim], rows, *leaf.shape[self._dim + 1 :]))
                 for leaf in self.leaves
             ]
-            for fill in (1, 0):
-                pool = SyntheticBatches(leaves, rows, fill)
+            for pool in both_fills(leaves, rows):
                 runs = [
                     attempt("two batches", partial(self._second, pool, scale))
                     for scale in (1.0, 1.0, 0.0)
                 ]
                 first, again, other = ([] if isinstance(run, Refused) else run for run in runs)
                 if first and again and other:  # else it takes no such batches
-                    return not changed_rows(first, again) and bool(changed_rows(first, other))
+                    return not changed(first, again) and bool(changed(first, other))
         return False
 
-    def _second(self, pool: SyntheticBatches, scale: float) -> list[Tensor]:
+    def _second(self, pool: SyntheticBatches, scale: float) -> list[Rows]:
         """Returns the outputs for a batch after another one, whose records are times a number."""
         self._rewind()
         self._outputs(pool.batch({k: [scale] * pool.rows for k in range(len(pool.leaves))}))
         return [
             rows_first(t, 0)
-            for t in self._outputs(pool.batch({}))
+            for t in self._outputs(pool.batch())
             if isinstance(t, Tensor) and t.dim()
         ]
 
@@ -312,7 +313,7 @@ class _Calls:
             self._state.restore()
             after.rewind()
 
-    def __call__(self, made: list[Tensor]) -> list[Tensor]:
+    def __call__(self, made: list[Tensor]) -> list[Rows]:
         """Returns the outputs for synthetic records, records first."""
         self._rewind()
         if self._watched is not None:
@@ -353,8 +354,8 @@ class _Calls:
                 self([t.clone() for t in made])
                 runs.append(self._watched)
             for first, second in zip(*runs, strict=True):
-                if changed_rows(first.outputs, second.outputs):
-                    inside = changed_rows(
+                if changed(first.outputs, second.outputs):
+                    inside = changed(
                         first.inputs, second.inputs
                     )  # then they met on the way to this module
                     name = first.name.rpartition(".")[0] if inside else first.name
@@ -374,7 +375,7 @@ class _Calls:
                 partial(note, name), with_kwargs=True
             )  # the next rewind() removes it
 
-    def _records(self, tree: Any) -> list[Tensor]:
+    def _records(self, tree: Any) -> list[Rows]:
         found = []
         for t in tree_leaves(tree):
             dims = [
@@ -388,8 +389,8 @@ class _Calls:
 
 class _Watched(NamedTuple):
     name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    inputs: list[Rows]
+    outputs: list[Rows]
 
 
 def _only_looks(hook: Any) -> bool:

@@ -1,0 +1,410 @@
+"""ONE engine that tries made-up records: what a function gives for a record must not move with the records beside it.
+
+A function is a model, the operations of a loss, a training pass; what it gives for each record is an `Answer`:
+outputs, or rows. `compare` makes one record 1000 times as small, 10,000 times as large, NaN, or another one, and moves
+the median of small and large records by one; the answers of the other records must stay, up to rounding. `isolation`
+moves a record to other places, sizes and companies; its answer must stay to the last bit. Who asks: the first step of
+an attached model, compiled rows, the trace of a loss, the doctor and by it `fit`.
+
+Values of records play no part: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
+with ones for integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_dpsco.trial.undo import Refused, attempt
+
+CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
+SEED = 5_000_011  # of what is random in the functions, the same in each call
+SMALL = 1e-3
+LARGE = 1e4
+HALF = (torch.float16, torch.bfloat16)
+_OUTLIERS = {
+    SMALL: "a record 1000 times as small",
+    LARGE: "a record 10,000 times as large",
+    math.nan: "a record of NaN",
+}
+
+
+class Answer(Protocol):
+    """What a function gives for each record of a batch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Answers of other shapes are not compared."""
+
+    @property
+    def tolerance(self) -> float:
+        """The relative difference that rounding explains."""
+
+    def norms(self) -> Tensor:
+        """Returns the length for each record, (records,) float64."""
+
+    def gaps(self, other: Any) -> Tensor:
+        """Returns how far another answer is for each record, (records,) float64; inf or NaN where one is not finite."""
+
+
+class Variant(NamedTuple):
+    """Two made-up batches that differ in record 0.
+
+    Args:
+        what: record 0 of the second one.
+        before: what `batch` of their source takes for the first one; None for the batch that all begin with.
+        after: for the second one.
+    """
+
+    what: str
+    before: Any
+    after: Any
+
+
+class Batches(Protocol):
+    """A source of made-up batches."""
+
+    def batch(self, change: Any) -> Any:
+        """Returns what the function takes; None is the batch that all others are compared with."""
+
+    def variants(self) -> Iterator[Variant]:
+        """Yields what is to be compared."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Records that reach each other.
+
+    Args:
+        what: the other record.
+        moved: how many of the others moved.
+        batches: synthetic batches without and with it.
+    """
+
+    what: str
+    moved: int
+    batches: tuple[Any, Any]
+
+
+def outliers(rows: int) -> Iterator[tuple[str, list[float] | None, list[float]]]:
+    """Yields what record 0 becomes, and factors of all records without and with it."""
+    rest = [1.0] * (rows - 1)
+    for scale, what in _OUTLIERS.items():
+        yield what, None, [scale, *rest]
+    yield quantile_moved((rows + 1) // 2, rows // 2)
+
+
+def quantile_moved(small: int, large: int) -> tuple[str, list[float], list[float]]:
+    """Returns factors of some small and large records, and with a large one in place of the first: a quantile moves."""
+    mixed = [SMALL] * small + [LARGE] * large
+    return "a large record in place of a small one", mixed, [LARGE, *mixed[1:]]
+
+
+def moved(before: Answer, after: Answer) -> int | None:
+    """Returns how many answers moved but the first; None if none of them was finite before.
+
+    Each is compared with its own length, or the usual one: the answers of outliers are longer than all others.
+    """
+    norms = before.norms()[1:]
+    known = norms.isfinite()
+    if before.shape != after.shape or 0 in before.shape or not bool(known.any()):
+        return None
+    norms = norms[known]
+    limits = before.tolerance * norms.clamp_min(float(norms.median()) + 1e-30)
+    still = before.gaps(after)[1:][known] <= limits
+    return int((~still).sum())  # what is not finite any more has moved
+
+
+def changed(before: Sequence[Answer], after: Sequence[Answer]) -> int | None:
+    """Returns how many answers moved for the records but the first, in the worst of several; None as above."""
+    counts = [moved(*pair) for pair in zip(before, after, strict=True)]
+    return max((count for count in counts if count is not None), default=None)
+
+
+def compare(function: Callable[[Any], Sequence[Answer]], batches: Iterable[Batches]) -> Mixed | str:
+    """Returns how records reach each other, or in words what was checked; never raises for what the function does.
+
+    Args:
+        function: of a made-up batch; it may do anything to it.
+        batches: sources to try until the function takes one.
+    """
+
+    def answered(source: Batches, change: Any) -> Sequence[Answer] | Refused:
+        return attempt("made-up records", lambda: function(source.batch(change)))
+
+    verdict = ""
+    for source in batches:
+        base = answered(source, None)
+        again = answered(source, None)
+        if isinstance(base, Refused) or isinstance(again, Refused):
+            # only the kind: messages may quote shapes, and the size of a batch is private
+            refused = next(one for one in (base, again) if isinstance(one, Refused))
+            verdict = f"not checked, made-up records raise {type(refused.error).__name__}"
+            continue
+        differs = changed(base, again)
+        if differs is not None:
+            break
+        verdict = "not checked, made-up records give nothing that belongs to one of them"
+    else:
+        return verdict
+    if differs:
+        return "not checked, the same made-up records give two answers"
+    seen = 0
+    for what, before, after in source.variants():
+        first = base if before is None else answered(source, before)
+        second = answered(source, after)
+        if isinstance(first, Refused) or isinstance(second, Refused):
+            continue  # it takes no such records
+        count = changed(first, second)
+        if count:
+            return Mixed(what, count, (source.batch(before), source.batch(after)))
+        seen += count is not None
+    return CHECKED if seen else "not checked, it takes one kind of made-up records only"
+
+
+class Rows:
+    """Numbers that belong to records, (B, *shape), or (B, out) and (B, in) whose outer products they are.
+
+    Args:
+        left: the rows, or their left factors.
+        right: their right factors.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor | None = None) -> None:
+        self.left = left
+        self.right = right
+        self.dtype = left.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of both factors."""
+        return (*self.left.shape, *(() if self.right is None else self.right.shape))
+
+    @property
+    def tolerance(self) -> float:
+        """The relative difference that rounding explains."""
+        return 3e-2 if self.dtype in HALF else 1e-4
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def at(self, place: int) -> Rows:
+        """Returns one of them."""
+        one = slice(place, place + 1)
+        return Rows(self.left[one].clone(), None if self.right is None else self.right[one].clone())
+
+    def formed(self) -> Tensor:
+        """Returns the rows themselves."""
+        return self.left if self.right is None else self.left[:, :, None] * self.right[:, None]
+
+    def norms(self) -> Tensor:
+        """Returns their lengths, (B,) float64."""
+        return (
+            _lengths(self.left)
+            if self.right is None
+            else _lengths(self.left) * _lengths(self.right)
+        )
+
+    def gaps(self, other: Rows) -> Tensor:
+        """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
+        if self.right is None or other.right is None:
+            return _lengths(other.formed().double().sub_(self.formed()))
+        # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
+        b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
+        left = b - c
+        right = a - d
+        squares = (left.square().sum(1) * a.square().sum(1)).add_(
+            c.square().sum(1) * right.square().sum(1)
+        )
+        return (
+            squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
+        )
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(
+        rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1
+    )
+    return lengths.cpu()
+
+
+def rows_first(t: Tensor, dim: int) -> Rows:
+    """Returns the numbers of each record of a tensor that has the records in a dimension."""
+    real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+    numbers = real if real.is_floating_point() else real.double()
+    return Rows(numbers.movedim(dim, 0).reshape(t.shape[dim], -1))
+
+
+class Leaf(NamedTuple):
+    """What a tensor of a synthetic batch looks like.
+
+    Args:
+        shape: of it.
+        dtype: of it.
+        device: of it.
+        dim: where the records are, None for a constant.
+        target: whether it is a number that losses may want in [0, 1].
+        counts: whether it holds the numbers 0, 1, ... of the records, and nothing else.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    dim: int | None
+    target: bool = False
+    counts: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it can be large or small."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class SyntheticBatches:
+    """Synthetic batches.
+
+    Args:
+        leaves: their tensors.
+        rows: records in each.
+        fill: of integers, 0 or 1; another record has the other one.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], rows: int, fill: int) -> None:
+        self.leaves = leaves
+        self.rows = rows
+        generator = torch.Generator().manual_seed(SEED)
+        self._base = [_filled(leaf, float(fill), generator) for leaf in leaves]
+
+    def batch(self, change: Mapping[int, Sequence[float]] | None = None) -> list[Tensor]:
+        """Returns fresh tensors, some of them with records times factors, by place: 0 exchanges an integer."""
+        scales = {} if change is None else change
+        made = []
+        for k, (leaf, base) in enumerate(zip(self.leaves, self._base, strict=True)):
+            values = base.clone()
+            if k in scales and leaf.dim is not None:
+                place = [self.rows if d == leaf.dim else 1 for d in range(len(leaf.shape))]
+                factors = torch.tensor(scales[k]).view(place)
+                values = (
+                    values * factors
+                    if leaf.is_number
+                    else torch.where(factors == 0.0, 1.0 - values, values)
+                )
+            made.append(values.to(leaf.device, leaf.dtype))
+        return made
+
+    def variants(self) -> Iterator[Variant]:
+        """Yields what the other record is, and the factors of the records without and with it."""
+        rest = [1.0] * (self.rows - 1)
+        of_records = [
+            (k, leaf)
+            for k, leaf in enumerate(self.leaves)
+            if leaf.dim is not None and not leaf.counts
+        ]
+        numbers = [k for k, leaf in of_records if leaf.is_number and not leaf.target]
+        targets = [k for k, leaf in of_records if leaf.is_number and leaf.target]
+        if numbers:
+            for what, before, after in outliers(self.rows):
+                first = None if before is None else dict.fromkeys(numbers, before)
+                yield Variant(what, first, dict.fromkeys(numbers, after))
+            yield Variant("another record", None, {k: [-1.0, *rest] for k in numbers})
+        if targets:
+            for scale, what in (
+                (0.5, "a record with another target"),
+                (LARGE, "a record with a large target"),
+            ):
+                yield Variant(what, None, {k: [scale, *rest] for k in targets})
+        for k in (k for k, leaf in of_records if not leaf.is_number):
+            yield Variant("a record with another integer", None, {k: [0.0, *rest]})
+
+
+def both_fills(leaves: Sequence[Leaf], rows: int) -> Iterator[SyntheticBatches]:
+    """Yields batches of ones and of zeros: one may be no class, the other no length, either a mask of everything."""
+    for fill in (1, 0):
+        yield SyntheticBatches(leaves, rows, fill)
+
+
+def _filled(leaf: Leaf, fill: float, generator: torch.Generator) -> Tensor:
+    if leaf.counts:
+        return torch.arange(float(leaf.shape[0])).view(leaf.shape)
+    return (
+        0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
+        if leaf.is_number
+        else torch.full(leaf.shape, fill)
+    )
+
+
+_SIZES = (15, 16)  # beside 2: where libraries change kernels
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What moves the bits of a row of a model; None where it could not be seen.
+
+    Args:
+        rows: of the batch of fixed size that was looked at.
+        size: another number of rows does.
+        place: another place in the batch does.
+        company: how far other records beside it do, in a batch of the same size, relative; 0.0 for no bit.
+    """
+
+    rows: int
+    size: bool | None = None
+    place: bool | None = None
+    company: float | None = None
+
+    def __str__(self) -> str:
+        if self.company is None:
+            return "it could not be checked on made-up records, since the model is random"
+        verdict = "does NOT hold" if self.company else "holds"
+        others = [
+            text
+            for seen, text in ((self.size, "the number of rows"), (self.place, "their place"))
+            if seen
+        ]
+        moved = f"; bits depend on {' and '.join(others)}" if others else ""
+        return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
+
+
+def isolation(
+    answer: Callable[[list[int], list[int], bool], Sequence[Answer]], pool: int, rows: int
+) -> Isolation:
+    """Compares bits of the answer for one record.
+
+    Args:
+        answer: answer(records, places, other_randomness) -> those at these places of a batch of records of the pool.
+        pool: records there are, >= 4; the first is the one that is looked at.
+        rows: of the batches.
+    """
+
+    def seen(size: int, places: list[int], first: int = 1, other: bool = False) -> Sequence[Answer]:
+        own = range(first, first + (pool - 1) // 2)
+        batch = [0 if k in places else own[k % len(own)] for k in range(size)]
+        return answer(batch, places, other)
+
+    (pair,), (again,) = seen(2, [0]), seen(2, [0], other=True)
+    if _gap(pair, again) != 0.0:  # or NaN
+        return Isolation(rows)
+    (base,) = seen(rows, [0])
+    sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
+    places = sorted({1, rows // 2, rows - 1} - {0})
+    others = 1 + (pool - 1) // 2
+    differ = [
+        made for made in seen(rows, places, others) if _gap(base, made) != 0.0
+    ]  # by place, or by company
+    return Isolation(
+        rows,
+        size=any(_gap(base, made) != 0.0 for made in sizes),
+        place=bool(differ) and any(_gap(base, made) != 0.0 for made in seen(rows, places)),
+        company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
+    )
+
+
+def _gap(first: Answer, second: Answer) -> float:
+    gap = float(first.gaps(second))
+    norm = float(first.norms())
+    return gap / max(norm, 1e-30) if math.isfinite(norm) else math.nan
