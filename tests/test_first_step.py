@@ -314,7 +314,6 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         "_gradients",
         lambda self, made: [trial.rows_first(t, 0) for t in made[: len(self._outputs)]],
     ),
-    "a loss by record ends the trace": (loss_trace._Trace, "_known", lambda self, root: "known"),
 }
 
 
