@@ -53,7 +53,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import plots
+from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import torch_dpsco as dp
-from torch_dpsco import cli
 from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.cli import main
 from torch_dpsco.plan import Plan
 from torch_dpsco.schema import Category, Number
+from torch_dpsco.show import cli
+from torch_dpsco.show.cli import main
 
 PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = [

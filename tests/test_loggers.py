@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.processes import launch
-from torch_dpsco import loggers
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.loggers import Logger, Numbers
+from torch_dpsco.show import loggers
+from torch_dpsco.show.loggers import Logger, Numbers
 
 N, BATCH, DIM, STEPS, DELTA = 60, 12, 3, 10, 1e-3
 LOSS = dp.losses.Logistic()

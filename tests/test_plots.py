@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from torch_dpsco import plots
 from torch_dpsco.accounting.events import (
     GDP,
     Gaussian,
@@ -21,6 +20,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.show import plots
 
 matplotlib = pytest.importorskip("matplotlib")
 N, BUDGET, LOSS = 64, dp.Budget(2.0, 1e-4), dp.losses.Logistic()

@@ -19,8 +19,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import torch_dpsco as dp
 from torch_dpsco import estimators as models
-from torch_dpsco import preview as module
 from torch_dpsco.linear import fit_linear
+from torch_dpsco.show import preview as module
 
 ROOT = Path(__file__).parents[1]
 Table = tuple[np.ndarray, np.ndarray]

@@ -11,7 +11,7 @@ for x, y in optimizer.loader(dataset): ...           # an ordinary training loop
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from torch_dpsco import errors, loggers, losses, oracles, prox, rules, sampling
+from torch_dpsco import errors, losses, oracles, prox, rules, sampling
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
@@ -35,6 +35,8 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.schema import Schema
+from torch_dpsco.show import loggers as loggers
+from torch_dpsco.show import plots as plots
 from torch_dpsco.step.public import public
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import fit

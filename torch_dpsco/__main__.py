@@ -2,7 +2,7 @@
 
 import sys
 
-from torch_dpsco.cli import main
+from torch_dpsco.show.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

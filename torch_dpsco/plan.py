@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco import losses, plots
+from torch_dpsco import losses
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
@@ -32,6 +32,7 @@ from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
+import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report.figures import rounded_up
@@ -23,7 +24,6 @@ from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
 from torch_dpsco.linear.solved import SolvedOptimizer
-from torch_dpsco.loggers import Logger
 from torch_dpsco.losses.labels import as_module
 from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
@@ -64,7 +64,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 50,
     padding: bool | None = None,
-    log: Logger | None = None,
+    log: torch_dpsco.loggers.Logger | None = None,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
 

@@ -183,17 +183,17 @@ FINE = {
     "conformal.conformal[targets].classes": "none",
     "ConformalSets.sets.X": "Tensor DataSet",
     "ConformalSets.intervals.X": "Tensor DataSet",
-    "prepare.PrivateStandardScaler.fit.X": "Tensor DataSet",
-    "prepare.PrivateStandardScaler.fit.y": "*",  # ignored
+    "statistics.prepare.PrivateStandardScaler.fit.X": "Tensor DataSet",
+    "statistics.prepare.PrivateStandardScaler.fit.y": "*",  # ignored
     **{
-        f"prepare.Private{name}.lower": "negative numpy minus zero"
+        f"statistics.prepare.Private{name}.lower": "negative numpy minus zero"
         for name in ("StandardScaler", "Quantiles", "Imputer")
     },
     **{
-        f"prepare.Private{name}.upper": "part zero negative"
+        f"statistics.prepare.Private{name}.upper": "part zero negative"
         for name in ("StandardScaler", "Quantiles", "Imputer")
     },
-    "prepare.PrivateQuantiles.levels": "tuple list",
+    "statistics.prepare.PrivateQuantiles.levels": "tuple list",
     **dict.fromkeys(["PrivacyReport.named.unit", "PrivacyReport.named.plural"], TEXT),
     "dp.Schema.target": "word",
     "dp.Schema.labels": "tuple",
@@ -256,7 +256,7 @@ FINE = {
     "OneRunResult.contradicts.epsilon": "zero part huge inf",
     "schema.Number.low": "zero minus negative numpy",
     **dict.fromkeys(["schema.Category.levels", "schema.Ordered.levels"], "tuple"),
-    "loggers.wandb.run": "Tensor",  # which has a method log
+    "show.loggers.wandb.run": "Tensor",  # which has a method log
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
     "studies.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",

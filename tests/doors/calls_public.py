@@ -30,7 +30,7 @@ from tests.doors.shared import (
     records,
     simple,
 )
-from torch_dpsco import estimators, loggers
+from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.audit import OneRunAudit
@@ -39,6 +39,7 @@ from torch_dpsco.integrations.accelerate import prepare
 from torch_dpsco.integrations.parquet_blocks import parquet_blocks
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Number, Ordered
+from torch_dpsco.show import loggers
 from torch_dpsco.studies import PrivateSearch, plan_study
 
 FOLDER = tempfile.TemporaryDirectory()  # until the process ends
@@ -172,7 +173,7 @@ CALLS["released.Released.predict_proba"] = lambda: (
     Released.of(a_fit()).predict_proba,
     {"X": rows()},
 )
-CALLS["prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
+CALLS["statistics.prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
     scaler().fit(rows()).get_feature_names_out,
     {"input_features": ["a", "b", "c"]},
 )
@@ -211,9 +212,13 @@ class Writer:
 
 for _name, _argument in (("tensorboard", "writer"), ("wandb", "run"), ("mlflow", "module")):
     simple(
-        f"loggers.{_name}", getattr(loggers, _name), **{_argument: Writer()}, every=5, delta=1e-5
+        f"show.loggers.{_name}",
+        getattr(loggers, _name),
+        **{_argument: Writer()},
+        every=5,
+        delta=1e-5,
     )
-CALLS["loggers.public_numbers"] = lambda: (
+CALLS["show.loggers.public_numbers"] = lambda: (
     loggers.public_numbers,
     {"optimizer": made("dp.HolderSGD"), "delta": 1e-5},
 )

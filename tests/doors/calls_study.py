@@ -10,9 +10,10 @@ import torch
 
 import torch_dpsco as dp
 from tests.doors.shared import CALLS, Good, N, accountant, budget, call, records
-from torch_dpsco import estimators, prepare
+from torch_dpsco import estimators
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Number
+from torch_dpsco.statistics import prepare
 from torch_dpsco.studies import PrivateSearch, plan_study
 from torch_dpsco.studies.conformal import conformal
 
@@ -141,7 +142,7 @@ def fitted(name: str, **settings: Any) -> Any:
 for _name, _more in TRANSFORMERS.items():
     _function = functools.partial(fitted, _name)
     _function.__signature__ = inspect.signature(getattr(prepare, _name))  # type: ignore[attr-defined]
-    CALLS[f"prepare.{_name}"] = lambda f=_function, more=_more: (
+    CALLS[f"statistics.prepare.{_name}"] = lambda f=_function, more=_more: (
         f,
         {
             "lower": -1.0,
@@ -161,19 +162,22 @@ def scaler() -> prepare.PrivateStandardScaler:
     )
 
 
-@call("prepare.PrivateStandardScaler.fit")
+@call("statistics.prepare.PrivateStandardScaler.fit")
 def _fit() -> Good:
     return scaler().fit, {"X": rows()}
 
 
-@call("prepare.PrivateStandardScaler.transform")
+@call("statistics.prepare.PrivateStandardScaler.transform")
 def _transform() -> Good:
     return scaler().fit(rows()).transform, {"X": rows()}
 
 
-CALLS["prepare.PrivateStandardScaler.event"] = lambda: (scaler().event, {"dim": 3})
-CALLS["prepare.PrivateStandardScaler.bound_x"] = lambda: (scaler().bound_x, {"dim": 3})
-CALLS["prepare.PrivateQuantiles.bound_x"] = lambda: (prepare.PrivateQuantiles().bound_x, {"dim": 3})
+CALLS["statistics.prepare.PrivateStandardScaler.event"] = lambda: (scaler().event, {"dim": 3})
+CALLS["statistics.prepare.PrivateStandardScaler.bound_x"] = lambda: (scaler().bound_x, {"dim": 3})
+CALLS["statistics.prepare.PrivateQuantiles.bound_x"] = lambda: (
+    prepare.PrivateQuantiles().bound_x,
+    {"dim": 3},
+)
 CALLS["PrivacyReport.named"] = lambda: (
     dp.Accountant().report(1e-5).named,
     {"unit": "company", "plural": "companies", "one_row_per_unit": True, "by_ids": False},

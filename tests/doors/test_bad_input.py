@@ -27,17 +27,24 @@ from tests.doors.bad import VALUES, arguments_of, fits, judge
 from tests.doors.calls import CALLS, DIM, LOSS
 from tests.doors.public import bare, public_callables
 from tests.doors.shared import made
-from torch_dpsco import loggers
 from torch_dpsco.accounting import events
-from torch_dpsco.cli import main
 from torch_dpsco.optim.planned import FromPlan
+from torch_dpsco.show import loggers
+from torch_dpsco.show.cli import main
 from torch_dpsco.step.common import CommonOptimizer
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family
 EXEMPT = {
     # results, and what they are made of
-    *("preview.*", "inference.*", "audit.OneRunResult", "plan.Plan", "loggers.Numbers"),
+    *(
+        "show.preview.*",
+        "statistics.[!p]*",
+        "statistics.p_value",
+        "audit.OneRunResult",
+        "plan.Plan",
+        "show.loggers.Numbers",
+    ),
     *(
         "accounting.report.figures.PrivacyReport",
         "accounting.report.figures.PrivacyReport.promising",
@@ -75,14 +82,14 @@ EXEMPT = {
         )
     ),
     *(f"schema.{column}.*" for column in ("Number", "Category", "Ordered")),
-    *("prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
+    *("statistics.prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
     *("integrations.lightning.PrivateTraining.*", "integrations.lightning_checks.*"),
     *("integrations.opacus.Attached", "integrations.opacus.DPOptimizer.*"),
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
-    *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "loggers.in_single"),
+    *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
     *(
@@ -169,11 +176,11 @@ def test_a_new_public_function_or_method_needs_a_good_call(monkeypatch: pytest.M
 
     def method(self: Any, value: int) -> None: ...
 
-    fresh.__module__ = method.__module__ = "torch_dpsco.loggers"
+    fresh.__module__ = method.__module__ = "torch_dpsco.show.loggers"
     monkeypatch.setattr(loggers, "fresh", fresh, raising=False)
     monkeypatch.setattr(dp.Accountant, "fresh", method, raising=False)
     names = {name: value for name, value in public_callables().items() if name.endswith("fresh")}
-    assert sorted(without_a_call(names)) == ["Accountant.fresh", "loggers.fresh"]
+    assert sorted(without_a_call(names)) == ["Accountant.fresh", "show.loggers.fresh"]
 
 
 def test_the_plans_of_every_optimizer_are_in_the_table() -> None:

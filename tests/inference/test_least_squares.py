@@ -15,9 +15,9 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.inference import least_squares
 from torch_dpsco.linear import adassp
 from torch_dpsco.mechanisms import vector_noise
+from torch_dpsco.statistics import least_squares
 
 TRUTH = np.array([0.5, -0.5, 0.1])
 SETTINGS: dict[str, Any] = {

@@ -12,13 +12,13 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
-from torch_dpsco import plots
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.schema import Category, Number, Schema
+from torch_dpsco.show import plots
 from torch_dpsco.studies import study as module
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.one_call import study

@@ -49,7 +49,6 @@ from torch_dpsco.estimators.protocol import (
     check_columns,
     read_columns,
 )
-from torch_dpsco.inference import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.linear import (
     LinearFit,
     LinearTask,
@@ -63,8 +62,9 @@ from torch_dpsco.linear.objective import ObjectivePlan
 from torch_dpsco.linear.preparation import Units
 from torch_dpsco.linear.task import LinearPlan
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
 from torch_dpsco.sampling.loader import user_ids
+from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
+from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.theory.linear.preparation import (
     counts_level,
     number_of_counts,

@@ -39,7 +39,6 @@ from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
-from torch_dpsco.loggers import public_numbers
 from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import attach_sound, note_probed
 from torch_dpsco.optim.heavy_plan import ClippedPlan
@@ -47,6 +46,7 @@ from torch_dpsco.optim.heavy_tailed import ClippedSGD
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling.replaced import PART, WEIGHTS
+from torch_dpsco.show.loggers import public_numbers
 from torch_dpsco.step.common import CommonOptimizer
 
 _STATE, _SCHEDULER = "private.pt", "scheduler.pt"  # files of a checkpoint

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco import plots
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
@@ -42,11 +41,12 @@ from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
-from torch_dpsco.inference import Summary
-from torch_dpsco.preview import Preview
 from torch_dpsco.released import Released
 from torch_dpsco.schema import Category, Schema, Table
 from torch_dpsco.schema.columns import ROW
+from torch_dpsco.show import plots
+from torch_dpsco.show.preview import Preview
+from torch_dpsco.statistics import Summary
 from torch_dpsco.studies.conformal import ConformalSets, conformal, conformal_event
 from torch_dpsco.studies.held_out import split
 from torch_dpsco.studies.scores import PrivateScore, default_bins, quietest, score, score_event

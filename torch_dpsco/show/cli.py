@@ -255,7 +255,8 @@ def _plan(args: argparse.Namespace) -> Result:
 def _fit(args: argparse.Namespace) -> Result:
     """Fits a model to a private table by one budget, after showing the plan, and writes what may be published."""
     import torch_dpsco as dp
-    from torch_dpsco import estimators, plots
+    from torch_dpsco import estimators
+    from torch_dpsco.show import plots
 
     schema: dp.Schema = _loaded("schema", dp.Schema.load, args.schema)
     unit = "example" if schema.rows_per_unit == 1 else "user"
@@ -454,7 +455,7 @@ def _file(path: str) -> str:
 
 def _draw(make: Callable[[], Any], path: str | None) -> None:
     """Writes a figure as its suffix says."""
-    from torch_dpsco import plots
+    from torch_dpsco.show import plots
 
     if path is None:
         return

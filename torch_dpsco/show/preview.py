@@ -30,7 +30,6 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco import plots
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.linear import LinearFit, fit_linear
 from torch_dpsco.linear.objectives.base import Records
@@ -39,6 +38,7 @@ from torch_dpsco.linear.solvers.newton import lbfgs, newton
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball, Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
+from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco import plots
-from torch_dpsco.inference.debiased import Debiased
+from torch_dpsco.show import plots
+from torch_dpsco.statistics.debiased import Debiased
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@
 * `debiased`: estimate and covariance, of what was released; * `summary`: the table. All of it is post-processing.
 """
 
-from torch_dpsco.inference.debiased import Debiased, debias, least_squares, needed_eigenvalue
-from torch_dpsco.inference.summary import Summary, p_value, reach
+from torch_dpsco.statistics.debiased import Debiased, debias, least_squares, needed_eigenvalue
+from torch_dpsco.statistics.summary import Summary, p_value, reach
 
 __all__ = [
     "Debiased",
