@@ -95,7 +95,7 @@ def test_only_small_convolutions_take_the_form_of_patches(monkeypatch: pytest.Mo
     layer, x = built()
     small = 5 * 2 * 7 * 7 * 6
     for most, held in ((small, True), (small // 5, True), (small // 5 - 1, False)):
-        monkeypatch.setattr(patches, "_MOST", most)
+        monkeypatch.setattr(patches, "_MOST_PATCHES", most)
         seen.clear()
         with PatchedConvolutions():
             torch.conv2d(x, layer.weight)
