@@ -49,14 +49,18 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
+from torch_dpsco.algorithms import clip_numbers as clipping
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    accelerated_plan,
+    proximal_pl_plan,
+    strongly_convex_plan,
+)
+from torch_dpsco.algorithms.localized_numbers import (
+    boosted_localized_schedule,
+    localized_schedule_ballfree,
+    reduction_schedule,
+)
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.theory import clipping
-from torch_dpsco.theory.heavy_tailed.accelerated import accelerated_plan
-from torch_dpsco.theory.heavy_tailed.averaged import strongly_convex_plan
-from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import localized_schedule_ballfree
-from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_plan
-from torch_dpsco.theory.heavy_tailed.reduction import reduction_schedule
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.holder_numbers import lr_theorem
 from torch_dpsco.optim.output_sgd import HolderOutputPlan
-from torch_dpsco.theory.holder.schedules import lr_theorem
 
 DELTA = 1e-6
 

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter, published_noise_std
+from torch_dpsco.algorithms.user_numbers import break_even_clip, clipping_noise_std
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import break_even_clip, clipping_noise_std
-from torch_dpsco.theory.user_level.schedules import published_noise_std
 
 NOISE = (
     (2000, 100, 1.0, 1e-6),

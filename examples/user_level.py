@@ -39,9 +39,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import clipping_noise_std
-from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid, pair_radius_search
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_numbers import (
+    PairRadiusSearch,
+    clipping_noise_std,
+    pair_radius_iid,
+    pair_radius_search,
+)
 
 EPSILON, DELTA = 2.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that the filter on all users has

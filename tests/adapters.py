@@ -238,7 +238,7 @@ def strongly_convex_trajectory(
     radius: float,
 ) -> dict[str, list[float]]:
     """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
-    made = resolve("torch_dpsco.theory.heavy_tailed.averaged", "averaging_schedule")(
+    made = resolve("torch_dpsco.algorithms.heavy_tailed_numbers", "averaging_schedule")(
         strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
     )
     kind, answers = resolve("torch_dpsco", "ClippedSGD"), {}
@@ -283,11 +283,11 @@ def regularized_phase_trajectory(
     """Returns the last iterate of LocalizedSGD in one phase with a ball around its start, noise off."""
     weight, x, target, _ = _start(X, y, w0, steps, clip)
     n = len(X)
-    phase = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedPhase")(
+    phase = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
         uncapped_steps=steps,
     )  # fmt: skip
-    schedule = resolve("torch_dpsco.theory.heavy_tailed.localized", "LocalizedSchedule")(
+    schedule = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedSchedule")(
         phases=(phase,), rho=None
     )
     kind = resolve("torch_dpsco", "LocalizedSGD")
@@ -358,7 +358,7 @@ def recomputed_filter_delta(
     """
     svt = "torch_dpsco.accounting.analysis.svt"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
-    coefficient = resolve("torch_dpsco.theory.user_level.sensitivity", name)(
+    coefficient = resolve("torch_dpsco.algorithms.user_numbers", name)(
         n_users, plan.score_floor, plan.ramp_end
     )
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan
+from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
 from torch_dpsco.optim.planned import StepPlan
 from torch_dpsco.plan import Plan
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan
-from torch_dpsco.theory.user_level.radius import pair_radius_search
 
 pytestmark = pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from torch_dpsco.accounting.parts import Parts
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_numbers import break_even_clip
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import break_even_clip
 
 pytestmark = pytest.mark.slow
 

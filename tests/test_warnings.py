@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger.file import LedgerFile
+from torch_dpsco.algorithms.user_filtered_numbers import published_noise_std
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rng import sampling_generator
-from torch_dpsco.theory.user_level.schedules import published_noise_std
 
 ROOT = Path(__file__).parents[1]
 N, BATCH, DIM = 60, 12, 3

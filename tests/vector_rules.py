@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tests.adapters import API_MAP, Vector, recomputed_filter_delta
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 
 # Functions that return a probability, and the field that holds it ("result" if it is the whole, or its items): a delta
 # far below the absolute tolerance of its vector must not pass by being small (see `accepted`).

@@ -18,13 +18,12 @@ import torch_dpsco as dp
 from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings, agreeing
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_search
 from torch_dpsco.mechanisms.shuffle import ShuffleParameters
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
-from torch_dpsco.theory.user_level.radius import pair_radius_search
 
 INF = float("inf")
 ADD, REPLACE = "add_remove", "replace_one"

@@ -23,8 +23,8 @@ from tests.doors.shared import (
     step_event,
 )
 from torch_dpsco.accounting import calibrate, events
+from torch_dpsco.algorithms.correlated_numbers import square_root
 from torch_dpsco.mechanisms.shuffle import vector_parameters
-from torch_dpsco.theory.correlated import square_root
 
 # -- accounting ----------
 

@@ -25,12 +25,12 @@ from tests.doors.shared import (
     records,
     simple,
 )
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_numbers import UserFilterPlan
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
 
 # -- optimizers ----------
 

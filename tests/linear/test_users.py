@@ -30,7 +30,7 @@ from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.task import make_records
 from torch_dpsco.linear.users import UserGDPlan, plan_users, users_of
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.theory.steps import smooth_pace
+from torch_dpsco.step.pace import smooth_pace
 
 HUGE = [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e-300, 1.0]
 N = 40

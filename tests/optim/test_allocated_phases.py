@@ -25,10 +25,10 @@ from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
 from torch_dpsco.optim.planned import noise_for
 from torch_dpsco.sampling import Partition, PartsSampler, PrivateLoader, one_pass
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 
 BY_POSITION = Parts(DESIGN.parts, N)
 POSITIONAL = ("replace_one", "zero_out")

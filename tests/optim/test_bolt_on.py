@@ -19,6 +19,9 @@ from tests.reference.papers.output import psgd_sensitivity, psgd_sensitivity_str
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import KNorm
+from torch_dpsco.algorithms import bolt_on_numbers as bolt_on
+from torch_dpsco.algorithms import bolt_on_numbers as bolt_on_plan
+from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.audit import Audit
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -32,9 +35,6 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 from torch_dpsco.optim import row_free
-from torch_dpsco.theory.output_sgd import bolt_on
-from torch_dpsco.theory.output_sgd import bolt_on as bolt_on_plan
-from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
 Vector = np.ndarray
 DELTA = 1e-4

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.theory.correlated import Banded, least_error
 
 N, B, DIM = 40, 4, 2000
 ROOM = {"n": N, "clip": 1.0, "lr": 1.0, "batch_size": B}

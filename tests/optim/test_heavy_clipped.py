@@ -30,8 +30,8 @@ from tests.optim.heavy_runs import (
     reloaded,
 )
 from tests.reference import heavy_tailed_literal as literal
+from torch_dpsco.algorithms.heavy_tailed_numbers import averaging_schedule
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
 from tests.streams import picks
+from torch_dpsco.algorithms import holder_numbers as holder_stability
+from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.losses import PowerLoss
-from torch_dpsco.theory.holder import stability as holder_stability
-from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, output_path
 
 LARGE = 100.0  # epsilon of runs on a few records whose noise is off
 

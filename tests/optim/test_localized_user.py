@@ -16,9 +16,9 @@ from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, localized_user_plan
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")

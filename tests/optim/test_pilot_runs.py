@@ -36,12 +36,12 @@ from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.clip_selection import C_MAX, C_MIN
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError
 from torch_dpsco.mechanisms.exponential import geometric_grid
 from torch_dpsco.optim.localized import parts_of
 from torch_dpsco.optim.pilot import PilotPlan
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.
 pytestmark = [

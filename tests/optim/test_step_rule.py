@@ -19,7 +19,7 @@ from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.oracles import HolderClipped
 from torch_dpsco.plan import Plan
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.theory import steps as theory
+from torch_dpsco.step import pace as theory
 
 BUDGET = dp.Budget(1.0, 1e-6)
 LOGISTIC = dp.losses.Logistic().problem(bound_x=2.0)

@@ -25,6 +25,7 @@ from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.algorithms.user_numbers import best_ramp_end
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
@@ -32,7 +33,6 @@ from torch_dpsco.errors import (
     UnitError,
     UtilityWarning,
 )
-from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 # Seeds warn in every test here.
 pytestmark = [

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.user_filtered_numbers import (
+    calibrate_filter,
+    filtered_schedule,
+    schedule,
+)
+from torch_dpsco.algorithms.user_localized_numbers import localized_user_plan
+from torch_dpsco.algorithms.user_numbers import pair_radius_iid, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
@@ -19,10 +26,6 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.prox import Ball, Identity
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.localized import localized_user_plan
-from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search
-from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
 USERS, ITEMS, DIM = 600, 2, 3
 EPSILON, DELTA = 4.0, 1e-4

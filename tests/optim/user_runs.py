@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_numbers import UserFilterPlan, best_ramp_end
 from torch_dpsco.sampling import UserLoader, make_sampler
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, UserPhase
-from torch_dpsco.theory.user_level.sensitivity import best_ramp_end
 
 DELTA = 1e-3
 EPSILON = 4.0

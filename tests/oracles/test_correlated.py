@@ -19,11 +19,11 @@ from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.algorithms.correlated_numbers import square_root
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import make_sampler
-from torch_dpsco.theory.correlated import square_root
 
 B, N, DIM, STEPS = 4, 20, 3, 10  # five batches of a pass
 CYCLE = dp.Cyclic(B, N, 2)

@@ -23,6 +23,7 @@ from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
@@ -36,7 +37,6 @@ from torch_dpsco.oracles.users import search as user_search
 from torch_dpsco.oracles.users.search import UserSearched, search_law
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_search
 
 BAD = [math.nan, math.inf, -math.inf, 1e300, -1e308]
 EDGE = [0.0, 1.0, -1.0, 0.5, 2.0, -2.0, math.nextafter(1.0, 2.0), 5e-324, 3.0, 1e3, 1e30]

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
+from torch_dpsco.algorithms.heavy_tailed_numbers import averaging_schedule
 from torch_dpsco.rules import ScheduledSGD
-from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
 
 
 def run(

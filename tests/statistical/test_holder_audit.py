@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import picks
+from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.audit import Audit
 from torch_dpsco.oracles import ClippedMean
-from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::torch_dpsco.errors.UtilityWarning"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from torch_dpsco.theory.heavy_tailed.averaged import (
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
     averaging_schedule,
+    proximal_pl_bound,
     strongly_convex_coefficients,
 )
-from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_bound
 
 # Adversaries. A bias of norm B and noise of variance S; F(w) = curvature |w|^2/2 (Huber beyond a kink), optimum 0.
 

@@ -15,14 +15,14 @@ from tests.reference.papers.heavy_tailed import (
 )
 from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.mechanisms.shuffle import vector_parameters
-from torch_dpsco.theory.clipping import clip_bias, mean_noise_std
-from torch_dpsco.theory.heavy_tailed.localized import localized_schedule_ballfree
-from torch_dpsco.theory.heavy_tailed.reduction import (
+from torch_dpsco.algorithms.clip_numbers import clip_bias, mean_noise_std
+from torch_dpsco.algorithms.localized_numbers import (
+    localized_schedule_ballfree,
     localized_schedule_minibatch,
     reduction_schedule,
     sc_reduction_sizes_full,
 )
+from torch_dpsco.mechanisms.shuffle import vector_parameters
 
 LAW = {
     "dim": 10,

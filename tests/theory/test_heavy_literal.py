@@ -10,7 +10,7 @@ import pytest
 
 from tests.adapters import load
 from tests.reference import heavy_tailed_literal as literal
-from torch_dpsco.theory.heavy_tailed.averaged import averaging_schedule
+from torch_dpsco.algorithms.heavy_tailed_numbers import averaging_schedule
 
 VECTORS = load(Path(__file__).parents[1] / "vectors")
 

@@ -17,21 +17,20 @@ from tests.reference.papers.heavy_tailed import (
     localized_schedule_paper,
     reduction_sizes,
 )
-from torch_dpsco.errors import InfeasibleError, UtilityWarning
-from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.heavy_tailed.boosted import boosted_failure, boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import (
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.algorithms.localized_numbers import (
     ballfree_rate,
+    boosted_failure,
+    boosted_localized_schedule,
     halved_sizes,
     localized_schedule,
     localized_schedule_ballfree,
-)
-from torch_dpsco.theory.heavy_tailed.reduction import (
     localized_schedule_minibatch,
     minibatch_size,
     reduction_schedule,
     sc_reduction_sizes_full,
 )
+from torch_dpsco.errors import InfeasibleError, UtilityWarning
 
 TASK = {
     "n": 5000,

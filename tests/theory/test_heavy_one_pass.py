@@ -12,20 +12,18 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
-from torch_dpsco.errors import AdjacencyError, ConditionError, UtilityWarning
-from torch_dpsco.theory.clipping import sensitivity_factor
-from torch_dpsco.theory.heavy_tailed.accelerated import (
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
     accelerated_clip_paper,
     accelerated_plan,
     accelerated_steps_paper,
-)
-from torch_dpsco.theory.heavy_tailed.averaged import (
     averaging_schedule,
+    least_steps,
+    proximal_pl_plan,
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
-from torch_dpsco.theory.heavy_tailed.inputs import least_steps
-from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_plan
+from torch_dpsco.errors import AdjacencyError, ConditionError, UtilityWarning
 
 TASK = {"n": 10**4, "dim": 20, "rho": 0.5, "moment": 1.0, "moment_order": 2.0}
 CONVEX = TASK | {"smoothness": 1.0, "diameter": 2.0}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from torch_dpsco.theory.heavy_tailed.localized import ballfree_rate
+from torch_dpsco.algorithms.localized_numbers import ballfree_rate
 
 RUNS = 1500
 SLACK = 1.05  # of a mean over the runs

@@ -7,18 +7,16 @@ import math
 import pytest
 
 from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import (
+from torch_dpsco.algorithms.localized_numbers import (
     LocalizedSchedule,
+    boosted_localized_schedule,
     halved_sizes,
     localized_schedule,
     localized_schedule_ballfree,
-)
-from torch_dpsco.theory.heavy_tailed.reduction import (
     localized_schedule_minibatch,
     reduction_schedule,
 )
+from torch_dpsco.errors import ConditionError
 
 TASK = {
     "n": 5000,

@@ -17,8 +17,8 @@ from tests.reference.papers.holder import (
 )
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian
+from torch_dpsco.algorithms.holder_numbers import search_split_paper, unconstrained_split
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.theory.holder.paper import search_split_paper, unconstrained_split
 
 sizes = st.integers(2, 10**6)
 epsilons = st.floats(0.05, 20.0)

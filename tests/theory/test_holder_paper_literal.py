@@ -9,8 +9,11 @@ import pytest
 
 from tests.reference import holder_paper_literal as paper
 from tests.reference.papers.holder import gradient_noise_paper
-from torch_dpsco.theory.holder.paper import output_sensitivity_paper, output_sigma_paper
-from torch_dpsco.theory.holder.stability import run_path
+from torch_dpsco.algorithms.holder_numbers import (
+    output_sensitivity_paper,
+    output_sigma_paper,
+    run_path,
+)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.8, 1.0])

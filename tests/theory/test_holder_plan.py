@@ -18,16 +18,23 @@ from tests.reference.papers.holder import (
     uniform_delta,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.holder.paper import (
+from torch_dpsco.algorithms.holder_numbers import (
     log_iterate_constant,
+    lr_theorem,
     output_sensitivity_paper,
     output_sigma_paper,
+    path_sensitivity,
+    steps_exponent,
+    steps_theorem,
 )
-from torch_dpsco.theory.holder.schedules import lr_theorem, steps_exponent, steps_theorem
-from torch_dpsco.theory.holder.stability import path_sensitivity
-from torch_dpsco.theory.output_sgd.plan import _Request, balanced_output_lr, plan_output
-from torch_dpsco.theory.output_sgd.promises import LossPromises, output_path
+from torch_dpsco.algorithms.output_sgd_numbers import (
+    LossPromises,
+    _Request,
+    balanced_output_lr,
+    output_path,
+    plan_output,
+)
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
 
 
 def hinge(q, radius=1.0):

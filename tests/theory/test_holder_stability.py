@@ -16,8 +16,8 @@ from tests.reference.papers.holder import (
     radius_schedule,
     shuffled_sensitivity,
 )
+from torch_dpsco.algorithms.holder_numbers import iterate_bounds, path_sensitivity, run_path
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.holder.stability import iterate_bounds, path_sensitivity, run_path
 
 exponents = st.one_of(st.sampled_from([0.0, 1e-9, 0.5, 1 - 1e-9, 1.0]), st.floats(0.0, 1.0))
 constants = st.floats(1e-3, 1e3)

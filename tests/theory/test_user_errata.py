@@ -23,16 +23,19 @@ from tests.reference.user_level_literal import (
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
-from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_of_ball
-from torch_dpsco.theory.user_level.schedules import (
+from torch_dpsco.algorithms.user_filtered_numbers import (
+    calibrate_filter,
     published_noise_std,
     schedule_paper,
     user_localized_schedule,
 )
-from torch_dpsco.theory.user_level.sensitivity import bernoulli_sensitivity
+from torch_dpsco.algorithms.user_numbers import (
+    UserFilterPlan,
+    bernoulli_sensitivity,
+    pair_radius_iid,
+    pair_radius_of_ball,
+)
+from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
 
 # -- E2: the published algorithm is not private at the level claimed ------------------------------------------------
 

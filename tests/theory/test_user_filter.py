@@ -15,10 +15,13 @@ from scipy.stats import binom
 from torch_dpsco.accounting.events import AboveThreshold, Gaussian, Repeat
 from torch_dpsco.accounting.ledger.store import Ledger
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.algorithms.user_filtered_numbers import (
+    calibrate_filter,
+    published_noise_std,
+    smallest_users,
+)
+from torch_dpsco.algorithms.user_numbers import UserFilterPlan, break_even_clip, clipping_noise_std
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UtilityWarning
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter, smallest_users
-from torch_dpsco.theory.user_level.filter import UserFilterPlan, break_even_clip, clipping_noise_std
-from torch_dpsco.theory.user_level.schedules import published_noise_std
 
 TASK = {"n_users": 2000, "steps": 100, "epsilon": 1.0, "delta": 1e-6, "pair_radius": 1.0}
 PLAN = calibrate_filter(**TASK)

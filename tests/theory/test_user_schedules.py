@@ -21,11 +21,16 @@ from tests.reference.papers.user_level import (
     smoothing_bias,
     smoothing_smoothness,
 )
+from torch_dpsco.algorithms.user_filtered_numbers import best_steps, filtered_schedule, schedule
+from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, localized_user_plan
+from torch_dpsco.algorithms.user_numbers import (
+    clipped_sensitivity,
+    clipping_noise_std,
+    pair_radius_iid,
+    pair_radius_search,
+    typical_score,
+)
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.user_level.filter import clipped_sensitivity, clipping_noise_std
-from torch_dpsco.theory.user_level.localized import LocalizedUserPlan, localized_user_plan
-from torch_dpsco.theory.user_level.radius import pair_radius_iid, pair_radius_search, typical_score
-from torch_dpsco.theory.user_level.schedules import best_steps, filtered_schedule, schedule
 
 # -- schedules -----------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.user_level.sensitivity import (
+from torch_dpsco.algorithms.user_numbers import (
     bernoulli_mismatch,
     bernoulli_sensitivity,
     best_ramp_end,
@@ -19,6 +18,7 @@ from torch_dpsco.theory.user_level.sensitivity import (
     filter_coefficient_two_radius,
     ramp_start,
 )
+from torch_dpsco.errors import ConditionError
 
 # -- exact values --------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from torch_dpsco.linear.solvers.certificates import project
 from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
+from torch_dpsco.step.pace import smooth_pace, steps_to
 from torch_dpsco.theory.linear.objective import objpert_reg
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
-from torch_dpsco.theory.steps import smooth_pace, steps_to
 
 _MOST_STEPS, _STEPS = (
     500,

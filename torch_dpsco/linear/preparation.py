@@ -24,12 +24,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.losses import clip_rows
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.linear.preparation import (
     LOCATION_COUNTS,
     RADIUS_COUNTS,

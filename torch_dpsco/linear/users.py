@@ -35,11 +35,11 @@ from torch_dpsco.linear.task import LinearPlan, LinearTask
 from torch_dpsco.losses import Logistic
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
+from torch_dpsco.step.pace import smooth_pace
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.linear.preparation import signal_to_noise
 from torch_dpsco.theory.linear.solvers import gradient_rounding
 from torch_dpsco.theory.rounding import gamma
-from torch_dpsco.theory.steps import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
 _STEPS = 600

@@ -18,11 +18,11 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.parts import Cyclic
+from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, given_noise
 from torch_dpsco.oracles.correlated import CorrelatedClipped
 from torch_dpsco.prox import Prox
-from torch_dpsco.theory.correlated import Banded, least_error
 
 _BANDS = 32  # of which one vector of noise each is kept
 

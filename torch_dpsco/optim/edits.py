@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 
+from torch_dpsco.algorithms.output_sgd_numbers import LossPromises
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.theory.output_sgd.promises import LossPromises
 
 _SLACK = (
     1 + 1e-6

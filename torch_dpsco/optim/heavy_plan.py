@@ -14,6 +14,8 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
 from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
+from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
+from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.optim.pilot import Pilot, PilotPlan
 from torch_dpsco.optim.planned import (
@@ -47,10 +49,7 @@ from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.theory.clipping import exchange_rate_phase
-from torch_dpsco.theory.heavy_tailed.averaged import AveragingSchedule
-from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan, check_mode
-from torch_dpsco.theory.steps import Pace
+from torch_dpsco.step.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ which together cost what one does; or "assigned", the default where a clip is gi
 secretly, at less noise.
 Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon, delta) is met by the exact Gaussian curve,
 or the law of the pass, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
-(`theory.heavy_tailed`); 3. the clip may come from a private pilot group; 4. under add_remove each record is assigned to
-a batch by itself, since a record more or less would shift the batches of a permutation.
+(`algorithms.heavy_tailed_numbers`); 3. the clip may come from a private pilot group; 4. under add_remove each record
+is assigned to a batch by itself, since a record more or less would shift the batches of a permutation.
 """
 
 from __future__ import annotations
@@ -25,6 +25,21 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+from torch_dpsco.algorithms.clip_numbers import (
+    exchange_rate_accelerated,
+    exchange_rate_phase,
+    exchange_rate_proximal_pl,
+    exchange_rate_strongly_convex,
+)
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    AveragingSchedule,
+    OnePassPlan,
+    accelerated_plan,
+    averaging_schedule,
+    proximal_pl_plan,
+    strongly_convex_coefficients,
+    strongly_convex_plan,
+)
 from torch_dpsco.optim.heavy_plan import (
     AcceleratedPlan,
     ClippedPlan,
@@ -34,21 +49,6 @@ from torch_dpsco.optim.heavy_plan import (
 )
 from torch_dpsco.optim.planned import SAMPLING
 from torch_dpsco.problem import Problem
-from torch_dpsco.theory.clipping import (
-    exchange_rate_accelerated,
-    exchange_rate_phase,
-    exchange_rate_proximal_pl,
-    exchange_rate_strongly_convex,
-)
-from torch_dpsco.theory.heavy_tailed.accelerated import accelerated_plan
-from torch_dpsco.theory.heavy_tailed.averaged import (
-    AveragingSchedule,
-    averaging_schedule,
-    strongly_convex_coefficients,
-    strongly_convex_plan,
-)
-from torch_dpsco.theory.heavy_tailed.inputs import OnePassPlan
-from torch_dpsco.theory.heavy_tailed.proximal import proximal_pl_plan
 
 
 class ClippedSGD(HeavyTailed):

@@ -25,6 +25,11 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
+from torch_dpsco.algorithms.holder_numbers import (
+    average_risk_bound,
+    balanced_lr,
+    search_split_paper,
+)
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
 from torch_dpsco.optim.planned import (
     SAMPLING,
@@ -49,9 +54,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
-from torch_dpsco.theory.holder.paper import search_split_paper
-from torch_dpsco.theory.holder.schedules import average_risk_bound, balanced_lr
-from torch_dpsco.theory.steps import clip_share
+from torch_dpsco.step.pace import clip_share
 
 _DEFAULT_BATCH = 512
 _DEFAULT_EPOCHS = 10
@@ -221,7 +224,7 @@ class HolderSGD(PlannedOptimizer):
                 without the rule 512 (at most n) for smooth losses, else a power of 2 that makes the noise per record
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
-                `theory.holder.schedules.balanced_lr`.
+                `algorithms.holder_numbers.balanced_lr`.
             sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records
                 and "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once per pass, secretly:
                 `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a design such as

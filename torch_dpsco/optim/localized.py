@@ -25,6 +25,17 @@ from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.algorithms.localized_numbers import (
+    LocalizedPhase,
+    LocalizedSchedule,
+    boosted_localized_schedule,
+    halved_sizes,
+    localized_schedule,
+    localized_schedule_ballfree,
+    localized_schedule_minibatch,
+    minibatch_size,
+    reduction_schedule,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.optim.minibatches import Minibatches, minibatches
@@ -47,19 +58,6 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.theory.heavy_tailed.boosted import boosted_localized_schedule
-from torch_dpsco.theory.heavy_tailed.localized import (
-    LocalizedPhase,
-    LocalizedSchedule,
-    halved_sizes,
-    localized_schedule,
-    localized_schedule_ballfree,
-)
-from torch_dpsco.theory.heavy_tailed.reduction import (
-    localized_schedule_minibatch,
-    minibatch_size,
-    reduction_schedule,
-)
 
 METHODS = ("localized", "ball", "boosted", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
@@ -379,7 +377,8 @@ class LocalizedSGD(PlannedOptimizer):
                 Not needed where both clip and reg are given, or phases.
             n: public number of records; at least those of all phases, which take them from one random permutation.
             budget: what the run may spend; replace_one or zero_out. The phases are chosen for it unless they are given.
-            phases: of your own, from `theory.heavy_tailed`, with their noise: in place of what follows but sampling.
+            phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows but
+                sampling.
             clip: clip of all phases, chosen without looking at the data; default by theory. With a `Pilot` each phase
                 that is large enough gives a group of its records to choose the clip at its center; smaller ones keep
                 the last choice.

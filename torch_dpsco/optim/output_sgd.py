@@ -24,7 +24,7 @@ The iterates are plain SGD with plain gradients: no per-sample gradients, no cli
 noise, or at delta = 0 that of the K-norm mechanism, is added once, in proportion to how far one record can have moved
 the answer. HolderOutputSGD is its relative for losses that are not smooth, without regularizer and pure budgets.
 
-Differs from the paper in: see `theory.output_sgd.bolt_on`.
+Differs from the paper in: see `algorithms.bolt_on_numbers`.
 
 Source: docs/proofs/output.md#bolt-on-runs
 """
@@ -46,6 +46,16 @@ from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import NonPrivate, SimpleEvent
 from torch_dpsco.accounting.stated import ApproxDP, KNorm
+from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity, plan_bolt_on
+from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity
+from torch_dpsco.algorithms.mixture_numbers import weighted_law
+from torch_dpsco.algorithms.output_sgd_numbers import (
+    HIT_CONSTANTS,
+    LossPromises,
+    output_path,
+    paper_sensitivity,
+    plan_output,
+)
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
 from torch_dpsco.optim.row_free import RowFreeOptimizer
@@ -59,11 +69,6 @@ from torch_dpsco.optim.row_free_plan import (
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.theory.holder.stability import RunPath, path_sensitivity
-from torch_dpsco.theory.output_sgd.bolt_on import bolt_on_sensitivity, plan_bolt_on
-from torch_dpsco.theory.output_sgd.mixture import weighted_law
-from torch_dpsco.theory.output_sgd.plan import paper_sensitivity, plan_output
-from torch_dpsco.theory.output_sgd.promises import HIT_CONSTANTS, LossPromises, output_path
 from torch_dpsco.theory.rounding import asks_exact, scaled_up, with_grid
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
@@ -209,7 +214,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled", mode "tight").
             steps: number of steps, in place of epochs: a multiple of those of one pass.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
-                `theory.output_sgd.plan.plan_output`).
+                `algorithms.output_sgd_numbers.plan_output`).
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).

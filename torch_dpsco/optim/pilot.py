@@ -8,14 +8,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 from torch_dpsco.mechanisms.exponential import geometric_grid
 from torch_dpsco.optim.minibatches import Minibatches, minibatches
 from torch_dpsco.optim.planned import noise_for
 from torch_dpsco.oracles.phased import QuantilePilot
-from torch_dpsco.theory.clipping import exchange_rate_phase
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, LocalizedSchedule
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Pilot:
         Args:
             n: public number of records.
             budget: of the run.
-            exchange_rate: what a unit of clip costs in noise, see `theory.clipping`.
+            exchange_rate: what a unit of clip costs in noise, see `algorithms.clip_numbers`.
 
         Raises:
             InfeasibleError: too few records.

@@ -16,13 +16,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
+from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, OutputRun
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.optim.planned import ANSWERS, LABELS, BatchPlan, drawing
 from torch_dpsco.plan import exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.step.checks import listed
-from torch_dpsco.theory.output_sgd.promises import LossPromises, OutputRun
 from torch_dpsco.theory.rounding import asks_exact
 
 

@@ -3,7 +3,7 @@
 `HolderSGD`, `ClippedSGD`, `ProximalSGD` and `UserClippedSGD` take it for what is not given. Privacy does not rest on
 it: noise is calibrated afterwards, for the design and the number of steps that come out.
 
-Source: `theory.steps`, docs/proofs/steps.md.
+Source: `step.pace`, docs/proofs/steps.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch_dpsco.accounting.designs import Design, Poisson
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.optim.planned import drawn, noise_for, release_noise, sampled
 from torch_dpsco.problem import Problem
-from torch_dpsco.theory import steps as theory
-from torch_dpsco.theory.steps import Pace
+from torch_dpsco.step import pace as theory
+from torch_dpsco.step.pace import Pace
 
 _FEW_ROWS, _MOST_ROWS = 1e6, 2e7  # gradients of rows in a run
 _SHORT = 0.25  # rows are longer than the mean, and so are their gradients

@@ -35,7 +35,7 @@ from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
-from torch_dpsco.theory.steps import Pace, noise_of_mean, relative_pace, relative_steps
+from torch_dpsco.step.pace import Pace, noise_of_mean, relative_pace, relative_steps
 
 _FULL_STEPS = 30
 _EPOCHS = 10

@@ -10,9 +10,9 @@ The loop hands over who each row belongs to:
 It tests whether users agree, and then averages those who do, with noise in proportion to how far apart they are (Asi
 and Liu 2023, Algorithms 2 and 3). `UserClippedSGD`, which clips each user's mean gradient, is the one to start with.
 
-Differs from the paper in: 1. every constant of the filter is proved (`theory.user_level`): the published noise is not
-private; 2. gradients are not smoothed by random shifts, which the rate does not need (docs/errata.md, paper 3, E10);
-3. a test that fails ends the run for good, and the average of the iterates so far is kept.
+Differs from the paper in: 1. every constant of the filter is proved (`algorithms.user_numbers`): the published noise is
+not private; 2. gradients are not smoothed by random shifts, which the rate does not need (docs/errata.md, paper 3,
+E10); 3. a test that fails ends the run for good, and the average of the iterates so far is kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
+from torch_dpsco.algorithms.user_filtered_numbers import (
+    calibrate_filter,
+    filtered_schedule,
+    schedule,
+)
+from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
 from torch_dpsco.optim.heavy_plan import scale_of
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
@@ -43,10 +49,6 @@ from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.users.filtered import UserFiltered
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.radius import PairRadiusSearch, pair_radius_iid
-from torch_dpsco.theory.user_level.schedules import filtered_schedule, schedule
 
 _HOPELESS = 0.5  # of a run to halt
 
@@ -219,7 +221,7 @@ class UserFilteredSGD(FilterOptimizer):
                     )
         elif n_users is None or budget is None:
             check.required(
-                ", or filter=, numbers of theory.user_level", n_users=n_users, budget=budget
+                ", or filter=, numbers of algorithms.user_numbers", n_users=n_users, budget=budget
             )
         else:
             if search is not None and (lr is None or steps is None):

@@ -3,7 +3,7 @@
 Each phase is a run of `UserFilteredSGD` on users of its own, started at the answer of the one before; the last one has
 half of the users, the first one few, which decides whether anything is proved.
 
-Differs from the paper in: see `optim.user_filtered` and `theory.user_level.localized`.
+Differs from the paper in: see `optim.user_filtered` and `algorithms.user_localized_numbers`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.algorithms.user_localized_numbers import (
+    LocalizedUserPlan,
+    UserPhase,
+    localized_user_plan,
+)
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.optim.planned import agreed_adjacency, dimension
 from torch_dpsco.optim.user_plan import (
@@ -34,11 +39,6 @@ from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.theory.user_level.localized import (
-    LocalizedUserPlan,
-    UserPhase,
-    localized_user_plan,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class LocalizedUserSGD(FilterOptimizer):
                 )
             made = phases
         elif n_users is None or budget is None or problem is None or dim is None:
-            way = ", or phases=, a theory.user_level.LocalizedUserPlan"
+            way = ", or phases=, a algorithms.user_numbers.LocalizedUserPlan"
             check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
         else:
             lipschitz, convexity = _constants(problem, reg)

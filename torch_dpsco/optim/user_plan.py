@@ -16,6 +16,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.algorithms.user_localized_numbers import UserPhase
+from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan
 from torch_dpsco.oracles.base import MeanOracle
@@ -25,9 +27,6 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.step import checks
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.localized import UserPhase
-from torch_dpsco.theory.user_level.radius import PairRadiusSearch
 
 
 @dataclass(frozen=True, kw_only=True)

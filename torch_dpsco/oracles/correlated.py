@@ -20,11 +20,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Shuffled
 from torch_dpsco.accounting.parts import Cyclic
+from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.correlated import Banded
 
 
 class _Past(deque[Tensor]):
@@ -58,7 +58,7 @@ class CorrelatedClipped(Clipped):
         other records, and that equal rows give equal sums.
 
     Example:
-        >>> from torch_dpsco.theory.correlated import square_root
+        >>> from torch_dpsco.algorithms.correlated_numbers import square_root
         >>> oracle = CorrelatedClipped(1.0, 2.0, 10, square_root(4), steps=100)
         >>> oracle.open([torch.zeros(3)])
         >>> round(oracle.noise_std, 4)

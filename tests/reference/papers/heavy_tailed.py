@@ -10,6 +10,16 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.algorithms.clip_numbers import (
+    _log_bias_constant,
+    _rounded_up,
+    clip_threshold_square,
+    mean_noise_std,
+    safe_exp,
+    sensitivity_factor,
+)
+from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, strongly_convex_coefficients
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, _gap, _parts, halved_sizes
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.mechanisms.exponential import FloatArray, _counts, _law, _points
 from torch_dpsco.mechanisms.shuffle import (
@@ -23,19 +33,6 @@ from torch_dpsco.mechanisms.shuffle import (
 from torch_dpsco.noise import uniform
 from torch_dpsco.oracles.coordinatewise import clipped_rows, medians
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.clipping import (
-    _log_bias_constant,
-    _rounded_up,
-    clip_threshold_square,
-    mean_noise_std,
-    safe_exp,
-    sensitivity_factor,
-)
-from torch_dpsco.theory.heavy_tailed.averaged import strongly_convex_coefficients
-from torch_dpsco.theory.heavy_tailed.boosted import _gap
-from torch_dpsco.theory.heavy_tailed.inputs import OnePass
-from torch_dpsco.theory.heavy_tailed.localized import LocalizedPhase, halved_sizes
-from torch_dpsco.theory.heavy_tailed.reduction import _parts
 
 
 def clip_bias_constant(moment_order: float) -> float:

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_dpsco import _validate
-from torch_dpsco.theory.holder.paper import _checked, _holder, search_split_paper
-from torch_dpsco.theory.holder.stability import (
+from torch_dpsco.algorithms.holder_numbers import (
     FloatArray,
     RunPath,
+    _checked,
     _growth,
+    _holder,
     expansions,
     iterate_bounds,
     log_expansion,
     path_sensitivity,
     run_path,
+    search_split_paper,
 )
-from torch_dpsco.theory.output_sgd.mixture import (
+from torch_dpsco.algorithms.mixture_numbers import (
     _TAIL,
     SensitivityLaw,
     _binomial,
@@ -317,7 +319,7 @@ def radius_growth(
 ) -> float:
     """Returns A(eta) with |w_{s+1}|^2 <= |w_s|^2 + A(eta) for a nonnegative convex loss, rounded up.
 
-    Formula and proof: `theory.holder.stability`.
+    Formula and proof: `algorithms.holder_numbers`.
 
     Args:
         holder_exponent: alpha in [0, 1].

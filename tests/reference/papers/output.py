@@ -29,11 +29,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import zhao_constant
+from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.linear import LinearObjective
 from torch_dpsco.linear.solvers.certificates import gap_certificate, primal_point
 from torch_dpsco.losses.classification import Hinge
-from torch_dpsco.theory.clipping import safe_exp
 from torch_dpsco.theory.linear.output import _attack_length, erm_sensitivity, noise_norms, safe
 from torch_dpsco.theory.linear.solvers import _count, sum_terms
 from torch_dpsco.theory.linear.tilted import _spread
@@ -410,7 +410,7 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
     """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
 
     It holds for any number of passes and any batches, and not for an average of iterates:
-    early iterates move by more, their uniform average by about log(n) times as much (`theory.output_sgd.bolt_on`
+    early iterates move by more, their uniform average by about log(n) times as much (`algorithms.bolt_on_numbers`
     computes it).
 
     Args:

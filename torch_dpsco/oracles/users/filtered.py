@@ -14,7 +14,7 @@ With x_j the mean of the rows of user j, n users, a pairwise radius tau, and r =
 | halted | later steps read no rows and release nothing |
 
 A user moves s by at most 2 (n - 1)/n, since isolated users count themselves, and the mean by at most the coefficient of
-`theory.user_level.sensitivity` wherever one of the two scores is at least H. A pass where both are below H has
+`algorithms.user_numbers` wherever one of the two scores is at least H. A pass where both are below H has
 probability at most beta over a run; that is the `transcript` failure of the event. Rounding is covered: indicators are
 exact functions of two users (`rows.neighbors`), the score is a fraction, and `sensitivity` holds the errors of the
 weighted mean.
@@ -41,6 +41,12 @@ from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, Repeat, Sequential
 from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.algorithms.user_numbers import (
+    bernoulli_sensitivity,
+    filter_coefficient,
+    filter_coefficient_two_radius,
+    ramp_start,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 from torch_dpsco.noise import add_normal_, uniform
@@ -49,12 +55,6 @@ from torch_dpsco.oracles.users.rows import UserMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
 from torch_dpsco.secret import SecretState
-from torch_dpsco.theory.user_level.sensitivity import (
-    bernoulli_sensitivity,
-    filter_coefficient,
-    filter_coefficient_two_radius,
-    ramp_start,
-)
 
 _UNIT = 2.0**-53
 

@@ -41,6 +41,7 @@ from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.algorithms.user_numbers import PairRadiusSearch
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import draw, score_law
 from torch_dpsco.oracles.base import Charge, Release
@@ -48,7 +49,6 @@ from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import Points, neighbor_counts
 from torch_dpsco.secret import SecretState
-from torch_dpsco.theory.user_level.radius import PairRadiusSearch
 
 _MOST_USERS = 2**26  # n^2 < 2^53
 _SPAN = 1024.0  # of radii that are counted at once
@@ -66,7 +66,7 @@ def search_law(totals: Sequence[int], search: PairRadiusSearch, n_users: int) ->
         epsilon-DP and of epsilon-bounded range if each total moves by at most 2 (n - 1).
 
     Example:
-        >>> from torch_dpsco.theory.user_level.radius import pair_radius_search
+        >>> from torch_dpsco.algorithms.user_numbers import pair_radius_search
         >>> law = search_law([8, 8, 64, 64], pair_radius_search(8, 4.0, 1.0, points=4), n_users=8)
         >>> [round(float(share), 3) for share in law / 2**53]
         [0.001, 0.001, 0.701, 0.298]
@@ -85,7 +85,7 @@ class UserSearched(UserFiltered):
     some 250 / epsilon users the search is not worth its cost.
 
     Args:
-        search: candidates, target, epsilon and widening, from `theory.user_level.radius.pair_radius_search` for this n.
+        search: candidates, target, epsilon and widening, from `algorithms.user_numbers.pair_radius_search` for this n.
         filter: which users count, with n and H.
         noise_ratio: sigma / tau >= 0, noise std in units of the radius that will be found; 0 gives no privacy.
         steps: T >= 1 filtered means, after the search.
@@ -109,7 +109,7 @@ class UserSearched(UserFiltered):
 
     Example:
         >>> from torch_dpsco.rows import DenseBlock, GradBatch
-        >>> from torch_dpsco.theory.user_level.radius import pair_radius_search
+        >>> from torch_dpsco.algorithms.user_numbers import pair_radius_search
         >>> search = pair_radius_search(8, epsilon=100.0, smallest=0.01)
         >>> numbers = {"threshold": 7.2, "threshold_scale": 0.01, "query_scale": 0.01}
         >>> oracle = UserSearched(search, Filter(n_users=8, score_floor=7.0, ramp_end=6), 0.5, steps=5, **numbers)

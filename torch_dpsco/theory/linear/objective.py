@@ -33,8 +33,8 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.linear.integrals import (
     least_noise,
     log_chi_density,

@@ -39,7 +39,7 @@ import scipy
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import down
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
-from torch_dpsco.theory.clipping import sensitivity_factor
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.theory.linear.integrals import (
     least_noise,
     log_normal_cdf,

@@ -29,8 +29,8 @@ import sys
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.algorithms.clip_numbers import SENSITIVITIES, sensitivity_factor
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.theory.clipping import SENSITIVITIES, sensitivity_factor
 from torch_dpsco.theory.rounding import scaled_up
 
 

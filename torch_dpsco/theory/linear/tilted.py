@@ -25,8 +25,8 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.rounding import scaled_up
 

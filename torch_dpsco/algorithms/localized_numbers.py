@@ -27,6 +27,40 @@ factor of log n and balls one of 2; 2. the ball may be dropped; 3. any n, not on
 
 Proofs: docs/proofs/heavy_tailed.md#localized-schedule,
 docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
+
+Localization with boosting: for non-smooth convex losses with k moments only (Algorithm 4 needs 2k).
+
+Phase i splits n_i fresh records into J groups of m_i; each group runs the phase from the same center, and the next
+center is an answer near more than half of the others. A group is good, |y_j - u_i| <= Q_i/lambda_i with u_i the
+regularized population minimizer, with probability at least 0.74 - 1/m_i, so that
+
+    F(w) - F* <= D sqrt(72 S) + 3 rt_1 Q_I/lambda_I,    S = sum_i Q_i^2/8^(i-1),   lambda_1 = sqrt(72 S)/D,
+
+with probability 1 - zeta for J with `boosted_failure` at most zeta. Groups are disjoint and the choice is
+post-processing: rho overall.
+
+Not in the paper; in the spirit of Asi, Liu, Tian (2024), constants and proof ours. They are large:
+conservative=False (default) replaces them by 1, without proof of the bound and with the same privacy.
+
+The default number of phases, floor(log2(n/(2J))), leaves groups of 2 or 3 records in the last phase, where the theorem
+(m_I >= 16) says nothing: `phases` cuts the list. Without balls, X = 3 a^2 C^2 by the ball-free form.
+
+Proof: docs/proofs/heavy_tailed.md#boosted-phases.
+
+Schedules built from ball-free phases: the strongly convex reduction (section G.3) and minibatches (Remark 13).
+
+The reduction runs LocalizedSGD on M disjoint parts of growing size, each from the answer of the one before. The bound
+of the ball-free schedule is D Rate(n_t), and strong convexity turns it into a smaller distance,
+
+    D_1 = min(D, rt_1/mu),   D_{t+1} = min(D, sqrt(2 Rate(n_t) D_t/mu)).
+
+Differs from the paper in: 1. no balls: their failure term contains the diameter of W and does not shrink with D_t, so
+that the reduction is not proved for them; 2. parts use all records (`sc_reduction_sizes_full`); 3. minibatches are
+calibrated by an accountant, not by a closed form with hidden constants, and the variance of their sampling enters the
+bound.
+
+Proofs: docs/proofs/heavy_tailed.md#reduction-for-strong-convexity,
+docs/proofs/heavy_tailed.md#minibatch-phases. Source: Lowy and Razaviyayn, section G.3 and Remark 13.
 """
 
 from __future__ import annotations
@@ -37,15 +71,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
-from torch_dpsco.errors import warn
-from torch_dpsco.theory.clipping import (
+from torch_dpsco.algorithms.clip_numbers import (
     clip_bias,
     clip_threshold_linear,
     clip_threshold_square,
     mean_noise_std,
     sensitivity_factor,
 )
-from torch_dpsco.theory.heavy_tailed.inputs import check_order
+from torch_dpsco.algorithms.heavy_tailed_numbers import check_order
+from torch_dpsco.errors import InfeasibleError, warn
 
 _GROWTH = 8.0
 
@@ -520,3 +554,399 @@ def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
             " ball-free schedule, more steps, or reg=",
             stacklevel=3,
         )
+
+
+_SMALLEST_GROUP = 16
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Q^2 parts: generalization, optimization X, bias B^2; factor of S; distance to u_i in units of Q."""
+
+    generalization: float
+    optimization: float
+    bias: float
+    telescoping: float
+    reach: float
+
+
+_PROVED = _Constants(48.0, 12.0, 144.0, 72.0, 3.0)
+_PLAIN = _Constants(4.0, 1.0, 1.0, 8.0, 1.0)
+
+
+def boosted_localized_schedule(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    moment_order: float,
+    second_moment: float,
+    moment: float,
+    diameter: float,
+    copies: int = 1,
+    max_steps: int | None = 2000,
+    conservative: bool = False,
+    ball: bool = True,
+    phases: int | None = None,
+    first_moment: float | None = None,
+    reg: float | None = None,
+    adjacency: str = "replace_one",
+    allow_infinite_variance: bool = False,
+) -> LocalizedSchedule:
+    """Returns the schedule; `error` of its phases is Q.
+
+    Args:
+        n: public number of records, >= 2 copies.
+        dim: d.
+        rho: > 0, zCDP of the run.
+        moment_order: k.
+        second_moment: rt_2.
+        moment: rt_k.
+        diameter: D > 0, bound on |w_0 - w*|; with balls, of the feasible set.
+        copies: J >= 1 groups per phase; more than 1 buys probability, not accuracy.
+        max_steps: cap on the steps of a phase; None for no cap.
+        conservative: constants of the proof, or 1.
+        ball: steps stay within min(D, 2 rt_2/lambda_i) of the center; False drops the ball.
+        phases: public number I of phases; default max(1, floor(log2(n/(2J)))).
+        first_moment: rt_1, default rt_2.
+        reg: a lambda_1 of your own, chosen without looking at the training records; there is no bound then.
+        adjacency: of rho.
+        allow_infinite_variance: admits k < 2 (rt_2 is still needed).
+
+    Returns:
+        A schedule; `proved` only if conservative, T >= 2, m_I >= 16 and the failure probability is below 1.
+
+    Raises:
+        ConditionError: k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range; n < 2 copies.
+
+    Guarantee:
+        As `localized_schedule_ballfree`; the choice reads the private answers of disjoint groups only.
+
+    Source:
+        docs/proofs/heavy_tailed.md#boosted-phases.
+
+    Example:
+        >>> schedule = boosted_localized_schedule(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0,
+        ...     moment=1.3, diameter=2.0, copies=3, max_steps=None, conservative=True)
+        >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
+        (6, 58.9, [106, 53, 26, 13, 6, 3])
+    """
+    moment = check.positive(moment=moment)
+    k = check_order(moment_order, allow_infinite_variance)
+    second = check.positive(second_moment=second_moment)
+    check.positive(diameter=diameter)
+    c = _PROVED if conservative else _PLAIN
+    lipschitz = (
+        2.0 * second
+    )  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+
+    def tuned(m: int) -> Tuned:
+        level = noise_level(m, dim, rho, adjacency)
+        if ball:
+            clip = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
+            steps, wanted, square = steps_in_ball(level, clip, lipschitz, max_steps)
+        else:
+            wanted = ballfree_steps(level)
+            steps = capped_steps(wanted, max_steps)
+            unit = 3.0 * ballfree_rate(level, steps) ** 2
+            clip = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
+            square = unit * clip**2
+        spread = math.sqrt(c.optimization * square + c.bias * clip_bias(moment, k, clip) ** 2)
+        error = math.sqrt(c.generalization / m) * second + spread
+        return full_passes(m, clip, steps, error, wanted, rho, adjacency, copies)
+
+    made = [tuned(m) for m in _groups(n, copies, phases)]
+    root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
+    regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
+    parts = phases_of(
+        made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
+    )
+    if ball:
+        warn_if_capped(parts)
+    first = second if first_moment is None else check.positive(first_moment=first_moment)
+    enough = made[-1].n >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
+    return LocalizedSchedule(
+        phases=parts,
+        rho=rho,
+        adjacency=adjacency,
+        bound=diameter * root if reg is None else None,
+        tail=c.reach * first * made[-1].error / regs[-1] if reg is None else None,
+        diameter=diameter,
+        proved=conservative
+        and reg is None
+        and enough
+        and boosted_failure(copies, len(made), made[-1].n) < 1.0,
+    )
+
+
+def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
+    """Returns I exp(-2 J (0.24 - 1/m)^2), at most which the bound fails; J odd, m >= 16.
+
+    Raises:
+        InfeasibleError: groups of fewer than 16 records.
+
+    Source:
+        docs/proofs/heavy_tailed.md#boosted-phases (Hoeffding over groups, union over phases).
+
+    Example:
+        >>> round(boosted_failure(copies=51, phases=4, smallest_group=100), 4)
+        0.0181
+    """
+    gap = _gap(smallest_group)
+    return check.positive_count(phases=phases) * math.exp(
+        -2.0 * check.positive_count(copies=copies) * gap**2
+    )
+
+
+def _groups(n: int, copies: int, phases: int | None) -> list[int]:
+    """Records of one group in each phase."""
+    J = check.positive_count(copies=copies)
+    if check.positive_count(n=n) < 2 * J:
+        raise ValueError(
+            f"n must be >= {2 * J}, one record for each of copies={J} groups of the first phase"
+            f" (got {n})"
+        )
+    most = (n // J).bit_length() - 1  # largest i with floor(n/2^i) >= J
+    count = (
+        max(1, (n // (2 * J)).bit_length() - 1)
+        if phases is None
+        else check.positive_count(phases=phases)
+    )
+    if count > most:
+        raise ValueError(
+            f"phases must be <= {most}, for groups of at least one record (got {count})"
+        )
+    return [(n >> i) // J for i in range(1, count + 1)]
+
+
+def _gap(smallest_group: int) -> float:
+    m = check.positive_count(smallest_group=smallest_group)
+    if m < _SMALLEST_GROUP:
+        raise InfeasibleError(
+            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer"
+            " phases or copies"
+        )
+    return 0.24 - 1.0 / m
+
+
+_SKIP_BELOW = 16
+
+
+def sc_reduction_sizes_full(n: int) -> list[int]:
+    """Returns part sizes floor(n 2^(t-1)/(2^M - 1)), which use all but at most M records.
+
+    Args:
+        n: >= 2.
+
+    Source:
+        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
+
+    Example:
+        >>> sc_reduction_sizes_full(256)
+        [36, 73, 146]
+    """
+    parts = _parts(n)
+    return [(n << t) // ((1 << parts) - 1) for t in range(parts)]
+
+
+def reduction_schedule(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    strong_convexity: float,
+    moment_order: float,
+    second_moment: float,
+    moment_2k: float,
+    diameter: float = math.inf,
+    max_steps: int | None = 2000,
+    first_moment: float | None = None,
+    reg: float | None = None,
+    adjacency: str = "replace_one",
+    sizes: Sequence[int] | None = None,
+    min_phase: int = 1,
+    allow_infinite_variance: bool = False,
+) -> LocalizedSchedule:
+    """Returns the phases of all parts as one schedule, for strongly convex losses that need not be smooth.
+
+    Args:
+        n: public number of records; below 16 the reduction is skipped.
+        dim: d.
+        rho: > 0, zCDP of the run.
+        strong_convexity: mu > 0, of the population risk.
+        moment_order: k.
+        second_moment: rt_2.
+        moment_2k: rt_2k.
+        diameter: bound on |w - w*| for all feasible w; rt_1/mu is one, and the smaller of the two is used.
+        max_steps: cap on the steps of a phase; None for no cap.
+        first_moment: rt_1, default rt_2.
+        reg: a lambda_1 of your own for the first part; it doubles with each part. There is no bound then.
+        adjacency: of rho.
+        sizes: of the parts, their sum at most n; default `sc_reduction_sizes_full(n)`.
+        min_phase: phases of fewer records join the one before.
+        allow_infinite_variance: admits k < 2.
+
+    Returns:
+        The schedule, `bound` and `tail` those of the last part, at its D_M (`diameter`).
+
+    Raises:
+        ConditionError: k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        As `localized_schedule_ballfree`: parts are disjoint, rho overall.
+
+    Source:
+        docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
+
+    Example:
+        >>> schedule = reduction_schedule(n=10**6, dim=10, rho=0.5, strong_convexity=0.1, moment_order=2.0,
+        ...     second_moment=1.0, moment_2k=1.5, diameter=2.0, max_steps=None)
+        >>> schedule.phases_count, schedule.records <= 10**6, round(schedule.risk_bound, 4)
+        (80, True, 0.032)
+    """
+    mu = check.positive(strong_convexity=strong_convexity)
+    second = check.positive(second_moment=second_moment)
+    first = second if first_moment is None else check.positive(first_moment=first_moment)
+    D = distance = min(check.positive(diameter=diameter, allow_inf=True), first / mu)
+    phases: list[LocalizedPhase] = []
+    parts = _checked_parts(n, sizes)
+    for t, size in enumerate(parts):
+        part = localized_schedule_ballfree(
+            n=size,
+            dim=dim,
+            rho=rho,
+            moment_order=moment_order,
+            second_moment=second,
+            moment_2k=moment_2k,
+            diameter=distance,
+            max_steps=max_steps,
+            first_moment=first,
+            reg=None if reg is None else check.positive(reg=reg) * 2.0**t,
+            adjacency=adjacency,
+            min_phase=min(min_phase, size // 2),
+            allow_infinite_variance=allow_infinite_variance,
+        )
+        phases += [replace(phase, index=len(phases) + 1 + i) for i, phase in enumerate(part.phases)]
+        if part.risk_bound is not None and t + 1 < len(parts):
+            distance = min(D, math.sqrt(2.0 * part.risk_bound / mu))
+    return replace(part, phases=tuple(phases))
+
+
+def minibatch_size(n: int, rho: float, steps: int) -> int:
+    """Returns the batch size ceil(m sqrt(2 rho/T)), at most m, from which amplification is nearly linear (z about 1).
+
+    Example:
+        >>> minibatch_size(n=1000, rho=0.5, steps=100)
+        100
+    """
+    m = check.positive_count(n=n)
+    rate = 2.0 * check.positive(rho=rho) / check.positive_count(steps=steps)
+    return max(1, min(m, math.ceil(m * math.sqrt(rate))))
+
+
+def localized_schedule_minibatch(
+    *,
+    n: int,
+    dim: int,
+    batch_sizes: Sequence[int],
+    steps: Sequence[int],
+    noise_multipliers: Sequence[float],
+    moment_order: float,
+    second_moment: float,
+    moment_2k: float,
+    diameter: float,
+    first_moment: float | None = None,
+    reg: float | None = None,
+    min_phase: int = 1,
+    allow_infinite_variance: bool = False,
+) -> LocalizedSchedule:
+    """Returns the ball-free schedule whose steps take random minibatches of their phase's records.
+
+    The conditional variance of a step is at most C^2 ( d z^2/b^2 + (m-b)/(b (m-1)) ), for Poisson batches of expected
+    size b and divisor b, and for fixed batches without replacement; a_i of the ball-free form takes it for d sigma^2.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        batch_sizes: b_i <= n_i, one per phase of `halved_sizes(n, min_phase)`.
+        steps: T_i.
+        noise_multipliers: z_i, std on the sum over the clip, calibrated by an accountant for T_i steps.
+        moment_order: k.
+        second_moment: rt_2.
+        moment_2k: rt_2k.
+        diameter: D.
+        first_moment: rt_1, default rt_2.
+        reg: a lambda_1 of your own; there is no bound then.
+        min_phase: phases of fewer records join the one before.
+        allow_infinite_variance: admits k < 2.
+
+    Returns:
+        The schedule with rho None.
+
+    Guarantee:
+        None by itself: the cost of a phase is that of T_i steps of (z_i, b_i, n_i) under the sampling scheme; the run
+        costs the largest of them.
+
+    Source:
+        docs/proofs/heavy_tailed.md#minibatch-phases; Remark 13, the sampling variance is ours.
+
+    Example:
+        >>> schedule = localized_schedule_minibatch(n=4, dim=1, batch_sizes=[1, 1], steps=[4, 4],
+        ...     noise_multipliers=[1.0, 1.0], moment_order=2.0, second_moment=1.0, moment_2k=1.0, diameter=1.0)
+        >>> [(phase.n, phase.batch_size, round(phase.noise_std / phase.clip, 6)) for phase in schedule.phases]
+        [(2, 1, 1.0), (1, 1, 1.0)]
+    """
+    k = check_order(moment_order, allow_infinite_variance)
+    sizes = halved_sizes(n, min_phase)
+    given = list(zip(batch_sizes, steps, noise_multipliers, strict=False))
+    if not len(batch_sizes) == len(steps) == len(noise_multipliers) == len(sizes):
+        raise ValueError(
+            "batch_sizes, steps and noise_multipliers must hold one number for each of"
+            f" {len(sizes)} phases (got {len(batch_sizes)}, {len(steps)} and"
+            f" {len(noise_multipliers)})"
+        )
+    tuned = []
+    for m, (b, T, z) in zip(sizes, given, strict=True):
+        clip, error = clip_and_error(moment_2k, k, _minibatch_rate(m, dim, b, T, z))
+        tuned.append(Tuned(m, b, clip, T, z * clip / b, error, T))
+    return regularized(
+        tuned,
+        rho=None,
+        second_moment=second_moment,
+        first_moment=first_moment,
+        diameter=diameter,
+        reg=reg,
+    )
+
+
+def _minibatch_rate(
+    m: int, dim: int, batch_size: int, steps: int, noise_multiplier: float
+) -> float:
+    b = check.positive_count(batch_sizes=batch_size)
+    T = check.positive_count(steps=steps)
+    if b > m:
+        raise ValueError(f"batch_sizes must be <= the records of their phase, {m} (got {b})")
+    noise = (
+        check.positive_count(dim=dim)
+        * (check.positive(noise_multipliers=noise_multiplier) / b) ** 2
+    )
+    sampling = 0.0 if b == m else (m - b) / (b * (m - 1.0))
+    return ballfree_rate((noise + sampling) / T, T)
+
+
+def _parts(n: int) -> int:
+    """M = max(1, ceil(log2 log2 n)); the slack keeps n = 16, 256, 65536 at 2, 3, 4."""
+    if check.positive_count(n=n) < 2:
+        raise ValueError(f"n must be >= 2 (got {n})")
+    return max(1, math.ceil(math.log2(math.log2(n)) - 1e-12))
+
+
+def _checked_parts(n: int, sizes: Sequence[int] | None) -> list[int]:
+    if sizes is None:
+        return [check.positive_count(n=n)] if n < _SKIP_BELOW else sc_reduction_sizes_full(n)
+    parts = [check.positive_count(sizes=size) for size in sizes]
+    if not parts or sum(parts) > check.positive_count(n=n):
+        raise ValueError(f"sizes must hold parts of at most n={n} records together (got {parts})")
+    return parts

@@ -30,8 +30,8 @@ from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
+from torch_dpsco.algorithms.holder_numbers import RunPath
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.holder.stability import RunPath
 from torch_dpsco.theory.rounding import scaled_up
 
 FloatArray = NDArray[np.float64]
@@ -92,7 +92,7 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
     Source: docs/proofs/holder.md#independent-batches.
 
     Example:
-        >>> from torch_dpsco.theory.holder.stability import run_path
+        >>> from torch_dpsco.algorithms.holder_numbers import run_path
         >>> path = run_path([0.1] * 50, 1.0, holder_exponent=1.0, holder_constant=1.0, batch_size=1, hit_constant=2)
         >>> round(uniform_sigma(path, sample_rate=0.01, epsilon=1.0, delta=1e-3), 3)
         0.498

@@ -48,10 +48,8 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.holder.stability import expansions, step_sizes
-from torch_dpsco.theory.linear.output import noise_norms, safe
-from torch_dpsco.theory.output_sgd.promises import (
+from torch_dpsco.algorithms.holder_numbers import expansions, step_sizes
+from torch_dpsco.algorithms.output_sgd_numbers import (
     FloatArray,
     LossPromises,
     OutputRun,
@@ -60,6 +58,8 @@ from torch_dpsco.theory.output_sgd.promises import (
     each_step,
     stated_lr,
 )
+from torch_dpsco.errors import ConditionError
+from torch_dpsco.theory.linear.output import noise_norms, safe
 from torch_dpsco.theory.rounding import (
     DOUBLE,
     Arithmetic,

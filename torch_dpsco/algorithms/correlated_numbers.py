@@ -31,8 +31,8 @@ import scipy
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.theory.clipping import sensitivity_factor
 from torch_dpsco.theory.rounding import gamma, scaled_up
 
 FloatArray = NDArray[np.float64]

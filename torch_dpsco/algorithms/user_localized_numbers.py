@@ -23,11 +23,10 @@ import math
 from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
+from torch_dpsco.algorithms import user_filtered_numbers as schedules
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.user_level import schedules
-from torch_dpsco.theory.user_level.calibrate import calibrate_filter
-from torch_dpsco.theory.user_level.filter import UserFilterPlan
-from torch_dpsco.theory.user_level.radius import pair_radius_iid
 
 
 @dataclass(frozen=True, kw_only=True)

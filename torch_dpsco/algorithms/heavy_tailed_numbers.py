@@ -1,0 +1,817 @@
+"""What the one-pass plans for heavy-tailed gradients share: checked inputs, errors of a mean, the search for T.
+
+n records are cut into T batches of s = floor(n/T), each used once, so that T does not enter the privacy cost. A step
+has the sampling variance r_2^2/s and the noise variance d sigma^2, sigma = `mean_noise_std(C, s, rho)`.
+
+Proof: docs/proofs/heavy_tailed.md#one-pass.
+
+Plans of averaged ClippedSGD (Algorithms 6 and 7): one pass, strongly convex and smooth losses.
+
+For steps of at most 1/beta, with s_t the excess risk after step t, q_t the squared distance, S the conditional variance
+of a noisy mean and B its bias,
+
+    q_{t+1} <= (1 - mu lr_t) q_t - lr_t s_t + 2 lr_t^2 S + 2 lr_t B^2/mu,
+
+and the weighted average of the iterates AFTER their steps satisfies E F - F* <= u_0 |w_0-w*|^2 + u_B B^2 + u_S S.
+
+Differs from the paper in: 1. the paper's proof returns an iterate whose excess risk is below 2 B^2/mu if there is one,
+which no algorithm can test; the bound here needs no such step; 2. weights k + j, not (k + j)^2, with steps
+2/(mu (k + j)): squares do not telescope, since x^2 (x-2) > (x-1)^3 for x >= 3, while x (x-2) <= (x-1)^2; 3. explicit
+constants, T and C minimize the bound.
+
+Proof: docs/proofs/heavy_tailed.md#averaged-steps. Source: Stich (2019), Lemma 3; Lowy and Razaviyayn, Theorem 11.
+
+Plans of AcceleratedSGD (Algorithms 2 and 5): one pass, smooth convex losses.
+
+With T batches of s records, B the bias of a clipped mean, V = r_2^2/s + d sigma^2 + B^2 and
+eta = max(2 beta, sqrt(V T (T+1)(2T+1)/12)/D), the last average satisfies
+
+    E F - F* <= 4 beta D^2/(T(T+1)) + 2 D sqrt(V (2T+1)/(3T(T+1))) + B D.
+
+Proof: docs/proofs/heavy_tailed.md#accelerated-steps (the recursion of Ghadimi and Lan with weights t). The threshold
+minimizes B D plus the part of the noise in the root: B(C) + a C with a of `exchange_rate_accelerated`.
+
+Differs from the paper in: 1. explicit constants; 2. the sharp bias constant; 3. T minimizes the bound itself, rather
+than its order; mode "paper" keeps the published T and C, whose constants inside the orders are 1.
+
+Source: Lowy and Razaviyayn, Theorems 9 and 31.
+
+Plans of ProximalSGD (Algorithms 8 and 9): one pass, smooth risk plus a penalty, under the proximal PL condition.
+
+F = F_0 + f_1 with F_0 beta-smooth (it need not be convex) and f_1 convex and free of data:
+
+    mu (F(w) - F*) <= -beta min_y [ <grad F_0(w), y-w> + (beta/2)|y-w|^2 + f_1(y) - f_1(w) ].
+
+With eta = 1/(2 beta), the LAST iterate satisfies
+E F(w_T) - F* <= (1 - mu/(4 beta))^T (F(w_0) - F*) + (3 B^2 + 2 S)/mu.
+
+Differs from the paper in: 1. explicit constants, by a proof without its lemma on perturbed minimizers
+(docs/proofs/heavy_tailed.md#proximal-steps); 2. T and C minimize the bound; mode "paper" keeps the published C.
+
+Source: Lowy and Razaviyayn, Theorem 48.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpsco import _validate as check
+from torch_dpsco.algorithms.clip_numbers import (
+    clip_bias_worst,
+    clip_threshold_linear,
+    clip_threshold_square,
+    exchange_rate_accelerated,
+    mean_noise_std,
+    safe_exp,
+    sensitivity_factor,
+)
+from torch_dpsco.errors import AdjacencyError, ConditionError, warn
+
+MAX_STEPS = 100_000  # end of the search for the number of steps
+_GRID = 400
+
+
+def check_order(moment_order: float, allow_infinite_variance: bool = False) -> float:
+    """Returns k; raises ConditionError for k < 2 (infinite variance) unless that is allowed.
+
+    Example:
+        >>> check_order(3), check_order(1.5, allow_infinite_variance=True)
+        (3.0, 1.5)
+    """
+    k = check.order(moment_order=moment_order)
+    if k < 2 and not allow_infinite_variance:
+        raise ConditionError(
+            f"moment_order must be >= 2 (got {k:g}): gradients may have infinite variance; pass "
+            "allow_infinite_variance=True for bounds by the variance of the CLIPPED mean"
+        )
+    return k
+
+
+def check_mode(mode: str, adjacency: str) -> str:
+    """Returns the mode; raises AdjacencyError for "paper" outside of replace_one, where the paper proves nothing."""
+    sensitivity_factor(adjacency)
+    if check.choice(("tight", "paper"), mode=mode) == "paper" and adjacency != "replace_one":
+        raise AdjacencyError(
+            f"mode='paper' is proved for replace_one only (got {adjacency!r}); use mode='tight'"
+        )
+    return mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePassPlan:
+    """Public numbers of a run in one pass, of every method.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        steps: T, one batch each.
+        batch_size: s = floor(n/T), the divisor.
+        rho: zCDP of the run.
+        adjacency: of rho.
+        clip: C.
+        noise_std: sigma, std per coordinate of the noise on a mean.
+        bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
+        variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
+        lr: step size as the optimizer takes it: of the first step, or the factor of t in that of step t.
+        bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
+        smoothness: beta.
+        mode: "tight" or "paper".
+    """
+
+    n: int
+    dim: int
+    steps: int
+    batch_size: int
+    rho: float
+    adjacency: str
+    clip: float
+    noise_std: float
+    bias: float
+    variance: float
+    lr: float
+    bound: float
+    smoothness: float
+    mode: str = "tight"
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Std of the noise on the sum of rows, over the clip."""
+        return self.noise_std * self.batch_size / self.clip
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """Checked public inputs of a one-pass plan.
+
+    Args:
+        n: records, public.
+        dim: d, number of parameters.
+        rho: > 0, zCDP of the whole run.
+        moment: r_k > 0 with sup_w E||grad f(w,x)||^k <= r_k^k.
+        moment_order: k > 1.
+        second_moment: r_2; default r_k for k >= 2 (r_2 <= r_k), unknown below.
+        adjacency: "replace_one", "zero_out" or "add_remove".
+        allow_infinite_variance: admits k < 2.
+
+    Example:
+        >>> data = OnePass(n=100, dim=1, rho=0.5, moment=1.0, moment_order=2.0)
+        >>> data.batch_size(3), round(data.noise_variance(10, 1.0), 12), round(data.sampling_variance(10, 1.0), 12)
+        (33, 0.04, 0.1)
+    """
+
+    n: int
+    dim: int
+    rho: float
+    moment: float
+    moment_order: float
+    second_moment: float | None = None
+    adjacency: str = "replace_one"
+    allow_infinite_variance: bool = False
+
+    def __post_init__(self) -> None:
+        check.positive_count(n=self.n)
+        check.positive_count(dim=self.dim)
+        check.positive(rho=self.rho)
+        check.positive(moment=self.moment)
+        check_order(self.moment_order, self.allow_infinite_variance)
+        if self.second_moment is not None:
+            check.positive(second_moment=self.second_moment)
+        sensitivity_factor(self.adjacency)
+
+    def batch_size(self, steps: int) -> int:
+        """Returns s = floor(n/T); raises ValueError for T > n."""
+        if check.positive_count(steps=steps) > self.n:
+            raise ValueError(
+                f"steps must be <= n={self.n}, for batches that use each record once (got {steps})"
+            )
+        return self.n // steps
+
+    def noise_std(self, batch_size: int, clip: float) -> float:
+        """Returns sigma of the noise on a mean."""
+        # PRIVACY: one mean per record, so that rho buys each (test_each_batch_costs_rho_and_batches_are_disjoint).
+        return mean_noise_std(clip, batch_size, self.rho, adjacency=self.adjacency)
+
+    def noise_variance(self, batch_size: int, clip: float) -> float:
+        """Returns d sigma^2, the expected square of the noise on a mean."""
+        return self.dim * self.noise_std(batch_size, clip) ** 2
+
+    def sampling_variance(self, batch_size: int, clip: float) -> float:
+        """Returns a bound on the variance of a clipped mean without noise.
+
+        r_2^2/s, where r_2 is finite; for k < 2 also r_k^k C^(2-k)/s, since clipped rows have norm^2 <= C^(2-k) norm^k.
+        """
+        k = self.moment_order
+        bounds = []
+        if self.second_moment is not None or k >= 2:
+            bounds.append((self.second_moment or self.moment) ** 2)
+        if k < 2:
+            bounds.append(math.exp(k * math.log(self.moment) + (2 - k) * math.log(clip)))
+        return min(bounds) / batch_size
+
+    def run(self, steps: int, clip: float) -> dict[str, Any]:
+        """Returns the fields of a `OnePassPlan` that follow from steps and clip."""
+        s = self.batch_size(steps)
+        return {
+            "n": self.n,
+            "dim": self.dim,
+            "steps": steps,
+            "batch_size": s,
+            "rho": self.rho,
+            "adjacency": self.adjacency,
+            "clip": clip,
+            "noise_std": self.noise_std(s, clip),
+            "bias": clip_bias_worst(self.moment, self.moment_order, clip),
+            "variance": self.sampling_variance(s, clip) + self.noise_variance(s, clip),
+        }
+
+
+def least_steps(bound: Callable[[int], float], most: int) -> int:
+    """Returns an integer T in 1..min(most, 1e5) with a small bound(T): a geometric grid of 400, then +-2 around it.
+
+    Source:
+        docs/proofs/heavy_tailed.md#one-pass.
+
+    Example:
+        >>> least_steps(lambda T: T + 100 / T, most=1000)
+        10
+    """
+    last = min(check.positive_count(most=most), MAX_STEPS)
+    grid = {round(math.exp(math.log(last) * i / (_GRID - 1))) for i in range(_GRID)}
+    start = min(sorted(grid), key=bound)
+    return min(range(max(1, start - 2), min(last, start + 2) + 1), key=bound)
+
+
+@dataclass(frozen=True)
+class AveragingSchedule:
+    """Step sizes and weights of steps 0..T-1.
+
+    Args:
+        lr: step sizes.
+        weights: of the iterate AFTER each step, not normalized.
+    """
+
+    lr: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BoundCoefficients:
+    """E F - F* <= initial |w_0 - w*|^2 + bias B^2 + noise S.
+
+    Args:
+        initial: u_0.
+        bias: u_B.
+        noise: u_S.
+    """
+
+    initial: float
+    bias: float
+    noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StronglyConvexPlan(OnePassPlan):
+    """Public numbers of a planned run of averaged ClippedSGD.
+
+    Args, besides those of `OnePassPlan`:
+        strong_convexity: mu.
+        distance: bound on |w_0 - w*| used in `bound`.
+        schedule: step sizes and weights.
+        coefficients: of the bound.
+    """
+
+    strong_convexity: float
+    distance: float
+    schedule: AveragingSchedule = field(repr=False)
+    coefficients: BoundCoefficients = field(repr=False)
+
+
+def averaging_schedule(
+    *, strong_convexity: float, inverse_lr_cap: float, steps: int
+) -> AveragingSchedule:
+    """Returns step sizes <= 1/cap and weights: constant steps for T <= cap/mu, else also a decreasing second half.
+
+    Args:
+        strong_convexity: mu > 0.
+        inverse_lr_cap: >= mu; the smoothness.
+        steps: T >= 1.
+
+    Raises:
+        ConditionError: mu exceeds the cap.
+
+    Source:
+        docs/proofs/heavy_tailed.md#averaged-steps.
+
+    Example:
+        >>> averaging_schedule(strong_convexity=1.0, inverse_lr_cap=1.0, steps=4)
+        AveragingSchedule(lr=(1.0, 1.0, 1.0, 0.6666666666666666), weights=(0.0, 0.0, 2.0, 3.0))
+    """
+    mu, cap = _checked_curvature(strong_convexity, inverse_lr_cap, "inverse_lr_cap")
+    if check.positive_count(steps=steps) <= cap / mu:
+        growth = (
+            0.0 if mu == cap else _log_growth(mu, cap)
+        )  # at mu = cap there is one step, of any weight
+        return AveragingSchedule(
+            (1.0 / cap,) * steps, tuple(math.exp((t + 1) * growth) for t in range(steps))
+        )
+    first = (steps + 1) // 2
+    weights = [2.0 * cap / mu + j for j in range(steps - first)]
+    lr = (1.0 / cap,) * first + tuple(2.0 / (mu * weight) for weight in weights)
+    return AveragingSchedule(lr, (0.0,) * first + tuple(weights))
+
+
+def strongly_convex_coefficients(
+    *, strong_convexity: float, smoothness: float, steps: int
+) -> BoundCoefficients:
+    """Returns u_0, u_B and u_S of the bound for `averaging_schedule` with cap = smoothness.
+
+    Args:
+        strong_convexity: mu > 0.
+        smoothness: beta >= mu.
+        steps: T >= 1.
+
+    Raises:
+        ConditionError: mu > beta.
+
+    Source:
+        docs/proofs/heavy_tailed.md#averaged-steps.
+
+    Example:
+        >>> strongly_convex_coefficients(strong_convexity=1.0, smoothness=2.0, steps=1)
+        BoundCoefficients(initial=1.0, bias=2.0, noise=1.0)
+    """
+    mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
+    kappa = beta / mu
+    T = check.positive_count(steps=steps)
+    growth = _log_growth(mu, beta)
+    if kappa >= T:
+        total = float(T) if mu == beta else kappa * math.expm1(T * growth)
+        return BoundCoefficients(beta / total, 2.0 / mu, 2.0 / beta)
+    first = (T + 1) // 2
+    M = T - first
+    ks = 2.0 * kappa
+    total = M * ks + M * (M - 1) / 2.0
+    K = ks * (ks - 2.0)
+    return BoundCoefficients(
+        mu / 2.0 * K / total * math.exp(-first * growth),
+        2.0 / mu * (1.0 + K / (2.0 * total)),
+        (K / beta + 4.0 * M / mu) / total,
+    )
+
+
+def strongly_convex_plan(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    strong_convexity: float,
+    smoothness: float,
+    moment: float,
+    moment_order: float,
+    second_moment: float | None = None,
+    diameter: float = math.inf,
+    steps: int | None = None,
+    clip: float | None = None,
+    adjacency: str = "replace_one",
+    mode: str = "tight",
+    allow_infinite_variance: bool = False,
+) -> StronglyConvexPlan:
+    """Returns the plan with its excess risk bound.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        rho: > 0, zCDP of the run.
+        strong_convexity: mu > 0, of the population risk.
+        smoothness: beta >= mu, of the population risk.
+        moment: r_k.
+        moment_order: k.
+        second_moment: r_2, default r_k.
+        diameter: bound on |w_0 - w*|; r_2/mu is one, and the smaller of the two is used.
+        steps: T <= n; default the minimizer of the bound. Mode "paper", which states its order only:
+            ceil(2 kappa log(beta D^2 / rate)) with the published rate.
+        clip: a threshold of your own, chosen without looking at the training records.
+        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
+        mode: "tight" or "paper" (replace_one only; the published C).
+        allow_infinite_variance: admits k < 2.
+
+    Raises:
+        AdjacencyError: mode "paper" outside replace_one.
+        ConditionError: mu > beta; k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        As `accelerated_plan`: rho-zCDP with noise of `noise_std` on each mean, one batch per record.
+
+    Source:
+        docs/proofs/heavy_tailed.md#averaged-steps.
+
+    Example:
+        >>> plan = strongly_convex_plan(n=10**5, dim=50, rho=0.5, strong_convexity=0.5, smoothness=1.0, moment=1.0,
+        ...                             moment_order=2.0, diameter=2.0)
+        >>> plan.steps, round(plan.bound, 4)
+        (18, 0.0032)
+    """
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
+    mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
+    # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
+    distance = min(
+        check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu
+    )
+    paper = check_mode(mode, adjacency) == "paper"
+
+    def planned(T: int, schedule: AveragingSchedule) -> StronglyConvexPlan:
+        u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
+        chosen = clip
+        if chosen is None and paper:
+            chosen = _paper_clip(data, T)
+        elif chosen is None:
+            weight = u.noise * data.noise_variance(data.batch_size(T), 1.0)
+            chosen = clip_threshold_square(moment, moment_order, u.bias, weight)
+        run = data.run(T, chosen)
+        return StronglyConvexPlan(
+            **run,
+            lr=1.0 / beta,
+            bound=u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"],
+            strong_convexity=mu,
+            smoothness=beta,
+            distance=distance,
+            mode=mode,
+            schedule=schedule,
+            coefficients=u,
+        )
+
+    if steps is None and paper:
+        steps = _paper_steps(data, mu, beta, distance)
+    elif steps is None:  # its T numbers are not needed to find T
+        steps = least_steps(lambda T: planned(T, AveragingSchedule((), ())).bound, n)
+    return planned(steps, averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=steps))
+
+
+def _paper_clip(data: OnePass, T: int) -> float:
+    """r_k (eps^2 n^2/(d T))^(1/(2k)), eps^2 = 2 rho."""
+    log_signal = (
+        math.log(2.0 * data.rho) + 2.0 * math.log(data.n) - math.log(data.dim) - math.log(T)
+    )
+    return safe_exp(math.log(data.moment) + log_signal / (2.0 * data.moment_order))
+
+
+def _paper_steps(data: OnePass, mu: float, beta: float, distance: float) -> int:
+    kappa = beta / mu
+    k = data.moment_order
+    noise = math.sqrt(data.dim * kappa / (2.0 * data.rho)) / data.n
+    rate = data.moment**2 / mu * (1.0 / data.n + noise ** ((2.0 * k - 2.0) / k))
+    return min(data.n, math.ceil(2.0 * kappa * math.log(max(math.e, beta * distance**2 / rate))))
+
+
+def _log_growth(mu: float, beta: float) -> float:
+    """-log(1 - mu/beta), accurate at both ends; inf at mu = beta."""
+    if mu == beta:
+        return math.inf
+    return (
+        -math.log1p(-mu / beta) if mu < beta / 2.0 else math.log(beta / (beta - mu))
+    )  # beta - mu is exact here
+
+
+def _checked_curvature(strong_convexity: float, cap: float, name: str) -> tuple[float, float]:
+    mu = check.positive(strong_convexity=strong_convexity)
+    beta = (
+        check.positive(inverse_lr_cap=cap)
+        if name == "inverse_lr_cap"
+        else check.positive(smoothness=cap)
+    )
+    if mu > beta:
+        raise ConditionError(f"strong_convexity must be <= {name}={beta:g} (got {mu:g})")
+    return mu, beta
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratedPlan(OnePassPlan):
+    """Public numbers of a planned run of AcceleratedSGD.
+
+    Args, besides those of `OnePassPlan`:
+        noise_weight: a, the exchange rate of `clip`.
+        inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta), and `lr` is 1/(2 eta).
+        diameter: D.
+    """
+
+    noise_weight: float
+    inverse_lr: float
+    diameter: float
+
+
+def accelerated_plan(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    smoothness: float,
+    diameter: float,
+    moment: float,
+    moment_order: float,
+    second_moment: float | None = None,
+    steps: int | None = None,
+    clip: float | None = None,
+    adjacency: str = "replace_one",
+    mode: str = "tight",
+    allow_infinite_variance: bool = False,
+) -> AcceleratedPlan:
+    """Returns the plan with its excess risk bound.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        rho: > 0, zCDP of the run; the paper's "epsilon" is sqrt(2 rho), not an epsilon of differential privacy.
+        smoothness: beta >= 0; at 0 (linear losses) one step is best.
+        diameter: D > 0, of the feasible set. With a bound on |w_0 - w*| only, `bound` is not proved (see the source).
+        moment: r_k.
+        moment_order: k.
+        second_moment: r_2, default r_k.
+        steps: T <= n; default the minimizer of the bound, at most 1e5 (mode "paper": the published one).
+        clip: a threshold of your own, chosen without looking at the training records.
+        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
+        mode: "tight" or "paper" (replace_one only).
+        allow_infinite_variance: admits k < 2.
+
+    Raises:
+        AdjacencyError: mode "paper" outside replace_one.
+        ConditionError: k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range; T > n.
+
+    Guarantee:
+        With noise of `noise_std` on the mean of each batch, and each record in at most one batch by a choice that does
+        not depend on the data, the run is rho-zCDP under the adjacency, whatever the promised constants are worth.
+
+    Source:
+        docs/proofs/heavy_tailed.md#accelerated-steps.
+
+    Example:
+        >>> plan = accelerated_plan(n=10**5, dim=50, rho=0.5, smoothness=1.0, diameter=2.0, moment=1.0, moment_order=2)
+        >>> plan.steps, round(plan.bound, 4)
+        (41, 0.0885)
+    """
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
+    check.nonnegative(smoothness=smoothness)
+    D = check.positive(diameter=diameter)
+    paper = check_mode(mode, adjacency) == "paper"
+    published: dict[str, Any] = {"n": n, "dim": dim, "moment": moment, "moment_order": moment_order}
+    published |= {"paper_epsilon": math.sqrt(2.0 * rho)}
+
+    def planned(T: int) -> AcceleratedPlan:
+        weight = exchange_rate_accelerated(n, dim, T, rho, adjacency)
+        chosen = clip
+        if chosen is None and paper:
+            chosen = accelerated_clip_paper(**published, steps=T)
+        elif chosen is None:
+            chosen = clip_threshold_linear(moment, moment_order, weight)
+        run = data.run(T, chosen)
+        bias = run["bias"]
+        error = run["variance"] + run["bias"] ** 2
+        inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
+        root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
+        return AcceleratedPlan(
+            **run,
+            noise_weight=weight,
+            inverse_lr=inverse_lr,
+            lr=1.0 / (2.0 * inverse_lr),
+            bound=4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D,
+            smoothness=smoothness,
+            diameter=D,
+            mode=mode,
+        )
+
+    if steps is None and paper:
+        real = accelerated_steps_paper(**published, smoothness=smoothness, diameter=D)
+        steps = max(1, math.ceil(min(real, float(n))))
+    elif steps is None:
+        steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, n)
+    plan = planned(steps)
+    if plan.noise_weight >= 1.0:
+        warn(
+            f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more"
+            " records, a larger rho or fewer parameters are needed"
+        )
+    return plan
+
+
+def accelerated_steps_paper(
+    *,
+    n: int,
+    dim: int,
+    paper_epsilon: float,
+    smoothness: float,
+    diameter: float,
+    moment: float,
+    moment_order: float,
+) -> float:
+    """Returns the real number of steps of Theorems 9 and 31, with constants 1.
+
+    min{ sqrt(y) x^((k-1)/(2k)), y^(2k/(5k-1)) x^(2(k-1)/(5k-1)) }, x = eps n / sqrt(d), y = beta D / r_k.
+
+    Args:
+        n: records.
+        dim: d.
+        paper_epsilon: the paper's epsilon, sqrt(2 rho); NOT an epsilon of differential privacy.
+        smoothness: beta >= 0.
+        diameter: D.
+        moment: r_k.
+        moment_order: k.
+
+    Source:
+        docs/proofs/heavy_tailed.md#accelerated-steps.
+
+    Example:
+        >>> round(accelerated_steps_paper(n=10**4, dim=1, paper_epsilon=1.0, smoothness=1.0, diameter=1.0, moment=1.0,
+        ...                               moment_order=2.0), 6)
+        7.742637
+    """
+    k = check.order(moment_order=moment_order)
+    x = _log_signal(n, dim, paper_epsilon)
+    if check.nonnegative(smoothness=smoothness) == 0:
+        return 0.0
+    y = (
+        math.log(smoothness)
+        + math.log(check.positive(diameter=diameter))
+        - math.log(check.positive(moment=moment))
+    )
+    first = y / 2 + (k - 1) / (2 * k) * x
+    second = (2 * k * y + 2 * (k - 1) * x) / (5 * k - 1)
+    return safe_exp(min(first, second))
+
+
+def accelerated_clip_paper(
+    *, n: int, dim: int, steps: int, paper_epsilon: float, moment: float, moment_order: float
+) -> float:
+    """Returns the threshold of the paper, r_k (eps n / sqrt(d T))^(1/k), with constant 1.
+
+    Args:
+        n: records.
+        dim: d.
+        steps: T.
+        paper_epsilon: sqrt(2 rho).
+        moment: r_k.
+        moment_order: k.
+
+    Source:
+        docs/proofs/heavy_tailed.md#accelerated-steps.
+
+    Example:
+        >>> round(accelerated_clip_paper(n=100, dim=1, steps=4, paper_epsilon=1.0, moment=2.0, moment_order=2.0), 6)
+        14.142136
+    """
+    k = check.order(moment_order=moment_order)
+    x = _log_signal(n, dim, paper_epsilon) - math.log(check.positive_count(steps=steps)) / 2
+    return safe_exp(math.log(check.positive(moment=moment)) + x / k)
+
+
+def _log_signal(n: int, dim: int, paper_epsilon: float) -> float:
+    """Log x, x = eps n / sqrt(d)."""
+    log_epsilon = math.log(check.positive(paper_epsilon=paper_epsilon))
+    return (
+        log_epsilon
+        + math.log(check.positive_count(n=n))
+        - math.log(check.positive_count(dim=dim)) / 2
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalPlan(OnePassPlan):
+    """Public numbers of a planned run of ProximalSGD.
+
+    Args, besides those of `OnePassPlan`, where `lr` is 1/(2 beta):
+        pl_constant: mu.
+        initial_gap: bound on F(w_0) - F*.
+    """
+
+    pl_constant: float
+    initial_gap: float
+
+
+def proximal_pl_bound(
+    *,
+    pl_constant: float,
+    smoothness: float,
+    steps: int,
+    initial_gap: float,
+    bias: float,
+    variance: float,
+) -> float:
+    """Returns (1 - mu/(4 beta))^T gap + (3 B^2 + 2 S)/mu.
+
+    Args:
+        pl_constant: mu > 0, at most beta.
+        smoothness: beta.
+        steps: T >= 1.
+        initial_gap: bound >= 0 on F(w_0) - F*.
+        bias: B >= 0.
+        variance: S >= 0.
+
+    Raises:
+        ConditionError: mu > beta.
+
+    Source:
+        docs/proofs/heavy_tailed.md#proximal-steps.
+
+    Example:
+        >>> proximal_pl_bound(pl_constant=1.0, smoothness=1.0, steps=1, initial_gap=4.0, bias=0.0, variance=0.5)
+        4.0
+    """
+    mu = check.positive(pl_constant=pl_constant)
+    beta = check.positive(smoothness=smoothness)
+    if mu > beta:
+        raise ConditionError(f"pl_constant must be <= smoothness={beta:g} (got {mu:g})")
+    decay = math.exp(check.positive_count(steps=steps) * math.log1p(-mu / (4.0 * beta)))
+    errors = 3.0 * check.nonnegative(bias=bias) ** 2 + 2.0 * check.nonnegative(variance=variance)
+    return decay * check.nonnegative(initial_gap=initial_gap) + errors / mu
+
+
+def proximal_pl_plan(
+    *,
+    n: int,
+    dim: int,
+    rho: float,
+    pl_constant: float,
+    smoothness: float,
+    initial_gap: float,
+    moment: float,
+    moment_order: float,
+    second_moment: float | None = None,
+    steps: int | None = None,
+    clip: float | None = None,
+    adjacency: str = "replace_one",
+    mode: str = "tight",
+    allow_infinite_variance: bool = False,
+) -> ProximalPlan:
+    """Returns the plan with its excess risk bound.
+
+    Args:
+        n: public number of records.
+        dim: d.
+        rho: > 0, zCDP of the run.
+        pl_constant: mu > 0; for strongly convex risks their constant is one.
+        smoothness: beta >= mu, of F_0.
+        initial_gap: bound > 0 on F(w_0) - F*, public.
+        moment: r_k of the gradients of the data term.
+        moment_order: k.
+        second_moment: r_2, default r_k.
+        steps: T <= n; default the minimizer of the bound with its own threshold.
+        clip: a threshold of your own, chosen without looking at the training records.
+        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
+        mode: "tight" or "paper" (replace_one only; the published C).
+        allow_infinite_variance: admits k < 2.
+
+    Raises:
+        AdjacencyError: mode "paper" outside replace_one.
+        ConditionError: mu > beta; k < 2 without `allow_infinite_variance`.
+        ValueError: an argument is out of range.
+
+    Guarantee:
+        As `accelerated_plan`; the penalty must not depend on the data, or its proximal map is no post-processing.
+
+    Source:
+        docs/proofs/heavy_tailed.md#proximal-steps.
+
+    Example:
+        >>> plan = proximal_pl_plan(n=10**5, dim=50, rho=0.5, pl_constant=0.5, smoothness=1.0, initial_gap=2.0,
+        ...                         moment=1.0, moment_order=2.0)
+        >>> plan.steps, round(plan.bound, 4)
+        (49, 0.0218)
+    """
+    data = OnePass(
+        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
+    )
+    check.positive(initial_gap=initial_gap)
+    paper = check_mode(mode, adjacency) == "paper"
+    goal: dict[str, Any] = {
+        "pl_constant": pl_constant,
+        "smoothness": smoothness,
+        "initial_gap": initial_gap,
+    }
+
+    def planned(T: int) -> ProximalPlan:
+        chosen = clip
+        if chosen is None and paper:
+            chosen = _proximal_paper_clip(data, T)
+        elif chosen is None:
+            weight = 2.0 * data.noise_variance(data.batch_size(T), 1.0)
+            chosen = clip_threshold_square(moment, moment_order, 3.0, weight)
+        run = data.run(T, chosen)
+        bound = proximal_pl_bound(**goal, steps=T, bias=run["bias"], variance=run["variance"])
+        return ProximalPlan(**run, **goal, lr=1.0 / (2.0 * smoothness), bound=bound, mode=mode)
+
+    return planned(least_steps(lambda T: planned(T).bound, n) if steps is None else steps)
+
+
+def _proximal_paper_clip(data: OnePass, T: int) -> float:
+    """r_k (eps n/(sqrt(d) T))^(1/k), eps^2 = 2 rho."""
+    log_signal = (
+        math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
+    )
+    return safe_exp(math.log(data.moment) + log_signal / data.moment_order)

@@ -1,1 +1,0 @@
-"""Heavy-tailed gradients (Lowy, Razaviyayn 2023): schedules and bounds."""

@@ -1,1 +1,0 @@
-"""Hoelder-smooth losses (Wang, Lei, Ying, Zhang): gradient perturbation, stability of SGD."""

@@ -1,1 +1,0 @@
-"""Output perturbation of SGD: paths, sensitivity, noise and risk of a run."""

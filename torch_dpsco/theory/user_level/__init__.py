@@ -1,1 +1,0 @@
-"""User-level privacy by filtered averaging (Asi, Liu): sensitivity, calibration, schedules."""
