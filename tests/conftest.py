@@ -7,7 +7,6 @@ import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -51,7 +50,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks tests slow and weekly as tests/tiers.txt says, cases of a parametrized one in the order of a hash.
+    """Marks cases slow and weekly where their test has a mark `cases`, in the order of a hash.
 
     Vectors from elsewhere are all run.
     """
@@ -61,18 +60,18 @@ def pytest_collection_modifyitems(config, items):
         )
     cases = defaultdict(list)
     for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
-    for line in (Path(__file__).parent / "tiers.txt").read_text(encoding="utf-8").splitlines()[1:]:
-        name, by_default, more = line.split()
-        if name == _VECTORS and config.getoption("--vectors"):
-            continue
-        # those marked by hand come last
-        several = sorted(
-            cases[name], key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode()))
-        )
-        for place, item in enumerate(several):
-            if place >= int(by_default):
-                item.add_marker("slow" if place < int(by_default) + int(more) else "weekly")
+        if item.get_closest_marker("cases"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    if config.getoption("--vectors"):
+        cases.pop(_VECTORS, None)
+    for several in cases.values():
+        by_default, more = several[0].get_closest_marker("cases").args
+        # those that have a mark of their own come last
+        several.sort(key=lambda item: (_is_marked(item), zlib.crc32(item.nodeid.encode())))
+        for item in several[by_default : by_default + more]:
+            item.add_marker("slow")
+        for item in several[by_default + more :]:
+            item.add_marker("weekly")
 
 
 def _is_marked(item):

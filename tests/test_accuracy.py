@@ -26,7 +26,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_five_fresh_runs_at_epsilon_1_reach_the_accuracy_of_the_issue(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

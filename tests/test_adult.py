@@ -46,6 +46,7 @@ def _expected_row(numbers, ones):
     return row
 
 
+@pytest.mark.slow
 def test_the_files_have_the_published_numbers_of_records(data):
     assert data.train_features.shape == (32_561, 65)
     assert data.train_labels.shape == (32_561,)
@@ -212,6 +213,7 @@ def test_accuracy_equals_that_of_scikit_learn_and_refuses_a_broadcast():
         adult.accuracy(torch.zeros(1), torch.zeros(300))
 
 
+@pytest.mark.slow
 def test_the_baseline_reaches_the_published_non_private_anchor(data):
     model = adult.fit_baseline(data.train_features, data.train_labels)
     scores = model(data.test_features)

@@ -115,6 +115,7 @@ def test_a_loop_of_a_paper_learns(heading: str, code: str) -> None:
     assert after < before
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("heading", "code"), OURS, ids=[heading for heading, _ in OURS])
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # few records
 def test_the_lines_beside_it_train_within_the_budget(heading: str, code: str) -> None:

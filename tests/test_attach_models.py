@@ -161,6 +161,7 @@ def test_a_detached_model_holds_no_data(rows):
     assert not found
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("first", ROWS)
 @pytest.mark.parametrize("second", ROWS)
 def test_a_detached_model_can_be_attached_in_another_way(first, second):
@@ -169,6 +170,7 @@ def test_a_detached_model_can_be_attached_in_another_way(first, second):
     assert_same_rows(found, gradients(dp.attach(mixed()), inputs(), "mean"))
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("first", ROWS)
 @pytest.mark.parametrize("second", ROWS)
 def test_attaching_twice_is_refused_and_changes_nothing(first, second):
@@ -181,6 +183,7 @@ def test_attaching_twice_is_refused_and_changes_nothing(first, second):
     assert_same_rows(gradients(model, inputs(), "mean"), expected)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda part: part])
 def test_a_part_of_an_attached_model_is_refused(rows, copied):
@@ -205,6 +208,7 @@ def test_detaching_what_is_not_attached_is_refused():
     assert not is_attached(model)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("used", [False, True])
@@ -324,6 +328,7 @@ PENALTIES = {
 }
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_regularizer_in_the_loss_is_refused(penalty, rows):
@@ -425,6 +430,7 @@ def test_attention_over_the_batch_dimension_is_refused():
     assert dp.attach(model, batch_first=False) is model
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_that_cancel_are_not_taken_for_a_regularizer(seed):
     # the bias of the keys shifts all scores of a query alike: its gradient is zero up to rounding

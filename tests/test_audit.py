@@ -50,6 +50,7 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
 # -- power and validity --
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("sigma", "delta", "trials"),
     [
@@ -94,6 +95,7 @@ def failures_of_small_audits(epsilon: float, confidence: float, repetitions: int
     return failures
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("epsilon", [0.0, 1.0])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_an_audit_is_wrong_no_more_often_than_its_confidence_says(epsilon, confidence):
@@ -101,11 +103,13 @@ def test_an_audit_is_wrong_no_more_often_than_its_confidence_says(epsilon, confi
     assert failures_of_small_audits(epsilon, confidence) <= binom.isf(TAIL, 200, 1 - confidence)
 
 
+@pytest.mark.slow
 def test_failures_do_occur_where_the_bound_is_exact():
     # at confidence 0.1 a sound bound is wrong now and then; none at all would mean that it gives power away
     assert 1 <= failures_of_small_audits(1.0, 0.1) <= binom.isf(TAIL, 200, 0.9)
 
 
+@pytest.mark.slow
 def test_a_bound_from_the_outputs_that_chose_it_is_false():
     # 200 audits of noise alone: judged on other outputs, and on those that chose the threshold
     judged, flattered = 0, 0
@@ -116,6 +120,7 @@ def test_a_bound_from_the_outputs_that_chose_it_is_false():
     assert judged <= binom.isf(TAIL, 200, 0.1) < flattered
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("hits", "false_hits", "n"), [(0, 0, 50), (50, 0, 50), (3, 1, 50), (900, 17, 1000)]
 )
@@ -247,6 +252,7 @@ def test_no_noise_gives_the_most_that_so_many_trials_can_show():
     assert (found.hits, found.false_hits) == (50, 0)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("kind", ["number", "0-d", "tensor", "float16", "array", "list", "module"])
 def test_outputs_may_be_numbers_arrays_tensors_and_modules(kind):
     rng = np.random.default_rng(8)
@@ -322,6 +328,7 @@ class Draws:
         return self.scale * self.rng.normal()
 
 
+@pytest.mark.cases(9, 4)
 @pytest.mark.parametrize(
     "score",
     [
@@ -407,7 +414,7 @@ def maker(
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch):
     # one full batch: mu = 1.5, epsilon(0.3) = 1.10; with half of the noise it is 4.0
     noise_std = ClippedMean.noise_std.fget
@@ -422,7 +429,7 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
     assert "REFUTED" in str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("design", "adjacency", "other"),
     [
@@ -455,6 +462,7 @@ def test_training_passes_and_an_unclipped_canary_is_refuted(monkeypatch, design,
     assert dp.audit_training(make, DATA, loud, **arguments).contradicts()
 
 
+@pytest.mark.slow
 def test_a_score_along_the_canary_sees_it_among_many_parameters():
     canary = torch.zeros(100).index_fill(0, torch.tensor([7]), 9.0), torch.ones(1)
     data = torch.utils.data.TensorDataset(

@@ -84,7 +84,7 @@ def run(script: str, *options: str) -> str:
     ).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_command_prints_every_table_of_the_document_and_replaces_them(tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(DOC.read_text(encoding="utf-8"), encoding="utf-8")
@@ -105,7 +105,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return re.findall(r"<!-- table: (\S+) -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("script", sorted(ACCURACY))
 def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
     script: str, performance: ModuleType, capsys: pytest.CaptureFixture[str]

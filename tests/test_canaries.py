@@ -152,6 +152,7 @@ def test_a_script_is_examined_and_audited() -> None:
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "change", [{"delta": 1e-6}, {"guess_in": 5, "guess_out": 5}, {"canaries": MADE[:20]}]
 )
@@ -199,6 +200,7 @@ def test_false_claim(dp_check):
 """
 
 
+@pytest.mark.slow
 def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(
     pytester: pytest.Pytester,
 ) -> None:
@@ -210,6 +212,7 @@ def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(
     result.stdout.fnmatch_lines(["*The claim of epsilon 0.5 is refuted.*"])
 
 
+@pytest.mark.slow
 def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
     page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(
         encoding="utf-8"

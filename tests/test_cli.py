@@ -67,6 +67,7 @@ def run(capsys, words: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
     assert command.startswith("dpsco ")
@@ -77,6 +78,7 @@ def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
     assert out.strip()
 
 
+@pytest.mark.weekly
 def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
     code, out, err = run(
         capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger"
@@ -145,6 +147,7 @@ def test_a_table_that_cannot_be_read_is_refused_unless_told(folder, capsys):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_class(folder, capsys):
     problem = dp.losses.Logistic().problem(bound_x=1.0)
     plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))
@@ -158,6 +161,7 @@ def test_a_plan_is_that_of_the_class(folder, capsys):
     assert run(capsys, f"{LOGISTIC} --adjacency add_remove")[1] == f"{plan}\n"
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -238,6 +242,7 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
     assert found["epsilon_lower"] > 1.0
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
 )
@@ -249,6 +254,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         Path(f"drawn.{suffix}").unlink()
 
 
+@pytest.mark.cases(10, 5)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -350,7 +356,7 @@ def test_help_is_printed(command, capsys):
     assert "usage: dpsco" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "torch_dpsco", "--help"]
     done = subprocess.run(

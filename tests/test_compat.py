@@ -119,6 +119,7 @@ assert type(create_accountant("dpsco")) is dp.Accountant
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [LATER, EARLIER], ids=["opacus later", "opacus earlier"])
 def test_what_is_slow_to_import_is_imported_when_it_is_needed(order):
     ran = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=False)

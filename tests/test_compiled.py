@@ -73,6 +73,7 @@ def both(
     return dp.attach(model), twin, x, torch.linspace(-1.0, 1.0, len(x), dtype=dtype)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("name", MODELS)
 def test_means_are_those_of_attached_models(name: str) -> None:
     attached, plain, x, y = both(name)
@@ -81,6 +82,7 @@ def test_means_are_those_of_attached_models(name: str) -> None:
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
@@ -163,6 +165,7 @@ def test_rows_of_the_filling_never_count(monkeypatch: pytest.MonkeyPatch) -> Non
         means(model, x, y, rows)
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("name", ["mlp", "convolution", "sequences", "layer norm"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_bad_record_touches_its_own_row_only(name: str, bad: float) -> None:
@@ -276,6 +279,7 @@ def test_half_precision_rows_are_rows_of_one_record(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.slow
 def test_records_of_another_shape_are_not_compiled_but_right() -> None:
     graphs: list[Any] = []
 
@@ -432,6 +436,7 @@ def test_what_cannot_be_vectorized_is_refused_before_anything_is_charged() -> No
     assert ours.steps == len(ours.accountant) == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_vectorized_with_a_warning() -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         raise OSError("no compiler here")
@@ -458,6 +463,7 @@ def fitted(model: nn.Module, loss: Any = None, **options: Any) -> dp.PrivateOpti
     return ours
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager_backend")
 def test_fit_makes_the_same_steps_with_compiled_rows() -> None:
     plain = mlp().append(nn.Linear(2, 1))
@@ -487,6 +493,7 @@ def _own_function(scores: Tensor, targets: Tensor) -> Tensor:
     return _Halved.apply(scores).mean()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("loss", [dp.losses.Hinge(1.5), dp.losses.SoftmaxCrossEntropy(3)], ids=repr)
 def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, loss.num_scores))
@@ -505,6 +512,7 @@ def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager_backend")
 def test_fit_goes_on_without_what_cannot_be_compiled_and_says_why() -> None:
     single, attached = nn.Sequential(nn.Linear(3, 1)), dp.attach(nn.Sequential(nn.Linear(3, 1)))

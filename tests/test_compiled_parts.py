@@ -67,6 +67,7 @@ def test_sizes_of_micro_batches_fit_the_batches(
     assert micro_batch_size(nn.Linear(dim, 1, bias=False), design, physical) == expected
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mean", [8, 64, 300])
 def test_no_other_size_is_expected_to_be_faster(mean: int) -> None:
     def cost(size: int) -> float:
@@ -134,6 +135,7 @@ def test_a_left_row_that_is_not_finite_contributes_nothing() -> None:
     torch.testing.assert_close(*means, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> None:
     data = TensorDataset(torch.ones(40, 3), torch.ones(40, 1))
     cases = [
@@ -157,6 +159,7 @@ def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> Non
     assert rows.micro_batch_size == 16  # 4 users have 40 records
 
 
+@pytest.mark.slow
 def test_records_of_any_layout_run_one_program() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []
@@ -178,6 +181,7 @@ def test_records_of_any_layout_run_one_program() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("physical", "expected"), [(None, 20), (5, 5)])
 def test_fit_compiles_micro_batches_that_fit_its_batches(
     physical: int | None, expected: int, monkeypatch: pytest.MonkeyPatch

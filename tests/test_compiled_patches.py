@@ -117,6 +117,7 @@ def test_a_bad_record_stays_in_its_own_row(bad: float) -> None:
         assert bad == 1e200 or not torch.isfinite(ours[1]).all()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("works", [True, False])
 def test_what_the_compiler_refuses_of_patches_is_compiled_without(
     works: bool, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +154,7 @@ class Force(nn.Module):
         return force.flatten(1).sum(1, keepdim=True)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "kind",
     [Force, lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(), nn.Flatten())],

@@ -97,7 +97,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         process.communicate()  # the end of its input ends it
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoint(
     name: str, forks: Any
@@ -156,6 +156,7 @@ def check(name: str, point: dict[str, Any], *, ended: bool) -> None:
     ), point
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name", ["accelerated", "localized-user"])
 def test_a_killed_run_goes_on_or_loses(
@@ -180,6 +181,7 @@ def test_a_killed_run_goes_on_or_loses(
     assert counts(ledger) == found
 
 
+@pytest.mark.slow
 def test_a_second_crash_before_the_next_checkpoint_loses_more(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_run_that_lost_its_last_steps_finishes(tmp_path: Path, monkeypatch: An
     assert (optimizer.finalized, len(accountant)) == (True, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 def test_a_halt_that_the_checkpoint_missed_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     killed("user-halting", tmp_path, 1, monkeypatch, released=True)
@@ -223,6 +226,7 @@ def test_a_halt_that_the_checkpoint_missed_is_kept(tmp_path: Path, monkeypatch: 
     assert counts(accountant)[" AboveThreshold"] == 1
 
 
+@pytest.mark.slow
 def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> None:
     """Killed between the answer and its note in the ledger: the answer was not shown."""
 
@@ -240,6 +244,7 @@ def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> Non
     assert optimizer.oracle._test.asked == 2
 
 
+@pytest.mark.slow
 def test_a_search_that_was_lost_ends_the_run_at_its_start(tmp_path: Path, monkeypatch: Any) -> None:
     killed("user-searched", tmp_path, 1, monkeypatch)
     with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
@@ -457,6 +462,7 @@ def test_ctrl_c_between_charge_and_answer_ends_a_run_of_noisy_tests(
     assert run.opt.steps == 2
 
 
+@pytest.mark.slow
 def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -528,6 +534,7 @@ def test_a_partition_goes_on_with_its_own_records_only(wrapped: Any, saved: bool
     assert len(optimizer.loader(wrapped(data), resume=True)) == 6
 
 
+@pytest.mark.slow
 def test_ids_of_users_are_records_too() -> None:
     run = runs.localized(runs.phased(runs.plan(200, 1), runs.plan(300, 1), n_users=500))
     data, ids = runs.agreeing(500)
@@ -571,6 +578,7 @@ def test_a_checkpoint_needs_a_ledger_file(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", ["holder-poisson", "accelerated", "holder-output", "user-clipped"])
 def test_a_finished_run_says_that_it_trains_nothing(name: str, tmp_path: Path) -> None:
     """Also with other records, of which it keeps no fingerprint, for it is not confidential."""
@@ -614,6 +622,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path, content: bytes
         train(CASES["holder-poisson"], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_plan_or_run_is_refused(tmp_path: Path) -> None:
     _, accountant = train(CASES["holder-poisson"], tmp_path)
     accountant.close()

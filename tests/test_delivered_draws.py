@@ -85,6 +85,7 @@ def test_a_loop_cannot_leave_a_draw_out(design: Design, make: Callable[..., Any]
     assert opt.steps == len(opt.accountant) == 0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
 def test_a_draw_that_was_given_up_is_the_next_one_again(
@@ -233,6 +234,7 @@ def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> No
     assert opt.steps == design.steps_per_epoch
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("hands", [1, 2])
 def test_a_pass_that_changes_hands_goes_on_with_what_is_left(hands: int, fetched: bool) -> None:
@@ -301,6 +303,7 @@ def test_a_pass_goes_on_at_the_place_of_its_checkpoint_only() -> None:
     assert sorted(records) == list(range(N))
 
 
+@pytest.mark.slow
 def test_fit_goes_on_with_the_draw_that_a_loop_has_left() -> None:
     data = TensorDataset(torch.randn(N, 3), torch.ones(N, 1))
     model = nn.Linear(3, 1)

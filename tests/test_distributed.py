@@ -237,6 +237,7 @@ def replayed(kind: str, draws: Sequence[Sequence[int]]) -> dict[str, Any]:
     return result | {"answer": numbers(model), "ledger": optimizer.accountant.ledger.digest()}
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("run", ["poisson", "full", "chunks", "full chunks"])
 def test_the_result_is_that_of_one_process_on_the_union_of_the_draws(
     run: str, together: list[dict[str, Any]]
@@ -364,6 +365,7 @@ def check_that_noise_is_of_one_process(noise: Tensor) -> None:
     assert law.ppf(FALSE_ALARM / 2) < total < law.isf(FALSE_ALARM / 2)
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_once_and_every_rank_gets_the_same(noises: list[dict[str, Tensor]]) -> None:
     first, second = (rank["noise"] for rank in noises)
     assert torch.equal(first, second)

@@ -392,6 +392,7 @@ def assert_equal_on_ranks(ranks: Sequence[dict[str, Any]], *names: str) -> None:
         assert [rank[name] for name in names] == [ranks[0][name] for name in names]
 
 
+@pytest.mark.weekly
 def test_a_rank_without_rows_makes_all_raise_and_all_go_on_together(
     failed: list[dict[str, Any]],
 ) -> None:
@@ -535,6 +536,7 @@ def test_one_rank_keeps_the_ledger_file_and_the_others_take_it_over(
     assert "ledger_path must be given on rank 0 only" in failed[1]["ledger file"]["everywhere"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_makes_the_others_raise(tmp_path: Path) -> None:
     set_forkserver_preload(["torch_dpsco", "pytest", "scipy.stats"])
     running = start_processes(

@@ -90,6 +90,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize(
     ("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"]
@@ -115,6 +116,7 @@ def test_one_line_makes_an_ordinary_loop_private(
         assert not torch.equal(old, new)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"]
 )
@@ -134,6 +136,7 @@ def test_the_loop_need_not_know_that_draws_can_be_empty(build: Any, shape: tuple
     assert all(bool(value.isfinite().all()) for value in values(model))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("inner", INNER)
 def test_the_result_is_that_of_the_calibrated_optimizer(inner: str) -> None:
     model = linear()
@@ -165,6 +168,7 @@ def test_the_result_is_that_of_the_calibrated_optimizer(inner: str) -> None:
     assert optimizer.accountant.ledger.digest() == reference.accountant.ledger.digest()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("inner", INNER)
 def test_the_torch_optimizer_moves_as_it_does_on_any_gradient(inner: str) -> None:
     model = linear()
@@ -202,6 +206,7 @@ def test_the_learning_rate_of_the_torch_optimizer_needs_no_scale_of_the_problem(
         private(model := linear(), torch.optim.SGD(model.parameters(), lr=0.0))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("average", ["uniform", "weighted"])
 def test_the_average_asked_for_is_the_answer(average: str) -> None:
     model, optimizer, loader = private(linear(), average=average, epochs=2)
@@ -229,6 +234,7 @@ def test_constraint_and_ridge_reach_the_optimizer() -> None:
     assert type(model) is nn.Linear  # rows="dense" leaves the layer to Opacus
 
 
+@pytest.mark.slow
 def test_a_loss_that_sums_trains_as_one_that_averages() -> None:
     first, second = linear(), linear()
     second.load_state_dict(first.state_dict())
@@ -249,6 +255,7 @@ def doubled(items: list[Any]) -> list[torch.Tensor]:
     return [2 * torch.stack(features), torch.stack(labels)]
 
 
+@pytest.mark.slow
 def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
     plain = DataLoader(records(), batch_size=BATCH, shuffle=True, collate_fn=doubled, num_workers=1)
     model, optimizer, loader = private(linear(), loader=plain)
@@ -274,6 +281,7 @@ def test_the_order_of_the_old_loader_is_replaced_by_the_accounted_sampler() -> N
         assert isinstance(loader.batch_sampler, dp.sampling.PoissonSampler)
 
 
+@pytest.mark.slow
 def test_under_add_remove_n_is_a_reference_and_not_read_from_the_data() -> None:
     budget = dp.Budget(1.0, 1e-3, adjacency="add_remove")
     for size in (N - 1, N, 2 * N):
@@ -312,6 +320,7 @@ class Stream(IterableDataset):
         return iter([])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [

@@ -44,7 +44,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_example_compares_all_methods_with_a_model_that_is_not_private(
     example, capsys, monkeypatch
 ):
@@ -83,6 +83,7 @@ def made_up_diamonds(count: int) -> list[dict[str, str]]:
     return records
 
 
+@pytest.mark.slow
 def test_diamonds_are_read_and_fitted_by_every_regressor(example, tmp_path, monkeypatch, capsys):
     (tmp_path / "data").mkdir()
     records = made_up_diamonds(3000)
@@ -118,6 +119,7 @@ def test_no_diamond_is_longer_than_the_stated_maximum_or_changes_another_one(exa
     assert np.linalg.norm(example.encode(wild)) <= math.sqrt(7)
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_panel_for_each_data_set(example, tmp_path):
     pytest.importorskip("matplotlib")
     table = {"a": [0.7, 0.8], "b": [math.nan, 0.6]}
@@ -142,6 +144,7 @@ def test_the_example_says_how_to_run_it(example):
 # -- the document ----------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 def test_the_code_of_the_document_runs_as_it_stands(capsys):
     text = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)

@@ -168,6 +168,7 @@ def test_an_example_is_one_page_that_says_how_to_run_it(name: str) -> None:
         assert command in docstring
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_spends_what_it_prints_and_no_more_than_its_budget(
     name: str, runs: dict[str, Run]
@@ -181,6 +182,7 @@ def test_an_example_spends_what_it_prints_and_no_more_than_its_budget(
         assert rounded_up(figures["epsilon_replace_one"]) == others["replace_one"]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_printed_scores_are_those_returned_and_those_of_the_trained_models(
     name: str, runs: dict[str, Run], data: Any
@@ -274,6 +276,7 @@ def test_a_file_that_is_there_is_not_taken_for_the_card(
     assert Path("mine.md").read_text(encoding="utf-8") == "mine"
 
 
+@pytest.mark.weekly
 def test_the_options_of_the_logistic_example_reach_the_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,6 +361,7 @@ def printed_by(block: str, scope: dict[str, Any], capsys: pytest.CaptureFixture[
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_python_block_of_the_readme_prints_what_stands_below_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -388,6 +392,7 @@ def test_the_readme_is_a_door_and_not_the_house() -> None:
         assert len(code) <= 12
 
 
+@pytest.mark.slow
 def test_every_python_block_of_the_start_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -403,6 +408,7 @@ def test_every_python_block_of_the_start_runs_as_it_stands(
         assert re.sub(r"\d\.\d+|\.\.\.$", "", line)[:60] in re.sub(r"\d\.\d+", "", doctor)
 
 
+@pytest.mark.slow
 def test_the_tour_of_the_start_learns_its_data_and_spends_its_budget(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -420,6 +426,7 @@ def test_the_tour_of_the_start_learns_its_data_and_spends_its_budget(
     assert float(right.double().mean()) > 0.8
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_readme_are_those_of_a_run(adult: ModuleType, data: Any) -> None:
     # It was printed once: later accounting may be up to 2 % tighter, but the README must never say less than is true.
     shown = next(block for block in blocks("") if block.startswith("test set of"))

@@ -158,6 +158,7 @@ def verdicts(model: nn.Module) -> tuple[str, str]:
 # -- what is found ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(9, 3)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_records_that_reach_each_other_are_found_at_the_first_step(name: str) -> None:
@@ -247,6 +248,7 @@ def test_a_release_follows_no_coupled_loss() -> None:
     assert opt.steps == len(opt.accountant) == 0
 
 
+@pytest.mark.slow
 def test_make_private_looks_at_the_loss_of_the_loop() -> None:
     data = TensorDataset(torch.randn(64, 3), torch.ones(64, 1))
     model = nn.Linear(3, 1)
@@ -317,6 +319,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", list(MUTATIONS))
 def test_a_check_that_looks_at_less_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +332,7 @@ def test_a_check_that_looks_at_less_is_caught(name: str, monkeypatch: pytest.Mon
 # -- what is sound ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, float("nan")])
 @pytest.mark.parametrize("name", list(SOUND))
 def test_sound_losses_pass_whatever_the_records_are(name: str, scale: float) -> None:
@@ -432,6 +436,7 @@ HEALTHY: dict[
 }
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("name", list(HEALTHY))
 def test_healthy_models_pass(name: str) -> None:
     build, inputs, options = HEALTHY[name]
@@ -447,6 +452,7 @@ def test_healthy_models_pass(name: str) -> None:
     assert of_loss.startswith(CHECKED)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"]
@@ -852,6 +858,7 @@ def test_the_report_says_that_the_check_is_off_or_that_nothing_is_attached() -> 
     }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore:compile=True")
 @pytest.mark.parametrize("how", ["closed form", "attached here", "attached before", "compile"])
 def test_fit_looks_once_by_its_probes_and_reports_that(

@@ -44,6 +44,7 @@ def data():
     return flights.load_flights()
 
 
+@pytest.mark.slow
 def test_the_file_has_the_published_number_of_records_and_of_known_delays(records, data):
     assert len(records) == 336_776
     assert (
@@ -106,6 +107,7 @@ def test_the_last_record_has_no_departure_and_so_a_zero(records):
     assert math.isnan(records["arr_delay"].iloc[-1])
 
 
+@pytest.mark.slow
 def test_a_record_is_encoded_alone_as_among_others(records):
     # Adjacency: encoding is per record, so that the table of some records is the sub-table.
     together = flights.encode(records)
@@ -134,6 +136,7 @@ def _largest_norm(features):
     return float((features.double().square().sum(dim=1) + 1).sqrt().max())
 
 
+@pytest.mark.slow
 def test_row_norms_with_a_bias_stay_below_the_public_bounds(data):
     features = torch.cat([data.train_features, data.test_features])
     assert _largest_norm(features[:, :41]) == pytest.approx(2.665, abs=1e-3)
@@ -147,6 +150,7 @@ names = st.sampled_from([*flights.CARRIERS, *flights.ORIGINS, "", "never seen", 
 dates = st.integers(-10, 5_000)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(dates, dates, dates, wild, wild, wild, names, names, wild), min_size=1, max_size=5
@@ -193,6 +197,7 @@ def test_missing_data_say_what_to_install(monkeypatch, module):
         flights.load_flights()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("variant", "r_squared", "rmse"), [("predep", 0.0715, 0.7234), ("atdep", 0.8253, 0.3138)]
 )

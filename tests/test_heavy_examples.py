@@ -99,6 +99,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
         assert command in docstring
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_the_printed_headline_is_that_of_every_model_and_within_the_budget(
     name: str, quick: dict[str, Run]
@@ -164,6 +165,7 @@ def test_each_part_of_unsampled_steps_and_each_pilot_keeps_the_budget_by_itself(
 # -- flights ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_unclipped_rows_differ_from_the_clipped_ones_in_late_departures_only(
     modules: dict[str, ModuleType],
 ) -> None:
@@ -210,7 +212,7 @@ def test_phases_have_at_most_fifty_steps_and_no_record_is_in_two(quick: dict[str
     assert localized.oracle.phases[1][1] == 50
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_goals_on_flights_are_met(modules: dict[str, ModuleType]) -> None:
     figures = run(modules["heavy_tailed_regression"], "--runs", "1").figures
     assert figures["one pass, accelerated_mae"] <= 0.215
@@ -229,6 +231,7 @@ def test_the_goals_on_flights_are_met(modules: dict[str, ModuleType]) -> None:
 # -- lasso ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_penalty_leaves_zeros_and_its_absence_does_not(modules: dict[str, ModuleType]) -> None:
     torch.manual_seed(1)
     figures = run(modules["lasso"]).figures
@@ -275,6 +278,7 @@ def test_the_printed_bits_are_those_of_the_oracle_and_dishonest_users_cost_more(
     assert doubted.noise_bits > 1.5 * sizes.noise_bits
 
 
+@pytest.mark.slow
 def test_both_models_of_the_shuffle_example_learn(modules: dict[str, ModuleType]) -> None:
     torch.manual_seed(2)
     figures = run(modules["shuffle_model"]).figures

@@ -90,6 +90,7 @@ def clipped_sum(
     return 16.0 * (before - after)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("kink", [emulated_kink, real_kink])
 def test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip(kink, rows):
@@ -131,6 +132,7 @@ def draw_first(sampler: DesignSampler, size: int) -> None:
         sampler.draws = lambda: iter([found])
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize(
     "design", [Poisson(16, 31), Assigned(16, 31, passes=2)], ids=["poisson", "pass"]
@@ -277,6 +279,7 @@ def test_a_mean_of_a_private_number_is_refused():
         assert len(optimizer.accountant) == (not raises)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     "net", [Normalized, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))]
 )
@@ -303,6 +306,7 @@ def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum")])
 def test_the_filling_contributes_nothing_in_closed_form(loss):
     data, answers = TensorDataset(torch.randn(11, 3), torch.randn(11, 1)), []
@@ -372,6 +376,7 @@ def test_norms_do_not_depend_on_how_many_rows_count():
 # -- slots ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_places_are_uniform_without_replacement():
     slots = Slots(Poisson(2, 10**6), physical_batch_size=4)
     slots.capacity, draws = 4, 20_000
@@ -416,6 +421,7 @@ def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -2 * 130 / 16.0))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("most", [None, 1, 100])
 @pytest.mark.parametrize("n_users", [3, 40, 500])
 def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users, most):
@@ -479,6 +485,7 @@ def test_shared_records_have_the_same_rows_to_the_last_bit_on_neighboring_data(m
     assert torch.equal(norms[own], other_norms[shared])
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("unit", ["example", "user"])
 def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit):
@@ -578,6 +585,7 @@ def test_batches_that_cannot_be_filled_up_are_refused_by_name():
     assert len(x) == len(words) == 16
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_other_data_sets_are_filled_up(workers):
     class Squares(Dataset):

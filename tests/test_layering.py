@@ -180,6 +180,7 @@ def test_formulas_and_ledger_do_not_reach_torch():
     assert offenders(lambda name: those_inside(reachable(name), "torch", "opacus"), names) == {}
 
 
+@pytest.mark.slow
 def test_imports_follow_the_order_of_the_architecture():
     names = [name for name in FILES if name != PACKAGE]
     upwards = offenders(
@@ -243,11 +244,13 @@ def private_uses(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
+@pytest.mark.weekly
 def test_private_names_of_torch_and_opacus_are_in_compat_only():
     names = [name for name in FILES if name != f"{PACKAGE}.compat"]
     assert offenders(lambda name: private_uses(parsed(name)), names) == {}
 
 
+@pytest.mark.slow
 def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import():
     """Hooks, counters and versions that other people's objects keep under a private name are listed in compat."""
     known = {attribute for names in ATTRIBUTES.values() for attribute in names}
@@ -266,6 +269,7 @@ def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import()
     assert offenders(unknown, [name for name in FILES if name != f"{PACKAGE}.compat"]) == {}
 
 
+@pytest.mark.slow
 def test_every_module_has_a_docstring_and_at_most_500_lines_of_code():
     def wrong(name: str) -> Iterator[str]:
         if len((ast.get_docstring(parsed(name)) or "").split()) < 3:
@@ -277,6 +281,7 @@ def test_every_module_has_a_docstring_and_at_most_500_lines_of_code():
     assert offenders(wrong) == {}
 
 
+@pytest.mark.slow
 def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
     def wrong(name: str) -> Iterator[str]:
         body = parsed(name).body
@@ -326,6 +331,7 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
         yield "tqdm outside train.py and cli.py"
 
 
+@pytest.mark.weekly
 def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train_and_cli():
     assert offenders(lambda name: forbidden(parsed(name), name)) == {}
 

@@ -129,6 +129,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
         assert command in docstring
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_printed_epsilons_are_true_and_within_the_budget(name: str, quick: dict[str, Run]) -> None:
     figures, text, _ = quick[name]
@@ -144,6 +145,7 @@ def test_printed_epsilons_are_true_and_within_the_budget(name: str, quick: dict[
     assert all(0.98 < value <= 1.0 for value in spent)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(("name", "models"), [("linear_regression", 4), ("svm", 4)])
 def test_publishing_several_models_is_said_to_cost_what_all_their_steps_cost(
     name: str, models: int, quick: dict[str, Run]
@@ -209,6 +211,7 @@ class NotTrainedError(Exception):
     """Stops a script where training would begin."""
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", ["huber", "squared"])
 def test_the_plan_is_printed_and_nothing_is_spent_when_training_begins(
     loss: str,
@@ -244,6 +247,7 @@ def test_the_plan_is_printed_and_nothing_is_spent_when_training_begins(
     assert f"gradient bound {bound:.3g} and noise " in shown[1]
 
 
+@pytest.mark.weekly
 def test_options_choose_loss_variant_and_budget(examples: dict[str, Example]) -> None:
     options = ("--quick", "--variant", "predep", "--loss", "huber", "--epsilon", "0.5")
     figures, text, _ = examples["linear_regression"].run(*options)
@@ -253,7 +257,7 @@ def test_options_choose_loss_variant_and_budget(examples: dict[str, Example]) ->
     assert "squared" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_private_huber_regression_is_as_good_as_the_other(examples: dict[str, Example]) -> None:
     # Spread of the Huber errors over runs: under 0.0002. Squared: a few times 0.001, because of its larger noise.
     figures, text, _ = examples["linear_regression"].run()
@@ -307,7 +311,7 @@ def test_the_non_private_machines_are_minimizers(examples: dict[str, Example]) -
         assert float(gradient.norm()) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_private_machines_come_near_the_others(
     examples: dict[str, Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +383,7 @@ def test_both_scripts_use_one_loop_and_print_their_own_scores(
     assert isinstance(models[0], opacus.GradSampleModule)
 
 
+@pytest.mark.slow
 def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> None:
     module = load("from_opacus")
     text = quick["from_opacus"].text
@@ -418,7 +423,7 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_moved_script_scores_better_than_a_guessed_clip(examples: dict[str, Example]) -> None:
     figures = examples["from_opacus"].run().figures
     assert 0.87 < figures["torch_dpsco_auc"] < 0.9
@@ -488,6 +493,7 @@ def test_the_document_names_only_what_exists() -> None:
         assert (ROOT / "docs" / link).exists(), link
 
 
+@pytest.mark.weekly
 def test_the_code_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
     features = torch.randn(1_000, 8)
     scope: dict[str, Any] = {

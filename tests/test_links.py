@@ -75,6 +75,7 @@ def citations(path: Path) -> Iterator[tuple[str, Path]]:
             yield target, path
 
 
+@pytest.mark.slow
 def test_what_code_cites_and_pages_link_is_there() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {t}"

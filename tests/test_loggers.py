@@ -82,6 +82,7 @@ def assert_lines_do_not_tell_of_records(runs: Callable[[float], list[Line]]) -> 
     assert first == second
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("physical", [None, 4])
 def test_lines_do_not_depend_on_records_nor_on_what_is_drawn(physical: int | None) -> None:
     def run(shift: float) -> list[Line]:
@@ -111,6 +112,7 @@ def loop(
     return optimizer
 
 
+@pytest.mark.slow
 def test_chunks_of_a_draw_leave_one_line() -> None:
     sizes: list[int] = []
 
@@ -140,6 +142,7 @@ def test_a_field_that_tells_of_a_batch_is_caught(monkeypatch: pytest.MonkeyPatch
         assert_lines_do_not_tell_of_records(run)
 
 
+@pytest.mark.weekly
 def test_a_logger_that_sees_the_middle_of_a_draw_is_caught() -> None:
     def run(shift: float) -> list[Line]:
         lines: list[Line] = []
@@ -150,6 +153,7 @@ def test_a_logger_that_sees_the_middle_of_a_draw_is_caught() -> None:
         assert_lines_do_not_tell_of_records(run)
 
 
+@pytest.mark.slow
 def test_without_a_budget_epsilon_needs_a_delta() -> None:
     for options, names in (
         ({}, {"noise_multiplier", "lr", "batch_size"}),
@@ -182,6 +186,7 @@ def test_two_runs_on_one_logger_are_both_written() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "name", ["loss", "train_loss", "grad_norm", "gradient", "rows", "batch_size", "epsilon"]
 )
@@ -352,6 +357,7 @@ def rank_lines(rank: int) -> dict[str, Any]:
     return {"steps": [step for step, _ in lines], "refused": refused}
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_first_writes_and_all_refuse(tmp_path: Path) -> None:
     first, second = launch(rank_lines, 2, tmp_path)
     assert first == {"steps": [4, 8, STEPS], "refused": True}
@@ -372,6 +378,7 @@ def written_to_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_tensorboard_keeps_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
@@ -415,7 +422,7 @@ def test_no_written_epsilon_is_less_than_was_spent() -> None:
                 assert shown <= numbers[name]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_wandb_keeps_what_is_written_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +474,7 @@ def test_mlflow_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 def test_the_blocks_of_the_page_run_in_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

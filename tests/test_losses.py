@@ -71,6 +71,7 @@ def batch(loss: Loss, dtype: torch.dtype = torch.float64, size: int = 16) -> tup
 # The table ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(39, 19)
 @pytest.mark.parametrize("loss", SCALAR, ids=repr)
 @pytest.mark.parametrize("radius", [0.0, 0.3, 3.0])
 def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(
@@ -90,6 +91,7 @@ def test_the_gradient_bound_and_the_bounds_at_zero_are_attained(
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", SCALAR, ids=repr)
 @settings(derandomize=True, max_examples=100)
 @given(first=numbers, second=numbers, target=st.floats(-1, 1))
@@ -106,6 +108,7 @@ def test_scalar_losses_obey_their_hoelder_constant_and_are_convex(
     assert (loss.value(t, y) - loss.value(s, y) - slope * (t - s)).item() >= -1e-9
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", SOFTMAX, ids=repr)
 @settings(derandomize=True, max_examples=100)
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.01, 30))
@@ -177,6 +180,7 @@ def test_optional_constants_are_set_exactly_when_they_hold() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=200)
 @given(bound=st.floats(1e-3, 1e3), size=st.floats(1e-3, 1e3))
 def test_constants_of_the_table_are_rounded_up(bound: float, size: float) -> None:
@@ -288,6 +292,7 @@ def test_values_and_gradients_equal_those_of_torch(
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.cases(21, 10)
 @pytest.mark.parametrize("loss", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_backward_pass_is_exactly_the_derivative(loss: Loss, dtype: torch.dtype) -> None:
@@ -307,6 +312,7 @@ def test_the_backward_pass_is_exactly_the_derivative(loss: Loss, dtype: torch.dt
     assert torch.equal(output.grad, weights.reshape(16, *[1] * (score.dim() - 1)) * expected)
 
 
+@pytest.mark.cases(25, 1)
 @pytest.mark.parametrize("loss", ALL, ids=repr)
 def test_values_stay_close_to_float64_in_every_dtype(loss: Loss) -> None:
     for dtype in DTYPES:
@@ -350,6 +356,7 @@ def test_outputs_and_targets_of_other_shapes_are_refused(loss: Loss) -> None:
         loss(score, target, reduction="average")
 
 
+@pytest.mark.cases(35, 17)
 @pytest.mark.parametrize("loss", ALL, ids=repr)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_an_empty_batch_gives_zero_loss_and_zero_gradients(loss: Loss, reduction: str) -> None:
@@ -361,6 +368,7 @@ def test_an_empty_batch_gives_zero_loss_and_zero_gradients(loss: Loss, reduction
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 
+@pytest.mark.cases(16, 8)
 @pytest.mark.parametrize("loss", ALL, ids=repr)
 def test_losses_do_not_name_a_device(loss: Loss) -> None:
     score, target = batch(loss)
@@ -381,6 +389,7 @@ def test_a_second_derivative_is_refused_rather_than_zero() -> None:
         )
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("loss", ALL, ids=repr)
 def test_records_are_vectorized_and_traced_to_the_slopes_of_the_table(loss: Loss) -> None:
     """At kinks too, where autograd would choose another subgradient."""

@@ -48,6 +48,7 @@ def test_removed_clip_is_caught():
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["as it is", "in torch"])
 def test_removed_clip_of_linear_rows_is_caught(where, request):
     if where == "in torch":
@@ -70,6 +71,7 @@ def test_a_clip_of_parts_instead_of_rows_is_caught():
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("factor", [0.5, 0.95, 1.05])
 def test_halved_noise_is_caught(factor):
     def mutate(patch: Patch) -> None:
@@ -191,6 +193,7 @@ def _without_noise(patch: Patch) -> None:
     patch.setattr(Oracle, "release", quiet)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("mutate", [_without_step, _without_charge, _without_noise])
 def test_a_free_empty_batch_is_caught(mutate):
     assert_caught(checks.check_that_an_empty_batch_is_like_any_other, mutate)
@@ -250,6 +253,7 @@ def names_of_tests() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_every_test_that_a_comment_names_exists():
     named = {
         (where, name) for where, block in COMMENTS for name in re.findall(r"\btest_\w+", block)

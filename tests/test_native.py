@@ -70,6 +70,7 @@ def test_a_library_of_another_text_is_not_used(searched: Path):
     assert native.status() == "in use"
 
 
+@pytest.mark.slow
 def test_the_environment_switches_it_off():
     script = "from torch_dpsco import native; print(native.status(), native.is_available())"
     environment = os.environ | {"TORCH_DPSCO_NATIVE": "off"}
@@ -619,6 +620,7 @@ def changed(name: str | None, mutations: Mapping[str, tuple[str, str]]) -> str:
     return text.replace(old, new) if old else text
 
 
+@pytest.mark.cases(0, 10)
 @needed
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
 def test_a_wrong_kernel_is_caught(
@@ -628,6 +630,7 @@ def test_a_wrong_kernel_is_caught(
     assert bool(wrong) == (name is not None), wrong
 
 
+@pytest.mark.slow
 @needed
 def test_the_kernel_without_special_instructions_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ def test_refined_numbers_have_the_law_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert stats.kstest(values, "norm").pvalue > FALSE_ALARM
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("count", [1, 2, 9, 70_000])
 def test_sums_of_exponential_numbers_are_gamma(count):
     source = seeded(count)
@@ -153,6 +154,7 @@ EDGES = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("real", REALS, ids=str)
 def test_each_number_is_within_its_bound_of_an_ideal_one(real):
     """|X - Z| <= (2^-42 + 2^-48 R), or 2^-19 R in float32, for Z from any point of the cell of bits."""
@@ -410,6 +412,7 @@ def no_other_generator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(np.random, name, refuse)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", RELEASES)
 def test_no_generator_that_can_be_predicted_is_asked(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def test_more_draws_than_are_left_are_refused(design: Any) -> None:
         make_sampler(design, steps=0)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__
 )
@@ -254,6 +255,7 @@ def uniform(observed: np.ndarray) -> float:
     return float(stats.chisquare(observed.ravel()).pvalue)
 
 
+@pytest.mark.slow
 def test_records_are_assigned_to_parts_as_often_as_their_sizes_say() -> None:
     design, counts = (
         AssignedParts(((dp.Full(6), 1), (dp.Assigned(6, 18), 3)), 24),
@@ -266,6 +268,7 @@ def test_records_are_assigned_to_parts_as_often_as_their_sizes_say() -> None:
     assert ((counts - 375) ** 2 / 375).sum() < stats.chi2.isf(FALSE_ALARM, 24 * 3)
 
 
+@pytest.mark.slow
 def test_every_record_is_in_every_part_equally_often() -> None:
     for design in (dp.Disjoint(6, 24), dp.Assigned(6, 24)):
         counts = np.zeros((24, 4))
@@ -277,6 +280,7 @@ def test_every_record_is_in_every_part_equally_often() -> None:
         assert statistic < stats.chi2.isf(FALSE_ALARM, 24 * 3)
 
 
+@pytest.mark.slow
 def test_assigned_records_are_independent_of_each_other() -> None:
     pairs = np.zeros((4, 4))
     for seed in range(4000):
@@ -322,6 +326,7 @@ def check_that_passes_are_independent() -> None:
     assert stats.chi2.ppf(1e-9, sizes.size) < spread < stats.chi2.isf(1e-9, sizes.size)
 
 
+@pytest.mark.slow
 def test_each_pass_has_draws_of_its_own() -> None:
     def one_for_all(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(one_pass, "KeyedStream", lambda key, label: KeyedStream(key, "assigned"))
@@ -444,6 +449,7 @@ def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
     assert drawn(resumed) == whole[7:11]
 
 
+@pytest.mark.slow
 def test_records_of_one_disjoint_batch_are_a_uniform_subset() -> None:
     subsets = Counter()
     for seed in range(3000):

@@ -39,6 +39,7 @@ def test_bound_inverts_the_binomial_tail_without_delta() -> None:
     assert binom.sf(89, 100, 1 / (1 + math.exp(-bound))) == pytest.approx(0.05, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_delta_is_paid_for() -> None:
     # The worst (0, delta)-DP mechanism shows a coin with probability delta, and otherwise nothing.
     delta, confidence = 0.02, 0.9
@@ -51,6 +52,7 @@ def test_delta_is_paid_for() -> None:
     assert shares[0] > shares[-1]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_true_epsilon_is_refuted_no_more_often_than_stated(epsilon: float) -> None:
     # Randomized response attains the bound; false-alarm rate of this test <= 1e-6.
@@ -92,6 +94,7 @@ def gaussian_audits(mu: float, guesses: int, each: float) -> np.ndarray:
     return np.array([table[c] for c in right])
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("guesses", [CANARIES, CANARIES // 5])
 @pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
 def test_true_mu_is_refuted_no_more_often_than_stated(mu: float, guesses: int) -> None:
@@ -101,6 +104,7 @@ def test_true_mu_is_refuted_no_more_often_than_stated(mu: float, guesses: int) -
     assert np.median(found) > mu / 3 - 0.2
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("mu", [0.5, 2.0])
 def test_a_recursion_that_demands_more_is_caught(
     mu: float, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +132,7 @@ def least_total(correct: int, guesses: int, canaries: int, mu: float, tail: floa
     return float(linprog(np.ones(guesses + 1), A_ub=np.array(rows), b_ub=np.array(limits)).fun)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(("correct", "mu"), [(6, 0.1), (7, 0.3), (9, 1.0), (10, 2.0)])
 def test_recursion_is_the_least_mass_of_the_program(correct: int, mu: float) -> None:
     exact = one_run._least_total(correct, 10, 12, mu, 0.1)

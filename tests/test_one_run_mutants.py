@@ -59,6 +59,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_is_refuted_by_one_run(mutant: str) -> None:
     rng = np.random.default_rng(1)

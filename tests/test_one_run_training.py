@@ -203,11 +203,13 @@ SOUND: dict[str, Callable[[], OneRunResult]] = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_refuted_by_one_run(name: str, monkeypatch: Patch) -> None:
     assert MUTANTS[name](monkeypatch).contradicts()
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_loop_is_not_refuted(name: str) -> None:
     found = SOUND[name]()

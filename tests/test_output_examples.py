@@ -110,6 +110,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 # -- output perturbation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 def test_each_solved_model_scores_and_spends_what_is_printed(
     quick: dict[str, Run], people: Any
 ) -> None:
@@ -159,6 +160,7 @@ def test_all_solved_models_have_learned(quick: dict[str, Run]) -> None:
 # -- tilted -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_tilted_model_scores_what_is_printed(quick: dict[str, Run], people: Any) -> None:
     figures, text, made = quick["tilted"]
     lines = re.findall(
@@ -273,6 +275,7 @@ def printed(module: ModuleType, *options: str) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_quick_benchmark_prints_each_method_with_scores_of_its_kind(
     benchmark: ModuleType,
 ) -> None:
@@ -310,6 +313,7 @@ def test_scores_of_the_benchmark_are_those_of_scikit_learn_s_definitions(
     assert benchmark.score(real, weights) == pytest.approx((1.0,))
 
 
+@pytest.mark.weekly
 def test_rows_of_the_benchmark_stay_within_their_public_bounds(benchmark: ModuleType) -> None:
     found = [benchmark.adult(), benchmark.breast_cancer(3), benchmark.digits(3)]
     for task, width in zip(found, (66, 31, 65), strict=True):
@@ -346,6 +350,7 @@ def test_a_peer_that_cannot_be_installed_is_left_out_with_a_reason(
     assert reason == "no environment with diffprivlib==0.6.6: OSError"
 
 
+@pytest.mark.slow
 def test_the_large_fit_runs_and_learns(benchmark: ModuleType) -> None:
     text = printed(benchmark, "--large", "--quick")
     shown = re.search(
@@ -356,6 +361,7 @@ def test_the_large_fit_runs_and_learns(benchmark: ModuleType) -> None:
     )  # seen: 0.69; the half of the labels that are guessed right is 0.5
 
 
+@pytest.mark.slow
 def test_the_measured_excess_is_that_of_the_noise(benchmark: ModuleType) -> None:
     n, dim = 256, benchmark.SLOPE_DIM
     # (lam + 1/d) |z|^2 / 2 on average, lam = 1, |z|^2 of mean d sigma^2; 50 draws of 5 coordinates: spread of 9 %
@@ -391,6 +397,7 @@ def test_each_test_that_the_errata_name_exists() -> None:
     assert re.findall(r"^\| (E\d+) \|", text, re.MULTILINE) == [f"E{k}" for k in range(1, 13)]
 
 
+@pytest.mark.slow
 def test_the_document_says_how_its_figures_were_measured_and_quotes_them_right(
     benchmark: ModuleType,
 ) -> None:

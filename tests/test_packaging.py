@@ -6,6 +6,8 @@ import configparser
 import re
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -103,16 +105,27 @@ def test_the_readme_states_the_command_that_ci_runs_as_the_main_job():
     assert (ROOT / "examples" / "logistic_regression.py").is_file()
 
 
-def test_tiers_name_tests_that_exist():
-    missing = []
-    for line in (ROOT / "tests" / "tiers.txt").read_text(encoding="utf-8").splitlines()[1:]:
-        path, _, test = line.split()[0].partition("::")
-        file = ROOT / path
-        if not file.is_file() or f"def {test}(" not in file.read_text(encoding="utf-8"):
-            missing.append(line)
-    assert not missing, f"run .ci/tiers anew, or mend the names: {missing[:5]}"
+def test_the_tiers_are_marks_at_the_tests(tmp_path):
+    loader = SourceFileLoader("tiers", str(ROOT / ".ci" / "tiers"))
+    tiers = module_from_spec(spec_from_loader("tiers", loader))
+    loader.exec_module(tiers)
+    assert tiers.mark(*tiers.tier([0.01] * 3), 3) == ""
+    assert tiers.mark(*tiers.tier([2.0]), 1) == "@pytest.mark.slow"
+    assert tiers.mark(*tiers.tier([9.0] * 4), 4) == "@pytest.mark.weekly"
+    several = tiers.mark(*tiers.tier([0.05] * 9), 9)
+    assert several == "@pytest.mark.cases(4, 2)"
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        '"""It."""\n\nimport os\n\n\n@pytest.mark.slow\n@given(1)\ndef test_a(x):\n    pass\n'
+    )
+    tiers.write(file, {"test_a": several})
+    assert f"\n\n\n{several}\n@given(1)\ndef test_a(x):\n" in file.read_text()
+    assert "\nimport pytest\n" in file.read_text()
+    tiers.write(file, {"test_a": ""})
+    assert "\n\n\n@given(1)\ndef test_a(x):\n" in file.read_text()
 
 
+@pytest.mark.weekly
 def test_the_size_counts_lines_of_code_only(tmp_path):
     docstrings = '"""Of no\n\nlines."""\n\n# a comment\n'
     code = 'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'

@@ -53,6 +53,7 @@ def test_a_copy_goes_on_with_the_records_of_its_run_only() -> None:
     assert twin.steps == 2
 
 
+@pytest.mark.slow
 def test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run(tmp_path: Path) -> None:
     def run(path: str) -> tuple[nn.Module, dp.HolderSGD]:
         model = dp.attach(nn.Linear(3, 1))

@@ -182,6 +182,7 @@ def test_what_cannot_be_a_loss_of_one_record_is_refused(make: Any, message: str)
         make()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     data = TensorDataset(torch.randn(60, 3), torch.ones(60, 1))

@@ -55,6 +55,7 @@ def train(model: nn.Linear, optimizer, batches) -> list[Tensor]:
     return released
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("wrap", [manager, physical])
 @pytest.mark.parametrize("design", DESIGNS, ids=str)
 @pytest.mark.parametrize(

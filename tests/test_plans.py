@@ -233,6 +233,7 @@ def run(cls: type[dp.PrivateOptimizer], plan: StepPlan) -> dp.PrivateOptimizer:
     return optimizer
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     cls, make = MADE[name]
@@ -247,6 +248,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
         assert plan.epsilon() <= plan.budget.epsilon
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -273,6 +275,7 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(name: str) -> None:
     assert ran
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, make = MADE[name]
@@ -308,6 +311,7 @@ def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, d
     return plan, cls(model.parameters(), plan)
 
 
+@pytest.mark.cases(10, 2)
 @pytest.mark.parametrize("name", FILLED)
 @pytest.mark.parametrize("records", [N - 1, N, N + 1])
 def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
@@ -320,6 +324,7 @@ def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: 
     assert len(x) == int(rows)
 
 
+@pytest.mark.slow
 def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
     plan = holder(budget=BUDGET, steps=3, sampling="fixed")()
     assert "filled" not in str(plan)
@@ -327,6 +332,7 @@ def test_where_the_size_of_a_draw_is_public_nothing_is_filled_up() -> None:
     assert optimizer.loader(TensorDataset(torch.randn(N, DIM), torch.ones(N, 1))).slots is None
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", [name for name in MADE if "User" in name])
 def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     cls, make = MADE[name]
@@ -342,6 +348,7 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
     """The figures are those of the table for many parameters, whoever measures it."""
     page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -361,6 +368,7 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
     assert "3 steps, step size" in str(silent)  # of no number of records that is known
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 def test_a_plan_whose_gradients_start_at_0_prints() -> None:
     plan = dp.HolderSGD.plan(

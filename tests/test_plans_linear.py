@@ -90,6 +90,7 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore:noise buries")
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
@@ -108,6 +109,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
         assert plan.epsilon() <= plan.budget.epsilon
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore:noise buries")
 def test_a_plan_prints_a_table_in_words(name: str) -> None:
@@ -125,6 +127,7 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     assert ("steps" in labels) is name.startswith("noisy")
 
 
+@pytest.mark.slow
 def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
     """Read back, the noise of a budget has its cost: the same events, whoever chose them."""
     chosen = MADE["output"]()[1]
@@ -494,6 +497,7 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert mu * hair >= math.hypot(*levels)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", EDITED)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(
@@ -520,6 +524,7 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(
     assert ran
 
 
+@pytest.mark.slow
 def test_plans_for_one_target_are_charged_alike() -> None:
     """So that a planned budget, which knows its events beforehand, admits a search over settings."""
     for budget in (ADDED, PURE):

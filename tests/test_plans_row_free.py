@@ -82,6 +82,7 @@ def run(plan: RowFreePlan) -> RowFreeOptimizer:
     return optimizer
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
     plan = MADE[name]()
@@ -185,6 +186,7 @@ def moved(cls: Any, optimizer: RowFreeOptimizer, plan: RowFreePlan) -> Any:
     return path_sensitivity(path, epoch) if type(design) is dp.Shuffled else path
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_plan_is_refused_or_charges_what_it_draws(

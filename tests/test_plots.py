@@ -49,6 +49,7 @@ def lines_of(figure):
     return {line.get_label(): line.get_xydata() for line in figure.axes[1].get_lines()}
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("make", [holder, localized, output])
 def test_every_plan_draws_noise_and_epsilon(make):
     figure = make().plot()
@@ -70,6 +71,7 @@ def test_the_mark_of_one_release_is_the_epsilon_of_the_plan():
     assert tuple(lines_of(plan.plot())["this plan"][0]) == (1.0, plan.epsilon())
 
 
+@pytest.mark.slow
 def test_a_release_whose_noise_its_event_does_not_know_says_what_it_costs():
     plan = dp.ObjectivePerturbation.plan(
         model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET

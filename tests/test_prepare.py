@@ -56,6 +56,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -181,6 +182,7 @@ def test_a_table_without_records_is_a_fit() -> None:
         assert make(name).fit(np.zeros((0, 2))).n_features_in_ == 2
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_one_ledger() -> None:
     rows = table()
     y = (np.nan_to_num(rows[:, 1]) > 0).astype(int)
@@ -265,6 +267,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_transformer_passes_the_checks_of_scikit_learn(

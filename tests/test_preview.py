@@ -79,7 +79,7 @@ def require_covered(trials: list[dict[str, bool]]) -> None:
         assert sum(trial[name] for trial in trials) >= least, name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "kind", ["LogisticRegression", "LinearSVC", "SoftmaxRegression", *sorted(REAL)]
 )
@@ -91,7 +91,7 @@ def test_scores_of_real_fits_lie_in_the_band(kind):
     require_covered(trials)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("kind", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_a_small_sample_has_an_honest_band(kind):
     """Where the rows that are held out tell little, beside which the noise is small."""
@@ -102,7 +102,7 @@ def test_a_small_sample_has_an_honest_band(kind):
     require_covered(trials)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_scores_of_real_fits_of_users_lie_in_the_band():
     trials = []
     for seed in range(40):
@@ -139,7 +139,7 @@ def flights() -> tuple[Table, Callable[[], Any]]:
     return found, lambda: make("HuberRegressor", 8000, bound_x=2.83, bound_y=24.0)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("load", [adult, flights])
 def test_scores_of_real_tables_lie_in_the_band(load):
     """Halves of a real table: trials share records, so that the rate of false alarms is that of about as many."""
@@ -151,6 +151,7 @@ def test_scores_of_real_tables_lie_in_the_band(load):
     require_covered(trials)
 
 
+@pytest.mark.slow
 def test_a_band_of_another_table_is_missed():
     """The bands are narrow enough to be wrong about data that do not look like the sample."""
     X, y = table("LogisticRegression", 4000)
@@ -166,6 +167,7 @@ def test_a_band_of_another_table_is_missed():
 # -- numbers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_fit_without_privacy_is_the_minimizer():
     from sklearn.linear_model import LinearRegression
     from sklearn.linear_model import LogisticRegression as Peer
@@ -185,6 +187,7 @@ def test_the_fit_without_privacy_is_the_minimizer():
         assert shown.not_private[name] == pytest.approx(wanted, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_large_epsilon_loses_nothing_and_a_small_one_nearly_all():
     X, y = table("Ridge", 1200)
     shown = make("Ridge", 1000).preview(X, y, epsilons=(50.0, 0.003), runs=8)
@@ -195,6 +198,7 @@ def test_a_large_epsilon_loses_nothing_and_a_small_one_nearly_all():
     assert shown.constant["mean squared error"] == pytest.approx(y.var(), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_constant_answer_is_the_best_of_all():
     X, y = table("LogisticRegression", 1200)
     constant = make("LogisticRegression", 1000).preview(X, y, epsilons=(8.0,), runs=3).constant
@@ -252,6 +256,7 @@ def test_a_standard_error_of_users_is_that_of_their_means():
     )  # of 50 draws: 4 of their errors
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "kind", ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "Ridge"]
 )
@@ -276,6 +281,7 @@ def test_answers_of_a_preview_are_those_of_the_model(kind, prepare, monkeypatch)
 # -- nothing is spent ------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("groups", [None, np.arange(400) % 100])
 def test_a_preview_charges_nothing_and_leaves_the_model_alone(groups):
     X, y = table("LogisticRegression", 400)
@@ -312,6 +318,7 @@ def shown() -> module.Preview:
     return make("LogisticRegression", 200).preview(X, y, epsilons=(1.0, 4.0), runs=3)
 
 
+@pytest.mark.slow
 def test_a_preview_prints_a_table(shown):
     lines = str(shown).splitlines()
     assert lines[0].startswith(
@@ -346,6 +353,7 @@ def test_a_preview_is_drawn(shown):
     assert [axes.get_title() for axes in alone.axes] == ["Noise beside signal"]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("kind", "changes", "names"),
     [
@@ -394,6 +402,7 @@ BAD = {
 }
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_previewed_is_refused_by_name(name):
     changes, words = BAD[name]

@@ -198,6 +198,7 @@ def test_an_exact_bound_that_returns_no_norm_is_refused(slope: float) -> None:
         Problem(exact_grad_bound=Line(slope), lipschitz=1).grad_bound(1)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=300)
 @given(
     exponent=st.floats(0, 1),
@@ -229,6 +230,7 @@ def test_grad_bound_never_decreases_with_the_radius(
     assert problem.grad_bound(low) <= problem.grad_bound(math.nextafter(low, math.inf))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=300)
 @given(constant=sizes, at_zero=sizes, root=st.floats(1e-3, 1e4))
 def test_computed_bounds_are_rounded_up(constant: float, at_zero: float, root: float) -> None:

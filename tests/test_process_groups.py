@@ -181,6 +181,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(parted, 3, tmp_path_factory.mktemp("groups"))
 
 
+@pytest.mark.slow
 def test_ranks_of_a_group_make_one_run_and_the_others_their_own(
     apart: list[dict[str, Any]],
 ) -> None:
@@ -255,6 +256,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(wrapped, 2, tmp_path_factory.mktemp("wrapped"))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -57,6 +57,7 @@ def norm64(tensors: Sequence[Tensor]) -> float:
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("prox", ALL)
 @settings(derandomize=True, max_examples=50)
 @given(first=vectors, second=vectors)
@@ -68,6 +69,7 @@ def test_every_map_is_firmly_nonexpansive(
     assert after @ after <= after @ before + 1e-12
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("prox", PROJECTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(derandomize=True, max_examples=50)
@@ -86,6 +88,7 @@ def objective(prox: Prox, values: list[float], step: float) -> Callable[[np.ndar
     return at
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("prox", "constraint"),
     [
@@ -131,6 +134,7 @@ def test_the_ball_takes_one_norm_over_all_tensors_and_keeps_the_direction() -> N
     torch.testing.assert_close(bias, torch.tensor([1.6]))
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("radius", [0.1, 1.0, 7.3, 1e-3])
 def test_the_ball_is_never_left_by_rounding_and_hardly_shrunk(
@@ -290,6 +294,7 @@ def test_no_corner_or_random_point_of_the_simplex_is_nearer(values: list[float])
     assert (((others - ours) @ (v - ours)) <= 1e-9).all()  # the obtuse angle of projections
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(derandomize=True, max_examples=30)
 @given(values=vectors)
@@ -339,6 +344,7 @@ def blocks(groups: str) -> list[list[int]]:
     }[groups]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("groups", ["global", "per_tensor", "per_row"])
 @settings(derandomize=True, max_examples=50)
 @given(
@@ -361,6 +367,7 @@ def test_group_thresholds_meet_the_optimality_conditions(
             assert float(v[block].norm()) <= t + 1e-12
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor")])
 def test_group_penalties_minimize_their_objective(prox: Prox) -> None:
     rng = np.random.default_rng(0)
@@ -382,6 +389,7 @@ def test_group_penalties_minimize_their_objective(prox: Prox) -> None:
             )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Simplex(2.0)])
 @settings(derandomize=True, max_examples=30)
 @given(data=st.data())
@@ -462,6 +470,7 @@ def unit(rng: np.random.Generator, dim: int) -> np.ndarray:
     return direction / np.linalg.norm(direction)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=200)
 @given(
     seed=st.integers(0, 10**6),

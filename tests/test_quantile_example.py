@@ -94,6 +94,7 @@ def test_the_example_says_how_to_run_it_and_stays_short() -> None:
         assert f"python examples/quantile_regression.py {options}" in docstring
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("width", [0.01, 0.1, 3.0])
 def test_the_smoothed_loss_keeps_its_declared_constants(
@@ -122,6 +123,7 @@ def test_the_smoothed_loss_lies_just_below_the_pinball_loss(module: ModuleType) 
         assert 0.0 <= float(smooth.min()) < 1e-15
 
 
+@pytest.mark.weekly
 def test_every_printed_score_is_that_of_its_model(module: ModuleType, quick: Run) -> None:
     figures, text, models, data = quick
     assert len(models) == 9
@@ -244,6 +246,7 @@ def test_the_hour_of_the_plot_is_the_scheduled_hour(module: ModuleType, quick: R
     assert 4.5 < float(clock.min()) < float(clock.max()) < 24.0
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "quantile", [pytest.param(q, marks=SLOW if q == "0.5" else WEEKLY) for q in QUANTILES]
 )
@@ -263,7 +266,7 @@ def test_private_quantiles_of_all_flights_beat_the_constant_ones(
 # -- support vector machines by output perturbation -------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others() -> None:
     svm = load("examples", "svm")
     data = svm.load_adult()
@@ -313,6 +316,7 @@ def noise_tables() -> str:
     return text.getvalue()
 
 
+@pytest.mark.weekly
 def test_the_benchmark_reprints_the_published_comparison(noise_tables: str) -> None:
     expected = {  # (q, n): paper, uniform, shuffle, of the specification's section 5, E4
         ("1.5", "1000"): (55.8, 0.655, 0.293),
@@ -347,6 +351,7 @@ def test_the_benchmark_reprints_the_published_noise_on_gradients(noise_tables: s
         )  # loss distributions are tighter than Renyi orders
 
 
+@pytest.mark.weekly
 def test_the_task_of_the_benchmark_has_bounded_records_and_a_minimizer_in_the_ball() -> None:
     holder = load("benchmarks", "holder")
     task = holder.Task(seed=3)
@@ -397,6 +402,7 @@ def test_the_noise_figures_of_the_document_are_those_of_the_benchmark(noise_tabl
         assert shown[q, n] == pytest.approx(tuple(map(float, sigmas)), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_document_runs() -> None:
     features = nn.functional.normalize(torch.randn(1_000, 20))
     scope: dict[str, Any] = {

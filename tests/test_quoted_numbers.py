@@ -38,6 +38,7 @@ def rounded_up(value: float, digits: int) -> str:
     return f"{scaled:.{digits}f}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
 def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledger]) -> None:
     settings = {
@@ -54,6 +55,7 @@ def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledge
     assert sentence in page("docs/from_opacus.md")
 
 
+@pytest.mark.slow
 def test_one_run_has_the_quoted_epsilons_under_two_relations(adult: tuple[float, Ledger]) -> None:
     under = {
         adjacency: adult[1].epsilon(DELTA, adjacency) for adjacency in (ADD_REMOVE, REPLACE_ONE)

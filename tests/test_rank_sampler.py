@@ -55,10 +55,12 @@ def check_that_positions_are_independent(found: np.ndarray) -> None:
             assert stats.binomtest(joint, trials, RATE**2).pvalue > FALSE_ALARM / 9
 
 
+@pytest.mark.slow
 def test_the_union_over_ranks_is_a_poisson_draw() -> None:
     check_that_positions_are_independent(inclusions(bytes(range(32))))
 
 
+@pytest.mark.slow
 def test_equal_streams_of_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = parts.rank_generator
     monkeypatch.setattr(parts, "rank_generator", lambda key, rank: generator(key, 0))
@@ -135,6 +137,7 @@ def check_that_ranks_are_independent() -> None:
         assert stats.chisquare(pairs.ravel()).pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_ranks_draw_the_batches_of_their_records_independently() -> None:
     def equal(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(

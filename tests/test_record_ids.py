@@ -72,6 +72,7 @@ def cells() -> float:
     return float(stats.chisquare(counts).pvalue)
 
 
+@pytest.mark.slow
 def test_picks_by_ids_are_uniform_and_independent() -> None:
     """One key: the pairs of picks of 20,000 ids in two passes. Many keys: the picks of two ids in two passes."""
     parts = 7
@@ -345,6 +346,7 @@ def test_a_loader_of_torch_may_draw_by_ids() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_id_shows_anywhere() -> None:
     """In no repr, state, report or message; the state is secret as long as draws are left."""
     model, optimizer = built()
@@ -561,6 +563,7 @@ def private(**options: Any) -> tuple[nn.Module, dp.PrivateOptimizer, Any]:
 LOSS = nn.BCEWithLogitsLoss(reduction="sum")
 
 
+@pytest.mark.slow
 def test_fit_and_make_private_draw_by_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     picks = RecordIds.picks
@@ -577,6 +580,7 @@ def test_fit_and_make_private_draw_by_ids(monkeypatch: pytest.MonkeyPatch) -> No
     assert charged(optimizer) == []
 
 
+@pytest.mark.slow
 def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
     model, optimizer = built()
     for ids in ([5] * N, IDS[1:]):

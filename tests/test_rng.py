@@ -202,6 +202,7 @@ def test_words_beyond_the_last_multiple_are_drawn_again():
     assert source.integers(limit, 4).tolist() == [limit - 1, 0, 5, 7]
 
 
+@pytest.mark.slow
 def test_permutations_are_exactly_uniform():
     """All orders of 4; and keys of which two agree are drawn again."""
     stream, draws = picks(3), 24_000
@@ -213,6 +214,7 @@ def test_permutations_are_exactly_uniform():
     assert sorted(stream.permutation(1000).tolist()) == list(range(1000))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("size", "count"), [(6, 2), (6, 5), (40, 2), (5, 0), (5, 5), (0, 0)])
 def test_subsets_are_exactly_uniform(size, count):
     stream, most = picks(4), math.comb(size, count)

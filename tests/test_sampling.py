@@ -116,6 +116,7 @@ def test_the_gap_method_reaches_the_first_and_the_last_position(size, rate):
     ).tolist() == list(range(size))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rate", [1e-7, 1e-4, 256 / 60_000, 0.3, 0.9, 1 - 2.0**-40])
 @pytest.mark.parametrize("mean", [1e-3, 1.0, 9.0, 20.0, 50.0])
 def test_gaps_have_exactly_the_law_of_the_rate_that_is_charged(rate, mean):
@@ -129,6 +130,7 @@ def test_gaps_have_exactly_the_law_of_the_rate_that_is_charged(rate, mean):
         assert stream.asked % 2 == 0 < stream.asked
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("more", [0, 1])
 def test_no_gap_is_too_long_to_be_drawn(more):
     """Beyond 2^-53 and 2^-63, where float64 and the first word end."""
@@ -363,6 +365,7 @@ def test_chunks_cover_each_draw_with_one_last_flag(design, physical):
     assert len({id(chunk.draw) for chunk in chunks}) == len(expected) == len(sampler)
 
 
+@pytest.mark.cases(1, 1)
 @multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("physical", [None, 2])
@@ -392,6 +395,7 @@ def test_an_empty_draw_is_a_batch_without_rows(dataset):
         assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 3), torch.float64, (0,), torch.int64)
 
 
+@pytest.mark.cases(1, 1)
 @multiprocess
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_empty_draw_has_the_structure_of_the_records(workers):
@@ -455,6 +459,7 @@ def test_a_batch_that_no_step_has_used_stops_the_loader():
         next(batches)
 
 
+@pytest.mark.cases(2, 1)
 @multiprocess
 @pytest.mark.parametrize(("dataset", "workers"), [(TENSORS, 0), (Tuples(), 0), (Tuples(), 2)])
 def test_an_iteration_broken_off_is_followed_by_one_that_begins_with_the_same_draw(

@@ -376,6 +376,7 @@ def summed(kind: str, parts: list[list[list[int]]]) -> Tensor:
     return train(model, optimizer, loader)["path"]
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_release_bit_for_bit_what_one_process_releases_that_sums_the_same_parts(
     kind: str, together: list[dict[str, Any]]
@@ -466,6 +467,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(failures, 2, tmp_path_factory.mktemp("failures"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -549,6 +551,7 @@ def test_a_draw_of_a_shard_is_no_draw_of_all_records(failed: list[dict[str, Any]
         assert "use a loader of the same data set" in rank["places"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_with_its_shard_makes_the_others_raise(tmp_path: Path) -> None:
     set_forkserver_preload(["torch_dpsco", "pytest", "scipy.stats"])
     running = start_processes(

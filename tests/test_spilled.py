@@ -61,6 +61,7 @@ def test_a_worker_spills_no_part_of_a_stream() -> None:
         list(DataLoader(Inside(), num_workers=1))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_passes_over_a_stream_hold_each_record_once(workers: int) -> None:
     """No other change of a loop: passes of secret draws, over records that came in a stream."""

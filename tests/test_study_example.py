@@ -15,7 +15,7 @@ from torch_dpsco.released import Released
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_studies_find_what_is_there(tmp_path):
     """AUC 0.89, 0.81 and, of 4000 aircraft, 0.60 to 0.71 (seven runs: 0.66, of standard deviation 0.05; 4 below)."""
     pytest.importorskip("matplotlib")

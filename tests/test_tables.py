@@ -61,6 +61,7 @@ def toy(parts: ModuleType, users: bool = False, kind: str = "binary") -> object:
 # -- public constants -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(numbers=NUMBERS)
 def test_a_block_has_norm_at_most_1_whatever_the_records_hold(
     accuracy: ModuleType, numbers: list[float]
@@ -96,7 +97,7 @@ def test_ranges_levels_and_bounds_are_literals_and_no_statistic_of_the_data_is_t
     assert calls > 80
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_row_is_within_the_declared_bounds_and_no_user_is_in_both_sets(
     accuracy: ModuleType,
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_poisson_batch_holds_each_row_at_its_rate(
     assert size == pytest.approx(4.0 / data.bound * 0.5 / data.bound / 12)
 
 
+@pytest.mark.slow
 def test_the_noise_of_an_anchor_spends_its_epsilon(accuracy: ModuleType) -> None:
     anchors = sys.modules["anchors"]
     for batch, design in ((None, dp.Full(1_000)), (100, dp.Poisson(100, 1_000))):

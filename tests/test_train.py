@@ -97,6 +97,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_dpsco.train._SHARE", math.inf)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_the_bar_never_shows_less_epsilon_than_was_spent(
@@ -120,6 +121,7 @@ def test_the_bar_never_shows_less_epsilon_than_was_spent(
     assert set(seen) == set(range(1, 51))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_step")
 def test_the_bar_never_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
     model = linear()
@@ -163,6 +165,7 @@ def test_without_progress_nothing_is_written(capfd: pytest.CaptureFixture[str]) 
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("build", "shape"), [(linear, (DIM,)), (mlp, (DIM,)), (conv, (1, 4, 4))])
 def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple[int, ...]) -> None:
     model, calls = build(), []
@@ -198,6 +201,7 @@ def test_the_model_can_be_used_at_once() -> None:
     )  # two forwards, gradients enabled
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_fit_is_the_loop_that_one_would_write(reduction: str) -> None:
     # Rate 1 makes every draw the data set, and the noise is seeded; so both runs are the same to the bit.
@@ -220,6 +224,7 @@ def test_fit_is_the_loop_that_one_would_write(reduction: str) -> None:
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_physical_batches_make_one_step_of_each_draw(rows: str) -> None:
     model, seen = dp.attach(mlp(), rows=rows), []
@@ -235,6 +240,7 @@ def test_physical_batches_make_one_step_of_each_draw(rows: str) -> None:
     assert optimizer.steps == len(optimizer.accountant) == 5
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pairs_of_any_structure_are_trained_on(workers: int) -> None:
     class Model(nn.Module):
@@ -315,6 +321,7 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("design", [dp.Poisson, dp.Fixed, dp.Shuffled], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("already", [0, 3])
 def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_can_be_made(
@@ -420,6 +427,7 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, got: str) -> None
     assert not is_attached(model)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("value", [0.0, 1e30, float("nan")])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_check_of_the_reduction_sees_no_value_of_the_data(value: float, reduction: str) -> None:
@@ -436,6 +444,7 @@ def test_the_check_of_the_reduction_sees_no_value_of_the_data(value: float, redu
     assert set(torch.cat(seen).unique().tolist()) <= {0.0, 1.0}
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_loss_that_couples_records_is_refused(attached: bool) -> None:
     model = dp.attach(linear()) if attached else linear()
@@ -450,6 +459,7 @@ def test_a_loss_that_couples_records_is_refused(attached: bool) -> None:
 # -- the data set under add_remove ------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("n", [0, 1, 2 * N])
 def test_under_add_remove_any_number_of_records_is_as_many_steps(n: int) -> None:
     model = linear()
@@ -461,6 +471,7 @@ def test_under_add_remove_any_number_of_records_is_as_many_steps(n: int) -> None
 # -- interruption -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("physical", [None, 16])
 def test_an_interrupted_fit_keeps_steps_and_ledger_and_can_go_on(physical: int | None) -> None:
     model, calls = linear(), []
@@ -549,6 +560,7 @@ def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
     assert len(optimizer.accountant) == len(refused.accountant) == 0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("several", [True, False])
 def test_a_sum_may_ignore_targets(several):
     model = Tokens() if several else nn.Sequential(nn.Linear(5, 3))

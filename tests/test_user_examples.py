@@ -103,6 +103,7 @@ def test_the_example_says_how_to_run_it_and_stays_short() -> None:
         assert f"python examples/user_level.py {options}" in docstring
 
 
+@pytest.mark.weekly
 def test_each_method_trains_each_loss_within_a_budget_for_users(quick: Run) -> None:
     assert len(quick.made) == len(LOSSES) * len(METHODS)
     for _, optimizer in quick.made:
@@ -157,6 +158,7 @@ def test_no_aircraft_is_in_two_phases(quick: Run) -> None:
         assert f"{len(sizes)} phases of {', '.join(map(str, sizes))} aircraft" in quick.text
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_printed_scores_are_those_of_the_models(quick: Run, module: ModuleType, loss: str) -> None:
     fleet, late = quick.fleet, quick.fleet.test_hours > 0.25
@@ -193,6 +195,7 @@ def test_the_fit_that_is_not_private_minimizes_the_mean_over_users(
     )  # rows do not count alike: users do
 
 
+@pytest.mark.weekly
 def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(
     module: ModuleType,
 ) -> None:
@@ -208,7 +211,7 @@ def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(
     assert len(found.made) == 2  # clipping works for any number
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ragged_numbers_of_flights_are_trained_on_as_they_are(module: ModuleType) -> None:
     fleet = made_up(module, ragged=True)
     found = run(module, fleet, "--quick", "--items", "all")
@@ -226,6 +229,7 @@ def test_what_is_chosen_of_a_user_does_not_depend_on_other_users(module: ModuleT
     assert np.array_equal(np.sort(module.choose(owners, 3, None)), np.arange(27))
 
 
+@pytest.mark.slow
 def test_the_universe_is_that_of_the_aircraft_with_fifty_flights(module: ModuleType) -> None:
     fleet = module.load_fleet()
     assert fleet.n_users == 2086
@@ -241,7 +245,7 @@ def test_the_plot_shows_the_noise_of_three_methods(module: ModuleType, tmp_path:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_real_aircraft_clipping_wins_over_the_filter(module: ModuleType) -> None:
     figures = run(module, module.load_fleet()).figures
     for loss in LOSSES:
@@ -260,6 +264,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip().replace(",", "") for cell in line.strip("| \n").split("|")]
 
 
+@pytest.mark.slow
 def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specification() -> None:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -279,7 +284,7 @@ def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specif
         assert 0.9 * most < found[5] <= most
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
     section = DOC.read_text(encoding="utf-8").split("## When the filter wins")[1].split("\n## ")[0]
     lines = [cells(line) for line in section.splitlines() if line.startswith("| ")]
@@ -298,6 +303,7 @@ def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
                 calibrate_filter(n_users=least - 1, **works)
 
 
+@pytest.mark.weekly
 def test_the_code_of_the_document_runs() -> None:
     names = {"torch": torch, "dp": dp, "dim": 3, "loss": dp.losses.Logistic()}
     names["dataset"] = torch.utils.data.TensorDataset(torch.randn(20_000, 3), torch.ones(20_000, 1))
@@ -321,6 +327,7 @@ def test_the_benchmark_measures_excess_risk_exactly() -> None:
     assert module.slope((1, 2), (1.0, None)) == "-"
 
 
+@pytest.mark.slow
 def test_far_from_the_start_the_filter_does_not_pay_for_the_distance() -> None:
     module = load("benchmarks", "user_level_risk")
     near, far = (module.far_fit("filtered", 2000, 50, away) for away in (0.0, 50.0))

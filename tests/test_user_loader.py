@@ -74,6 +74,7 @@ def test_users_without_rows_are_drawn_as_often_as_others() -> None:
     assert np.mean(sizes) == pytest.approx(2.0, abs=0.15)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     ids=st.lists(st.integers(0, 7), max_size=30), chunk=st.integers(1, 9), seed=st.integers(0, 5)
@@ -96,6 +97,7 @@ def test_chunks_of_any_size_hold_the_rows_of_the_whole_draw(
     assert draw == ([], [])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_data_sets_and_workers_deliver_the_same_rows_and_ids(workers: int) -> None:
     sampler = make_sampler(dp.Poisson(2, 6), size=6, steps=12, seed=3)
@@ -213,6 +215,7 @@ def test_read_only_ids_do_not_warn() -> None:
 # -- the loader of an optimizer ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
     run = runs.clipped(30, batch_size=10, steps=200)
     data, ids = runs.agreeing(30, rows=3)
@@ -228,6 +231,7 @@ def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
     assert np.mean(sizes) == pytest.approx(10.0, abs=4 * np.sqrt(30 * 2 / 9 / 200))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("users", [0, 20, 30])
 def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
@@ -308,6 +312,7 @@ IDS_OF_ROWS = {
 }
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize("partial", [False, True], ids=["step", "accumulate"])
 @pytest.mark.parametrize("name", list(IDS_OF_ROWS))
 def test_ids_that_were_not_delivered_are_refused(name: str, partial: bool) -> None:
@@ -332,6 +337,7 @@ def test_ids_that_the_loop_overwrites_are_refused() -> None:
         run.opt.step(users=ids)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("chunk", [None, 1, 4, 1000])
 def test_there_is_one_release_per_draw_whatever_the_chunks(chunk: int | None) -> None:
     run = runs.clipped(30, batch_size=10, steps=6, clip=0.7)

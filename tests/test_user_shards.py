@@ -182,6 +182,7 @@ def summed(kind: str, parts: list[list[tuple[list[int], list[int]]]]) -> Tensor:
     return train(model, optimizer, loader)["path"]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_users_release_bit_for_bit_what_one_process_releases_that_sums_the_same_parts(
     kind: str, together: list[dict[str, Any]]

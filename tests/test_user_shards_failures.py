@@ -287,6 +287,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(failures, 2, tmp_path_factory.mktemp("failures"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", ["added to 0", "added to 1", "replaced", "replaced elsewhere"])
 def test_a_user_moves_the_mean_of_all_ranks_by_at_most_the_declared_bound(
     name: str, failed: list[dict[str, Any]]

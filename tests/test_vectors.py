@@ -54,6 +54,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("vector", cases, ids=[str(each) for each in vectors])
 
 
+@pytest.mark.cases(11, 5)
 def test_the_package_agrees_with_the_vector(vector, record_property):
     record_property("vector", vector.key)
     try:
@@ -64,6 +65,7 @@ def test_the_package_agrees_with_the_vector(vector, record_property):
     assert problems == [], f"{vector.key} with {vector.inputs}"
 
 
+@pytest.mark.cases(19, 9)
 @pytest.mark.parametrize(
     "key", [f"{family}:{function}" for family, names in BUILT.items() for function in names]
 )
@@ -139,6 +141,7 @@ def _as_result(vector: Vector, expected: Any) -> Any:
 NO_LEAVES = {"raises", "error", "min", "sigma_at_least"}
 
 
+@pytest.mark.slow
 def test_every_vector_accepts_its_own_value_and_refuses_one_wrong_leaf():
     checked = 0
     for vector in load(FOLDER):
@@ -394,7 +397,7 @@ def test_vector_files_of_no_family_or_without_vectors_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_vectors_from_elsewhere_are_all_run(tmp_path):
-    """Also those that have the places of slow ones here; the tiers of tests/tiers.txt are for ours alone."""
+    """Also those that have the places of slow ones here; the mark `cases` is for ours alone."""
     content = json.loads((FOLDER / "allocation.json").read_text())
     cases = content["cases"] if isinstance(content, dict) else content
     quick = next(case for case in cases if case["function"] == "allocation_epsilon")

@@ -91,6 +91,7 @@ def test_a_step_size_that_changes_in_every_step_is_said_once_per_optimizer() -> 
     assert caught(lambda: (train(), train())) == {"lr was changed": 2}
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("theorem", [True, False])
 def test_adam_is_said_to_void_a_theorem_where_there_is_one(inner: Any, theorem: bool) -> None:
@@ -99,6 +100,7 @@ def test_adam_is_said_to_void_a_theorem_where_there_is_one(inner: Any, theorem: 
     assert found == ({"Adam on private": 1} if theorem and inner is torch.optim.Adam else {})
 
 
+@pytest.mark.slow
 def test_a_net_under_adam_with_a_schedule_is_trained_without_a_warning() -> None:
     def train() -> None:
         model, inner = net(), None
@@ -143,6 +145,7 @@ def with_a_large_delta_at_the_end() -> None:
     )
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -182,6 +185,7 @@ ABOUT_PRIVACY = {
 }
 
 
+@pytest.mark.slow
 def test_no_warning_about_privacy_depends_on_whether_it_was_given() -> None:
     """Reads every warning of the package: those under a condition that remembers (`_told...`) are about utility."""
     remembered, found = [], set()

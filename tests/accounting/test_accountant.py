@@ -24,6 +24,7 @@ from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError
 # -- budget -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("one_by_one", [True, False])
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE, part("0"), Repeat(STEP, 3)])
 def test_a_budget_admits_exactly_max_steps(event, one_by_one):
@@ -38,6 +39,7 @@ def test_a_budget_admits_exactly_max_steps(event, one_by_one):
     assert accountant.ledger.evaluate(DELTA, REPLACE_ONE, extra=event).epsilon > 1.2
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE, part("0")])
 def test_a_budget_is_exact_to_the_last_bit(event):
     spent = Accountant()
@@ -83,6 +85,7 @@ def test_the_named_smallest_epsilon_admits_the_event(event):
     assert len(accountant) == 7
 
 
+@pytest.mark.slow
 def test_a_smaller_event_is_still_admitted_after_a_refusal():
     accountant, small = Accountant(Budget(1.0, DELTA)), PoissonGaussian(50.0, 1e-4)
     accountant.declare(small, 1)
@@ -102,7 +105,7 @@ def test_no_budget_admits_a_release_without_noise(event):
     assert "epsilon to inf" in refusal(accountant, event)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=6)
 @given(
     st.floats(0.05, 8),
@@ -178,7 +181,7 @@ def test_a_budget_lowered_on_the_way_counts_at_once():
     assert "0.01" in refusal(accountant, STEP)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_million_equal_steps_are_one_entry():
     accountant = Accountant(Budget(4.0, DELTA))
     tiny = PoissonGaussian(4.0, 1e-4)
@@ -236,6 +239,7 @@ def test_a_budget_is_measured_in_its_own_adjacency():
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("event", [FIXED, part("0"), Gaussian(9.0, {REPLACE_ONE: 2.0})])
 def test_an_event_without_a_guarantee_there_is_refused_before_it_is_charged(event):
     accountant = Accountant(Budget(8.0, DELTA, adjacency=ADD_REMOVE))

@@ -161,6 +161,7 @@ def test_a_budget_of_another_adjacency_or_unit_is_refused():
 # -- answers that are kept --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
     accountant, seen = Accountant(), set()
     for _ in range(3):

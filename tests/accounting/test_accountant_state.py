@@ -53,7 +53,7 @@ def test_the_state_survives_torch_save_with_weights_only_and_json():
         assert image(resumed) == image(accountant)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(
     st.lists(
         st.tuples(st.sampled_from([STEP, FIXED, WHOLE, part("0"), part("1")]), st.integers(1, 9))
@@ -154,6 +154,7 @@ def test_a_state_of_another_adjacency_or_unit_is_refused():
         assert image(target) == before
 
 
+@pytest.mark.slow
 def test_a_state_nested_without_end_is_refused():
     state, event = Accountant().state_dict(), {"type": "NonPrivate"}
     for _ in range(100_000):

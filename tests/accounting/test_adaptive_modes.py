@@ -103,6 +103,7 @@ def takes(mode: str, event: Any) -> bool:
     return not several and all(inner in free or isinstance(inner, kinds) for inner in simple)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("event", EVENTS, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_event_in_every_adaptive_mode_fits_exactly_as_often_as_said(mode, event):

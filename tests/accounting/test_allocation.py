@@ -69,6 +69,7 @@ TWO = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("noise", "epsilon"), TWO)
 def test_two_steps_agree_with_quadrature(noise, epsilon, way):
@@ -100,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("noise", "steps", "epsilon", "way"), CASES)
 def test_no_figure_is_below_its_bracket(noise, steps, epsilon, way):
     low, high = bracket(noise, steps, epsilon, way, m=14 if way == "replace" else 50)
@@ -117,7 +119,7 @@ DRAWN = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("noise", "steps", "epsilons", "way", "shift"), DRAWN)
 def test_no_figure_is_below_what_is_sampled(noise, steps, epsilons, way, shift):
     """False alarms: one in a million for each side (4.9 standard errors)."""
@@ -126,7 +128,7 @@ def test_no_figure_is_below_what_is_sampled(noise, steps, epsilons, way, shift):
     assert mean - 4.9 * error <= found <= (mean + 4.9 * error) * 1.02
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("way", WAYS)
 def test_several_passes_cost_no_less_than_is_sampled(way):
     """False alarms: one in a million for each side. Two passes of two losses, composed by `pld` in one order."""
@@ -159,7 +161,7 @@ CLOSE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("noise", "steps", "target", "adjacency", "m"), CLOSE)
 def test_epsilon_is_within_half_a_percent_of_the_truth(noise, steps, target, adjacency, m):
     """By a certified lower bound on delta, bins merged into their means: at 0.5 % less, it is larger than allowed."""
@@ -196,7 +198,7 @@ def _is_close(noise, steps, epochs, target, less, ways):
     return any(mean + 5.9 * error >= target for mean, error, _ in many)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_draws_do_not_see_is_certified():
     """A setting of which 5,000 weighted draws give an effective number of 301, and three quarters of delta."""
     noise, steps, target, way = 1.4705267977384242, 88, 6.650877992063572e-12, ("replace",)
@@ -205,7 +207,7 @@ def test_what_draws_do_not_see_is_certified():
     assert not _is_close(noise, steps, 1, target, 1.005 * epsilon, way)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_random_settings_agree_with_what_is_sampled():
     """200 settings: no epsilon is below what is sampled, nor more than 0.5 % above it (several passes: 2 %).
 
@@ -244,6 +246,7 @@ def test_random_settings_agree_with_what_is_sampled():
 # Bounds that hold between figures.
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 @pytest.mark.parametrize("noise", [0.6, 1.0, 7.0])
 def test_more_steps_never_cost_more(noise, adjacency):
@@ -300,6 +303,7 @@ def test_the_epsilon_of_a_pass_meets_delta(noise, steps, log_target, way):
     assert 0 <= epsilon <= gaussian_epsilon(Pass(noise, steps, way).mu, math.exp(log_target))
 
 
+@pytest.mark.slow
 def test_replacing_costs_at_most_removing_and_adding_another():
     for noise, steps in [(0.5, 100), (1.0, 20), (3.0, 50)]:
         removed, added = delta(noise, steps, 0.8, "remove"), delta(noise, steps, 0.6, "add")
@@ -460,6 +464,7 @@ def test_what_small_differences_exceed_their_grid_by_counts(monkeypatch):
     assert math.exp(question.answer(1e-4).log_at(question.level)) / 2 < 0.9 * exact
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("noise", "epsilon"), [(0.25, 30.0), (0.35, 20.0), (0.5, 10.0), (0.5, 15.0)]
 )
@@ -475,6 +480,7 @@ def _hull(x, y, i):
     return min(y[i], ((1 - share) * y[:i, None] + share * y[i + 1 :]).min(initial=math.inf))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("grid", [pytest.param(1e-3, marks=pytest.mark.slow), 0.05])
 @pytest.mark.parametrize("way", ["remove", "add", pytest.param("replace", marks=pytest.mark.slow)])
 def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
@@ -583,6 +589,7 @@ def _moments_of_two(noise, powers, way):
     return np.array(out)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("noise", [0.25, 0.5, 1.0, 4.0, 100.0])
 def test_the_integral_for_adding_is_not_below_moments(noise):
     """One step in closed form, two by a square of points, several by the bracket of their law."""
@@ -640,6 +647,7 @@ def test_renyi_divergences_are_those_of_one_release_where_nothing_better_is_know
         allocation_renyi(1.0, 7, 1.0, "zero_out")
 
 
+@pytest.mark.slow
 def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
     orders = np.arange(2.0, 60.0)
     for adjacency in ("add_remove", "replace_one"):

@@ -14,6 +14,7 @@ from torch_dpsco.accounting.analysis.allocation import (
 )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("epsilon", "steps", "adjacency"),
     [

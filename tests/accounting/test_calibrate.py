@@ -44,6 +44,7 @@ def cell_id(value: object) -> str:
     return value if isinstance(value, str) else type(value).__name__
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
 @pytest.mark.parametrize("target", [0.2, 3.0])
 def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandth(
@@ -55,7 +56,7 @@ def test_the_calibrated_noise_meets_the_target_from_below_by_at_most_a_thousandt
     assert target * (1 - 1e-3) <= spent <= target
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=3)
 @given(
     st.floats(0.02, 50),
@@ -75,6 +76,7 @@ def test_a_tight_tolerance_meets_any_target_tightly(target, delta, steps, batch_
         assert design_epsilon(noise * (1 - 1e-5), delta, **query) > target
 
 
+@pytest.mark.slow
 def test_only_noise_that_was_seen_to_meet_the_target_is_returned(monkeypatch):
     """Also where the search for the root ends below it."""
     search = scipy.optimize.brentq
@@ -95,7 +97,7 @@ def test_unsampled_designs_get_the_exact_gaussian_noise():
             assert exact * (1 - 1e-12) <= noise <= exact * (1 + 2e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_noise_grows_with_everything_that_asks_for_more_privacy_or_releases_more():
     def noise(
         epsilon=1.0, delta=DELTA, batch_size=50, steps=100, adjacency=ADD_REMOVE, kind=Poisson
@@ -112,6 +114,7 @@ def test_noise_grows_with_everything_that_asks_for_more_privacy_or_releases_more
     assert middle < noise(adjacency=REPLACE_ONE) <= noise(adjacency=REPLACE_ONE, kind=Fixed)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("design", [Poisson(50, 1000), Fixed(50, 1000)])
 def test_a_target_out_of_reach_is_refused_with_the_least_that_is_in_reach(design):
     """Conversion from orders up to 2^20 leaves log(1 / delta) / 2^20 even without any cost."""
@@ -146,6 +149,7 @@ def test_a_small_target_is_calibrated_where_opacus_says_that_it_is_too_low():
     assert noise_multiplier(0.05, DELTA, rtol=1e-6, **query) <= 20.3925
 
 
+@pytest.mark.slow
 def test_one_epoch_is_never_a_step_short():
     """int(epochs / sample_rate), as Opacus has it, makes 92 steps of 93."""
     assert int(1 / (1 / 93)) == 92 or int(1 / (1 / 49)) == 48
@@ -166,6 +170,7 @@ def test_steps_or_epochs_must_be_given(counts):
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
 @pytest.mark.parametrize("target", [0.7, 3.0])
 def test_max_steps_is_the_last_number_of_steps_that_fits(design, adjacency, target):
@@ -213,6 +218,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("noise", "rate", "steps"), SETTINGS)
 def test_renyi_epsilon_is_at_most_that_of_opacus_and_dp_accounting_and_above_the_tight_one(
     noise, rate, steps
@@ -240,6 +246,7 @@ def test_high_orders_are_tried_where_opacus_stops_at_63():
     assert Ledger([PoissonGaussian(30.0, 0.01)]).epsilon(DELTA, ADD_REMOVE) <= 6.57e-4
 
 
+@pytest.mark.slow
 def test_many_different_noises_are_bounded_by_their_extremes():
     mixed = [Repeat(PoissonGaussian(1.0 + k / 30, 0.01), 10) for k in range(30)]
     low, high = ([Repeat(PoissonGaussian(noise, 0.01), 300)] for noise in (2.0, 1.0))

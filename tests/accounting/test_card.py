@@ -28,6 +28,7 @@ def stated(name="NoisyGD", accountant=None):
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
 def test_the_card_says_all_that_the_statement_says(tmp_path, suffix):
     path = tmp_path / f"card{suffix}"
@@ -47,6 +48,7 @@ def test_the_card_says_all_that_the_statement_says(tmp_path, suffix):
         assert line[1:] in text
 
 
+@pytest.mark.slow
 def test_the_pdf_opens_and_has_its_date(tmp_path):
     stated().save(tmp_path / "card.pdf", date=DATE)
     content = (tmp_path / "card.pdf").read_bytes()
@@ -55,6 +57,7 @@ def test_the_pdf_opens_and_has_its_date(tmp_path):
     assert b"D:20300102030405" in content
 
 
+@pytest.mark.slow
 def test_the_html_needs_no_network_and_escapes_text(tmp_path):
     stated("<script>alert(1)</script>").save(tmp_path / "card.html")
     text = (tmp_path / "card.html").read_text(encoding="utf-8")
@@ -148,6 +151,7 @@ def test_the_marks_lie_on_the_curve_and_say_what_the_risk_is():
     assert dict(zip(*after.get_data(), strict=True))[p] == risk.posterior(p, 0.01)
 
 
+@pytest.mark.slow
 def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
     stated().save(tmp_path / "card.html")
     text = (tmp_path / "card.html").read_text(encoding="utf-8")

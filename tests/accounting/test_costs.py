@@ -256,6 +256,7 @@ def test_a_partition_is_cut_in_one_way():
 # -- privacy loss distributions ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("noise", [0.7, 1.0, 3.0])
 @pytest.mark.parametrize("steps", [1, 100])
 def test_pld_agrees_with_dp_accounting_and_is_never_above_renyi(noise, steps):
@@ -281,6 +282,7 @@ def test_where_an_event_has_no_law_the_best_other_bound_is_reported():
         assert ledger.epsilon(DELTA, ADD_REMOVE, "pld") == ledger.epsilon(DELTA, ADD_REMOVE)
 
 
+@pytest.mark.slow
 def test_the_worst_combination_of_parts_counts():
     """A part with one large release and one with many small ones: neither is the worse one at every delta."""
     large, small = [Pure(1.0)], [Gaussian(4.0, {ZERO_OUT: 1.0})] * 16
@@ -346,6 +348,7 @@ def test_too_many_combinations_fall_back():
     assert ledger.evaluate(DELTA, ADD_REMOVE, "pld").method == "rdp"
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(

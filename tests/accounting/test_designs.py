@@ -59,6 +59,7 @@ def supported(ledger: Ledger, adjacency: str) -> bool:
 # -- plan and ledger --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize(
     "steps", [1, 2, 5, 6, 10, 11]
 )  # 14 records in batches of 3: five draws an epoch
@@ -259,6 +260,7 @@ def half_a_digit(figure: str) -> float:
     return 0.501 * 10.0 ** -len(figure.partition(".")[2])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("key", TABLE, ids=lambda key: f"{type(key[0]).__name__}-{key[1]}")
 def test_the_decision_table_of_the_spec_is_reproduced_or_improved(key):
     design, adjacency = key
@@ -299,6 +301,7 @@ def test_poisson_replace_one_is_neither_sigma_nor_half_of_it(
     assert tight[ADD_REMOVE] * 1.3 < tight[REPLACE_ONE] < halved / 2
 
 
+@pytest.mark.weekly
 @settings(max_examples=8)
 @given(st.floats(0.3, 20), st.integers(1, 50), st.integers(50, 10**6), st.integers(1, 1000))
 def test_epsilon_orders_the_schemes_as_theory_does(noise, batch_size, n, steps):

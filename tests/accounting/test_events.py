@@ -197,6 +197,7 @@ def test_a_restricted_event_keeps_its_noise_and_failure():
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(events())
 def test_the_json_round_trip_is_bit_exact(event):
     text = json.dumps(event_to_json(event), allow_nan=False)
@@ -205,6 +206,7 @@ def test_the_json_round_trip_is_bit_exact(event):
     assert json.dumps(event_to_json(back)) == text
 
 
+@pytest.mark.slow
 @given(events())
 def test_readable_json_means_the_same_event(event):
     assert event_from_json(json.loads(json.dumps(event_to_json(event, exact=False)))) == event
@@ -303,7 +305,7 @@ def test_a_sensitivity_of_zero_costs_nothing_even_without_noise():
         assert Ledger([Gaussian(sigma, {REPLACE_ONE: 0.0})]).epsilon(1e-5, REPLACE_ONE) == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(simple_events(), st.sampled_from(ADJACENCIES), st.floats(1e-12, 0.9))
 def test_no_event_of_any_size_gives_nan_or_a_warning(event, adjacency, delta):
     try:

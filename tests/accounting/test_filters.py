@@ -150,6 +150,7 @@ def test_rounding_of_a_hundred_thousand_small_costs_stays_within_the_slack():
     assert executed(run, [1e-5] * 100_001) == 100_000
 
 
+@pytest.mark.slow
 @given(st.floats(1.01, 1e6), st.floats(1e-3, 50), st.floats(1e-15, 0.99))
 def test_an_exhausted_filter_converts_to_its_target(order, epsilon, delta):
     overhead = rdp_epsilon_at_order(0.0, order, delta)
@@ -320,6 +321,7 @@ def test_the_odometer_is_the_one_of_the_analysis():
 # -- what a mode decides ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("sigma", [19.9, 40.0, 700.0])
 def test_the_number_of_steps_left_is_exact_and_nothing_is_charged(mode, sigma):
@@ -355,6 +357,7 @@ def test_a_refused_event_leaves_room_for_a_smaller_one(mode):
     assert run.usage(ledger).share > 1
 
 
+@pytest.mark.cases(4, 1)
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_resumed_run_decides_from_the_ledger_alone(mode):
     ledger = Ledger([Repeat(gaussian(20.0 + k), 2) for k in range(5)])
@@ -393,6 +396,7 @@ def test_a_resource_fits_up_to_its_limit_and_not_beyond(spent, fits):
     assert not Usage("mu^2", 1e-300, 0.0).fits
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", ["gdp", "zcdp", "rdp"])
 def test_a_long_sum_of_different_costs_is_not_rounded_down(mode):
     sigmas = [1e3 + k / 7 for k in range(3000)]
@@ -797,19 +801,21 @@ def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
     assert refused is None or excess(mode, *refused, epsilon, delta) > -1e-6
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @ADAPTIVE
 def test_no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
     no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=1000)
 @ADAPTIVE
 def test_none_of_many_adaptive_schedules_passes_the_target(mode, epsilon, delta, rounds):
     no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
 
 
+@pytest.mark.slow
 @given(st.floats(0.05, 60.0), st.floats(1e-12, 0.5))
 def test_an_exhausted_mode_is_its_target_exactly(epsilon, delta):
     """The largest sum that each mode lets pass, tolerance for rounding included, is judged with 40 digits."""

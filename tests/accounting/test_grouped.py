@@ -32,6 +32,7 @@ def test_a_replaced_record_is_one_removed_and_one_added():
     assert replace_one_epsilon(whole, DELTA) >= gaussian_epsilon(2 * math.sqrt(3) / 4, DELTA)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("event", [PoissonGaussian(2.0, 0.01, k=3), Pure(0.1, (ADD_REMOVE,))])
 def test_a_group_covers_what_replace_one_alone_does_not(event):
     ledger = Ledger([event])
@@ -53,6 +54,7 @@ def test_a_group_has_no_figure_where_failures_take_all_and_none_is_needed_for_no
         replace_one_epsilon(Ledger([Gaussian(9.0, {REPLACE_ONE: 1.0})]), DELTA)
 
 
+@pytest.mark.slow
 def test_the_accountant_takes_a_group_only_if_asked_and_only_where_it_must():
     accountant = Accountant(adjacency=ADD_REMOVE)
     accountant.record(PoissonGaussian(2.0, 0.01), 5)

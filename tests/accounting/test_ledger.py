@@ -132,7 +132,7 @@ def test_what_is_no_event_is_refused_before_it_is_recorded(wrapped, junk):
     assert (len(ledger), ledger.to_json()) == (0, [])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=6)
 @given(histories, st.randoms(use_true_random=False))
 def test_neither_order_nor_queries_nor_bundling_change_the_cost(history, rng: random.Random):
@@ -165,7 +165,7 @@ def test_the_order_in_which_costs_are_added_is_fixed():
     assert queried.epsilon(DELTA, REPLACE_ONE) == fresh.epsilon(DELTA, REPLACE_ONE)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=5)
 @given(histories, anywhere, st.integers(1, 10))
 def test_a_trial_costs_what_recording_costs_and_records_nothing(history, extra, count):
@@ -236,7 +236,7 @@ def test_delta_must_be_a_probability(delta, message):
         Ledger([gauss(0.1)]).epsilon(delta, REPLACE_ONE)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=8)
 @given(histories.map(lambda events: events[:3]), st.floats(1e-12, 0.5), st.floats(1.0001, 100))
 def test_epsilon_falls_with_delta_and_delta_inverts_it(history, delta, factor):
@@ -257,6 +257,7 @@ def test_epsilon_is_never_negative(noise, rate, delta):
     assert epsilon(PoissonGaussian(noise, rate), delta=delta, adjacency=ADD_REMOVE) == 0.0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("event", "steps", "delta"),
     [
@@ -375,6 +376,7 @@ def test_an_event_of_fewer_adjacencies_takes_the_others_away_for_good(extra, los
 # -- storage ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(histories)
 def test_the_json_round_trip_keeps_every_bit(history):
     ledger = Ledger(Repeat(event, times) for event, times in history)

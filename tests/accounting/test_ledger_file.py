@@ -48,6 +48,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_new_accountant_on_the_same_file_knows_every_bit(path):
     first = Accountant(ledger_path=path)
     for event in (STEP, STEP, FIXED, WHOLE, part("0"), PoissonGaussian(0.1, 1 / 3)):
@@ -73,6 +74,7 @@ def test_the_line_is_on_the_disk_before_authorize_returns(path, monkeypatch):
         assert [row["at"] for row in lines(path)[1:]] == list(range(count))
 
 
+@pytest.mark.slow
 def test_every_authorize_is_one_line_and_a_request_for_nothing_none(path):
     accountant = Accountant(Budget(8.0, DELTA), ledger_path=path)
     accountant.authorize(STEP, 0)
@@ -231,6 +233,7 @@ def written(path: Path) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_every_cut_of_a_file_opens_with_all_charges_or_is_refused(path, monkeypatch):
     monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
     content, mark = written(path), mark_of(path).read_bytes()
@@ -348,6 +351,7 @@ def test_lines_nested_without_end_are_refused(path):
         assert "is damaged or altered" in refused(path)
 
 
+@pytest.mark.weekly
 def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_authorized_before_it(
     path, monkeypatch
 ):

@@ -98,7 +98,7 @@ def check(folder: Path) -> tuple[int, int]:
     return len(accountant), len(drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kill_at_random_times_never_leaves_the_ledger_under_the_truth(folder):
     dice = random.Random(1)
     kills = sum(killed(lambda: run(folder, 10**6), dice.uniform(0.0, 0.1)) for _ in range(60))
@@ -121,7 +121,7 @@ def dies_after(bytes_left: int) -> Callable[[int, bytes], None]:
     return write
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kill_within_a_line_at_140_points_between_authorize_and_release(folder, monkeypatch):
     """Each child resumes what the one before has left, and dies at a random byte of its own writing."""
     dice = random.Random(2)

@@ -100,6 +100,7 @@ def test_a_file_that_would_hardly_become_shorter_is_left_alone(path, always):
     assert image(again) == image(accountant)
 
 
+@pytest.mark.slow
 def test_marks_runs_and_settings_survive(path, always):
     accountant = Accountant(ledger_path=path, adjacency=ADD_REMOVE)
     for _ in range(CHARGES):
@@ -236,6 +237,7 @@ def dying(monkeypatch, last: int, after: bool) -> None:
         monkeypatch.setattr(ledger_file.os, name, wrap(getattr(os, name)))
 
 
+@pytest.mark.cases(0, 1)
 @forks
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_at_any_point_leaves_the_old_or_the_new(path, always, monkeypatch, after):
@@ -266,6 +268,7 @@ def test_a_crash_at_any_point_leaves_the_old_or_the_new(path, always, monkeypatc
     assert outcomes == {1, 1 + CHARGES}
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("failing", ["open", "chmod", "write", "fsync", "replace"])
 def test_where_no_new_file_can_be_made_the_old_one_goes_on(path, always, monkeypatch, failing):
     before = written(path)
@@ -341,6 +344,7 @@ def _no_room(*_args) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 @forks
 def test_no_charge_is_lost_between_writers(path, always):
     """Four processes open, shorten, charge and close the same file as fast as they can."""

@@ -47,6 +47,7 @@ def statement(unit: str, adjacency: Adjacency, design: Design, one: bool = False
     return make_statement(ledger.report(), run)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("unit", ["example", "user"])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("one", [True, False])
@@ -149,6 +150,7 @@ def test_several_units_have_a_name(name: str, several: str) -> None:
     assert report.named("person", "people", **ONE_ROW).unit_names == "people"
 
 
+@pytest.mark.slow
 def test_copies_and_files_keep_the_name(tmp_path: Path) -> None:
     said = statement("user", "replace_one", DESIGNS[1]).named("patient").promising("a b c")
     for again in (copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
@@ -195,6 +197,7 @@ def test_promises_of_other_kinds_are_refused(bad: Any) -> None:
         dp.Accountant().report(1e-5).promising("fine", bad)
 
 
+@pytest.mark.slow
 def test_a_cap_on_users_says_users() -> None:
     X = np.random.default_rng(0).uniform(size=(400, 2))
     model = LogisticRegression(n=100, bound_x=1.5, classes=(False, True))

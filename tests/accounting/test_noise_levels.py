@@ -76,6 +76,7 @@ def share(spread, noise, lower, upper):
     return area(noise) / area(lower)
 
 
+@pytest.mark.cases(2, 2)
 @pytest.mark.parametrize(("event", "adjacency"), CASES, ids=repr)
 def test_between_two_noises_the_hockey_stick_is_below_that_of_a_coin(event, adjacency):
     spread, z = spread_of(event, adjacency), event.noise_multiplier
@@ -97,6 +98,7 @@ def test_the_spread_is_the_least_that_holds():
     assert two > share(0.3, 2.0, 1.0, 4.0) * one + (1 - share(0.3, 2.0, 1.0, 4.0)) * three
 
 
+@pytest.mark.cases(2, 2)
 @pytest.mark.parametrize(("event", "adjacency"), CASES, ids=repr)
 @pytest.mark.parametrize("count", [1, 300])
 def test_many_noises_cost_no_less_than_each_by_itself(event, adjacency, count):

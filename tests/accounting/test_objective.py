@@ -14,6 +14,7 @@ from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, obj
 REG, NOISE = 0.88, 6.0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("monotone", [True, False])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_a_curve_holds_its_formula_at_every_order(monotone, adjacency):

@@ -42,6 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_the_arguments_of_opacus_accountants_pass_through_its_calibration():
     settings = {
         "target_epsilon": 2.0,
@@ -68,6 +69,7 @@ def test_the_arguments_of_opacus_accountants_pass_through_its_calibration():
     assert optimizer.noise_multiplier > 0
 
 
+@pytest.mark.slow
 def test_calibration_leaves_the_accountant_of_the_engine_alone():
     accountant = Accountant(Budget(3.0, DELTA, adjacency=ADD_REMOVE))
     engine, model = PrivacyEngine(accountant="dpsco"), nn.Linear(3, 1)
@@ -114,6 +116,7 @@ def engine_of_silently(accountant: Accountant):
         return engine_of(accountant)
 
 
+@pytest.mark.slow
 def test_a_budget_under_the_batch_memory_manager_stops_at_the_last_whole_batch():
     probe = Accountant(Budget(6.0, DELTA, adjacency=ADD_REMOVE))
     most = probe.max_steps(PoissonGaussian(1.0, 0.25))

@@ -36,6 +36,7 @@ def test_make_private_charges_every_step():
     assert script.engine.get_epsilon(DELTA) == script.accountant.ledger.epsilon(DELTA, ADD_REMOVE)
 
 
+@pytest.mark.slow
 def test_our_epsilon_is_between_half_of_opacus_renyi_figure_and_all_of_it():
     for noise, rate, steps in ((1.0, 0.01, 500), (0.7, 0.1, 50), (4.0, 0.004, 1000)):
         ours, theirs = Accountant(), RDPAccountant()
@@ -46,6 +47,7 @@ def test_our_epsilon_is_between_half_of_opacus_renyi_figure_and_all_of_it():
         assert 0.4 * figure < ours.get_epsilon(DELTA) <= figure * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_make_private_with_epsilon_reaches_its_target():
     engine, model = PrivacyEngine(accountant="dpsco"), nn.Linear(3, 1)
     _, optimizer, _ = engine.make_private_with_epsilon(
@@ -247,6 +249,7 @@ def test_alphas_are_the_renyi_orders_that_are_used():
             ours.get_epsilon(DELTA, alphas=bad)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("foreign", [RDPAccountant, PRVAccountant, GaussianAccountant])
 def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     with warnings.catch_warnings():

@@ -61,6 +61,7 @@ def test_a_refused_logical_batch_leaves_none_of_its_parts():
     assert len(script.accountant) == 0
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_a_mixture_and_not_a_larger_rate():
     script = Script()
     model = script.model
@@ -108,6 +109,7 @@ def test_the_hook_refuses_a_rate_that_is_none():
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_that_were_never_bound_are_asserted_and_not_verified():
     script = Script()
     script.steps(3)
@@ -145,6 +147,7 @@ def test_a_bound_loader_corrects_a_smaller_rate():
     ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_bound_shuffled_loader_is_never_accounted_as_poisson(shuffle):
     script = Script(poisson_sampling=False)
@@ -186,6 +189,7 @@ def test_accumulated_batches_of_a_loader_that_is_not_poisson_are_refused():
     assert len(script.accountant) == 0
 
 
+@pytest.mark.slow
 def test_thirty_equal_batches_look_fixed_size():
     script = Script(poisson_sampling=False)
     script.steps(29)
@@ -202,6 +206,7 @@ def test_thirty_equal_batches_look_fixed_size():
     script.steps(70)  # told once
 
 
+@pytest.mark.slow
 def test_poisson_batches_small_ones_and_physical_parts_raise_no_suspicion():
     torch.manual_seed(3)
     poisson, small = Script(), Script(poisson_sampling=False, batch_size=4)

@@ -70,6 +70,7 @@ def test_orders_beyond_63_leave_no_floor_under_epsilon():
     assert found["best"] <= found["rdp"]
 
 
+@pytest.mark.slow
 def test_a_small_target_is_calibrated():
     """Opacus #670, #233: "privacy budget is too low" for a target below the floor."""
     with unwarned(), pytest.raises(ValueError, match="privacy budget is too low"):
@@ -79,6 +80,7 @@ def test_a_small_target_is_calibrated():
     assert 18.0 < noise_multiplier(0.05, DELTA, method="pld", **SMALL_OURS) < renyi
 
 
+@pytest.mark.slow
 def test_the_tolerance_of_calibration_is_on_the_noise():
     """Opacus #566: a tolerance of 0.01 on epsilon accepts any noise once the target is 0.01."""
     with unwarned():
@@ -90,6 +92,7 @@ def test_the_tolerance_of_calibration_is_on_the_noise():
         assert 0.01 * (1 - 1e-3) <= spent <= 0.01
 
 
+@pytest.mark.slow
 def test_calibrated_noise_never_passes_the_target():
     """Opacus #346: overshoot of the target.
 
@@ -169,7 +172,7 @@ def _points_of_opacus(noise: float, rate: float, steps: int) -> int:
     return domain.size
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_large_epsilons_are_finite_and_take_no_more_points_than_small_ones(monkeypatch):
     """Opacus #591, #601, #604, prv_accountant #14, #36, #42: its numerical accountant raises, or hangs."""
     with unwarned():
@@ -204,6 +207,7 @@ def test_large_epsilons_are_finite_and_take_no_more_points_than_small_ones(monke
         assert all(0 <= epsilon < 1e5 for epsilon in figures(delta, history).values())
 
 
+@pytest.mark.slow
 def test_tiny_deltas_have_a_figure():
     """prv_accountant #17: rounding drowns deltas of 1e-18; Opacus raises from 1e-15 on."""
     for delta in (1e-15, 1e-18):
@@ -214,6 +218,7 @@ def test_tiny_deltas_have_a_figure():
     assert found["pld"] <= found["best"] <= found["rdp"] < 6.3
 
 
+@pytest.mark.slow
 def test_little_noise_has_a_finite_figure():
     """Opacus #775: the root of the Gaussian figure is sought in [0, 500] only."""
     with pytest.raises(ValueError, match="must have different signs"):
@@ -246,6 +251,7 @@ def test_no_figure_is_below_that_of_the_loss_distribution():
         after(Accountant, history).get_epsilon(1 / 48000, method="gdp")
 
 
+@pytest.mark.slow
 def test_a_changed_noise_needs_one_new_curve_and_not_all(monkeypatch):
     """Opacus computes the curve of each distinct noise anew at every query: 3 s for 300 of them."""
     history = [(1 + k / 317, 0.0137, 10) for k in range(60)]

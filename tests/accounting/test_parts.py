@@ -57,6 +57,7 @@ def spent(
     return ledger
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
 def test_the_plan_of_any_first_draws_is_what_the_ledger_then_holds(
@@ -69,6 +70,7 @@ def test_the_plan_of_any_first_draws_is_what_the_ledger_then_holds(
     assert ledger.epsilon(DELTA, "replace_one") <= planned * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
 def test_what_is_spent_and_what_is_ahead_are_together_the_whole(
@@ -87,6 +89,7 @@ def test_what_is_spent_and_what_is_ahead_are_together_the_whole(
     assert isinstance(design.between(last, last, bases), Sequential)
 
 
+@pytest.mark.weekly
 @settings(derandomize=True, max_examples=40)
 @given(design=designs(), data=st.data())
 def test_the_whole_costs_what_the_costliest_part_costs(

@@ -212,6 +212,7 @@ def test_what_has_happened_is_recorded_and_joins_the_plan():
     assert len(accountant) == 5
 
 
+@pytest.mark.slow
 def test_a_run_of_several_events_may_be_repeated_while_the_budget_lasts():
     accountant, run = Accountant(Budget(1.0, DELTA)), Sequential((Repeat(QUIET, 5), FIXED))
     accountant.authorize(run)
@@ -285,6 +286,7 @@ def test_a_single_kind_of_event_may_be_charged_on_any_parts():
 KINDS = [STEP, QUIET, FIXED, part("0"), part("1"), Sequential((QUIET, FIXED))]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 9)), max_size=4),

@@ -87,6 +87,7 @@ def test_what_is_said_to_be_tested_elsewhere_is(place):
 # -- monotone ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.data(),
@@ -129,6 +130,7 @@ def test_loss_distributions_cost_less_at_larger_deltas(run, delta, factor, adjac
 # -- methods and adjacencies ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.one_of(poisson, fixed, plain, pure), steps), min_size=1, max_size=3),
@@ -142,6 +144,7 @@ def test_loss_distributions_are_below_renyi_bounds_and_the_best_below_all(run, d
         assert found["best"] <= epsilon(run, delta, adjacency, "pure")
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(
@@ -157,7 +160,7 @@ def test_renyi_bounds_are_below_those_of_zcdp_where_there_is_one(run, delta):
         assert epsilon(run, delta, adjacency) <= min(renyi, concentrated)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.one_of(poisson, plain, laplace), steps), min_size=1, max_size=3),
@@ -172,6 +175,7 @@ def test_replacing_a_record_costs_at_least_as_much_as_removing_or_zeroing_it(run
     assert removed <= replaced * (1 + SLACK[method])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(fixed, steps, deltas, methods)
 def test_fixed_batches_cost_the_same_for_a_record_zeroed_or_replaced_and_more_than_poisson_ones(
@@ -206,6 +210,7 @@ def test_poisson_sampling_at_rate_one_is_the_gaussian(noise, count, delta, metho
 # -- composition ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(runs, st.randoms(use_true_random=False), deltas)
 def test_loss_distributions_compose_in_any_order(run, random, delta):
@@ -216,7 +221,7 @@ def test_loss_distributions_compose_in_any_order(run, random, delta):
     assert found == pytest.approx(epsilon(run, delta, REPLACE_ONE, "pld"), rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=15)
 @given(runs, deltas, methods, st.sampled_from([ZERO_OUT, REPLACE_ONE]))
 def test_one_part_costs_what_its_events_cost_in_sequence(run, delta, method, adjacency):
@@ -234,7 +239,7 @@ def test_one_part_costs_what_its_events_cost_in_sequence(run, delta, method, adj
 # -- adaptive ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.one_of(poisson, fixed, plain, laplace), steps), max_size=3), deltas)
 def test_the_odometer_is_never_below_the_epsilon_of_parameters_fixed_in_advance(run, delta):

@@ -107,6 +107,7 @@ def plain_sum(rows: list[tuple[str, str, float, int]]) -> Fraction:
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(("event", "epsilon"), PURE, ids=repr)
 def test_a_question_at_delta_0_has_the_pure_epsilon_as_its_answer(event, epsilon):
     ledger = Ledger([event])
@@ -145,6 +146,7 @@ def test_what_has_no_pure_epsilon_is_named(event):
     assert ledger.pure(REPLACE_ONE) == math.inf
 
 
+@pytest.mark.slow
 @given(charges)
 @settings(max_examples=150, deadline=None)
 def test_a_ledger_of_pure_events_costs_the_plain_sum_rounded_once(rows):
@@ -313,6 +315,7 @@ def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place(mode):
     assert not run.admits(spent, Pure(2.0**-51))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize(
     ("target", "parts"), [(0.3, (0.1, 0.2)), (0.6, (0.2, 0.4)), (0.7, (0.15, 0.55))]
@@ -333,6 +336,7 @@ def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mo
     )  # at another delta the figure as it is
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", BOTH)
 @given(target=st.floats(0.01, 5.0), rows=charges)
 @settings(max_examples=60, deadline=None)

@@ -62,6 +62,7 @@ def charged(*events, **settings) -> Accountant:
     return accountant
 
 
+@pytest.mark.cases(5, 1)
 @pytest.mark.parametrize(
     ("adjacency", "meaning"),
     [
@@ -94,6 +95,7 @@ def test_figures_are_those_of_the_ledger():
     assert all(f"  event: {line}" in str(report) for line in report.events)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("event", "missing"),
     [
@@ -135,6 +137,7 @@ def test_assumptions_name_unit_planning_noise_and_each_kind_of_sampling():
         assert all(word in text for word in [*words, "kept secret", "one record per example"])
 
 
+@pytest.mark.slow
 def test_the_method_is_named_with_its_order_if_it_has_one():
     assert charged(clipped_gaussian(5.0)).report(DELTA).method == "gdp"
     assert charged(STEP).report(DELTA).method == "pld"
@@ -196,6 +199,7 @@ def test_parts_of_unequal_cost_are_shown_by_the_costliest():
     )
 
 
+@pytest.mark.slow
 def test_the_charges_of_a_report_cost_what_the_ledger_costs():
     accountant = passes(14, clipped_gaussian(5.0), charged(STEP))
     again = Ledger(
@@ -229,6 +233,7 @@ def test_the_attack_bound_is_the_formula_and_is_attained(epsilon, delta):
         assert exact <= bound <= exact * (1 + mpmath.mpf(10) ** -13)
 
 
+@pytest.mark.slow
 @given(st.floats(1e-4, 60.0), st.floats(1e-14, 0.5))
 def test_no_attack_on_gaussian_noise_beats_the_stated_bound(mu, delta):
     """The best test between N(0, 1) and N(mu, 1) has advantage Phi(mu/2) - Phi(-mu/2) = erf(mu / sqrt(8))."""
@@ -237,6 +242,7 @@ def test_no_attack_on_gaussian_noise_beats_the_stated_bound(mu, delta):
         assert attack_advantage(gaussian_epsilon(mu, delta), delta) >= truth
 
 
+@pytest.mark.slow
 @given(st.floats(0.05, 1e5), st.sampled_from(ADJACENCIES))
 def test_the_reported_advantage_is_exact_for_unsampled_gaussians(noise, adjacency):
     accountant = charged(clipped_gaussian(noise), adjacency=adjacency)
@@ -250,6 +256,7 @@ def test_the_reported_advantage_is_exact_for_unsampled_gaussians(noise, adjacenc
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("noise", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("q", [0.01, 0.3, 1.0])
 def test_the_reported_advantage_of_a_sampled_step_is_above_the_true_one(noise, q):
@@ -281,6 +288,7 @@ def test_the_guarantee_of_a_group_is_the_formula_rounded_up(epsilon, delta, size
         assert exact <= group_delta <= exact * (1 + mpmath.mpf(10) ** -9)
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 3.0), st.floats(1e-12, 0.1), st.integers(1, 8))
 def test_a_group_hidden_by_gaussian_noise_has_at_least_the_guarantee_stated(mu, delta, size):
     epsilon, group_delta = group_guarantee(gaussian_epsilon(mu, delta), delta, size)
@@ -314,6 +322,7 @@ def run_of(design, steps, planned, event=None) -> Run:
     return Run("X", design, event or clipped_gaussian(5.0), steps, planned, False)
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda d: type(d).__name__)
 @pytest.mark.parametrize("made", [0, 1, 3, 4])
 def test_the_planned_epsilon_is_what_the_ledger_holds_in_the_end(design, made):
@@ -390,6 +399,7 @@ def test_rounding_up_keeps_figures_that_need_no_more_digits():
     ]
 
 
+@pytest.mark.slow
 def test_every_epsilon_of_a_printed_report_is_at_least_the_exact_one():
     for noise in (0.7, 0.9, 1.1, 1.7, 2.3, 5.1):
         report = charged(PoissonGaussian(noise, 0.01)).report(DELTA)
@@ -400,6 +410,7 @@ def test_every_epsilon_of_a_printed_report_is_at_least_the_exact_one():
             assert exact <= shown[adjacency] <= exact * 1.002
 
 
+@pytest.mark.slow
 def test_a_pass_over_disjoint_batches_is_advised_where_it_costs_less():
     """Spec 6: at noise 0.6 an epoch of random batches costs 23.8, and one deterministic pass 19.1."""
     loud, quiet = (Accountant(adjacency=REPLACE_ONE) for _ in range(2))

@@ -40,6 +40,7 @@ def exact_miss(mu: float, f: float) -> mpmath.mpf:
         return mpmath.ncdf(z - mpmath.mpf(mu))
 
 
+@pytest.mark.slow
 @given(st.floats(1e-3, 12.0), PARTS)
 def test_a_gaussian_curve_is_matched_from_below(mu, f):
     truth, risk = exact_miss(mu, f), gaussian(mu)
@@ -53,6 +54,7 @@ def test_small_rates_are_matched_relatively(f):
     assert hit <= gaussian(1.0).true_positive(f) <= hit * (1 + 1e-3)
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 40.0), st.just(0.0) | st.floats(1e-12, 1.0), RATES)
 def test_one_point_is_its_own_trade_off(epsilon, delta, f):
     risk = Risk.of_point(epsilon, delta)
@@ -65,6 +67,7 @@ def test_one_point_is_its_own_trade_off(epsilon, delta, f):
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("epsilon", "prior"), [(0.01, 0.9), (1.0, 0.1), (8.0, 0.001)])
 def test_odds_rise_by_the_pure_epsilon_at_most(epsilon, prior):
     risk, odds = Ledger([Pure(epsilon)]).risk(REPLACE_ONE), math.exp(epsilon) * prior / (1 - prior)
@@ -74,6 +77,7 @@ def test_odds_rise_by_the_pure_epsilon_at_most(epsilon, prior):
     assert (risk.posterior(0.0), risk.posterior(1.0)) == (0.0, 1.0)
 
 
+@pytest.mark.weekly
 @given(st.floats(0.05, 3.0), st.floats(0.01, 0.99))
 def test_an_alarm_of_a_rarer_test_proves_more(mu, prior):
     risk = gaussian(mu)
@@ -118,7 +122,7 @@ RISKCAL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("noise", "rate", "steps", "advantage", "misses"), RISKCAL)
 def test_sampled_runs_agree_with_another_implementation(noise, rate, steps, advantage, misses):
     risk = Ledger([Repeat(PoissonGaussian(noise, rate), steps)]).risk(ADD_REMOVE)
@@ -133,6 +137,7 @@ RUNS, SURE = (
 )  # Hoeffding; 18 tests: false alarms below 1e-6
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("rate", "noise", "steps"),
     [

@@ -50,6 +50,7 @@ def test_the_line_of_two_rates_implies_them(one, other):
     assert 1 - max(bend) <= tpr + 1e-12
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("target", "mu"),
     [
@@ -70,6 +71,7 @@ def test_gaussian_noise_is_the_least_that_keeps_the_risk(target, mu):
     assert 1.0 <= noise * mu <= 1.0005
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("target", [{"advantage": 0.1}, {"tpr": 0.05, "fpr": 0.01}])
 def test_sampled_noise_keeps_the_risk_and_spends_it(target):
     budget = Budget(**target, adjacency=ADD_REMOVE)
@@ -103,6 +105,7 @@ def test_what_may_fail_takes_the_whole_of_its_delta():
     assert not rates.admits(ApproxDP(0.0, 0.011))  # found without a false alarm
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("target", [{"advantage": 0.1}, {"tpr": 0.2, "fpr": 0.01}])
 def test_plans_and_reports_keep_the_risk(target):
     budget = Budget(**target)

@@ -6,6 +6,8 @@ import math
 import re
 from pathlib import Path
 
+import pytest
+
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.risk import Risk
 
@@ -39,6 +41,7 @@ def test_the_table_is_what_is_computed():
     assert written == rows
 
 
+@pytest.mark.slow
 def test_every_python_block_of_the_page_runs(capsys):
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):

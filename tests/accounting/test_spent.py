@@ -20,6 +20,7 @@ def charged(steps: int, budget: dp.Budget | None = TARGET) -> dp.Accountant:
     return accountant
 
 
+@pytest.mark.slow
 def test_spent_is_epsilon_at_the_budgets_delta_and_adjacency() -> None:
     for adjacency in ("add_remove", "zero_out", "replace_one"):
         accountant = dp.Accountant(dp.Budget(3.0, 1e-6, adjacency=adjacency))

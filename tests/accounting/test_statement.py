@@ -96,6 +96,7 @@ SAMPLING = {
 }
 
 
+@pytest.mark.cases(10, 5)
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=named)
 @pytest.mark.parametrize("unit", ["example", "user"])
 def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacency, unit):
@@ -397,6 +398,7 @@ def figures(statement: Statement) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1.0, 200.0), st.floats(1e-12, 1e-2), st.sampled_from(ADJACENCIES))
 def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):

@@ -72,6 +72,7 @@ def _late_charges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "charge", later)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("attempt", range(4))
 def test_no_charge_of_16_threads_is_lost(attempt):
     accountant = Accountant()
@@ -89,6 +90,7 @@ def test_no_charge_of_16_threads_is_lost(attempt):
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.usefixtures("_late_charges")
 @pytest.mark.parametrize("kinds", [1, 10])
 def test_no_number_of_threads_passes_the_budget(kinds):
@@ -108,6 +110,7 @@ def test_no_number_of_threads_passes_the_budget(kinds):
     assert len(granted) == len(accountant) >= 499
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("attempt", range(4))
 def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
     """A total summed while a charge is on its way must not be kept: later decisions would rest on it."""
@@ -132,6 +135,7 @@ def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("rounds", "syncs"),
     [(20, True), pytest.param(ROUNDS, False, marks=pytest.mark.slow)],
@@ -190,6 +194,7 @@ def test_a_phase_is_that_of_its_own_thread():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_late_charges")
 def test_fits_in_threads_never_pass_a_shared_budget():
     """joblib's threads: of 24 fits at 0.16 each, 6 fit into 1.0, and never a seventh."""
@@ -213,6 +218,7 @@ def test_fits_in_threads_never_pass_a_shared_budget():
     assert made == len(accountant) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_during_a_charge_leaves_a_whole_ledger_and_a_free_lock():

@@ -102,6 +102,7 @@ def test_an_epoch_has_no_step_too_few():
     assert design_epsilon(noise, DELTA, steps=93, **query) <= 1.0
 
 
+@pytest.mark.slow
 def test_fixed_batches_are_not_accounted_as_poisson_ones():
     """Opacus #80, private-transformers #7: an epoch of 60000 records in batches of 256 that are cut in order."""
     data = TensorDataset(torch.zeros(60000, 1))
@@ -159,6 +160,7 @@ def subsets_p_value(batches: Iterable[np.ndarray], n: int, rate: float) -> float
     return float(stats.chisquare(np.bincount(codes, minlength=2**n), expected).pvalue)
 
 
+@pytest.mark.weekly
 def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_are_not():
     """jax_privacy #121: a binomial size and then a uniform choice is Poisson sampling; fixed or cyclic draws are not.
 
@@ -178,6 +180,7 @@ def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_ar
     assert max(subsets_p_value(batches, n, size / n) for batches in (fixed, cyclic)) < FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_fixed_batches_with_little_noise_cost_a_tenth_of_the_published_bound():
     """dp-accounting 0.6: the bound of Wang, Balle and Kasiviswanathan is 300 for an epoch with noise 0.3 of 2 C."""
     judge = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)

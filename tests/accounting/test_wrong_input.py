@@ -81,6 +81,7 @@ def bad_values() -> list[Any]:
     return cases
 
 
+@pytest.mark.cases(95, 47)
 @pytest.mark.parametrize(("event", "fields", "name", "bad"), bad_values())
 def test_every_number_of_every_event_is_checked_and_named(event, fields, name, bad):
     with pytest.raises(ValueError, match=rf"^{name} must be .*\(got ") as caught:
@@ -179,6 +180,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.cases(36, 2)
 @pytest.mark.parametrize(("ask", "message"), QUESTIONS)
 def test_a_wrong_question_is_named_and_changes_nothing(used, ask, message):
     before = image(used)

@@ -101,6 +101,7 @@ def rows_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.stack(parts) for parts in zip(*alone, strict=True)]
 
 
+@pytest.mark.cases(0, 1)
 @ROWS
 @pytest.mark.parametrize(
     ("backend", "when"),
@@ -134,7 +135,7 @@ def test_rows_of_compiled_models_are_right_for_many_sizes(when, rows, backend):
             assert {len(part) for part in found} == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("when", [pytest.param("before attach", marks=SLOW), "after attach"])
 @ROWS
 def test_two_backward_passes_of_a_compiled_model_stay_apart(when, rows):
@@ -150,7 +151,7 @@ def test_two_backward_passes_of_a_compiled_model_stay_apart(when, rows):
         assert_rows(rows_found.dense(), rows_of(build(), x), 1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("rows", ["auto", pytest.param("dense", marks=SLOW)])
 def test_a_compiled_loss_has_right_rows(rows):
     model = dp.attach(build(), rows=rows, check_first_step=LOOKED_AT)
@@ -162,6 +163,7 @@ def test_a_compiled_loss_has_right_rows(rows):
         assert_rows(GradBatch.consume(trained(model)).dense(), rows_of(build(), x), 1e-9)
 
 
+@pytest.mark.cases(0, 1)
 @ROWS
 @EARLY_DYNAMO
 def test_one_graph_for_a_whole_attached_model_is_refused(rows):
@@ -170,7 +172,7 @@ def test_one_graph_for_a_whole_attached_model_is_refused(rows):
         run(numbers(2))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("when", [pytest.param("before attach", marks=SLOW), "after attach"])
 @EARLY_DYNAMO
 def test_a_compiled_forward_that_changes_buffers_is_refused(when):
@@ -200,7 +202,7 @@ def recorded_kinds() -> nn.Module:
     return model.double()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @WHEN
 def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
     run = compiled(recorded_kinds(), when, "factored", "mean", backend="aot_eager")
@@ -210,7 +212,7 @@ def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
         assert_rows(found, rows_of(recorded_kinds(), x), 1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("what", ["model", pytest.param("step", marks=SLOW)])
 def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     model = dp.attach(network(), loss_reduction="sum")
@@ -229,7 +231,7 @@ def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     assert optimizer.steps == len(optimizer.accountant) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @ROWS
 @EARLY_DYNAMO
 def test_compiled_autograd_is_right_or_refused(rows):

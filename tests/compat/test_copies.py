@@ -50,6 +50,7 @@ def through_file(value: Any) -> Any:
 # -- copies and files -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3, 1)
 @ROWS
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_file]
@@ -106,6 +107,7 @@ def test_a_copied_pair_trains_by_itself_and_shares_the_ledger():
     assert len(run.optimizer.accountant) == len(twin.optimizer.accountant) == 5
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("together", [False, True])
 def test_an_optimizer_is_not_pickled_but_saved_by_its_state(together):
     run = Run()
@@ -180,6 +182,7 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
 # -- dtypes and devices -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @ROWS
 @pytest.mark.parametrize(
     "move", [lambda m: m.double(), lambda m: m.to("cpu"), lambda m: m.to(torch.float64)]

@@ -414,6 +414,7 @@ FACTORED_CASES = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_rows_are_those_of_the_records_alone(name, rows):
@@ -421,6 +422,7 @@ def test_rows_are_those_of_the_records_alone(name, rows):
     assert_sound(case, rows)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", FACTORED_CASES)
 def test_rows_of_factored_layers_are_those_of_the_records_alone(name):
     assert_sound(FACTORED_CASES[name], "factored")
@@ -448,6 +450,7 @@ def assert_sound(case: Case, rows: str) -> None:
             )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("lengths", [(3, 2, 1), (3, 3, 1), (2, 2, 2), (1, 1, 1)])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_rows_of_packed_sequences_of_any_lengths_are_right(kind, lengths):

@@ -75,6 +75,7 @@ def test_a_plain_loop():
     run.check()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_over_worker_processes(workers):
     run = Run()
@@ -154,6 +155,7 @@ def by_two_backward_passes(run: Run) -> Iterator[tuple[Batch, Callable[[], None]
             yield part, run.optimizer.step if k + 1 == len(parts) else lambda: None
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "chunks",
     [
@@ -201,6 +203,7 @@ def test_batch_memory_manager_with_workers_is_refused():
     assert len(run.optimizer.accountant) == 0
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("physical", [None, 2])
 def test_breaking_out_of_an_epoch_leaves_nothing_behind(workers, physical):
@@ -241,6 +244,7 @@ def pad(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nested_records_padded_by_collate_and_empty_draws(workers):
     run = Run(dp.Poisson(1, N))

@@ -24,7 +24,7 @@ def names_in(folder: Path) -> set[str]:
     return {name for name in found if name.startswith("test_")}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_matrix_names_every_test_here_and_only_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) >= 60

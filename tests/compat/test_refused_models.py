@@ -84,6 +84,7 @@ AT_ATTACH = {
 }
 
 
+@pytest.mark.cases(29, 7)
 @pytest.mark.parametrize("name", AT_ATTACH)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left(name, rows):
@@ -234,6 +235,7 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
 }
 
 
+@pytest.mark.cases(25, 1)
 @pytest.mark.parametrize("name", IN_TRAINING)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_uses_without_right_rows_are_refused_with_a_way_out(name, rows):

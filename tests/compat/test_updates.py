@@ -47,6 +47,7 @@ SCHEDULERS = {
 
 
 # SequentialLR of older versions of torch calls `step` of its own schedulers in a way that torch deprecates
+@pytest.mark.cases(2, 1)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_sets_the_rates_of_a_plain_optimizer(name):
@@ -161,6 +162,7 @@ def with_inner(name: str) -> Run:
     return run
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", INNER)
 def test_torch_optimizers_work_on_the_private_mean(name):
     run = with_inner(name)

@@ -43,6 +43,7 @@ HUNT = settings(
 )
 
 
+@pytest.mark.slow
 def test_the_ledger_is_never_under_the_truth_in_random_orders() -> None:
     run_state_machine_as_test(CallOrders, settings=settings(SETTINGS, max_examples=25))
 
@@ -178,12 +179,13 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_machine_finds_nothing_in_what_is_not_broken() -> None:
     """Else it could find that in every mutation."""
     run_state_machine_as_test(CallOrders, settings=HUNT)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)

@@ -22,6 +22,7 @@ def interrupt(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.cases(1, 1)
 def test_an_interrupt_before_the_charge_spends_nothing(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_an_interrupt_before_the_charge_spends_nothing(
     assert run.opt.steps == STEPS
 
 
+@pytest.mark.cases(5, 2)
 def test_an_interrupt_after_the_charge_has_spent_it_and_moves_nothing(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:

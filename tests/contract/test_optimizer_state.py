@@ -62,6 +62,7 @@ def lasting(row: Row, path: Path, **changes: Any) -> Run:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(
     row: Row, dtype: torch.dtype, tmp_path: Path
@@ -83,6 +84,7 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been_interrupted(
         other.train(1, seed=8)
 
 
+@pytest.mark.cases(2, 1)
 @having("shared")
 def test_a_loader_made_before_loading_a_checkpoint_still_serves_unless_it_is_of_another_pass(
     row: Row,
@@ -101,6 +103,7 @@ def test_a_loader_made_before_loading_a_checkpoint_still_serves_unless_it_is_of_
     assert run.opt.steps == STEPS
 
 
+@pytest.mark.cases(5, 2)
 @having("shared")
 def test_loading_drops_the_batch_in_progress(row: Row) -> None:
     run = row.make().train(1)
@@ -115,6 +118,7 @@ def test_loading_drops_the_batch_in_progress(row: Row) -> None:
     assert (run.opt.steps, len(run.opt.accountant)) == (1, run.charged(1))
 
 
+@pytest.mark.cases(3, 1)
 @having("numbers")
 @pytest.mark.parametrize(
     "changes", [{"noise": 0.5}, {"scale": 1.5}, {"steps": 8, "batch": 3}, {"batch": 4}], ids=str
@@ -134,6 +138,7 @@ def test_a_state_of_another_plan_is_refused(row: Row, changes: dict[str, float])
     assert same(other.parameters(), before)
 
 
+@pytest.mark.cases(1, 1)
 def test_a_state_of_a_torch_optimizer_or_with_a_forged_ledger_is_refused(row: Row) -> None:
     run = row.make()
     with pytest.raises(ValueError, match="a private optimizer's, version 3"):
@@ -145,6 +150,7 @@ def test_a_state_of_a_torch_optimizer_or_with_a_forged_ledger_is_refused(row: Ro
     assert run.opt.steps == 0
 
 
+@pytest.mark.cases(4, 2)
 @having("shared")
 def test_going_back_to_a_checkpoint_does_not_undo_charges(row: Row) -> None:
     run = row.make().train(1)
@@ -155,6 +161,7 @@ def test_going_back_to_a_checkpoint_does_not_undo_charges(row: Row) -> None:
     assert (run.ledger(), run.opt.steps, len(run.opt.accountant)) == (before, 1, run.charged(2))
 
 
+@pytest.mark.cases(2, 1)
 @having("shared")
 def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row: Row) -> None:
     state = row.make().train(2).opt.state_dict()  # two releases of an earlier process
@@ -171,6 +178,7 @@ def test_a_checkpoint_of_another_history_is_not_taken_for_charges_made_here(row:
     )
 
 
+@pytest.mark.cases(2, 1)
 @having("shared")
 def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_path: Path) -> None:
     run = row.make().train(1)
@@ -182,6 +190,7 @@ def test_two_continuations_of_one_checkpoint_are_two_histories(row: Row, tmp_pat
     assert len(first.opt.accountant) == first.charged(2)
 
 
+@pytest.mark.cases(1, 1)
 def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) -> None:
     run = row.make().train(2)
     run.opt.finalize()
@@ -193,6 +202,7 @@ def test_a_finalized_run_is_finalized_after_loading(row: Row, tmp_path: Path) ->
         other.train(1)
 
 
+@pytest.mark.cases(3, 1)
 def test_a_checkpoint_holds_no_noise_stream(row: Row) -> None:
     state = row.make().train(2).opt.state_dict()
     state["dpsco"].pop("partition", None)  # who is in which part of a one-pass design
@@ -200,6 +210,7 @@ def test_a_checkpoint_holds_no_noise_stream(row: Row) -> None:
     assert max(leaf.numel() for leaf in [torch.zeros(1), *tensors(state)]) <= DIM
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if "shared" in row.lacks], ids=lambda row: row.name
 )
@@ -224,6 +235,7 @@ def test_a_run_with_a_secret_in_its_releases_goes_on_in_one_place(row: Row) -> N
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @having("shared", "private")
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_copies_draw_fresh_noise_and_share_the_ledger(row: Row, scheduled: bool) -> None:
@@ -243,6 +255,7 @@ def test_copies_draw_fresh_noise_and_share_the_ledger(row: Row, scheduled: bool)
     assert not same(*([p.grad for p in each.model.parameters()] for each in (run, clone)))
 
 
+@pytest.mark.cases(2, 1)
 @having("shared", "moving", "private")
 def test_a_copy_of_a_seeded_optimizer_does_not_repeat_its_noise(row: Row) -> None:
     run = row.make(generator=torch.Generator().manual_seed(3))
@@ -252,6 +265,7 @@ def test_a_copy_of_a_seeded_optimizer_does_not_repeat_its_noise(row: Row) -> Non
     assert not same(run.parameters(), clone.parameters())
 
 
+@pytest.mark.cases(2, 1)
 def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
     first, second = (
         row.make(generator=torch.Generator().manual_seed(3)).train(noise_seed=None)
@@ -260,6 +274,7 @@ def test_a_seeded_generator_repeats_the_noise(row: Row) -> None:
     assert same(first.parameters(), second.parameters())
 
 
+@pytest.mark.cases(18, 9)
 def test_pickling_is_refused_because_a_copy_elsewhere_would_spend_unseen(row: Row) -> None:
     with pytest.raises(PrivacyError, match=r"must not be (pickled|copied)"):
         pickle.dumps(row.make().opt)
@@ -268,6 +283,7 @@ def test_pickling_is_refused_because_a_copy_elsewhere_would_spend_unseen(row: Ro
 # -- ordinary PyTorch -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(7, 3)
 @having("rates", "moving")
 def test_groups_move_by_their_own_rates(row: Row) -> None:
     model = row.model()
@@ -284,6 +300,7 @@ def test_groups_move_by_their_own_rates(row: Row) -> None:
     assert run.opt.steps == 1
 
 
+@pytest.mark.cases(5, 2)
 @having("rates", "moving")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_torch_scheduler_sets_the_rate_of_the_steps(row: Row, resumed: bool) -> None:
@@ -302,6 +319,7 @@ def test_a_torch_scheduler_sets_the_rate_of_the_steps(row: Row, resumed: bool) -
     assert run.opt.steps == 2
 
 
+@pytest.mark.cases(5, 2)
 def test_a_closure_is_evaluated_once_and_its_loss_returned(row: Row) -> None:
     run, losses = row.make(), []
     for batch in run.loader():
@@ -316,6 +334,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(row: Row) -> None:
     assert all(loss.requires_grad for loss in losses)
 
 
+@pytest.mark.cases(6, 3)
 def test_a_closure_that_fails_spends_nothing(row: Row) -> None:
     run = row.make()
 
@@ -331,6 +350,7 @@ def test_a_closure_that_fails_spends_nothing(row: Row) -> None:
     assert run.opt.steps == 1
 
 
+@pytest.mark.cases(2, 1)
 def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     careful, forgetful = row.make().train(), row.make()
     forgetful.opt._noise = seeded(5)
@@ -340,6 +360,7 @@ def test_a_forgotten_zero_grad_changes_nothing(row: Row) -> None:
     assert same(careful.parameters(), forgetful.parameters())
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), zeros())
@@ -360,6 +381,7 @@ def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
     assert all(p.grad is None for p in model[0].parameters())
 
 
+@pytest.mark.cases(5, 2)
 @having("shared")
 def test_the_hooks_of_torch_optimizers_are_called(row: Row) -> None:
     run, calls = row.make(), []
@@ -387,6 +409,7 @@ def test_the_hooks_of_torch_optimizers_are_called(row: Row) -> None:
     assert len(calls) == 8
 
 
+@pytest.mark.cases(4, 2)
 def test_a_state_says_in_plain_values_what_run_it_is_of(row: Row) -> None:
     run = row.make().train(2)
     state = run.opt.state_dict()["dpsco"]

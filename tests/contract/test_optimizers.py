@@ -73,6 +73,7 @@ def test_every_fact_is_lacked_by_some_row_and_held_by_another() -> None:
 # -- the mechanism ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> None:
     run, each = row.make(), []
     for k, batch in enumerate(run.loader(), start=1):
@@ -95,6 +96,7 @@ def test_the_ledger_after_k_steps_is_the_planned_event_of_k_steps(row: Row) -> N
     assert run.opt.report(DELTA).figures.adjacency == row.adjacency
 
 
+@pytest.mark.cases(4, 2)
 @having("private")
 def test_what_is_ahead_of_a_run_is_what_it_spends(row: Row) -> None:
     run = row.make()
@@ -105,6 +107,7 @@ def test_what_is_ahead_of_a_run_is_what_it_spends(row: Row) -> None:
     assert [epsilon(run.opt.accountant.ledger, a) for a in ADJACENCIES] == pytest.approx(ahead)
 
 
+@pytest.mark.cases(3, 1)
 def test_the_planned_steps_can_be_made_and_no_more(row: Row) -> None:
     run = row.make().train()
     before = snapshot(run)
@@ -131,6 +134,7 @@ def test_the_last_planned_step_installs_the_answer(row: Row) -> None:
     assert "Not finalized" not in str(run.opt.report(DELTA))
 
 
+@pytest.mark.cases(3, 1)
 @having("clip")
 def test_the_clip_is_the_bound_at_the_public_iterate(row: Row) -> None:
     run = row.make(scale=2.0)
@@ -142,6 +146,7 @@ def test_the_clip_is_the_bound_at_the_public_iterate(row: Row) -> None:
         assert run.opt.metrics["clip"] >= row.clip(norm, 2.0) * (1 - 1e-12)
 
 
+@pytest.mark.cases(4, 2)
 def test_metrics_are_public_numbers_and_the_same_before_and_after_a_backward(row: Row) -> None:
     run = row.make()
     for batch in run.loader():
@@ -165,6 +170,7 @@ def test_metrics_are_public_numbers_and_the_same_before_and_after_a_backward(row
         assert all(type(value) in (int, float) for value in public.values())
 
 
+@pytest.mark.cases(6, 3)
 @having("empty", "private")
 def test_an_empty_batch_is_a_charged_step_of_noise_only(row: Row) -> None:
     for forward in (True, False):
@@ -180,6 +186,7 @@ def test_an_empty_batch_is_a_charged_step_of_noise_only(row: Row) -> None:
         assert all(float(p.abs().max()) < 1e-15 for p in silent.parameters())
 
 
+@pytest.mark.cases(2, 1)
 @having("quiet")
 def test_physical_chunks_make_the_step_of_the_whole_batch(row: Row) -> None:
     whole = row.make(noise=0.0, model=row.model(torch.float64)).train()
@@ -191,6 +198,7 @@ def test_physical_chunks_make_the_step_of_the_whole_batch(row: Row) -> None:
     assert (whole.ledger(), whole.opt.steps) == (chunked.ledger(), chunked.opt.steps)
 
 
+@pytest.mark.cases(2, 1)
 @having("quiet")
 def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
     whole = row.make(noise=0.0).train()
@@ -206,6 +214,7 @@ def test_accumulated_parts_make_the_step_of_the_whole_batch(row: Row) -> None:
     assert whole.ledger() == parted.ledger()
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
     run = row.make(model=row.model(dtype)).train()
@@ -221,6 +230,7 @@ def test_every_floating_dtype_trains(row: Row, dtype: torch.dtype) -> None:
 # -- refused calls ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @having("endless", "private", "anew")
 def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> None:
     opt = row.make(steps=None).opt
@@ -247,6 +257,7 @@ def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> 
     run.opt.finalize()
 
 
+@pytest.mark.cases(5, 2)
 def test_a_second_step_on_one_batch_is_refused(row: Row) -> None:
     run = row.make()
     for batch in run.loader(steps=1):
@@ -259,6 +270,7 @@ def test_a_second_step_on_one_batch_is_refused(row: Row) -> None:
     assert_unchanged(run, before)
 
 
+@pytest.mark.cases(5, 2)
 def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
     run = row.make()
     before = snapshot(run)
@@ -276,6 +288,7 @@ def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
     assert_unchanged(run, before)
 
 
+@pytest.mark.cases(11, 5)
 def test_a_loader_of_another_design_is_refused(row: Row) -> None:
     design = row.make().opt.design
     other = next(run for r in ROWS if r.unit == row.unit and (run := r.make()).opt.design != design)
@@ -283,6 +296,7 @@ def test_a_loader_of_another_design_is_refused(row: Row) -> None:
         row.make().opt.bind(other.loader())
 
 
+@pytest.mark.cases(20, 10)
 def test_a_skipped_batch_is_refused(row: Row) -> None:
     run = row.make()
     batches = iter(run.loader())
@@ -292,6 +306,7 @@ def test_a_skipped_batch_is_refused(row: Row) -> None:
     assert len(run.opt.accountant) == 0
 
 
+@pytest.mark.cases(6, 3)
 def test_more_rows_than_drawn_are_refused(row: Row) -> None:
     run = row.make()
     before = snapshot(run)
@@ -304,6 +319,7 @@ def test_more_rows_than_drawn_are_refused(row: Row) -> None:
     assert_unchanged(run, before)
 
 
+@pytest.mark.cases(5, 2)
 def test_a_second_backward_on_one_batch_is_refused(row: Row) -> None:
     run = row.make()
     before = snapshot(run)
@@ -315,6 +331,7 @@ def test_a_second_backward_on_one_batch_is_refused(row: Row) -> None:
     assert_unchanged(run, before)
 
 
+@pytest.mark.cases(5, 2)
 def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -> None:
     run = row.make()
     loader = run.loader(steps=2)
@@ -334,6 +351,7 @@ def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -
     assert (len(run.opt.accountant), run.opt.steps) == (run.charged(1), 1)
 
 
+@pytest.mark.cases(4, 2)
 def test_a_finalized_optimizer_refuses_steps(row: Row) -> None:
     run = row.make().train(2)
     run.opt.finalize()
@@ -347,6 +365,7 @@ def test_a_finalized_optimizer_refuses_steps(row: Row) -> None:
     assert_unchanged(run, before, trained=False)
 
 
+@pytest.mark.cases(19, 9)
 def test_the_public_size_is_that_of_the_data_set_unless_records_may_be_added(row: Row) -> None:
     run = row.make()
     design = run.opt.design
@@ -361,6 +380,7 @@ def test_the_public_size_is_that_of_the_data_set_unless_records_may_be_added(row
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(5, 2)
 def test_released_shows_the_answer_that_finalize_installs(row: Row) -> None:
     run = row.make().train(2)
     query, answer = run.parameters(), run.answer()
@@ -375,6 +395,7 @@ def test_released_shows_the_answer_that_finalize_installs(row: Row) -> None:
     assert same(run.answer(), answer)
 
 
+@pytest.mark.cases(5, 2)
 def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None:
     run = row.make().train(2)
     for batch in run.loader(seed=2, steps=1):
@@ -389,6 +410,7 @@ def test_the_shown_answer_can_be_neither_trained_nor_finalized(row: Row) -> None
     assert not run.opt.finalized
 
 
+@pytest.mark.cases(2, 1)
 def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
     run, failed = row.make(), row.make()
     with run.opt as same_optimizer:
@@ -404,6 +426,7 @@ def test_the_context_finalizes_unless_it_fails(row: Row) -> None:
     failed.train(2, seed=2).opt.finalize()
 
 
+@pytest.mark.cases(5, 2)
 def test_what_the_ledger_relies_on_cannot_be_reassigned(row: Row) -> None:
     run = row.make().train(1)
     before = snapshot(run)

@@ -158,6 +158,7 @@ def test_every_public_optimizer_that_makes_no_private_steps_has_a_row() -> None:
 # -- the release ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 def test_nothing_is_charged_before_the_answer_and_then_the_plans_event(row: Once) -> None:
     run = row.make()
     start = run.parameters()
@@ -171,6 +172,7 @@ def test_nothing_is_charged_before_the_answer_and_then_the_plans_event(row: Once
     assert all(bool(p.isfinite().all()) for p in run.parameters())
 
 
+@pytest.mark.cases(2, 1)
 def test_each_run_draws_noise_of_its_own_unless_a_generator_repeats_it(row: Once) -> None:
     def answer(**given: Any) -> list[torch.Tensor]:
         run = row.make(**given)
@@ -268,6 +270,7 @@ def test_an_interrupt_after_the_charge_has_spent_it_and_shows_nothing(row: Once)
 # -- refused data -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(5, 1)
 def test_refused_data_leave_everything_as_it_was(row: Once) -> None:
     run = row.make()
     before = run.snapshot()

@@ -55,11 +55,13 @@ def isolation_names(diagnosis: Diagnosis) -> list[str]:
     return [finding.name for finding in diagnosis.findings if finding.name in names]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("by", ["nothing", "size", "place"])
 def test_what_filled_batches_take_care_of_is_no_finding(by):
     assert isolation_names(diagnosed(by)[0]) == []
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_rows_that_depend_on_the_number_of_rows_need_filled_batches(adjacency):
     diagnosis, _ = diagnosed("size", adjacency, padding=False)

@@ -36,6 +36,7 @@ class WithSpare(nn.Module):
         return self.used(x)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "diagnose", [ours, theirs, plain, lambda model: ghost(model, ColumnFree())]
 )
@@ -108,6 +109,7 @@ def test_half_precision_rows_of_a_mean_are_found_under_the_callers_autocast(diag
     assert "not-probed" not in names(diagnosis)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("diagnose", [ours, theirs])
 def test_a_mean_in_reduced_matmul_precision_is_found(diagnose):
     before = torch.get_float32_matmul_precision()
@@ -186,6 +188,7 @@ def test_what_the_library_itself_refuses_is_an_error():
     assert {finding.severity for finding in diagnosis.findings} == {"error"}
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("wrap", [torch.compile, lambda model: model])
 def test_compiled_models_are_probed_without_compiling_them(wrap):
     model = Centered()
@@ -204,6 +207,7 @@ def test_opacus_hooks_without_a_wrapper_are_known(mode):
     assert dp.doctor(network, loss, made[-1], made[1]).healthy
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", ["functorch", "ew"])
 def test_other_ways_of_opacus_to_make_rows_are_known(mode):
     model, optimizer, loader = opacus(mlp(), regression_data(), grad_sample_mode=mode)

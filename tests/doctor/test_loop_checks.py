@@ -131,6 +131,7 @@ def foreign(kind: str) -> Any:
     }[kind]
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("kind", ["shuffled", "opacus", "joined"])
 def test_a_foreign_loader_is_not_what_ours_accounts(kind):
     found = find(diagnose(ours_logistic(), loader=foreign(kind)), "sampler-not-accounted")
@@ -166,6 +167,7 @@ WAYS = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loaders_that_ours_works_with_are_sound(way):
     parts = ours_logistic()
@@ -208,6 +210,7 @@ def test_a_stream_has_no_sampling_to_account():
     assert "sampler-not-accounted" in names(diagnose(opacus_hooks(), loader=loader))
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("accounted", "alarm"), [(RATE / 2, True), (RATE, False), (0.3, False), (1.0, False)]
 )
@@ -244,6 +247,7 @@ def test_49_batches_are_no_reason_for_alarm():
     assert dp.doctor(model, F.mse_loss, loader, optimizer).healthy
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("divisor", "alarm"), [(BATCH, False), (BATCH - 1, False), (4, True), (N, True)]
 )
@@ -254,6 +258,7 @@ def test_a_divisor_that_is_not_the_expected_batch_is_risky(divisor, alarm):
     assert found == ([("warning", "expected-batch-size")] if alarm else [])
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("entered", [True, False])
 def test_split_batches_with_workers_are_risky(workers, entered):
@@ -285,6 +290,7 @@ class Counts:
         self(optimizer)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("hook", [None, lambda optimizer: None, Counts(), Counts().count])
 def test_a_step_hook_without_accountant_is_found(hook):
     parts = opacus_hooks()
@@ -294,6 +300,7 @@ def test_a_step_hook_without_accountant_is_found(hook):
     assert "epsilon stays 0" in found.evidence
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -62,6 +62,7 @@ def by_class_frequency(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, weight=weights, reduction="sum")
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("diagnose", [ours, theirs, plain])
 @pytest.mark.parametrize(
     ("model", "loss"), [(Centered, F.mse_loss), (BatchNormByHand, F.mse_loss), (mlp, tilted)]
@@ -122,6 +123,7 @@ RARE = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", list(RARE))
 def test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found(name):
     features, loss = RARE[name]
@@ -283,6 +285,7 @@ class Delays(nn.Module):
         return self.layer(x + shift)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("diagnose", [ours, theirs, plain])
 def test_a_model_that_remembers_records_is_critical(diagnose):
     found = find(diagnose(Delays()), "stateful-model")
@@ -290,6 +293,7 @@ def test_a_model_that_remembers_records_is_critical(diagnose):
     assert "after another batch" in found.evidence
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("diagnose", [ours, theirs, plain])
 def test_a_model_that_counts_its_calls_is_risky_only(diagnose):
     model = WarmsUp()
@@ -302,6 +306,7 @@ def test_a_model_that_counts_its_calls_is_risky_only(diagnose):
 # -- loss --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("diagnose", [ours, theirs])
 @pytest.mark.parametrize("declared", ["mean", "sum"])
 def test_a_loss_that_reduces_otherwise_than_declared_is_found(diagnose, declared):
@@ -331,6 +336,7 @@ def test_a_sum_over_a_constant_is_a_sum():
     assert ours(mlp(), loss, loss_reduction="sum").healthy
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_loss_with_noise_of_its_own_is_no_reason_for_alarm(noise):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -366,6 +372,7 @@ def test_a_wrong_reduction_is_critical_where_nothing_clips():
     assert find(diagnosis, "loss-reduction").severity == "critical"
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_regularizer_in_the_loss_is_found_in_ours(rows):
     model = mlp()

@@ -52,6 +52,7 @@ def test_a_generator_that_nobody_seeded_is_a_constant():
     assert "67280421310721" in found.evidence
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("seed", [0, 42, 2**32 - 1])
 def test_a_generator_seeded_by_hand_is_found(seed):
     model, optimizer, loader = opacus(
@@ -114,6 +115,7 @@ def test_a_scale_that_grows_in_the_planned_steps_is_risky_for_ours():
     assert diagnose(parts, scaler=torch.amp.GradScaler("cpu", growth_interval=steps)).healthy
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("parts", [ours_logistic, opacus_hooks])
 def test_a_scaler_that_is_switched_off_does_nothing(parts):
     assert diagnose(parts(), scaler=torch.amp.GradScaler("cpu", enabled=False)).healthy
@@ -148,6 +150,7 @@ def test_ours_inside_of_opacus_is_found():
     assert "torch_dpsco" in found.evidence
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 @pytest.mark.parametrize("started", [True, False])
 def test_torch_optimizers_inside_of_opacus_are_fine(kind, started):

@@ -32,6 +32,7 @@ def backward_inside(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("when", ["first", "before backward", "before step", "after step"])
 @pytest.mark.parametrize("nasty", [False, True])
 def test_a_run_goes_on_as_if_the_doctor_had_not_been_there(when, nasty):
@@ -80,6 +81,7 @@ def test_nothing_is_drawn_or_charged():
     assert not any(p.detach().any() for p in model.parameters())
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
 def test_secret_iterates_have_no_say_in_the_findings(scale):
     def said(secret: bool) -> str:
@@ -98,6 +100,7 @@ def test_secret_iterates_have_no_say_in_the_findings(scale):
 # -- fit and make_private ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "loss", [tilted, pairs, lambda o, y: HINGE(o, y, reduction="sum"), lambda o, y: 4 * HINGE(o, y)]
 )

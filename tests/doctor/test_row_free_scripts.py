@@ -50,6 +50,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("loss", "bounds"), PROBLEMS, ids=str)
 @pytest.mark.parametrize(
     "plan", [{}, {"sampling": "fixed"}, {"mode": "paper", "batch_size": 1}], ids=str
@@ -107,6 +108,7 @@ class Inner(Dataset):
         return torch.full((DIM,), float("nan")), -1
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "build", [Bare, Halves, Overwritten, lambda: nn.Linear(DIM, 1, bias=False)]
 )
@@ -124,6 +126,7 @@ def test_records_are_made_up_as_the_loader_delivers_them():
     ).healthy
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_double_precision_alone(dtype):
     with torch.autocast("cpu", dtype):
@@ -137,6 +140,7 @@ def test_a_sum_is_sound_if_it_was_declared():
 # -- broken scripts ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", [tilted, pairs, lambda o, y: HINGE(o - o.mean(), y)])
 def test_records_that_the_loss_couples_are_critical(loss):
     diagnosis = diagnose(loss=loss)
@@ -149,6 +153,7 @@ def test_records_that_the_model_couples_are_critical():
     assert find(diagnosis, "coupled-records").severity == "critical"
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("weight", [1e-5, 0.1])
 def test_a_term_on_the_weights_is_critical(weight):
     model = linear()
@@ -161,6 +166,7 @@ def test_a_term_on_the_weights_is_critical(weight):
     assert "weight, bias" in found.evidence
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("loss", "declared", "said"),
     [
@@ -197,6 +203,7 @@ def test_a_reduction_is_seen_in_gradients_whatever_the_value_of_the_loss():
     assert names(diagnose(loss=loss)) == ["loss-reduction"]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -237,6 +244,7 @@ def test_another_loss_than_the_problems_is_critical():
     assert diagnosis.critical
 
 
+@pytest.mark.slow
 def test_sizes_are_not_judged_where_no_bounds_are_enforced():
     problem = dataclasses.replace(
         HINGE.problem(bound_x=0.1, radius=2.0), bound_x=None, bound_y=None
@@ -251,6 +259,7 @@ def test_sizes_are_not_judged_where_no_bounds_are_enforced():
     ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "features", [nn.Dropout(0.5), Around(lambda _, x: x + 0.1 * torch.randn_like(x))]
 )
@@ -283,6 +292,7 @@ def test_what_a_forward_remembers_is_critical():
     assert find(diagnose(Remembers(DIM, 1).double()), "stateful-model").severity == "critical"
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["factored", "dense"])
 def test_an_attached_model_is_an_error_because_its_first_step_stops(rows):
     model = linear()
@@ -316,6 +326,7 @@ def other_loaders(optimizer: dp.HolderOutputSGD) -> list[Any]:
     ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("which", range(5))
 def test_another_loader_than_the_optimizers_last_one_is_critical(which):
     model = linear()
@@ -349,6 +360,7 @@ def test_a_model_that_was_made_single_after_all_is_critical():
     assert find(diagnosis, "single-precision").severity == "critical"
 
 
+@pytest.mark.slow
 def test_no_noise_and_own_generators_are_critical():
     model = linear()
     problem = HINGE.problem(bound_x=1.5, radius=2.0)

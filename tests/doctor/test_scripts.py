@@ -21,6 +21,7 @@ from torch_dpsco.errors import UtilityWarning
 EVERY = [*BROKEN, *SOUND]
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("script", BROKEN, ids=lambda script: script.__name__)
 def test_the_mistake_of_a_broken_script_is_found(script):
     severity, name = BROKEN[script]
@@ -35,6 +36,7 @@ def test_there_are_twelve_mistakes():
     assert len(BROKEN) == 12
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     "script", [s for s in BROKEN if s is not scripts.shared_batch_norm], ids=lambda s: s.__name__
 )
@@ -42,6 +44,7 @@ def test_a_broken_script_is_not_called_critical_for_another_reason(script):
     assert {finding.name for finding in diagnose(script()).critical} <= {BROKEN[script][1]}
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("script", SOUND, ids=lambda script: script.__name__)
 def test_nothing_is_found_in_a_sound_script(script):
     diagnosis = diagnose(script())
@@ -104,6 +107,7 @@ def in_the_middle_of_training(parts: Parts) -> Parts:
     return parts
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("script", EVERY, ids=lambda script: script.__name__)
 @pytest.mark.parametrize(
     "prepare", [lambda parts: parts, in_the_middle_of_training], ids=["fresh", "in training"]
@@ -117,6 +121,7 @@ def test_nothing_is_changed(script, prepare):
     assert before.keys() == after.keys()
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     "wrap", [lambda model: model, dp.attach, lambda model: dp.attach(model, rows="dense")]
 )
@@ -180,6 +185,7 @@ def test_the_next_step_is_the_one_without_the_doctor():
 # -- no value of the data set has a say --------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("value", [0.0, 1e30, float("nan")])
 def test_only_the_shape_of_the_first_record_is_read(value):
     record = (torch.full((DIM,), value), torch.full((1,), value))

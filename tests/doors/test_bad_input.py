@@ -202,6 +202,7 @@ def _quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", CALLS)
 def test_each_good_call_is_good(name: str) -> None:
     function, arguments = CALLS[name]()
@@ -263,12 +264,13 @@ def few(name: str) -> Any:
     ]
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", CALLS)
 def test_some_bad_values_of_every_argument_are_refused(name: str) -> None:
     assert not mistakes(name, few(name))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 2)
 @pytest.mark.parametrize("name", CALLS)
 def test_all_bad_values_of_every_argument_are_refused(name: str) -> None:
     assert not mistakes(name, lambda argument: VALUES)

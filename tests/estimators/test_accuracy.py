@@ -42,6 +42,7 @@ def adult() -> Any:
     return module.load_adult()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("model", "least_auc"),
     [
@@ -75,6 +76,7 @@ def test_probabilities_on_adult_are_as_good_as_measured(adult):
     assert model.score(adult.test_features.numpy(), adult.test_labels.numpy()) > 0.84
 
 
+@pytest.mark.slow
 def test_breast_cancer_and_digits_are_learned():
     X, y = load_breast_cancer(return_X_y=True)
     # these two are read off the data, as a stand-in for public reference values
@@ -88,6 +90,7 @@ def test_breast_cancer_and_digits_are_learned():
     assert digits.fit(X, y).score(X, y) > 0.9  # 0.938 +- 0.004
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("model", [HuberRegressor, QuantileRegressor, Ridge])
 def test_a_line_is_found(model):
     rng = np.random.default_rng(0)
@@ -97,6 +100,7 @@ def test_a_line_is_found(model):
     assert found.score(X, y) > 0.98  # 0.993 +- 0.001 and better
 
 
+@pytest.mark.slow
 def test_a_quantile_is_a_quantile():
     rng = np.random.default_rng(1)
     X = rng.uniform(-1, 1, size=(4000, 1))

@@ -63,6 +63,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_PART_ENTRIES", 4 * 4 * 8)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", PARTED)
@@ -76,6 +77,7 @@ def test_blocks_of_any_sizes_release_what_the_same_records_in_memory_do(name, si
     assert fitted.n_features_in_ == 3
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("name", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_units_are_measured_in_blocks_as_in_memory(name, same_noise, monkeypatch):
@@ -98,6 +100,7 @@ def test_units_are_measured_in_blocks_as_in_memory(name, same_noise, monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_null_records_in_blocks_contribute_nothing(same_noise):
     X, y, weights = table("LogisticRegression")
     used = np.isfinite(X).all(1) & (y < 2) & np.isfinite(weights)
@@ -109,6 +112,7 @@ def test_null_records_in_blocks_contribute_nothing(same_noise):
     np.testing.assert_allclose(model.coef_, fewer.coef_, atol=2 * model.plan_.distance)
 
 
+@pytest.mark.weekly
 def test_a_block_of_wrong_labels_only_counts_for_nothing(same_noise):
     X, y, _ = table("LogisticRegression")
     y = y.astype(object)
@@ -142,6 +146,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("reading", [2, 5])
 @pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd"])
@@ -209,6 +214,7 @@ def test_one_record_of_a_block_that_is_filled_again_moves_the_answer_by_its_sens
     assert moved < dict(one.plan_.event().sens)["replace_one"]
 
 
+@pytest.mark.weekly
 def test_other_blocks_of_the_same_records_are_no_change(same_noise):
     X = rows()
     y = targets("LogisticRegression", X)
@@ -227,6 +233,7 @@ def test_other_blocks_of_the_same_records_are_no_change(same_noise):
 # -- what is refused, before anything is charged ----------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
@@ -311,6 +318,7 @@ def test_blocks_must_have_the_public_number_of_records_where_it_is_public(count)
         model.fit(in_blocks([50], X, targets("LogisticRegression", X)))
 
 
+@pytest.mark.slow
 def test_a_cap_on_records_that_float64_does_not_certify_is_named():
     with pytest.raises(
         dp.errors.InfeasibleError, match="n_max=2000000000000 records are more than"
@@ -318,6 +326,7 @@ def test_a_cap_on_records_that_float64_does_not_certify_is_named():
         make("LogisticRegression", n=10**12, delta=1e-14).plan(20)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("delta", [1e-9, 0.0])
 @pytest.mark.parametrize("n", [10**7, 10**8])
 def test_what_float64_hides_of_many_records_costs_little(n, delta):
@@ -336,6 +345,7 @@ def test_no_records_at_all_are_a_fit():
 # -- sparse rows ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize(
     "kind", ["csr_array", "csr_matrix", "csc_matrix", "coo_array", "lil_matrix"]
@@ -353,6 +363,7 @@ def test_sparse_rows_release_what_dense_ones_do(name, kind, same_noise):
     )
 
 
+@pytest.mark.weekly
 def test_sparse_rows_become_dense_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(blocks, "_DENSE_ENTRIES", 3 * 5)
     seen = []
@@ -371,6 +382,7 @@ def test_sparse_rows_become_dense_a_few_at_a_time(monkeypatch):
     assert max(seen) == (5, 3)
 
 
+@pytest.mark.weekly
 def test_a_sparse_block_is_read_as_a_dense_one(same_noise):
     X = rows()
     y = targets("LogisticRegression", X)

@@ -66,6 +66,7 @@ def test_the_constructor_keeps_its_arguments_and_does_nothing_else(name):
     assert set(vars(model)) == set(model.get_params())
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,6 +121,7 @@ def test_the_public_number_of_records_must_be_true_where_it_is_public():
 # -- data ----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", SUMS)
 def test_records_that_cannot_be_used_change_nothing_but_the_count(name, same_noise):
     X = rows()
@@ -131,6 +133,7 @@ def test_records_that_cannot_be_used_change_nothing_but_the_count(name, same_noi
     np.testing.assert_allclose(model.coef_, other.coef_, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_records_never_raise(name):
     X, empty = rows(), np.empty((0, 3))
@@ -154,6 +157,7 @@ def test_rows_are_clipped_alike_in_training_and_prediction(same_noise):
     np.testing.assert_allclose(model.predict(far), model.predict(clipped), rtol=1e-9)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_coefficients_are_those_of_raw_rows(name, same_noise):
     X = 3.0 + 2.0 * rows()
@@ -173,6 +177,7 @@ def test_without_intercept_the_center_has_score_zero():
     assert model.predict([[1.0, 2.0, 3.0]])[0] == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_tensors_frames_and_lists_give_the_same_model(same_noise):
     X = rows().astype(np.float32)
     y = targets("LogisticRegression", X)
@@ -197,6 +202,7 @@ def test_the_data_are_not_changed():
 # -- weights ----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", SUMS)
 def test_a_weight_of_zero_removes_a_record(name, same_noise):
     X = rows()
@@ -206,6 +212,7 @@ def test_a_weight_of_zero_removes_a_record(name, same_noise):
     np.testing.assert_allclose(weighted.coef_, fewer.coef_, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_large_sample_weight_counts_as_one(same_noise):
     X = rows()
     y = targets("LogisticRegression", X)
@@ -223,6 +230,7 @@ def test_a_large_sample_weight_counts_as_one(same_noise):
         np.testing.assert_array_equal(odd.coef_, zero.coef_)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", ["LogisticRegression", "SoftmaxRegression"])
 def test_class_weights_are_sample_weights_by_label(name, same_noise):
     X = rows()
@@ -243,6 +251,7 @@ def test_weights_are_refused_for_a_tilted_mean_before_anything_is_charged():
 # -- privacy ----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("name", "adjacency"),
     [(name, "add_remove") for name in NAMES]
@@ -274,6 +283,7 @@ def test_the_statement_of_a_fit_names_no_calls_that_an_estimator_lacks():
     assert "Training losses and any other score computed on the training data." in words
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", OUTPUT)
 def test_a_pure_epsilon_is_reported_without_delta(name):
     model = fitted(name, epsilon=2.0, delta=0.0)
@@ -308,6 +318,7 @@ def test_targets_of_another_kind_are_refused_before_anything_is_charged(name, y,
     assert len(ledger) == 0
 
 
+@pytest.mark.slow
 def test_a_shared_ledger_is_charged_by_every_fit_and_refuses_the_one_too_many():
     ledger = dp.Accountant(dp.Budget(2.0, 1e-3, adjacency="add_remove"))
     X = rows()
@@ -360,6 +371,7 @@ def leaves(value: Any) -> list[float]:
     return leaves(vars(value)) if hasattr(value, "__dict__") else []
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     from torch_dpsco.linear import objective, output
@@ -416,6 +428,7 @@ def test_the_exact_answer_of_ridge_is_not_kept():
     assert not any(np.isclose(number, exact, rtol=1e-9).any() for number in leaves(vars(model)))
 
 
+@pytest.mark.slow
 def test_no_attribute_tells_an_iteration_count_or_a_loss():
     for name in NAMES:
         public = {
@@ -442,6 +455,7 @@ def test_an_unfitted_model_says_so(name):
             call(make(name))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fitted_model_can_be_pickled_and_predicts_the_same(name):
     model = fitted(name)
@@ -519,6 +533,7 @@ def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
         model.predict_proba(row, link="probit")
 
 
+@pytest.mark.slow
 def test_mechanisms_can_be_chosen():
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):
         assert fitted("LogisticRegression", mechanism=mechanism).mechanism_ == mechanism
@@ -540,6 +555,7 @@ def test_mechanisms_can_be_chosen():
     assert fitted("Ridge", mechanism="preconditioned_gd").mechanism_ == "preconditioned_gd"
 
 
+@pytest.mark.slow
 def test_tilts_of_both_signs_and_both_attacks_are_fitted():
     X = rows()
     y = targets("TiltedClassifier", X)

@@ -75,6 +75,7 @@ def labelled() -> tuple[np.ndarray, np.ndarray]:
     return X, targets("LogisticRegression", X)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", PARTED)
@@ -110,6 +111,7 @@ def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_no
     np.testing.assert_array_equal(fitted[0].coef_, fitted[1].coef_)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -135,6 +137,7 @@ def test_every_mechanism_of_sums_works_where_all_is_pickled(name, settings, same
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_units_are_measured_in_partitions_as_in_memory(name, same_noise):
     n = 4000
@@ -154,6 +157,7 @@ def test_units_are_measured_in_partitions_as_in_memory(name, same_noise):
     )
 
 
+@pytest.mark.weekly
 def test_labels_may_be_text_and_partitions_without_blocks_are_empty(same_noise):
     X, y = labelled()
     names = np.array(["no", "yes"], dtype=object)[y]
@@ -165,6 +169,7 @@ def test_labels_may_be_text_and_partitions_without_blocks_are_empty(same_noise):
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_no_records_at_all_are_a_fit():
     empty = np.zeros((0, 3)), np.zeros(0)
     assert np.isfinite(make("LogisticRegression").fit(in_partitions([0, 0], *empty)).coef_).all()
@@ -189,6 +194,7 @@ class Changing(Listed):
         return parts
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(("reading", "place"), [(2, 0), (5, 1)])
 @pytest.mark.parametrize("mechanism", ["objective", "output", "noisy_gd"])
@@ -239,6 +245,7 @@ def test_a_partition_that_fails_ends_the_fit_and_costs_what_was_charged():
 # -- what travels -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_ledger_travels_to_a_partition():
     """A ledger has a lock, which nothing pickles; nor is its name in what was sent."""
     X, y = labelled()
@@ -250,6 +257,7 @@ def test_no_ledger_travels_to_a_partition():
     assert not any(b"Accountant" in sent or b"lock of the test" in sent for sent in source.sent)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mechanism", ["objective", "noisy_gd", "output"])
 def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch):
     drawn = []
@@ -275,6 +283,7 @@ def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch)
     assert not any(b"Generator" in sent for sent in source.sent)
 
 
+@pytest.mark.slow
 def test_no_record_comes_back():
     X, y = labelled()
     source = in_partitions([50], X, y)
@@ -355,6 +364,7 @@ def test_a_table_that_an_adapter_is_for_is_told_so():
         make("LogisticRegression").fit(pa.dataset.dataset(pa.table({"a": [1.0]})))
 
 
+@pytest.mark.slow
 def test_the_code_of_the_document_runs_as_it_stands():
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "engines.md").read_text(
         encoding="utf-8"

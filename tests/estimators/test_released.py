@@ -24,6 +24,7 @@ def fitted(name="LogisticRegression", **changes):
     return make(name, **changes).fit(X, targets(name, X))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("prepare", ["auto", None])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_file_predicts_as_its_model_also_beyond_the_bound(name, prepare, tmp_path):
@@ -57,6 +58,7 @@ def test_a_file_has_these_fields_and_no_true_number_of_records(tmp_path):
     assert not any(repr(float(value)) in text for value in X.ravel())
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_pickle_holds_no_training_value_and_predicts_alike(name):
     X = rows()
@@ -116,6 +118,7 @@ def test_a_file_is_not_overwritten_unless_asked(tmp_path):
     model.save(tmp_path / "m.json", overwrite=True)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -176,6 +179,7 @@ def test_predictions_need_numpy_and_a_schema_alone():
     assert not any(name.split(".")[0] in ("torch", "sklearn", "pickle") for name in found)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_schema_reads_tables(tmp_path):
     schema = Schema(
         {"age": Number(17, 90), "sex": Category(["f", "m"])}, target="y", labels=["no", "yes"]

@@ -73,6 +73,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 _FIRST = ("LogisticRegression", "SoftmaxRegression", "Ridge", "TiltedClassifier")
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "name",
     [name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED],
@@ -99,6 +100,7 @@ def folds(name: str) -> tuple[np.ndarray, np.ndarray]:
     return X, targets(name, X)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_clone_has_the_settings_and_the_ledger_and_no_fit(name):
     ledger = dp.Accountant(adjacency="add_remove")
@@ -126,6 +128,7 @@ def test_a_grid_search_is_charged_for_every_fit():
     assert search.best_estimator_.accountant is ledger
 
 
+@pytest.mark.slow
 def test_a_grid_search_past_the_budget_is_refused():
     X, y = folds("LogisticRegression")
     ledger = dp.Accountant(dp.Budget(3.0, 1e-3, adjacency="add_remove"))

@@ -20,7 +20,7 @@ Y = (X[:, 0] > 0).astype(int)
 SETTINGS = {"epsilon": 8.0, "delta": 1e-4, "n": 400, "bound_x": 4.0}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_package_does_not_import_scikit_learn() -> None:
     script = "import sys, torch_dpsco; print([name for name in sys.modules if name.startswith('sklearn')])"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -42,7 +42,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("torch_dpsco.estimators")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_models_work_without_scikit_learn(alone, same_noise) -> None:
     for name in alone.__all__:
         kind = getattr(alone, name)

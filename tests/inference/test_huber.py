@@ -32,6 +32,7 @@ def model(n: int = 4000, **settings: Any) -> HuberRegressor:
     return HuberRegressor(**(SETTINGS | {"n": n, "epsilon": 4.0} | settings))
 
 
+@pytest.mark.weekly
 def test_a_summary_of_raw_features() -> None:
     X, y = table(4000)
     raw = X * [10.0, 0.5] + [30.0, -4.0]
@@ -50,6 +51,7 @@ def test_a_summary_of_raw_features() -> None:
         fit.summary()
 
 
+@pytest.mark.slow
 def test_almost_without_noise_errors_are_those_of_the_textbook() -> None:
     """Squares of slopes over the share of errors inside, by hand, at the answer of a large epsilon."""
     n = 20_000
@@ -84,6 +86,7 @@ def test_settings_that_tell_no_intervals_are_refused_before_a_charge(
         model(**settings).plan(2)
 
 
+@pytest.mark.slow
 def test_few_records_are_refused() -> None:
     with pytest.raises(
         ConditionError, match="intervals must be of more records"
@@ -94,7 +97,7 @@ def test_few_records_are_refused() -> None:
         fit.summary()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not() -> None:
     """400 fits: binomial bounds around 93.5 to 96.5 %, false alarms: 1e-6 per coefficient."""
     fits, fit = 400, model(epsilon=0.5)

@@ -50,6 +50,7 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- privacy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(5, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("share", [0.01, 0.5])
 def test_the_sum_of_squares_is_charged_with_the_statistics(adjacency, share):
@@ -64,6 +65,7 @@ def test_the_sum_of_squares_is_charged_with_the_statistics(adjacency, share):
     assert plan.constants.std_xty > without.constants.std_xty
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_no_record_moves_the_sum_of_squares_by_more(monkeypatch, adjacency):
     """Exact, noise off: targets and weights of one record as large as they get, some attain it."""
@@ -94,6 +96,7 @@ def test_what_is_released_is_what_was_summed(monkeypatch):
     assert np.allclose(blocks.moments_, fit.moments_)
 
 
+@pytest.mark.weekly
 def test_the_noise_of_the_sum_has_the_level_that_is_charged():
     """A chi-square test of 400 draws; false alarm: 1e-6."""
     X, y = table(500)
@@ -108,6 +111,7 @@ def test_the_noise_of_the_sum_has_the_level_that_is_charged():
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 def test_the_covariance_is_that_of_all_noise_in_the_solution():
     """Variances of 40,000 draws: chi-square, false alarms: 1e-6 each, and 3 % for the terms of second order."""
     gram = torch.tensor([[4000.0, 500.0], [500.0, 3000.0]], dtype=torch.float64)
@@ -192,7 +196,7 @@ def test_few_records_are_refused():
         model(450, epsilon=0.1).fit(*table(450)).summary()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not():
     """400 fits: binomial bounds around 93.5 to 96.5 %, false alarms: 1e-6 per coefficient."""
     fits, fit = 400, model(epsilon=1.0)

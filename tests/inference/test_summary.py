@@ -41,6 +41,7 @@ def test_a_step_of_newton_undoes_the_regularizer_of_a_quadratic() -> None:
     assert not found.noise.any()
 
 
+@pytest.mark.weekly
 def test_the_covariance_is_that_of_all_noise_in_the_estimate() -> None:
     """Variances of 40,000 draws: chi-square, false alarms: 1e-6 each, and 2 % for the terms of second order."""
     hessian = torch.tensor([[400.0, 100.0], [100.0, 300.0]], dtype=torch.float64)
@@ -133,6 +134,7 @@ def test_a_summary_says_how_far_from_the_limit_it_is() -> None:
     assert np.allclose(ends[:, 1] - ends[:, 0], 2 * reach(0.95, 1.0) * near.standard_errors)
 
 
+@pytest.mark.slow
 def test_a_summary_says_estimates_and_intervals_of_raw_features() -> None:
     X, y = table(4000)
     raw = X * [10.0, 0.5] + [30.0, -4.0]
@@ -159,6 +161,7 @@ def test_a_summary_says_estimates_and_intervals_of_raw_features() -> None:
     assert fit.mechanism_ == "objective"
 
 
+@pytest.mark.slow
 def test_a_fit_without_intercept_has_a_summary_and_a_picture() -> None:
     pytest.importorskip("matplotlib")
     found = model(fit_intercept=False).fit(*table(4000)).summary()
@@ -185,6 +188,7 @@ def test_what_has_no_intervals_says_so() -> None:
     assert not hasattr(fit, "hessian_")
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -211,7 +215,7 @@ def test_groups_are_refused() -> None:
         model(400).fit(*table(400), groups=np.arange(400))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_intervals_hold_the_truth_as_often_as_they_say_and_naive_ones_do_not() -> None:
     """400 fits: binomial bounds around 94 to 96 %, false alarms: 1e-6 per coefficient."""
     fits, n = 400, 4000

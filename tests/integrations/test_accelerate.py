@@ -100,6 +100,7 @@ def test_a_loop_of_accelerate_makes_the_steps_of_a_plain_loop(rows: int | None) 
     assert (answer - numbers(linear())).norm() > 0.01
 
 
+@pytest.mark.slow
 def test_the_ledger_is_that_of_the_plan() -> None:
     made = plan(noise=None, budget=dp.Budget(2.0, 1e-3), sampling="poisson", batch_size=4, steps=6)
     _, optimizer = loop(Accelerator(cpu=True), made, epochs=2)
@@ -200,7 +201,7 @@ def _two(rank: int, noise: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_make_the_steps_of_one(tmp_path: Path) -> None:
     first, second = launch(_two, 2, tmp_path, 0.0)
     assert torch.equal(first["answer"], second["answer"])

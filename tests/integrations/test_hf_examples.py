@@ -42,6 +42,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "budget", "steps"), [("accelerate_loop", 1.0, 4), ("hf_trainer", 3.0, 2)]
 )
@@ -58,6 +59,7 @@ def test_a_quick_run_prints_private_beside_non_private_scores(
         assert f"accuracy {figures[key]:.4f}" in text.getvalue()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("page", ["accelerate", "transformers"])
 def test_the_blocks_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(

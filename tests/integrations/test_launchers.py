@@ -74,6 +74,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*"))]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_two_processes_of_a_launcher_make_one_run(kind: str, tmp_path: Path) -> None:
     skip_without(kind)
@@ -99,6 +100,7 @@ def test_the_ways_of_ray_to_split_are_as_the_page_says(tmp_path: Path) -> None:
         assert [len(shard) for shard in ways[name]] == [6, 6, 6], name
 
 
+@pytest.mark.weekly
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path) -> None:
     """Rank 0 finds out by itself: torchrun would look after it only a minute later."""
     done = launch("killed", tmp_path, *TORCHRUN, "--monitor-interval", "15")
@@ -110,6 +112,7 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path) -> None:
     assert "SequenceError" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_after_a_crash(tmp_path: Path) -> None:
     """The step of the crash was charged, and may have been released: all ranks lose it, and none is charged again."""
     # else torch 2.14 looks for the ranks at the addresses that they had before
@@ -126,6 +129,7 @@ def test_a_run_of_two_processes_goes_on_after_a_crash(tmp_path: Path) -> None:
     assert 1.9 < first["epsilon"] <= 2.0
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["torchrun", "ray_train", "spark"])
 def test_an_example_trains_one_model_on_two_processes(name: str) -> None:
     kind = name.removesuffix("_train")
@@ -143,6 +147,7 @@ def test_an_example_trains_one_model_on_two_processes(name: str) -> None:
     assert 0.99 < float(said[4].split()[2]) <= 1.0
 
 
+@pytest.mark.weekly
 def test_the_torchrun_example_needs_no_launcher() -> None:
     done = run(str(ROOT / "examples" / "torchrun.py"), "--quick")
     assert done.returncode == 0, done.stderr[-3000:]

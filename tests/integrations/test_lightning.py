@@ -56,6 +56,7 @@ DESIGNS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_fit_is_a_plain_loop_to_the_last_bit(name: str, parts: int) -> None:
@@ -72,6 +73,7 @@ def test_a_fit_is_a_plain_loop_to_the_last_bit(name: str, parts: int) -> None:
     assert ours.optimizer.finalized
 
 
+@pytest.mark.slow
 def test_a_fit_is_dp_fit_to_the_last_bit() -> None:
     plan = planned()
     with repeatable():
@@ -113,6 +115,7 @@ def test_autocast_is_that_of_a_plain_loop() -> None:
     assert same(ours, theirs)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
     plan = planned()
@@ -129,6 +132,7 @@ def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
     assert ours.private.param_groups[0]["lr"] == theirs.private.param_groups[0]["lr"] == plan.lr / 4
 
 
+@pytest.mark.slow
 def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
     users = [f"user {k % 20}" for k in range(N)]
     plan = dp.UserClippedSGD.plan(
@@ -164,6 +168,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.filterwarnings("ignore:You passed `precision=.*` but AMP")
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_do_not_go_with_private_steps_are_refused_by_name(name: str) -> None:
@@ -213,6 +218,7 @@ class Parts(Silent):
         return LOSS(self.net(batch[0]) + self.other(batch[0]), batch[1])
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
@@ -240,6 +246,7 @@ class Child(Silent):
         return {"loss": LOSS(self.net(batch[0]), batch[1])}
 
 
+@pytest.mark.slow
 def test_a_module_without_a_forward_is_its_only_model() -> None:
     plan = planned()
     with repeatable():
@@ -281,6 +288,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("limits", "match"), LIMITS)
 def test_steps_that_are_not_the_plans_are_refused_with_those_to_give(
     limits: dict[str, int], match: str | None
@@ -297,6 +305,7 @@ def test_steps_that_are_not_the_plans_are_refused_with_those_to_give(
         assert not module.optimizer.accountant.ledger
 
 
+@pytest.mark.slow
 def test_a_plan_without_a_last_step_takes_the_trainers() -> None:
     budget = dp.Budget(1.0, DELTA)
     problem = LOSS.problem(bound_x=2.0)
@@ -320,6 +329,7 @@ def test_a_plan_without_a_last_step_takes_the_trainers() -> None:
     assert not module.optimizer.accountant.ledger
 
 
+@pytest.mark.slow
 def test_data_modules_give_their_loaders() -> None:
     plan = planned()
 
@@ -400,6 +410,7 @@ def check_that_coupled_records_are_found() -> None:
     assert not module.optimizer.accountant.ledger
 
 
+@pytest.mark.slow
 def test_coupled_records_are_found_before_anything_is_spent() -> None:
     check_that_coupled_records_are_found()
     module = private(planned())
@@ -409,6 +420,7 @@ def test_coupled_records_are_found_before_anything_is_spent() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_training_step_that_is_not_probed_is_caught() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(

@@ -95,11 +95,13 @@ def check_that_nothing_of_training_is_written(folder: Path) -> None:
     assert 0.98 < spent[-1] <= 1.0 <= float(shown["epsilon"])
 
 
+@pytest.mark.slow
 def test_what_training_logs_reaches_no_logger_and_no_bar(tmp_path: Path) -> None:
     with pytest.warns(UtilityWarning, match="train_loss was not logged"):
         check_that_nothing_of_training_is_written(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_loss was not logged")
 def test_logs_do_not_depend_on_records_nor_on_what_is_drawn(tmp_path: Path) -> None:
     def public(shift: float) -> list[dict[str, str]]:
@@ -108,6 +110,7 @@ def test_logs_do_not_depend_on_records_nor_on_what_is_drawn(tmp_path: Path) -> N
     assert public(0.0) == public(50.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_loss was not logged")
 def test_a_filter_that_lets_training_losses_through_is_caught(tmp_path: Path) -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
@@ -138,6 +141,7 @@ class Deciding(Net):
         }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("private_logs", [False, True])
 @pytest.mark.parametrize("how", ["stop", "keep", "rate"])
 def test_nobody_decides_by_a_training_loss(how: str, private_logs: bool, tmp_path: Path) -> None:
@@ -176,10 +180,12 @@ def check_that_counters_count_draws() -> None:
     assert set(totals) == {5}
 
 
+@pytest.mark.slow
 def test_counters_count_draws_and_not_their_parts() -> None:
     check_that_counters_count_draws()
 
 
+@pytest.mark.slow
 def test_counters_of_parts_are_caught() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(PrivateTraining, "_batches", lambda self, loader: iter(loader))
@@ -219,6 +225,7 @@ def test_validation_sees_the_private_answer_so_far() -> None:
         assert all(torch.equal(seen[name], answer[name]) for name in answer)
 
 
+@pytest.mark.slow
 def test_an_answer_that_validation_does_not_see_is_caught() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(PrivateTraining, "on_validation_start", lambda *args: None)
@@ -226,6 +233,7 @@ def test_an_answer_that_validation_does_not_see_is_caught() -> None:
     assert_caught(test_validation_sees_the_private_answer_so_far, mutate)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 )
@@ -248,6 +256,7 @@ def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(
         assert len(second.optimizer.accountant.ledger) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 )
@@ -268,6 +277,7 @@ def test_a_run_goes_on_from_the_point_where_its_checkpoint_is(tmp_path: Path) ->
     assert not same(loaded, whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_with_secrets_are_refused_until_they_stay_private(tmp_path: Path) -> None:
     plan = planned(sampling=dp.Disjoint(BATCH, N), epochs=1)
     module = private(plan)
@@ -291,6 +301,7 @@ def late(plan: Any, folder: Path) -> None:
     trained(plan, None, PrivateTraining(), Saves())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 )
@@ -310,6 +321,7 @@ def test_a_checkpoint_without_a_ledger_file_brings_its_ledger(tmp_path: Path) ->
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_whose_steps_are_made_gives_its_answer(finished: bool, tmp_path: Path) -> None:
     plan = planned(average="uniform")
@@ -334,6 +346,7 @@ def test_a_run_whose_steps_are_made_gives_its_answer(finished: bool, tmp_path: P
     assert len(again.optimizer.accountant.ledger) == 10
 
 
+@pytest.mark.slow
 def test_stopping_early_on_public_data_spends_what_was_made() -> None:
     plan = planned(epochs=6)
     module = trained(
@@ -347,6 +360,7 @@ def test_stopping_early_on_public_data_spends_what_was_made() -> None:
     assert module.optimizer.finalized
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_run_keeps_its_steps_and_goes_on(error: type[BaseException]) -> None:
     plan = planned()
@@ -394,7 +408,7 @@ checkpointed(plan, on_disk(plan, folder), folder, Dies())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 )
@@ -420,7 +434,7 @@ def test_the_example_prints_both_scores_and_spends_its_budget(
     assert len(path.read_text(encoding="utf-8").splitlines()) < 100
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,7 +445,7 @@ def test_the_page_runs(
     assert "finalized" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_package_itself_does_not_import_lightning() -> None:
     code = (
         "import sys, torch_dpsco, torch_dpsco.integrations; assert 'lightning' not in sys.modules"

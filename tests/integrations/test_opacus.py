@@ -141,6 +141,7 @@ def test_each_keyword_of_make_private_is_tried() -> None:
     assert sorted(keywords(opacus.PrivacyEngine.make_private)) == sorted(WORKS)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", [name for name, value in WORKS.items() if value is not None])
 def test_each_keyword_works(name: str) -> None:
     given = parts(n=N) | {name: WORKS[name]}
@@ -191,6 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_unsound_is_refused_and_changes_nothing(case: str) -> None:
     change, error, message = REFUSED[case]
@@ -202,6 +204,7 @@ def test_what_would_be_unsound_is_refused_and_changes_nothing(case: str) -> None
         PrivacyEngine().make_private(**given)  # as if nothing had happened
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     "case", ["shuffled", "per layer", "adaptive", "seed", "no rows", "reduction"]
 )
@@ -262,6 +265,7 @@ def test_other_accountants_are_refused(accountant: str) -> None:
 # -- the same as Opacus -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
@@ -288,6 +292,7 @@ def test_without_noise_full_batches_train_as_in_opacus(
     )  # Opacus adds 1e-6 to norms, which Adam magnifies
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("records", "batch_size", "drop_last"), [(64, 16, False), (60, 16, False), (60, 16, True)]
 )
@@ -311,6 +316,7 @@ def test_batches_are_those_of_opacus(records: int, batch_size: int, drop_last: b
     assert not loader.batch_sampler.seeded
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_noise_is_that_of_opacus(reduction: str) -> None:
     """Gradients of 0: what is left is noise, of std z C on the sum. Fails by chance with probability below 1e-6."""
@@ -338,6 +344,7 @@ def test_noise_is_that_of_opacus(reduction: str) -> None:
 
 
 # Opacus' PRV accountant says so of the orders of its first guess
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
 @pytest.mark.parametrize(
     ("noise", "batch_size", "epochs"), [(1.0, 16, 3), (0.7, 8, 2), (2.0, 32, 4)]
@@ -369,6 +376,7 @@ def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     assert found >= law.self_compose(steps).get_epsilon_for_delta(DELTA)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow  # the calibration of Opacus takes long
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
 def test_a_target_is_spent_by_its_epochs_and_no_more() -> None:
@@ -502,6 +510,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("script", [*OTHERS, TUTORIAL_CASE])
 def test_a_script_runs_with_its_imports_changed(
     script: str, capsys: pytest.CaptureFixture[str]
@@ -519,6 +528,7 @@ def test_a_script_runs_with_its_imports_changed(
         assert not hasattr(scope["model"], "_dpsco")
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_a_criterion_that_reduces_in_another_way_is_refused(mode: str) -> None:
     given = parts(n=N, criterion=nn.CrossEntropyLoss(reduction="sum"), grad_sample_mode=mode)
@@ -659,6 +669,7 @@ def test_what_opacus_made_private_is_refused() -> None:
         PrivacyEngine().make_private(**given, n=N)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("make", [ExponentialNoise, ExponentialGradClip])
 def test_schedulers_of_noise_and_clip_are_refused(make: Any) -> None:
     _, optimizer, _ = PrivacyEngine().make_private(**parts(n=N))

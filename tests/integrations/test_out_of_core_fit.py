@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_example_scores_like_a_fit_that_is_not_private(monkeypatch, capsys):
     monkeypatch.setattr(
         "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def test_the_example_scores_like_a_fit_that_is_not_private(monkeypatch, capsys):
     assert figures["epsilon"] < 2.01
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_benchmark_prints_seconds_and_memory():
     command = [sys.executable, str(ROOT / "benchmarks" / "out_of_core_fit.py"), "--smoke"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -90,6 +90,7 @@ def test_kinds_of_numbers() -> None:
     assert bool(data[1][0].isnan().all())
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("x", "y", "null"),
     [
@@ -211,6 +212,7 @@ def test_no_rows_have_the_shapes_of_rows() -> None:
     assert (x.shape, y.shape) == ((0, DIM), (0, 1))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_step_is_that_of_the_same_records_in_memory(path: Path, padding: bool) -> None:
     data = ParquetRows(path, NAMES, "y", dtype=torch.float64)
@@ -257,6 +259,7 @@ def test_all_records_are_read_for_a_fingerprint(path: Path) -> None:
     assert torch.equal(turned[0], block[0].flip(0))
 
 
+@pytest.mark.slow
 def test_fit_trains_from_a_file(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(DIM, 1)
@@ -269,6 +272,7 @@ def test_fit_trains_from_a_file(path: Path) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     module = importlib.import_module("out_of_core_sgd")

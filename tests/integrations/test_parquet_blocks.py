@@ -35,6 +35,7 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("rows", [1, 77, 1000, 5000])
 def test_blocks_are_the_rows_of_the_table_in_order(path, rows):
     blocks = list(parquet_blocks(path, "label", ["b", "a"], sample_weight="w", rows=rows)())
@@ -99,6 +100,7 @@ def test_tables_elsewhere_are_told_by_their_paths():
     assert place == ("mock", "/mock/a/b.parquet")
 
 
+@pytest.mark.slow
 def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):
     monkeypatch.setattr(
         "torch_dpsco.linear.noise_generator", lambda device, given: torch.Generator().manual_seed(0)

@@ -145,6 +145,7 @@ UNUSABLE: dict[str, list[Member]] = {
 }
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_records_that_cannot_be_used_become_null_records(case: str, tmp_path: Path) -> None:
     """They are records, wherever they are, and their rows contribute exactly nothing."""
@@ -353,6 +354,7 @@ def test_wrong_arguments_are_refused_by_name(
         TarRows(**good | options)
 
 
+@pytest.mark.weekly
 def test_memory_does_not_grow_with_an_archive(tmp_path: Path) -> None:
     def members(count: int) -> list[Member]:
         return flat(record(f"{k:06d}", np.ones(DIM), 1) for k in range(count))

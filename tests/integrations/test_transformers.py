@@ -240,6 +240,7 @@ def clipped_descent(
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("rows", [64, 3])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_trainer_makes_the_steps_of_a_plain_loop(name: str, rows: int, tmp_path: Path) -> None:
@@ -254,6 +255,7 @@ def test_the_trainer_makes_the_steps_of_a_plain_loop(name: str, rows: int, tmp_p
     torch.testing.assert_close(numbers(model), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["bert", "bert, LoRA"])
 def test_no_record_moves_a_step_by_more_than_two_clips(name: str, tmp_path: Path) -> None:
     data = records()
@@ -274,6 +276,7 @@ def test_no_record_moves_a_step_by_more_than_two_clips(name: str, tmp_path: Path
     assert float((answers[0] - answers[2]).norm()) <= rounding  # the order of records says nothing
 
 
+@pytest.mark.slow
 def test_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
     model = MODELS["bert, LoRA"]()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -298,6 +301,7 @@ class Pooled(nn.Module):
         return {"logits": self.head(pooled)}
 
 
+@pytest.mark.weekly
 def test_filling_rows_without_words_may_be_nan(tmp_path: Path) -> None:
     budget = dp.Budget(8.0, 1e-3, adjacency="add_remove")
     assert bool(Pooled()(torch.zeros(1, 2).long(), torch.zeros(1, 2))["logits"].isnan().all())
@@ -311,6 +315,7 @@ def test_filling_rows_without_words_may_be_nan(tmp_path: Path) -> None:
     assert bool(numbers(model).isfinite().all())
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["tokens", "words to come"])
 def test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others(kind: str, tmp_path: Path) -> None:
     model = bert(BertForTokenClassification) if kind == "tokens" else gpt2(GPT2LMHeadModel)
@@ -334,6 +339,7 @@ def test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others(kind: str, tmp_pa
     assert trainer.optimizer.steps == 3
 
 
+@pytest.mark.slow
 def test_a_loss_of_your_own_is_shown_one_record_at_a_time(tmp_path: Path) -> None:
     shapes = []
 
@@ -387,6 +393,7 @@ def _seen(folder: Path, data: Any) -> tuple[list[dict[str, float]], Any]:
     return [*seen.logs, output.metrics, dataclasses.asdict(trainer.state)], trainer
 
 
+@pytest.mark.weekly
 def test_nothing_private_is_logged(tmp_path: Path) -> None:
     def public(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         timed = ("train_runtime", "train_steps_per_second", "log_history")
@@ -406,6 +413,7 @@ def test_nothing_private_is_logged(tmp_path: Path) -> None:
     assert larger.num_examples(loader) == N  # the public number
 
 
+@pytest.mark.weekly
 def test_no_logged_epsilon_is_less_than_was_spent(tmp_path: Path) -> None:
     plan = poisson_plan(epsilon=3.14159)
     trainer = private_run(tmp_path, bert(), plan=plan)
@@ -421,6 +429,7 @@ def test_no_logged_epsilon_is_less_than_was_spent(tmp_path: Path) -> None:
         assert line["delta"] >= 1e-3
 
 
+@pytest.mark.weekly
 def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
     model, shown = bert(), []
     trainer = private_run(
@@ -452,6 +461,7 @@ def test_evaluation_and_files_hold_the_released_answer(tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(11, 2)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -491,6 +501,7 @@ def test_a_trainer_with_a_sampler_of_its_own_is_refused(tmp_path: Path) -> None:
         Weighted(bert(), arguments(tmp_path), train_dataset=records(), plan=full_plan())
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_of_the_arguments_or_given(tmp_path: Path) -> None:
     budget = dp.Budget(2.0, 1e-3)
     args = arguments(tmp_path, num_train_epochs=3)
@@ -529,6 +540,7 @@ class Words:
         }
 
 
+@pytest.mark.weekly
 def test_batches_that_are_padded_to_their_longest_record_are_refused(tmp_path: Path) -> None:
     sizes = [3 + k % 3 for k in range(N)]
     data = [{"input_ids": [4] * k, "attention_mask": [1] * k, "label": k % 2} for k in sizes]
@@ -558,6 +570,7 @@ class Mixing(nn.Module):
         return {"logits": self.head(pooled - pooled.mean(0))}
 
 
+@pytest.mark.slow
 def test_models_that_mix_records_are_refused_before_anything_is_spent(tmp_path: Path) -> None:
     trainer = private_run(tmp_path, Mixing())
     with pytest.raises(PrivacyError, match="coupled records"):
@@ -583,6 +596,7 @@ def _resumable(folder: Path, plan: Any, **options: Any) -> PrivateTrainer:
     return private_run(folder, bert(), plan=plan, accountant=ledger, **saves, **options)
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:1 steps after step 4 were lost")
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     plan = poisson_plan()
@@ -606,6 +620,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.5 * (9 - step) / 8 for step in made])
 
 
+@pytest.mark.weekly
 def test_an_interrupted_trainer_goes_on_by_itself(tmp_path: Path) -> None:
     plan = poisson_plan()
     trainer = private_run(tmp_path, bert(), plan=plan, callbacks=[Crash(2)])
@@ -616,6 +631,7 @@ def test_an_interrupted_trainer_goes_on_by_itself(tmp_path: Path) -> None:
     assert trainer.optimizer.steps == plan.steps == len(trainer.optimizer.accountant)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_ledger_file_is_not_resumed(tmp_path: Path) -> None:
     trainer = private_run(tmp_path, bert(), save_strategy="steps", save_steps=1)
     trainer.train()
@@ -643,7 +659,7 @@ def _two(rank: int, folder: str) -> dict[str, Any]:
     return {"answer": numbers(model), "ledger": ledger, "score": trainer.evaluate()["eval_loss"]}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_make_one_run(tmp_path: Path) -> None:
     first, second = launch(_two, 2, tmp_path, str(tmp_path))
     assert torch.equal(first["answer"], second["answer"])

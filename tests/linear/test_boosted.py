@@ -77,6 +77,7 @@ def moved(
     return [float((one - other).norm()) for one, other in permutations(with_it, 2)]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @settings(max_examples=25)
 @examples(st.floats(0, 2 * math.pi), st.floats(0, 1))
@@ -205,6 +206,7 @@ def test_a_clip_follows_public_numbers() -> None:
     assert measured.clip / measured.task.preparation.bound > 10.0  # spreads
 
 
+@pytest.mark.slow
 def test_the_noise_of_rounds_is_for_residuals_and_not_for_the_bound_on_targets() -> None:
     """Of ten runs all are near least squares (score 0.853); scores are 0.852 with a std of 0.0004."""
     draws = np.random.default_rng(5)

@@ -56,6 +56,7 @@ def lying(error: float) -> Callable[..., Tensor]:
     return solver
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("error", [1e-4, 0.1, 1.0, 1e9, 1e200, math.inf, math.nan])
 @pytest.mark.parametrize("settings", [{}, {"radius": 0.3}, {"residual_clip": 0.2}])
 def test_a_solver_that_tells_a_record_is_repaired(
@@ -89,6 +90,7 @@ def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.Mon
         assert float((plan.solve(records) - exact).abs()) <= plan.distance * 1.1
 
 
+@pytest.mark.slow
 def test_a_loop_that_diverged_is_solved_from_zero() -> None:
     for settings in (
         {},
@@ -197,6 +199,7 @@ def proved_loss(one: Tensor, other: Tensor, delta: float) -> float:
     return best
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("delta", [1e-2, 0.0])
 def test_an_audit_catches_half_of_the_noise_and_passes_the_planned_one(delta: float) -> None:
     # strong regularization and a clip: the two minimizers are as far apart as one record can move them

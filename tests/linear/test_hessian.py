@@ -49,6 +49,7 @@ def hessian(given: LinearTask, rows: list[tuple[float, ...]], at: torch.Tensor) 
     return build_objective(given, 0.0, make_records(given, table[:, :2], table[:, 2])).hessian(at)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attain_it(
     adjacency: str,
@@ -64,6 +65,7 @@ def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attai
     assert 0.9999 * bound <= max(moved) <= bound * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_hessian_is_charged_with_the_answer() -> None:
     """The delta is that of b and of both Gaussian releases beside it, at the budget's epsilon."""
     plan, alone = (
@@ -129,6 +131,7 @@ def test_the_noise_of_the_hessian_has_the_level_that_is_charged() -> None:
     assert plan.hessian_scale == pytest.approx(std, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_is_in_the_noise_of_the_hessian() -> None:
     few, many = (plan_objective(task(n=n, reg=1e4)) for n in (10, 10**9))
     exact = hessian_sensitivity(BOUND**2 / 4, "add_remove") / (0.5 * MU)

@@ -50,6 +50,7 @@ def sums(
     return made._curvature(at, make_records(made.task, table[:, :2], table[:, 2]))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_no_record_moves_what_is_released_beside_by_more(adjacency: str) -> None:
     """Exact, in units of both noises: the level of the two releases together is the one that is charged."""
@@ -71,6 +72,7 @@ def test_no_record_moves_what_is_released_beside_by_more(adjacency: str) -> None
     assert max(squares) == pytest.approx(THRESHOLD**2)
 
 
+@pytest.mark.slow
 def test_both_are_charged_with_the_answer() -> None:
     made, alone = plan(), plan(curvature=0.0, reg=plan().reg)
     assert made.noise_scale > alone.noise_scale
@@ -107,6 +109,7 @@ def test_both_are_those_at_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(hessian, sums(made, rows, torch.zeros(2, dtype=torch.float64))[0])
 
 
+@pytest.mark.slow
 def test_the_noise_of_both_has_the_level_that_is_charged() -> None:
     """Chi-square, false alarm: 1e-6 each."""
     dim, draws = 60, 60
@@ -123,6 +126,7 @@ def test_the_noise_of_both_has_the_level_that_is_charged() -> None:
         assert low <= float((values / std).square().sum()) <= high
 
 
+@pytest.mark.slow
 def test_rounding_is_in_the_noise_of_both() -> None:
     few, many = (plan(n=n, n_max=n, reg=1e6) for n in (10, 10**9))
     for name in ("hessian_scale", "squares_scale"):

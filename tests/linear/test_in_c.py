@@ -369,7 +369,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 8)
 @pytest.mark.parametrize("name", [None, *MUTATIONS])
 def test_a_wrong_kernel_is_caught(
     name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

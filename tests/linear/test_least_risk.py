@@ -43,6 +43,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("given", TASKS, ids=[str(index) for index in range(len(TASKS))])
 def test_the_default_has_the_least_bound_of_a_fine_grid_up_to_its_step(given):
     best = least_risk_reg(given, plan_output)
@@ -57,6 +58,7 @@ def test_the_default_has_the_least_bound_of_a_fine_grid_up_to_its_step(given):
     assert least < math.inf
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("delta", [0.0, 1e-6])
 def test_the_score_of_a_row_moves_by_the_std_that_the_bound_uses(delta):
     """20000 draws: the relative std of the mean of squares is below 0.02, and 0.1 is five of them."""
@@ -70,6 +72,7 @@ def test_the_score_of_a_row_moves_by_the_std_that_the_bound_uses(delta):
     assert float((scores**2).mean() / (row @ row)) == pytest.approx(spread**2, rel=0.1)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", [dp.losses.Logistic(), dp.losses.Hinge()])
 @pytest.mark.parametrize("delta", [0.0, 1e-6])
 def test_noise_costs_no_more_than_the_bound(loss, delta):

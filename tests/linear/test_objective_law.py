@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("name", "adjacency", "reg"), CASES)
 def test_neighbors_are_told_apart_by_no_more_than_delta(
     name: str, adjacency: str, reg: float | None
@@ -141,6 +142,7 @@ def test_errors_of_the_solver_are_covered_by_the_noise_on_the_answer() -> None:
     assert without < max(found) <= DELTA
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
 @pytest.mark.parametrize("name", ["clipped logistic", "smoothed hinge", "huber"])
 def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(
@@ -171,6 +173,7 @@ def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(
         assert max(shares) > (0.8 if reg == 100.0 else 0.3)
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_pure_epsilon_bounds_the_log_ratio_of_the_densities(name: str, adjacency: str) -> None:
@@ -184,6 +187,7 @@ def test_a_pure_epsilon_bounds_the_log_ratio_of_the_densities(name: str, adjacen
     assert worst > (0.3 if adjacency == "replace_one" else 0.7)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("delta", [DELTA, 0.0])
 def test_releases_have_the_law_that_was_integrated(delta: float) -> None:
     """Kolmogorov-Smirnov, 400 releases; false alarms: 1e-6."""

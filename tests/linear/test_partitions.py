@@ -82,6 +82,7 @@ SIZES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(sizes=SIZES, rows=st.sampled_from([1, 3, 100, PARTITION_ROWS]))
 @example(sizes=[1] * 1024, rows=PARTITION_ROWS)
@@ -112,6 +113,7 @@ def exact(terms: Tensor) -> Fraction:
     return sum(map(Fraction, terms.tolist()), Fraction())
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 999))
 def test_sums_over_partitions_are_within_the_public_bound_of_the_exact_sum(sizes, seed):
@@ -142,6 +144,7 @@ def test_every_record_is_summed_once(sizes, seed):
     assert float(total) == float(targets.sum())
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("sizes", [[41], [0, 7, 34], [1] * 41])
 @pytest.mark.parametrize("label", [1.0, -1.0])
 def test_no_record_in_partitions_moves_a_gradient_by_more_than_planned(sizes, label):

@@ -56,6 +56,7 @@ def sums_of(records: base.Records) -> tuple[Tensor, ...]:
     return records.total(records.norms), records.gram(records.weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(0, 90),
@@ -91,6 +92,7 @@ def test_parts_of_another_length_would_add_in_another_order():
     assert not torch.equal(parted.sum(total)[0], memory.sum(total)[0])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("place", [0, 7, 40])
 @pytest.mark.parametrize("label", [1.0, -1.0])

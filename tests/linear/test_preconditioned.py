@@ -111,6 +111,7 @@ def moved(given: LinearTask, plan: PreconditionedGDPlan) -> tuple[float, float]:
     return apart([records.gram(records.weights) for records in data]), most
 
 
+@pytest.mark.cases(3, 1)
 @KINDS
 @pytest.mark.parametrize("intercept", [0.0, 0.8, "measured"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])

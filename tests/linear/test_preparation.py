@@ -95,6 +95,7 @@ def line(count: int = 1000, seed: int = 3) -> tuple[Tensor, Tensor]:
 # -- what a record moves ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
 @examples(st.lists(st.sampled_from(HUGE), min_size=4, max_size=4), st.floats(0, 5), st.floats(0, 5))
 def test_no_record_moves_the_sum_of_rows_further_than_its_noise_is_for(
@@ -140,6 +141,7 @@ def test_opposite_rows_attain_the_sensitivity_of_the_sum() -> None:
     assert gap == pytest.approx(2.0, rel=1e-9)
 
 
+@pytest.mark.slow
 @examples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(-3, 3), st.floats(0, 9))
 def test_no_record_moves_a_count_by_more_than_1(
     value: float, target: float, threshold: float, weight: float
@@ -270,6 +272,7 @@ def test_preparation_and_release_together_have_the_level_of_the_budget() -> None
         level_left(0.1, 0.1)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "mechanism",
     ["objective", "output", "noisy_gd", "adassp", "boosted_adassp", "preconditioned_gd"],
@@ -305,6 +308,7 @@ def test_what_is_measured_is_charged_with_the_release(
     )  # the refused fit has drawn nothing
 
 
+@pytest.mark.slow
 def test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation() -> None:
     given = measured(quantile=None)
     assert given.prepare is not None
@@ -408,6 +412,7 @@ def test_a_record_that_is_shrunk_lies_on_the_same_line(quiet: None) -> None:
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "name",
     ["LogisticRegression", "SoftmaxRegression", "HuberRegressor", "QuantileRegressor", "Ridge"],
@@ -460,6 +465,7 @@ def test_nothing_is_measured_where_units_are_public_or_it_does_not_pay(
     assert HuberRegressor(**{**settings, **public})._task(2).prepare is None
 
 
+@pytest.mark.slow
 def test_public_centers_and_scales_win() -> None:
     settings = {"epsilon": 1.0, "n": 20_000, "bound_x": BOUND}
     for public in ({"feature_center": [1.0, 0.0]}, {"feature_scale": [1.0, 2.0]}):
@@ -469,6 +475,7 @@ def test_public_centers_and_scales_win() -> None:
         assert LogisticRegression(classes=(0, 1), **settings, **public).plan(2).task.prepare is None
 
 
+@pytest.mark.slow
 def test_a_threshold_in_units_of_the_target_needs_no_spread() -> None:
     settings = {"epsilon": 1.0, "n": 20_000, "bound_x": BOUND, "bound_y": TARGET}
     chosen, given = (

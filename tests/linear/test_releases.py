@@ -62,6 +62,7 @@ def assert_gamma(length: float, dim: int, scale: float) -> None:
 # -- the samplers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("dim", [1, 2, 5])
 def test_the_radius_of_the_k_norm_mechanism_is_gamma_and_its_direction_uniform(dim: int) -> None:
     draws = generator(dim)
@@ -154,6 +155,7 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
         plan_output(given).solve(records)
 
 
+@pytest.mark.slow
 def test_the_answer_is_projected_onto_the_ball() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         given = task(radius=1e-3)
@@ -164,6 +166,7 @@ def test_the_answer_is_projected_onto_the_ball() -> None:
 # -- objective perturbation -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_noise_in_an_objective_is_that_of_the_theorem_for_its_loss(replaced: bool) -> None:
     adjacency, times = ("replace_one", 2) if replaced else ("add_remove", 1)
@@ -219,6 +222,7 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
     )  # two draws, not one twice
 
 
+@pytest.mark.slow
 def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,6 +296,7 @@ def test_a_refused_release_draws_nothing(
     assert len(spent) == before
 
 
+@pytest.mark.cases(6, 2)
 @pytest.mark.parametrize(("mechanism", "settings"), MECHANISMS)
 def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     mechanism: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def largest_share(
 SETTINGS = [("replace_one", PLAIN), ("add_remove", PREPARED), ("zero_out", PLAIN)]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("adjacency", "preparation"), SETTINGS, ids=[name for name, _ in SETTINGS])
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_record_moves_the_minimizer_further_than_planned(

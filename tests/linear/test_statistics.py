@@ -90,6 +90,7 @@ def levels(given: LinearTask, plan: AdaSSPPlan) -> list[float]:
 CLASSES = {"loss": dp.losses.SoftmaxCrossEntropy(3), "bound_y": None}
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("kind", [{}, CLASSES], ids=["real", "classes"])
 @pytest.mark.parametrize("intercept", [0.0, 0.8])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])

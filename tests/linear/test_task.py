@@ -37,6 +37,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=64)
 POSITIVE = st.floats(1e-300, 1e300)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(FLOATS, FLOATS, FLOATS), min_size=1, max_size=5),
@@ -64,6 +65,7 @@ def test_no_prepared_row_exceeds_its_bound(
         assert torch.equal(preparation(raw[k : k + 1]), image[k : k + 1])
 
 
+@pytest.mark.cases(4, 1)
 @pytest.mark.parametrize("bound", [1.0, 0.1, 3e105, 2e-149, 1e-200])
 def test_rows_at_the_bound_do_not_exceed_it(bound: float) -> None:
     draws = torch.Generator().manual_seed(7)
@@ -80,6 +82,7 @@ def layouts(raw: Tensor) -> list[Tensor]:
     return [raw, by_column, torch.cat([raw, raw], dim=1)[:, : raw.shape[1]], by_column.float()]
 
 
+@pytest.mark.cases(6, 2)
 @pytest.mark.parametrize("dim", [3, 8, 64, 1000])
 @pytest.mark.parametrize("intercept", [0.0, 1.0])
 def test_the_image_of_a_row_is_the_same_in_every_block(dim: int, intercept: float) -> None:
@@ -306,6 +309,7 @@ def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
     assert choose_mechanism(task(), "exact") == "output"
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("settings", "word"),
     [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")],
@@ -321,6 +325,7 @@ def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked
     assert "chosen" not in dict(plan_linear(task(n=10_000)).lines())  # nothing was ranked
 
 
+@pytest.mark.slow
 def test_a_ledger_of_another_adjacency_is_refused() -> None:
     add_remove = task(budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):

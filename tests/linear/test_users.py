@@ -89,6 +89,7 @@ def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Te
 # -- what a user moves ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @examples(
     st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE)), min_size=1, max_size=30),
     st.sampled_from([0.01, 0.2, 5.0]),
@@ -136,6 +137,7 @@ def test_users_who_disagree_attain_the_clip() -> None:
     assert float(gap.norm()) == pytest.approx(2 * 0.01, rel=1e-9)
 
 
+@pytest.mark.slow
 @examples(
     st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE)), min_size=1, max_size=30),
     st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.floats(-50, 50)),
@@ -208,6 +210,7 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
     assert len(given) >= 2
 
 
+@pytest.mark.slow
 @examples(
     st.lists(
         st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE), st.floats(0, 3)),
@@ -277,6 +280,7 @@ def test_each_sum_over_users_gets_its_noise(
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_is_in_the_sensitivity_of_a_sum_over_users() -> None:
     plan, (features, labels, ids) = plan_users(task(), clip=0.02), rows(5000)
     w = torch.tensor([300.0, -500.0], dtype=torch.float64)
@@ -312,6 +316,7 @@ def test_the_sums_for_scale_and_intercept_are_charged() -> None:
             dataclasses.replace(other, last_std=1.0)
 
 
+@pytest.mark.slow
 def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() -> None:
     given = task(preparation=Preparation(1.0, intercept=0.5))
     plan, (features, labels, ids) = plan_users(given), rows(3000)
@@ -401,6 +406,7 @@ def test_scale_and_intercept_stay_within_the_radius() -> None:
     assert float(fit_linear(plan, features, labels, users=ids).weights.norm()) <= 0.3 * (1 + 1e-9)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("intercept", [0.0, 0.5])
 def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
     intercept: float, monkeypatch: pytest.MonkeyPatch
@@ -427,6 +433,7 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
             assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -482,6 +489,7 @@ def fit_linear_with_seed(plan: UserGDPlan, features: Tensor, labels: Tensor, ids
 # -- the door ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("model", [LogisticRegression, HuberRegressor, QuantileRegressor])
 def test_groups_of_any_kind_protect_users(model: type) -> None:
     rng = np.random.default_rng(0)

@@ -88,6 +88,7 @@ class LogCosh(Loss):
         return self.sign * torch.tanh((score - target - self.offset) / self.width)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("loss", "exponent"), ROWS, ids=repr)
 @pytest.mark.parametrize(("bound_x", "bound_y"), [(2.0, 0.5), (0.03, 7.0)])
 def test_every_row_passes_and_is_refuted_once_a_constant_is_two_percent_too_small(

@@ -41,6 +41,7 @@ def is_likely(successes, number, p) -> bool:
     return bool(min(law.cdf(successes), law.sf(successes - 1)) > FALSE_ALARM / 2)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("first", "last", "k"), [(0.0, 0.0, 1), (3.0, -4.0, 2), (-2.0, 1.0, 3), (1.0, -9.0, 0)]
 )
@@ -52,6 +53,7 @@ def test_answers_have_the_probabilities_of_the_exact_integrals(first, last, k, b
     assert is_likely(hits, number, sequence_probability(first, last, k, b1, b2))
 
 
+@pytest.mark.weekly
 def test_halved_noise_of_the_test_is_caught():
     generator, number, scores = torch.Generator().manual_seed(7), 5000, [13.0, 13.0, 6.0]
     for b1, b2, fits in ((2.0, 4.0, True), (1.0, 4.0, False), (2.0, 2.0, False)):
@@ -84,6 +86,7 @@ def tail(need, t):
     return np.where(need >= 1, far, 1 - far)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("passes", [0, 1, 10, 300])
 @pytest.mark.parametrize("level", [-60, -8, 0, 3, 40])
 def test_neighbors_never_differ_by_more_than_the_declared_epsilon(passes, level):

@@ -60,6 +60,7 @@ def test_large_draws_have_the_law_in_cells_and_uniform_last_bits(bits):
     assert stats.chisquare(last).pvalue > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_vectorized_and_literal_draws_are_of_one_law():
     many, few = (
         discrete_gaussian(200_000, 6),
@@ -125,6 +126,7 @@ def test_every_table_entry_is_a_lower_bound_within_two_units():
     assert (np.bincount(tables.cell, minlength=194)[:192] == tables.counts).all()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("bits", [4, 12, 28, 30, MOST_BITS])
 def test_the_chord_is_within_its_margin_of_the_probability(bits):
     tables, b, generator = module._tables(), bits - 4, np.random.default_rng(bits)

@@ -89,6 +89,7 @@ def test_the_noise_left_after_randomized_rounding_is_no_less_than_the_one_charge
     assert left <= Fraction(std) ** 2 * (1 + Fraction(1, 2**15))  # and not much more
 
 
+@pytest.mark.slow
 def test_a_smoothed_gaussian_is_the_discrete_one_up_to_what_the_proof_says():
     # r = 1 here, where the error e^(-2 pi^2) can be seen; the library has r = 8
     with mpmath.workdps(25):
@@ -130,6 +131,7 @@ def discrete_delta(m: int, shift: int, epsilon: float) -> float:
     return math.fsum(excess[excess > 0])
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("m", [16, 64, 1024])
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 3.0])
 def test_the_true_curve_is_within_the_one_charged_and_not_within_that_of_its_own_std(m, share):
@@ -217,6 +219,7 @@ def test_exact_is_never_granted_by_a_word(value):
             make()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_sampling_keeps_what_noise_was_drawn(exact):
     base = clipped_gaussian(1.0, exact)

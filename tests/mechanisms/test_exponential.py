@@ -59,6 +59,7 @@ def worst_pairs(n: int) -> list[tuple[list[float], list[float]]]:
     ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("epsilon", [1e-4, 0.3, 1.0, 8.0, 200.0, 1e5])
 @pytest.mark.parametrize("quantile", [0.0, 0.5, 0.9, 1.0])
 def test_the_drawn_law_keeps_epsilon_exactly(epsilon, quantile):
@@ -68,6 +69,7 @@ def test_the_drawn_law_keeps_epsilon_exactly(epsilon, quantile):
             assert_keeps_epsilon(*laws, epsilon)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("epsilon", [0.3, 8.0])
 def test_adding_or_removing_one_number_keeps_epsilon_at_a_public_size(epsilon):
     for n in (2, 300):
@@ -76,6 +78,7 @@ def test_adding_or_removing_one_number_keeps_epsilon_at_a_public_size(epsilon):
             assert_keeps_epsilon(*laws, epsilon)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=40),
@@ -187,6 +190,7 @@ def test_probabilities_do_not_underflow_in_their_logarithms():
     )
 
 
+@pytest.mark.slow
 def test_draws_follow_the_law():
     generator = torch.Generator().manual_seed(1)
     values, grid = np.arange(40) / 10, [0.95, 1.95, 2.95]
@@ -240,6 +244,7 @@ def test_the_grid_is_geometric_and_public():
 # -- any scores -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.data(),

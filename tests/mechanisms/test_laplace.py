@@ -35,11 +35,13 @@ def fits_the_discrete_law(values, t) -> bool:
     return bool(stats.chisquare(observed, expected, sum_check=False).pvalue > FALSE_ALARM)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("t", [Fraction(1, 3), Fraction(1), Fraction(7, 5), Fraction(40, 7)])
 def test_draws_have_exactly_the_discrete_laplace_law(t):
     assert fits_the_discrete_law(draws(t, 1, 20_000), float(t))
 
 
+@pytest.mark.slow
 def test_other_laws_are_told_from_it():
     values = draws(Fraction(7, 5), 1, 20_000)
     assert not fits_the_discrete_law(values, 1.5)

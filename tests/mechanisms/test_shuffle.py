@@ -93,6 +93,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("parameters", LAWS, ids=str)
 @pytest.mark.parametrize("messages", [True, False])
 def test_bits_and_counts_have_the_exact_law(parameters, messages):
@@ -198,6 +199,7 @@ def drawn_law(noise):
     }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("trials", "p"), [(1, 0.5), (7, 0.3), (60, 0.5), (300, 0.01), (300, 0.99), (2000, 0.5)]
 )
@@ -211,6 +213,7 @@ def test_the_table_of_the_noise_is_exact(trials, p):
         )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_noise_is_binomial_to_all_its_bits(monkeypatch, bits):
     # halves of so few bits tie all the time
@@ -241,6 +244,7 @@ def test_the_noise_holds_no_array_of_its_trials():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @example(
     5, 1, 3.0, 1e-5, 1
@@ -303,6 +307,7 @@ def test_the_rule_of_the_specification_is_the_start():
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("n", "dim"), [(100, 1000), (10**5, 1000), (10**6, 10), (10, 1)])
 @pytest.mark.parametrize("epsilon", [0.5, 8.0])
 def test_default_sizes_are_confirmed_by_the_accountant(n, dim, epsilon):

@@ -693,6 +693,7 @@ def test_no_adaptive_event_is_charged_inside_a_pass() -> None:
     )
 
 
+@pytest.mark.weekly
 def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that() -> None:
     budget = dp.Budget(2.0, DELTA, mode="rdp", orders=(8.0,))
     given: dict[str, Any] = {"n": 200, "batch_size": 20, "epochs": 2, "sampling": "allocated"}
@@ -728,6 +729,7 @@ def words(text: object) -> str:
     return " ".join(str(text).split())
 
 
+@pytest.mark.slow
 def test_a_plan_of_passes_says_what_its_run_charges() -> None:
     given: dict[str, Any] = {
         "n": N,
@@ -754,6 +756,7 @@ def test_a_plan_of_passes_says_what_its_run_charges() -> None:
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_plans_of_passes_spend_their_budget(passes: int) -> None:
     budget = dp.Budget(2.0, 1e-3, adjacency="replace_one" if passes == 2 else "add_remove")
@@ -786,6 +789,7 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
         dp.HolderSGD.plan(noise_multiplier=Z, sampling="allocated", **given)
 
 
+@pytest.mark.slow
 def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
     """16 batches of 62.5 records, with a divisor of 64, are a pass; 2.5 passes are charged, and said, as they are."""
     given: dict[str, Any] = {
@@ -805,6 +809,7 @@ def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
         dp.HolderSGD.plan(**given, sampling="assigned", batch_size=64, epochs=3)
 
 
+@pytest.mark.weekly
 def test_users_who_are_allocated_by_default_make_whole_passes() -> None:
     """A pass that is begun costs as much as a whole one."""
     budget = dp.Budget(2.0, 1e-4, adjacency="add_remove", unit="user")
@@ -828,6 +833,7 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("epochs", "word"),
     [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)],

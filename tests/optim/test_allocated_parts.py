@@ -131,6 +131,7 @@ def test_a_pass_inside_of_a_part_is_charged_to_the_part() -> None:
         assert_caught(check_that_a_pass_is_charged_to_its_part_first, mutation)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("design", [DESIGN, SHORT, ONE])
 def test_plans_of_passes_in_parts_are_what_their_ledgers_hold(design: AssignedParts) -> None:
     model, optimizer = built(design)
@@ -488,6 +489,7 @@ def check_that_passes_in_a_part_are_independent() -> None:
     assert all(stats.chisquare(row).pvalue > 1e-6 for row in (*counts, pairs.ravel()))
 
 
+@pytest.mark.slow
 def test_each_pass_inside_of_a_part_has_draws_of_its_own() -> None:
     def one_for_all(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(
@@ -546,6 +548,7 @@ def crashed(
     return model, again, draws
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(("kept", "lost"), [(4, 0), (4, 1), (1, 2), (1, 3), (4, 3), (5, 2), (2, 6)])
 def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(
     kept: int, lost: int, tmp_path: Path
@@ -602,6 +605,7 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("kept", "lost", "stop"),
     [(1, 2, 6), (2, 3, 6), (4, 1, 6), (5, 2, 10), (3, 4, 10), (2, 5, 10), (6, 1, 10)],

@@ -63,7 +63,7 @@ def planned(**given: Any) -> Any:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("adjacency", POSITIONAL)
 def test_phases_in_passes_spend_the_budget_with_less_noise(adjacency: Any) -> None:
     budget = dp.Budget(1.0, DELTA, adjacency=adjacency)
@@ -81,7 +81,7 @@ def test_phases_in_passes_spend_the_budget_with_less_noise(adjacency: Any) -> No
         assert phase.noise_multiplier < other.noise_multiplier
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_phases_whose_batches_would_be_single_records_take_all_of_them() -> None:
     plan = planned(min_phase=9, max_steps=1500)
     assert [type(design) for design, _ in plan.design.parts][-1] is dp.Full
@@ -97,7 +97,7 @@ def test_a_phase_of_few_steps_is_one_pass() -> None:
         assert draws == design.batches <= 7
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_theorem_says_nothing_of_phases_in_passes() -> None:
     """Their batches depend on those before; it bounds the variance of steps that do not."""
     promised = dp.Problem(radius=1.0, moment=2.0, moment_order=4.0)
@@ -220,6 +220,7 @@ def test_parts_of_positions_and_their_passes_hold_each_record_once() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_picks_inside_of_positions_are_uniform_and_independent() -> None:
     """Pairs of batches of one record in two passes, over 4,000 keys: a false alarm has probability 1e-6."""
     counts = np.zeros((T, T))

@@ -34,6 +34,7 @@ def piloted(cls: Any, **given: Any) -> Any:
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("cls", ONE_PASS)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
@@ -67,6 +68,7 @@ def test_a_pass_after_a_pilot_is_amplified(cls: Any, adjacency: Any) -> None:
     assert optimizer.accountant.get_epsilon(DELTA) == plan.epsilon()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("cls", ONE_PASS)
 def test_a_pass_after_a_pilot_plans_its_steps_as_without_one(cls: Any) -> None:
@@ -100,7 +102,7 @@ def test_passes_after_a_pilot_are_those_of_a_part() -> None:
             after_pilot(30, dp.Shuffled(30, 120), 8, MANY, adjacency)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 def test_passes_after_a_pilot_are_amplified() -> None:
     plan = piloted(dp.ClippedSGD, sampling="allocated", batch_size=30, epochs=2, lr=0.1)

@@ -56,6 +56,7 @@ def test_rows_are_unscaled_before_the_clip(rows, scale):
     assert len(optimizer.accountant) == 1
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["factored", "dense"])
 def test_scaled_rows_never_pass_the_clip(rows):
     for scale in (3.0, 2.0**16, 2.0**-16, 1.7e5):

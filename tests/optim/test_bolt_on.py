@@ -166,7 +166,7 @@ def check_that_no_pair_exceeds_the_sensitivity(pairs: int = 4) -> dict[tuple[str
     return worst
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_no_pair_of_neighbors_moves_the_answer_further() -> None:
     worst = check_that_no_pair_exceeds_the_sensitivity()
     assert min(worst.values()) > 0.999
@@ -180,6 +180,7 @@ def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(
         check_that_no_pair_exceeds_the_sensitivity(pairs=2)
 
 
+@pytest.mark.slow
 def test_a_shrinkage_that_is_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     tails = bolt_on._tails
     monkeypatch.setattr(bolt_on, "_tails", lambda weights, shrink: tails(weights, shrink**2))
@@ -240,6 +241,7 @@ def test_with_a_regularizer_more_epochs_need_no_more_noise() -> None:
     assert plain == pytest.approx([plain[0], 2 * plain[0], 10 * plain[0]], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_last_iterate_does_not_hold_for_an_average_with_a_regularizer() -> None:
     n, reg = 300, 4.0  # scores stay below 1/4, where the loss is linear
     x, y = np.ones((n, 1)), np.ones(n)
@@ -323,6 +325,7 @@ def test_arithmetic_that_moves_the_iterates_of_so_many_steps_is_refused() -> Non
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(10, 2)
 @pytest.mark.parametrize("average", ["last", "uniform", "weighted"])
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("reg", [0.0, 0.1])
@@ -456,6 +459,7 @@ def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(
         )  # which caps it at larger steps, where it is no measure of its slope
 
 
+@pytest.mark.slow
 def test_the_risk_bound_holds() -> None:
     n, dim, runs, rng = 200, 2, 20, np.random.default_rng(1)
     problem = Logistic().problem(bound_x=1.0, radius=3.0)
@@ -521,6 +525,7 @@ def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     return stats.kstest(radius, length.cdf).pvalue, stats.kstest(cosine, direction.cdf).pvalue
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("delta", [0.0, DELTA])
 def test_the_noise_of_the_answer_has_its_law(delta: float) -> None:
     assert (
@@ -550,6 +555,7 @@ def test_weight_and_bias_share_one_vector_of_noise() -> None:
     torch.testing.assert_close(answers[1] - answers[0], expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_k_norm_noise_of_another_size_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = row_free.knorm_vector
     monkeypatch.setattr(
@@ -577,7 +583,7 @@ def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_audit_finds_half_the_noise_and_nothing_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -621,6 +627,7 @@ def made(**changes: Any) -> tuple[nn.Linear, dp.BoltOnPSGD]:
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("delta", [0.0, DELTA])
 @pytest.mark.parametrize(
@@ -646,6 +653,7 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
     assert not opt.state
 
 
+@pytest.mark.slow
 def test_runs_that_share_a_pure_budget_add_up() -> None:
     accountant = dp.Accountant(dp.Budget(1.0, 0.0))
     pure = {"n": 60, "budget": None, "noise": "knorm"}

@@ -154,6 +154,7 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_hopeless_budget_warns_when_it_is_planned_and_one_for_half_as_many_more_records_does_not(
     name: str,

@@ -135,6 +135,7 @@ def both(
 DESIGNS = [Full(N), Poisson(20, N), Fixed(20, N), Shuffled(10, N), Disjoint(10, N), Poisson(1, N)]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 @pytest.mark.parametrize("name", LOSSES)
@@ -146,6 +147,7 @@ def test_fit_in_closed_form_is_fit_by_backwards(name: str, design: Design) -> No
     assert fast[1].metrics == slow[1].metrics
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize(
     "settings",
@@ -179,6 +181,7 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
     torch.testing.assert_close(fast[0], slow[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", ["observe", "weights"])
 @pytest.mark.parametrize("of_instance", [False, True])
 def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(
@@ -206,6 +209,7 @@ def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(
     assert len(seen) == 3 + (name == "weights")  # which are tried once before
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dressed", [False, True], ids=["bare", "as the library's"])
 @pytest.mark.parametrize("late", [False, True], ids=["in the class", "put there later"])
 def test_a_step_of_a_subclass_is_called_after_a_backward(
@@ -260,6 +264,7 @@ def test_a_profiler_sees_the_steps_of_a_fit_in_closed_form() -> None:
     assert counts[f"Optimizer.step#{type(optimizer).__name__}.step"] == 3
 
 
+@pytest.mark.cases(1, 1)
 def test_hooks_of_all_optimizers_are_called_by_fit_in_closed_form() -> None:
     calls: list[int] = []
     handles = [
@@ -283,6 +288,7 @@ def test_hooks_of_all_optimizers_are_called_by_fit_in_closed_form() -> None:
     assert calls == [0, 1, 1]
 
 
+@pytest.mark.cases(1, 1)
 def test_a_hook_that_steps_itself_uses_given_rows_once() -> None:
     model = linear()
     optimizer, entered = optimizer_of(model, Full(N)), []
@@ -308,6 +314,7 @@ def taken(model: nn.Module, loss: Any, dataset: Dataset[Any], **loader: Any) -> 
     )
 
 
+@pytest.mark.cases(1, 1)
 def test_parameters_in_another_order_are_left_to_the_ordinary_path() -> None:
     model = dp.attach(linear())
     loader = optimizer_of(model, Full(N)).loader(records(BCE))
@@ -421,6 +428,7 @@ def neighbors(x: Tensor) -> Iterator[tuple[Tensor, str]]:
     yield torch.cat([x, torch.full((1, D), 1e8)]), "add_remove"
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> None:
     def moved(features: Tensor) -> tuple[Tensor, Any]:
@@ -445,6 +453,7 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
     assert max(distances) > (0.4 if scale >= 1 else 0.0)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("physical", [None, 7])
 @pytest.mark.parametrize("where", ["features", "label"])
@@ -549,6 +558,7 @@ def test_a_budget_that_is_used_up_ends_a_run_in_closed_form_as_any_other() -> No
         dp.fit(model, optimizer, records(BCE), BCE, progress=False)
 
 
+@pytest.mark.cases(1, 1)
 def test_an_interrupted_run_keeps_its_steps_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = linear()
     optimizer = optimizer_of(model, Full(N))

@@ -109,6 +109,7 @@ def test_a_hook_put_there_before_the_optimizer_was_made_is_refused_too() -> None
         run.opt.step()
 
 
+@pytest.mark.slow
 def test_the_hooks_of_a_run_are_gone_with_it() -> None:
     gc.collect()
     global_hooks = nn.modules.module._global_forward_pre_hooks
@@ -150,6 +151,7 @@ EDITS: dict[str, Callable[[Run], Any]] = {
 }
 
 
+@pytest.mark.cases(12, 6)
 @pytest.mark.parametrize("kind", [make, bolt_on], ids=["HolderOutputSGD", "BoltOnPSGD"])
 @pytest.mark.parametrize("at_the_end", [False, True], ids=["step", "finalize"])
 @pytest.mark.parametrize("edit", list(EDITS))
@@ -239,6 +241,7 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
         twin.opt.loader(records())
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> None:
     """An abort of a sound run would spend its budget for nothing."""

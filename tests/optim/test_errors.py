@@ -355,6 +355,7 @@ TRAINING: dict[str, Misuse] = {
 }
 
 
+@pytest.mark.cases(13, 6)
 @pytest.mark.parametrize(
     "misuse",
     [
@@ -371,6 +372,7 @@ def test_bad_input_is_a_clear_error_before_anything_is_spent(misuse: Misuse) -> 
     assert len(accountant) == 0
 
 
+@pytest.mark.slow
 def test_the_good_input_that_each_case_changes_trains() -> None:
     accountant = dp.Accountant()
     train(*built(accountant))
@@ -384,6 +386,7 @@ def test_the_good_input_that_each_case_changes_trains() -> None:
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_the_epsilon_named_for_one_step_works_and_less_does_not(adjacency: str) -> None:
     def one_step(epsilon: float) -> dp.HolderSGD:
@@ -409,6 +412,7 @@ def test_the_epsilon_named_for_one_step_works_and_less_does_not(adjacency: str) 
         one_step(float(named[1]) * (1 - 1e-5))
 
 
+@pytest.mark.slow
 def test_the_epsilon_named_by_a_plan_works() -> None:
     def plan(epsilon: float) -> Any:
         return dp.HolderSGD.plan(

@@ -233,6 +233,7 @@ def whitened(
     return seen[0]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("classes", [1, 4])
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(
@@ -306,6 +307,7 @@ def test_a_grid_that_the_statistics_would_leave_is_refused_before_the_charge():
 # -- estimators, moments ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("estimator", ["LogisticRegression", "LinearSVC", "SoftmaxRegression"])
 def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
     X = np.linspace(-1, 1, 300).reshape(-1, 1)
@@ -357,6 +359,7 @@ def test_what_has_no_exact_form_refuses_by_name():
         assert words in str(error.value)
 
 
+@pytest.mark.slow
 def test_releases_without_an_exact_form_name_the_assumption():
     linear = nn.Linear(DIM, 1).double()
     given = {"model": linear, "loss": LOGISTIC, "n": N, "budget": BUDGET, "bound_x": 1.0}

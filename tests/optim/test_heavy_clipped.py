@@ -78,6 +78,7 @@ def calibrated(adjacency: str = "replace_one", n: int = 120, **changes: Any) -> 
 # -- the paper, line by line ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -157,6 +158,7 @@ def test_adam_moves_by_private_means() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out", "add_remove"])
 @pytest.mark.parametrize(
     "changes",
@@ -188,6 +190,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     check_resumption(BUILDS[name])
@@ -219,6 +222,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("sampling", ["shuffled", "poisson", "full"])
 def test_an_interrupted_fit_goes_on(sampling: str) -> None:
     if sampling == "shuffled":

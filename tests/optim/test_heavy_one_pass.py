@@ -98,6 +98,7 @@ def calibrated(
 # -- the paper, line by line ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(6, 2)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("radius", [math.inf, 0.6])
@@ -133,6 +134,7 @@ def test_accelerated_steps_are_those_of_algorithm_2(
     np.testing.assert_array_equal(joint(run.model), answers[-1])
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -210,6 +212,7 @@ def test_the_noise_is_that_of_one_batch_on_the_clipped_sum() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out", "add_remove"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjacency: str) -> None:
@@ -381,11 +384,13 @@ BUILDS = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     check_resumption(BUILDS[name])
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_chunks_make_the_steps_of_whole_draws(name: str) -> None:
     changes = dict(BUILDS[name].keywords) if isinstance(BUILDS[name], partial) else {}
@@ -489,6 +494,7 @@ def test_a_partition_is_random_and_that_of_a_resumed_run_is_not_new() -> None:
 # -- fit, closures, groups, frozen parameters -------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
 def test_an_interrupted_fit_goes_on(cls: Any, adjacency: str) -> None:

@@ -86,6 +86,7 @@ def test_without_the_step_rule_smooth_losses_take_ten_epochs_of_512(
     assert type(plan.design) is (dp.Poisson if batch < n else dp.Full)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("adjacency", BOTH)
 @pytest.mark.parametrize("n", [300, 4000])
 def test_for_a_bound_on_the_risk_batches_are_the_power_of_two_whose_noise_per_pair_is_nearest_to_2(
@@ -144,6 +145,7 @@ def test_what_is_given_overrides_the_defaults() -> None:
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("adjacency", "sampling"), [*((a, "poisson") for a in BOTH), ("replace_one", "fixed")]
 )
@@ -183,6 +185,7 @@ def test_calibration_uses_nearly_all_of_small_and_large_budgets(
     assert plan.adjacency == adjacency
 
 
+@pytest.mark.slow
 def test_one_more_step_than_planned_is_past_the_budget() -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4)
     plan = dp.HolderSGD.plan(
@@ -208,6 +211,7 @@ def test_one_more_step_than_planned_is_past_the_budget() -> None:
 # -- mode "paper" -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
     budget = dp.Budget(2.0, 1e-6)
     plan = dp.HolderSGD.plan(
@@ -273,6 +277,7 @@ def test_a_risk_bound_is_given_only_where_it_is_proved() -> None:
     assert dp.HolderSGD.plan(problem=ball, average="uniform", **kind).risk_bound is None
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
 @pytest.mark.parametrize("adjacency", BOTH)
 def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> None:
@@ -357,6 +362,7 @@ def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
 # -- accountants ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_optimizers_charge_one_accountant_also_if_it_is_empty() -> None:
     accountant = dp.Accountant(dp.Budget(3.0, 1e-4))
     assert not accountant  # an empty ledger is false
@@ -472,6 +478,7 @@ def test_a_rule_brings_its_own_average() -> None:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", BOTH)
 def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) -> None:
     model, budget = linear(), dp.Budget(1.0, 1e-4, adjacency=adjacency)
@@ -511,6 +518,7 @@ def test_the_report_names_adjacency_unit_budget_and_assumptions(adjacency: str) 
     assert "assumes: batches drawn by the optimizer's own Poisson loader, kept secret" in text
 
 
+@pytest.mark.slow
 def test_fixed_batches_are_never_quoted_under_add_remove() -> None:
     model = linear()
     opt = dp.HolderSGD(

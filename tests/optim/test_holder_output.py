@@ -126,6 +126,7 @@ OTHER_MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
+@pytest.mark.cases(11, 5)
 @pytest.mark.parametrize("build", OTHER_MODELS)
 @pytest.mark.parametrize("certificate", [False, 1, "yes", None])
 def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certificate: Any) -> None:

@@ -89,7 +89,7 @@ def check_that_no_pair_exceeds_the_sensitivity(
     return worst
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_some_by_nearly_as_much() -> (
     None
 ):
@@ -103,6 +103,7 @@ def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_
     assert max(worst.values()) > 0.99
 
 
+@pytest.mark.slow
 def test_a_hit_constant_of_zero_out_for_replaced_records_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,6 +147,7 @@ def check_that_400_kinks_stay_within_the_sensitivity() -> float:
     return share
 
 
+@pytest.mark.slow
 def test_the_drift_at_exponent_zero_is_real_and_forgetting_it_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,6 +182,7 @@ def check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name: str) -> 
     return share
 
 
+@pytest.mark.slow
 def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,6 +215,7 @@ class Spy(Dataset):
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "name", ["hinge 1.0", "hinge 1.5", "power 1.8", "logistic", "pinball 0.9", "huber"]
 )
@@ -272,6 +276,7 @@ SLOPES: dict[str, Callable[[float, float], float]] = {
 }
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 @pytest.mark.parametrize("bounded", [True, False])

@@ -111,6 +111,7 @@ def batches_of(run: Run) -> list[list[int]]:
 # -- the paper, line by line ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["ballfree", "projected", "balls"])
@@ -164,6 +165,7 @@ def dykstra(v: np.ndarray, c: np.ndarray, radius: float, center_radius: float) -
     return v
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_phases_in_a_ball_of_the_domain_are_projected_on_both(dtype: torch.dtype) -> None:
     radius, own = 0.6, phase(radius=0.3, reg=0.5, n=12, steps=2, clip=3.0)
@@ -179,6 +181,7 @@ def test_phases_in_a_ball_of_the_domain_are_projected_on_both(dtype: torch.dtype
     np.testing.assert_allclose(run.answer(), w, rtol=0, atol=DTYPES[dtype] + 1e-6)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [False, True])
 def test_copies_go_on_from_the_most_central_answer(dtype: torch.dtype, groups: bool) -> None:
@@ -242,6 +245,7 @@ def test_the_regularizer_is_not_clipped() -> None:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
@@ -263,6 +267,7 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore:max_steps=:torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_spends_its_budget(method: str) -> None:
@@ -304,6 +309,7 @@ def test_add_remove_has_no_bound() -> None:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str) -> None:
     run = calibrated(sampling=sampling)
@@ -317,7 +323,7 @@ def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str
         assert len(counts) <= design.n
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(derandomize=True, max_examples=25)
 @given(st.data())
 def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -> None:
@@ -376,6 +382,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     if name == "poisson":
@@ -391,6 +398,7 @@ def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: st
     check_resumption(BUILDS[name])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("phases", [PHASES, BALLS, COPIES])
 def test_chunks_make_the_steps_of_whole_draws(phases: Any) -> None:
     check_chunks(partial(build, phases))
@@ -411,6 +419,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_goes_on() -> None:
     check_interrupted_fit(calibrated, at=5)
     check_interrupted_fit(partial(calibrated, **METHODS["boosted"]), at=5)

@@ -110,6 +110,7 @@ def test_a_phase_starts_from_the_average_of_the_one_before() -> None:
     torch.testing.assert_close(run.weights, (iterates[3] + iterates[4]) / 2, rtol=0, atol=1e-9)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("phase", [0, 1], ids=["first", "second"])
 def test_a_replaced_user_moves_the_means_of_one_phase_and_by_at_most_its_sensitivity(
     phase: int,
@@ -148,6 +149,7 @@ def test_a_replaced_user_moves_the_means_of_one_phase_and_by_at_most_its_sensiti
 # -- the ledger -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_phase_is_charged_once_when_it_opens() -> None:
     run, digests = private(), []
     for batch in run.loader(*runs.agreeing(N, rows=2)):
@@ -163,6 +165,7 @@ def test_each_phase_is_charged_once_when_it_opens() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_run_costs_the_largest_of_its_phases() -> None:
     alone = [private(size).train(*runs.agreeing(N)).epsilon() for size in TWO]
     run = private()
@@ -173,6 +176,7 @@ def test_the_run_costs_the_largest_of_its_phases() -> None:
     assert run.epsilon() < 0.7 * sum(alone)
 
 
+@pytest.mark.slow
 def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
     run = private((200, 2), (300, 2))
     assert run.opt.report(runs.DELTA).epsilon == 0
@@ -185,6 +189,7 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
     assert run.epsilon() <= runs.EPSILON
 
 
+@pytest.mark.slow
 def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
     own = localized_user_plan(
         n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
@@ -199,6 +204,7 @@ def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
     run.opt.finalize()
 
 
+@pytest.mark.slow
 def test_fit_refuses_a_later_phase_that_passes_the_budget_before_anything_is_spent() -> None:
     own = runs.phased(runs.plan(300, 3, 3.0), runs.plan(200, 3, 4.0), n_users=N)
     accountant = dp.Accountant(runs.budget(epsilon=3.5))
@@ -285,6 +291,7 @@ def test_a_phase_that_halts_at_its_first_step_leaves_the_start_and_is_charged() 
     assert len(parts(run)) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_halts_in_all_phases_answers_with_its_start() -> None:
     run = made(private(start=[0.5, 0.5]), 7, runs.scattered(N))
     run.opt.finalize()
@@ -292,6 +299,7 @@ def test_a_run_that_halts_in_all_phases_answers_with_its_start() -> None:
     assert run.epsilon() == pytest.approx(private().train(*runs.agreeing(N)).epsilon())
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("agree", [True, False], ids=["agree", "part"])
 def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(N, rows=3) if agree else runs.scattered(N)
@@ -315,6 +323,7 @@ def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
 # -- copies and checkpoints -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("before", [1, 3, 4, 5, 7])
 def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(
     before: int, tmp_path: Path
@@ -376,6 +385,7 @@ def test_a_checkpoint_of_other_phases_is_refused() -> None:
 # -- reports and refusals ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
     run = private()
     reports = [run.opt.report()]

@@ -123,12 +123,14 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
 # -- ledger -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjacency: str) -> None:
     check_ledger(partial(calibrated, cls, adjacency), dp.Budget(1.0, DELTA, adjacency))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -141,7 +143,7 @@ def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> 
     check_ledger(partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
     check_ledger(
@@ -149,6 +151,7 @@ def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> N
     )
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
     run = calibrated(cls)
@@ -161,6 +164,7 @@ def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
     assert 1 - 1e-3 < min(epsilons.values()) <= max(epsilons.values()) <= 1  # "0" is the pilot's
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("size", [20, 60])
 def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
@@ -239,6 +243,7 @@ def test_each_large_phase_chooses_its_clip_at_its_center() -> None:
     np.testing.assert_allclose(run.answer(), w, rtol=0, atol=1e-12)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 def test_pilot_and_training_records_are_disjoint_and_each_is_used_as_planned(cls: Any) -> None:
     run = calibrated(cls)
@@ -311,6 +316,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: str) -> None:
     check_resumption(BUILDS[name])
@@ -356,6 +362,7 @@ def test_a_copy_has_a_pilot_of_its_own() -> None:
     assert layer is not run.model
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
@@ -365,6 +372,7 @@ def test_an_interrupted_fit_goes_on(cls: Any, at: int) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
 @pytest.mark.parametrize("sampling", ["assigned", "poisson", "full"])
 @pytest.mark.parametrize("cls", CLASSES)

@@ -136,7 +136,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 3)
 @pytest.mark.parametrize(("adjacency", "epsilon", "batch_size", "passes"), CELLS)
 def test_no_design_has_much_less_noise_than_the_default(
     adjacency: str, epsilon: float, batch_size: int, passes: int

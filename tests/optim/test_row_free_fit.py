@@ -38,6 +38,7 @@ def made(**settings: object):
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 def test_fit_makes_the_plan_and_releases_the_answer_once(sampling):
     model, optimizer = made(sampling=sampling)

@@ -30,6 +30,7 @@ def planned(cls: Any, adjacency: Any = "add_remove", n: int = 20_000, **changes:
     return cls.plan(n=n, budget=budget, **kind)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_the_number_of_steps_has_the_least_bound_of_those_that_are_tried() -> No
     assert plan.lr == pytest.approx(exact.lr, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_is_compared_is_near_the_noise_of_the_pass() -> None:
     budget = dp.Budget(1.0, 1e-6, "zero_out")
     for steps in (1, 16, 256):
@@ -117,6 +119,7 @@ def test_a_pilot_keeps_the_charge_of_a_secret_pass() -> None:
     assert plan.noise_multiplier < 2
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacency: Any) -> None:
@@ -142,6 +145,7 @@ def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacen
     assert "amplified by random allocation" in str(optimizer.report())
 
 
+@pytest.mark.slow
 def test_a_kept_run_of_fit_is_one_secret_pass() -> None:
     layer = dp.attach(torch.nn.Linear(3, 1))
     plan = planned(dp.ClippedSGD, n=600)

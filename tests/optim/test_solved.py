@@ -83,6 +83,7 @@ def silence(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_solved_answer_is_charged_and_installed(kind: str, bias: bool) -> None:
@@ -175,6 +176,7 @@ def test_a_model_of_any_precision_gets_the_answer(dtype: torch.dtype) -> None:
     assert torch.isfinite(model.weight).all()
 
 
+@pytest.mark.slow
 def test_classes_have_a_row_each() -> None:
     labels = torch.arange(N) % 4  # class 3 is unknown: null records
     softmax = {
@@ -437,6 +439,7 @@ def test_a_spent_budget_is_noticed_at_construction(kind: str) -> None:
         make(kind, accountant=other)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, N - 1, N + 3])
 def test_another_number_of_records_is_refused_only_where_n_is_public(kind: str, count: int) -> None:
@@ -449,6 +452,7 @@ def test_another_number_of_records_is_refused_only_where_n_is_public(kind: str, 
     assert torch.isfinite(model.weight).all()
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_data_set_is_solved_too(kind: str) -> None:
     model, optimizer = make(kind, budget=ADD_REMOVE)
@@ -463,6 +467,7 @@ def test_an_empty_data_set_is_solved_too(kind: str) -> None:
     assert torch.isfinite(classes.weight).all()
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_takes_an_empty_data_set(solver: str) -> None:
     for loss in (dp.losses.Logistic(), dp.losses.Hinge()):
@@ -473,6 +478,7 @@ def test_every_solver_takes_an_empty_data_set(solver: str) -> None:
             assert torch.isfinite(model.weight).all()
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solver_leaves_the_global_generator_where_it_was(solver: str) -> None:
     _, optimizer = make(solver=solver)

@@ -39,6 +39,7 @@ def horizon(made: Any) -> float:
 # -- what it chooses --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("problem", [LOGISTIC, HUBER, PINBALL])
 def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: dp.Problem) -> None:
     made = [
@@ -72,6 +73,7 @@ def test_a_ball_is_a_distance_that_the_answer_has_at_most() -> None:
     assert made.prox() == dp.prox.Ball(1.0)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("n", [20_000, 100_000, 2_000_000])
 def test_batches_make_twenty_passes_but_a_million_rows_at_least_and_twenty_at_most(n: int) -> None:
     made = plan(n=n, budget=dp.Budget(1.0, 1e-9))
@@ -80,6 +82,7 @@ def test_batches_make_twenty_passes_but_a_million_rows_at_least_and_twenty_at_mo
     assert 64 <= made.steps <= 1100
 
 
+@pytest.mark.slow
 def test_adjacency_and_dimension_enter_by_the_noise_alone() -> None:
     small, large = plan(dim=10), plan(dim=1000)
     assert horizon(large) < horizon(small)
@@ -87,6 +90,7 @@ def test_adjacency_and_dimension_enter_by_the_noise_alone() -> None:
     assert plan(dim=None).lr == plan(dim=64).lr
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     "sampling", ["poisson", "fixed", "shuffled", "full", "assigned", dp.Poisson(500, N)]
 )
@@ -105,6 +109,7 @@ def test_every_sampling_has_a_rule(sampling: Any) -> None:
 # -- what is given wins -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("given", "read"),
     [
@@ -122,6 +127,7 @@ def test_one_given_number_is_taken_and_the_others_follow(given: dict[str, Any], 
     assert made.epsilon() <= 1.0
 
 
+@pytest.mark.slow
 def test_passes_that_are_given_are_made() -> None:
     made = plan(epochs=3)
     assert made.steps * made.batch_size == pytest.approx(3 * N, rel=0.05)
@@ -184,6 +190,7 @@ def without_noise(made: Any) -> Any:
     return replace(made, noise_multiplier=0.0, budget=None)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("radius", [math.inf, 0.3])
 @pytest.mark.parametrize("average", ["last", "weighted"])
@@ -287,6 +294,7 @@ def test_an_oracle_with_a_share_says_so_to_checkpoints() -> None:
 # -- clipped rows -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sampling", ["poisson", "full", "fixed"])
 def test_many_passes_of_clipped_sgd_follow_the_noise_whatever_the_clip(sampling: str) -> None:
     kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "sampling": sampling}
@@ -339,6 +347,7 @@ def test_one_pass_makes_more_steps_where_there_is_less_noise() -> None:
 # -- what it is for ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("epsilon", [0.3, 3.0])
 def test_a_default_run_is_better_than_ten_epochs_at_one_over_smoothness(epsilon: float) -> None:

@@ -79,6 +79,7 @@ def person(data: st.DataObject) -> np.ndarray:
     return np.array(values).reshape(count, 2)
 
 
+@pytest.mark.weekly
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), chunk=st.sampled_from([None, 3]))
 def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
@@ -109,6 +110,7 @@ def test_the_sensitivity_is_reached_by_a_user_who_turns_round() -> None:
     assert 0.999 * bound <= float((ends[0] - ends[1]).norm()) <= bound
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["poisson", "fixed"])
 def test_in_batches_too_a_user_moves_the_mean_by_at_most_the_sensitivity(kind: str) -> None:
     largest = 0.0
@@ -169,6 +171,7 @@ def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
 # -- the ledger -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("sampling", "batch_size", "adjacency"),
     [
@@ -209,6 +212,7 @@ def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
         )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str) -> None:
     layer = runs.model()
@@ -298,6 +302,7 @@ def test_a_copy_shares_the_ledger_and_draws_noise_of_its_own() -> None:
     assert not run.weights.equal(other.weights)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) -> None:
     run = runs.clipped(40, noise_multiplier=2.0, batch_size=8, adjacency=adjacency, steps=2)
@@ -399,6 +404,7 @@ def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> No
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -453,6 +459,7 @@ def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
     assert 64 <= plan.steps <= 256
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below(
@@ -496,6 +503,7 @@ def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
     assert run.opt.oracle._clipping.state()["clip"] == pytest.approx(bound)
 
 
+@pytest.mark.slow
 def test_what_is_given_of_users_wins_one_by_one() -> None:
     assert (searched(clip=0.2).clip, searched(clip=0.2).search) == (0.2, None)
     assert searched(clip=0.2).lr == pytest.approx(searched(clip=0.4).lr * 2)

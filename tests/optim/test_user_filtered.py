@@ -137,6 +137,7 @@ def test_the_first_query_below_the_threshold_halts_as_in_the_paper() -> None:
 # -- sensitivity ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.weekly
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["same", "two"]), n=st.sampled_from([12, 16, 20]))
 def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
@@ -223,6 +224,7 @@ def test_the_run_is_charged_once_when_it_opens() -> None:
     assert kinds(run) == {AboveThreshold: 1, Gaussian: 4, Failure: 1}
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("filter", ["same", "two", "best"])
 def test_the_spent_epsilon_is_within_the_plans_at_each_point(filter: str) -> None:
     plan = runs.plan(300, 5, filter=filter)
@@ -392,6 +394,7 @@ def test_a_filter_that_halts_for_sure_is_refused_with_its_numbers() -> None:
         dp.UserFilteredSGD.plan(filter=hopeless, lr=0.5)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("agree", [True, False], ids=["agree", "part"])
 def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(200, rows=3) if agree else runs.scattered(200)
@@ -470,6 +473,7 @@ def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> 
         assert run.epsilon() > before
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("on_halt", ["keep", "initial"])
 def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(
     on_halt: str, tmp_path: Path
@@ -494,6 +498,7 @@ def test_a_run_that_is_charged_as_a_whole_is_not_copied() -> None:
     assert copy.deepcopy(run.opt).finalized
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_plan_is_refused() -> None:
     saved = private().saved()
     with pytest.raises(ValueError, match="design"):

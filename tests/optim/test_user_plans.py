@@ -73,6 +73,7 @@ def planned(**changes: Any) -> tuple[nn.Module, Any]:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
     made = dp.UserFilteredSGD.plan(**FIXED)
     expected = calibrate_filter(
@@ -81,6 +82,7 @@ def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
     assert (made.filter, made.lr, made.risk_bound) == (expected, 0.1, None)
 
 
+@pytest.mark.slow
 def test_promises_choose_radius_steps_and_step_size() -> None:
     made = dp.UserFilteredSGD.plan(
         n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30
@@ -101,6 +103,7 @@ def test_a_step_size_alone_is_chosen_too() -> None:
     assert (made.lr, made.risk_bound) == schedule(2.0, 3.0, USERS * ITEMS, 4, DIM, noise)
 
 
+@pytest.mark.slow
 def test_more_promised_rows_per_user_need_less_noise() -> None:
     noises = [
         dp.UserFilteredSGD.plan(
@@ -117,7 +120,7 @@ def test_a_search_takes_its_share_of_the_budget() -> None:
     assert (made.filter.epsilon, made.filter.pair_radius) == (EPSILON - 1.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     numbers: dict[str, Any] = {
         "n_users": 4000,
@@ -142,6 +145,7 @@ def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
     made, optimizer = planned(average="last")
     train(optimizer, made)
@@ -154,6 +158,7 @@ def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
     )  # 4 steps of 0.1 along a mean of length 1
 
 
+@pytest.mark.slow
 def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
     # a run may halt with a probability of 1 %, and its search overshoot with 1 %: three in a row with 1e-5
     assert any(searched_run_moves() for _ in range(3))
@@ -178,6 +183,7 @@ def searched_run_moves() -> bool:
     return found and float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
 
 
+@pytest.mark.slow
 def test_a_regularizer_is_added_after_the_noise() -> None:
     made, optimizer = planned(reg=50.0, average="last", lr=0.01)
     train(optimizer, made)
@@ -187,6 +193,7 @@ def test_a_regularizer_is_added_after_the_noise() -> None:
     assert optimizer.reg == 50.0
 
 
+@pytest.mark.slow
 def test_a_localized_run_ends_within_its_budget() -> None:
     made = model()
     plan = dp.LocalizedUserSGD.plan(
@@ -205,6 +212,7 @@ def test_a_localized_run_ends_within_its_budget() -> None:
     assert (optimizer.reg, optimizer.prox) == (0.5, Ball(1.5))
 
 
+@pytest.mark.slow
 def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> None:
     assert planned(problem=PROBLEM)[1].prox == Ball(1.5)
     assert planned(problem=PROBLEM, prox=Identity())[1].prox == Identity()
@@ -248,6 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_wrong_inputs_are_named(name: str) -> None:
     changes, error, message = REFUSED[name]
@@ -266,6 +275,7 @@ def test_a_search_that_may_overshoot_is_told() -> None:
         planned(pair_radius=search)
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -312,6 +322,7 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
         cls(params, **old)
 
 
+@pytest.mark.slow
 def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
     numbers = planned()[1]._plan.filter
     made = dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=BUDGET)

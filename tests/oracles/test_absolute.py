@@ -39,6 +39,7 @@ def made(budget: dp.Budget | None = None, noise_std: object = 0.5, **settings: o
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.floats(1e-8, 1e8), st.floats(0, 1e4), st.integers(1, 10**6))
 def test_the_ledger_is_told_no_more_noise_than_is_drawn(noise_std, distance, batch_size):
@@ -90,6 +91,7 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
         made(noise_std=[1.0])[1].load_state_dict(first.state_dict())
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "mode",
     [{"mode": "rdp", "schedule": PLAN}, {"mode": "rdp", "orders": 7}, {"mode": "rdp-mixture"}],

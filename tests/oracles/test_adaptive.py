@@ -89,6 +89,7 @@ def joint_moves(
     return found
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_the_event_is_that_of_mean_and_votes_together(adjacency, target):
@@ -150,6 +151,7 @@ def test_votes_are_continuous_where_the_mean_loss_rounds():
         assert max(values) - min(values) <= 4.5 * 8 * 2.0**-24 * 1.01
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_one_record_more_moves_the_votes_by_at_most_their_sensitivity(reduction):
     # equal records exactly at the clip: if 1/B rounds, all their norms move together when B changes
@@ -227,6 +229,7 @@ def test_the_clip_of_a_batch_is_fixed_before_its_rows():
     assert oracle.clip == pytest.approx(math.exp(0.2 * 0.5))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("zeros", [0, 3])
 def test_the_clip_finds_the_quantile_of_the_rows_that_are_not_null(target, zeros):
@@ -258,6 +261,7 @@ def test_the_clip_stays_in_its_range(length, end):
     assert oracle.state() == {"clip": end}
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("target", [0.5, 0.9])
 def test_the_votes_have_their_noise(target):
     oracle, generator = (
@@ -368,6 +372,7 @@ def test_state_goes_round_and_copies_go_their_own_way():
     assert oracle.settings()["clip_lr"] == 0.2
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("design", [dp.Poisson(20, 60), dp.Full(60), dp.Fixed(20, 60)])
 def test_a_run_charges_the_joint_event_in_each_step(design):
     model = nn.Linear(2, 1)

@@ -87,6 +87,7 @@ def moves(adjacency: str, dim: int, rows: str) -> list[float]:
     return [distance / oracle.sensitivity(adjacency) for distance in found]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["dense", "factored"])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_no_row_moves_the_mean_further_than_declared(adjacency, rows):

@@ -401,6 +401,7 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
 # -- rows of one score ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(19, 9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [1, 2, 1025])
 @pytest.mark.parametrize("clip", [1e-300, 1e-20, 2.0**-39, 1e-6, 1e-3, 1.0, 2.0**39, 1e20, 1e300])
@@ -443,6 +444,7 @@ SCORES = {
 }
 
 
+@pytest.mark.cases(32, 16)
 @pytest.mark.parametrize(
     "features", [[1.0, -2.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [1e30, -1e30]], ids=str
 )

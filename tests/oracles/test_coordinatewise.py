@@ -71,6 +71,7 @@ def literal(rows, groups, clip=CLIP):
 # -- what is released -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(1, 13), st.integers(1, 4), st.data())
 def test_groups_are_consecutive_and_medians_those_of_the_definition(rows, dim, data):
@@ -154,6 +155,7 @@ def moves(one, other, groups, noise, clip=CLIP):
     )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("noise", NOISES)
 @settings(max_examples=120)
 @given(
@@ -264,6 +266,7 @@ def test_halved_noise_of_group_means_is_caught(monkeypatch):
     assert ratio() == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_each_group_and_coordinate_has_noise_of_its_own():
     draws = noise_of(Coordinatewise(CLIP, 1.0, 6, 3), 4, runs=4000)
     correlations = torch.corrcoef(draws.t())

@@ -83,6 +83,7 @@ def rounded_sum(oracle, rows: torch.Tensor, monkeypatch) -> torch.Tensor:
     return seen[0]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", ["clipped", "holder", "auto"])
 def test_exact_means_of_neighbors_stay_within_the_sensitivity(name, monkeypatch):
     oracle = opened(MEANS[name], True)
@@ -222,6 +223,7 @@ def run(model, optimizer):
     return optimizer
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_reports_of_exact_optimizers_lose_the_sentence_and_spend_what_others_do(name):
     plain, exact = (run(*made(name, secure)) for secure in (None, "exact"))

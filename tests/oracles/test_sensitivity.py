@@ -124,6 +124,7 @@ def test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling(rows
         opt.step()
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -155,6 +156,7 @@ def test_a_mean_in_half_precision_is_refused(dtype):
         dp.attach(nn.Linear(2, 1).to(dtype))
 
 
+@pytest.mark.cases(10, 2)
 @pytest.mark.parametrize("clip", [1.01e-20, 1e-19, 1e-15, 1e-12, 1.0, 1e15])
 @pytest.mark.parametrize("outputs", [10_000, 1_440_000])
 def test_one_factored_row_of_tiny_products_moves_the_mean_by_at_most_one_clip(clip, outputs):

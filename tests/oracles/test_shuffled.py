@@ -96,6 +96,7 @@ def test_the_median_is_that_of_the_means_of_groups():
         torch.testing.assert_close(got, median_of_means(rows, groups, CLIP), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["clipped", "median"])
 def test_the_mean_is_unbiased_with_the_variance_of_the_protocol(kind):
     size, runs = 6, 3000
@@ -136,6 +137,7 @@ def test_rounding_and_noise_come_from_the_generator(kind):
 # -- one record -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["clipped", "median"])
 @settings(max_examples=150)
 @given(

@@ -51,6 +51,7 @@ def test_the_answer_is_the_mean_of_clipped_means():
 values = st.one_of(st.floats(-3, 3), st.sampled_from([*BAD, CLIP, -CLIP, 0.0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 3), st.data())
 def test_no_user_moves_the_mean_past_the_sensitivity(dim, more, data):

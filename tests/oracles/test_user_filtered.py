@@ -77,6 +77,7 @@ def literal(rows, tau, filter):
     return score, torch.tensor(mean, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([same, two]), st.integers(12, 16), st.integers(1, 3), st.data())
 def test_the_answer_is_that_of_the_definition(kind, n, dim, data):
@@ -130,6 +131,7 @@ def moved(filter, first, second, tau=1.0, threshold=None, **others):
     return distance / oracles[0].sensitivity(REPLACE_ONE)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([same, two]), st.integers(12, 18), st.integers(1, 3), st.data())
 def test_no_user_moves_the_mean_past_the_sensitivity(kind, n, dim, data):
@@ -159,6 +161,7 @@ def test_the_bound_of_equal_radii_is_nearly_reached(dtype, offset):
     assert 0.95 < ratio <= 1.0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_bound_of_the_wider_filter_is_nearly_reached(dtype):
     n = 1000
@@ -169,6 +172,7 @@ def test_the_bound_of_the_wider_filter_is_nearly_reached(dtype):
     assert 0.95 < ratio <= 1.0
 
 
+@pytest.mark.slow
 def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
     """Clusters on a line; each pair is bounded at its own score, by the coefficients that the oracle uses."""
     rng, best = np.random.default_rng(0), {"same": 0.0, "two": 0.0}
@@ -210,6 +214,7 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
     assert best["two"] > 0.85
 
 
+@pytest.mark.cases(36, 18)
 @pytest.mark.parametrize("value", [*EDGE, *BAD])
 @pytest.mark.parametrize("other", [*EDGE, *BAD])
 def test_one_user_moves_the_score_by_at_most_its_sensitivity(value, other):
@@ -250,6 +255,7 @@ def test_a_user_without_rows_counts_itself_in_the_score():
         assert released(certain(same(n, 9.5, 9), threshold=threshold), rows).halted is halts
 
 
+@pytest.mark.slow
 def test_neighbors_of_one_user_are_neighbors_at_twice_the_radius():
     generator, close = torch.Generator().manual_seed(0), {True: 0, False: 0}
     for _ in range(300):

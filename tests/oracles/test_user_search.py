@@ -97,6 +97,7 @@ def literal_totals(rows, radii, n):
 # -- the law ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(8, 14), st.integers(1, 3), st.data())
 def test_the_law_is_that_of_the_definition(n, dim, data):
@@ -132,6 +133,7 @@ def common_users():
     yield [[0.0, 0.0]] * 4 + [[math.nan, 0.0], [0.0, math.inf]] + [[2.0, 0.0]] * 4, 0.4
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("epsilon", [0.3, 2.0, 40.0])
 def test_no_replaced_user_breaks_epsilon(epsilon):
     """A user anywhere, nowhere, without rows or with too few, against the same others, in exact arithmetic."""
@@ -156,6 +158,7 @@ def test_no_replaced_user_breaks_epsilon(epsilon):
     assert moved == 7
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(8, 14), st.floats(0.01, 20), st.floats(0.0, 1.0), st.data())
 def test_no_replaced_user_breaks_epsilon_anywhere(n, epsilon, target, data):
@@ -178,6 +181,7 @@ def tight_pair(epsilon):
     return tuple(law_of(searching(search, n), column(end, *others)) for end in (0.0, math.inf))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 1.5])
 def test_a_worst_pair_of_users_spends_all_of_epsilon(epsilon):
     first, second = tight_pair(epsilon)
@@ -187,6 +191,7 @@ def test_a_worst_pair_of_users_spends_all_of_epsilon(epsilon):
     assert max(map(abs, found)) > 0.9 * epsilon
 
 
+@pytest.mark.slow
 def test_a_law_at_more_than_epsilon_is_caught(monkeypatch):
     law = exponential._law
     assert_keeps_epsilon(*tight_pair(1.0), 1.0)
@@ -239,6 +244,7 @@ def test_users_left_out_as_zero_are_caught(monkeypatch):
     assert totals == [40, 41]
 
 
+@pytest.mark.slow
 def test_distances_that_concentrate_are_found():
     """All pairs of honest users lie between two candidates, so that no total is near the target."""
     n, dim = 600, 1500
@@ -296,6 +302,7 @@ def test_candidates_far_apart_are_counted_apart():
     assert oracle._totals(*oracle._users.take()) == counts.tolist()
 
 
+@pytest.mark.weekly
 def test_draws_of_the_search_follow_its_law():
     rows, search = column(*[0.0] * 3, *[0.4] * 3, *[1.5] * 3), grid(9, 2.0, target=0.5)
     law = law_of(searching(search, 9), rows) / 2**53
@@ -551,6 +558,7 @@ def found_one(monkeypatch):
     monkeypatch.setattr(user_search, "draw", lambda law, generator: 2)
 
 
+@pytest.mark.slow
 def test_the_search_is_charged_before_its_draw_and_the_run_pays_once(monkeypatch):
     ledgers = []
     run = optimized()
@@ -574,6 +582,7 @@ def test_the_search_is_charged_before_its_draw_and_the_run_pays_once(monkeypatch
     assert run.opt.metrics["pair_radius"] == 1.25
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_the_search_is_refused_before_any_draw(monkeypatch):
     monkeypatch.setattr(user_search, "draw", None)
     room = optimized(search=grid(40, 0.1)).opt.ahead()
@@ -587,6 +596,7 @@ def test_a_budget_without_room_for_the_search_is_refused_before_any_draw(monkeyp
         optimized(dp.Accountant(budget), search=grid(40, 0.5))
 
 
+@pytest.mark.slow
 def test_a_second_optimizer_pays_for_a_search_of_its_own_and_a_copy_is_refused(monkeypatch):
     found_one(monkeypatch)
     accountant = dp.Accountant(unit="user", adjacency=REPLACE_ONE)

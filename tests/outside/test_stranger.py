@@ -35,6 +35,7 @@ def private_names(tree: ast.AST) -> set[str]:
     return {name for name in found if re.match("_[a-zA-Z]", name)}
 
 
+@pytest.mark.weekly
 def test_what_a_stranger_writes_has_no_underscored_name_of_the_library() -> None:
     package = Path(torch_dpsco.__file__).parent
     theirs = set().union(*(private_names(ast.parse(path.read_bytes())) for path in package.rglob("*.py")))
@@ -67,7 +68,7 @@ def test_the_walk_through_counts_the_lines_of_these_files(tmp_path: Path) -> Non
     assert max(counted.values()) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_stranger_needs_the_installed_package_alone(path: Path, tmp_path: Path) -> None:
     installed, home = tmp_path / "installed", tmp_path / "home"

@@ -206,12 +206,14 @@ def follow(
     return projected
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("average", AVERAGES)
 def test_without_noise_every_iterate_is_that_of_the_paper(name: str, average: str) -> None:
     follow(name, noise="constant", z=0.0, batch=1, design=dp.Fixed, average=average)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("noise", ["paper", "constant", "adaptive"])
 def test_with_the_same_noise_every_iterate_is_that_of_the_paper(name: str, noise: str) -> None:
@@ -219,6 +221,7 @@ def test_with_the_same_noise_every_iterate_is_that_of_the_paper(name: str, noise
     assert projected >= 3
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("design", [dp.Fixed, dp.Poisson])
 @pytest.mark.parametrize("noise", ["constant", "adaptive"])
@@ -227,6 +230,7 @@ def test_batches_are_divided_by_their_public_size(name: str, design: type, noise
         follow(name, noise=noise, z=0.7, batch=5, design=design, average=average)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_adaptive_variant_needs_no_ball(name: str) -> None:
     projected = follow(
@@ -250,6 +254,7 @@ def test_the_table_gives_the_constants_written_here(name: str) -> None:
     assert problem(name).paper_grad_bound() == pytest.approx(CASES[name].paper_bound, rel=1e-12)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradients_by_hand_are_those_of_central_differences(name: str) -> None:
     features, targets, _ = records(name).tensors

@@ -26,6 +26,7 @@ def test_figures_are_of_these_cases() -> None:
     assert sum(case["any"] > 0.1 for case in THEIRS) > len(CASES) / 2
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "case", THEIRS, ids=lambda case: "-".join(str(value) for value in list(case.values())[:5])
 )

@@ -21,6 +21,7 @@ def blocks(n: int, dtype: torch.dtype = torch.float32) -> list[DenseBlock]:
     return [DenseBlock(torch.randn(n, *shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
+@pytest.mark.weekly
 @given(st.lists(rows(), min_size=1, max_size=4))
 def test_joined_norms_are_never_below_the_exact_norm(parts):
     bound = float(DenseBlocks([DenseBlock(row[None]) for row in parts]).norms())
@@ -32,6 +33,7 @@ def test_joined_norms_are_never_below_the_exact_norm(parts):
         assert_certified(bound, square, coarse, width)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_are_those_of_one_long_row(dtype):
     parts = blocks(4, dtype)
@@ -43,6 +45,7 @@ def test_norms_are_those_of_one_long_row(dtype):
         assert_certified(bound, squares(row.tolist()), dtype, len(row))
 
 
+@pytest.mark.cases(23, 7)
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(

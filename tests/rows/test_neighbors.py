@@ -55,6 +55,7 @@ lattice = st.integers(-6, 6).map(float)
 special = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -3e38, 0.0])
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 11),
@@ -81,6 +82,7 @@ def test_ties_at_the_radius_count_as_in_exact_arithmetic(n, dim, radius, power, 
             assert counts(rows, tau)[0].tolist() == exact_counts(rows, Fraction(tau))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 6), st.floats(0, 1e3), st.integers(0, 2**31))
 def test_counts_are_those_of_the_radius_up_to_rounding_of_the_sum(n, dim, offset, seed):
@@ -103,6 +105,7 @@ def tied(n, dim, seed=0):
     return rows
 
 
+@pytest.mark.weekly
 def test_counts_do_not_depend_on_the_places_of_rows(small_tiles):
     rows = tied(40, 5)
     expected = counts(rows, 1.0, 2.0)
@@ -111,7 +114,7 @@ def test_counts_do_not_depend_on_the_places_of_rows(small_tiles):
         assert torch.equal(counts(rows[order], 1.0, 2.0), expected[:, order])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_counts_do_not_depend_on_tiles():
     rows = tied(60, 7)
     whole = counts(rows, 1.0, 2.0)
@@ -127,6 +130,7 @@ def test_counts_do_not_depend_on_tiles():
             assert torch.equal(counts(rows, 1.0, 2.0), again)
 
 
+@pytest.mark.slow
 def test_ties_are_decided_by_the_two_rows_alone():
     def verdicts_agree():
         rows = tied(30, 6)
@@ -163,6 +167,7 @@ def test_rows_that_are_not_finite_are_their_own_only_neighbor():
     assert counts(torch.zeros(0, 3), 1.0).shape == (1, 0)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_public_center_is_taken_off_before_the_products(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -205,6 +210,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dim", [3, 2000])
 def test_memory_is_that_of_tiles_and_not_of_pairs_or_rows(dim):
     rows = torch.randn(2500, dim, generator=torch.Generator().manual_seed(0)) + 1

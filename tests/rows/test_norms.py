@@ -82,6 +82,7 @@ def rows(draw: st.DrawFn) -> Tensor:
     return row.repeat(draw(st.sampled_from([1, 1, 2, 100, 342])))
 
 
+@pytest.mark.cases(0, 1)
 @given(rows())
 def test_norms_are_never_below_the_exact_norm(row):
     square = squares(row.tolist())
@@ -89,6 +90,7 @@ def test_norms_are_never_below_the_exact_norm(row):
     assert_certified(float(DenseBlock(row.view(1, -1, 1)).norms()), square, row.dtype, len(row))
 
 
+@pytest.mark.cases(19, 9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 2, 100, 1025])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-3, 1.0, 1e4, 1e15])
@@ -118,6 +120,7 @@ def test_linear_factors_of_rows_that_must_not_count_are_not_finite(value):
     assert [math.isfinite(factor) for factor in factors.tolist()] == [False, True]
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [10_000_000, 9_999_999])
 def test_ten_million_equal_coordinates_are_not_lost(dtype, width):
@@ -129,6 +132,7 @@ def test_ten_million_equal_coordinates_are_not_lost(dtype, width):
         )
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 2, 1023, 1024, 1025, 2047, 2048, 5000])
 def test_random_rows_of_every_width_are_certified(dtype, width):
@@ -198,6 +202,7 @@ def test_a_row_without_coordinates_has_norm_zero():
     assert row_norms(torch.zeros(0, 5000)).shape == (0,)
 
 
+@pytest.mark.cases(0, 1)
 @given(rows(), rows(), st.booleans(), st.booleans())
 @example(
     torch.tensor([2.0**-26, 0.0]), torch.tensor([-1.0]), True, True
@@ -212,6 +217,7 @@ def test_factored_norms_are_never_below_the_exact_norm(acts, backprops, weight, 
     assert math.isinf(bound) or Fraction(bound) ** 2 >= exact
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_factored_norms_are_close(dtype):
     generator = torch.Generator().manual_seed(1)
@@ -234,6 +240,7 @@ def test_single_factors_have_room_for_fourteen_roundings(width, dtype):
         assert factors.dtype == torch.float64 or Fraction(factor) ** 2 >= (squares(a) + 1) * room**2
 
 
+@pytest.mark.cases(0, 1)
 @given(rows(), rows(), st.integers(2, 5000))
 def test_norms_of_scaled_factors_are_never_below_the_exact_norm(acts, backprops, scale):
     bound = float(FactoredBlock(acts[None], backprops[None], scale=scale).norms())
@@ -256,7 +263,7 @@ def test_scaled_factors_are_those_of_scaled_rows(dtype):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @given(st.lists(rows(), min_size=1, max_size=6))
 def test_joint_norms_of_blocks_are_never_below_the_exact_norm(parts):
     bound = float(GradBatch([DenseBlock(part[None]) for part in parts]).norms())
@@ -265,7 +272,7 @@ def test_joint_norms_of_blocks_are_never_below_the_exact_norm(parts):
     assert math.isinf(bound) or Fraction(bound) ** 2 >= exact
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_many_blocks_have_the_norm_of_their_rows_joined():
     generator = torch.Generator().manual_seed(2)
     parts = [torch.randn(5, k, generator=generator) for k in (1, 10, 2000, 3, 64) * 40]

@@ -96,6 +96,7 @@ def losses(output: Tensor) -> Tensor:
     return (output.flatten(1).sum(1) - 0.3).square()
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("places", [(), (3,), (2, 2)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])

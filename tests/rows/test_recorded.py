@@ -154,6 +154,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -175,6 +176,7 @@ def test_recorded_rows_are_those_of_single_records_and_of_opacus(name, reduction
     torch.testing.assert_close(rows.norms(), norms, rtol=2e-4, atol=1e-12)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_rows_of_images_with_channels_last_are_those_with_channels_first(groups, kernel):
@@ -190,6 +192,7 @@ def test_rows_of_images_with_channels_last_are_those_with_channels_first(groups,
     torch.testing.assert_close(*(batch.norms() for batch in found), rtol=1e-4, atol=0)
 
 
+@pytest.mark.cases(7, 3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_and_input_gradients_are_those_of_the_plain_layer(name):
     model, x = layer(name, torch.float32)
@@ -206,6 +209,7 @@ def test_outputs_and_input_gradients_are_those_of_the_plain_layer(name):
         torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(13, 6)
 @pytest.mark.parametrize("name", FLOATING)
 def test_an_attack_leaves_no_rows_and_its_curvature_is_right(name):
     model, x = layer(name)
@@ -218,6 +222,7 @@ def test_an_attack_leaves_no_rows_and_its_curvature_is_right(name):
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.cases(12, 6)
 @pytest.mark.parametrize("name", [name for name in FLOATING if "frozen weight" not in name])
 def test_a_penalty_on_input_gradients_is_refused(name):
     model, x = layer(name)
@@ -229,6 +234,7 @@ def test_a_penalty_on_input_gradients_is_refused(name):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_penalty_on_the_weights_of_a_recorded_layer_is_refused(name):
     model, x = layer(name)
@@ -240,6 +246,7 @@ def test_a_penalty_on_the_weights_of_a_recorded_layer_is_refused(name):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cases(7, 3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_micro_batches_and_an_empty_batch_have_their_rows(name):
     model, x = layer(name)
@@ -269,6 +276,7 @@ class Pair(nn.Module):
         return self.layer(x), self.layer(y)
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-6), (torch.float64, 1e-12)])
 def test_a_layer_that_is_used_twice_has_sums_of_rows(name, dtype, tolerance):
@@ -282,6 +290,7 @@ def test_a_layer_that_is_used_twice_has_sums_of_rows(name, dtype, tolerance):
     assert_close(GradBatch.consume(trained(model)).dense(), expected, tolerance)
 
 
+@pytest.mark.cases(8, 4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_record_that_is_not_finite_moves_no_other(name):
     model, x = layer(name, torch.float32)
@@ -401,6 +410,7 @@ def test_every_recorded_kind_is_tested_here():
     assert set(KINDS) == set(RECORDED)
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("name", KINDS.values())
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
@@ -417,6 +427,7 @@ def test_copies_record_rows_and_detached_layers_are_plain_again(name, copied):
         assert set(vars(each)) == names
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize(
     "name", [name for name in LAYERS if "wide" in name or "conv" in name or "norm" in name]
 )
@@ -488,6 +499,7 @@ def test_patches_of_a_convolution_are_copied_for_some_records_at_a_time():
 # -- privacy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("factor", [1e3, 1e-3, float("inf")])
 def test_one_record_moves_the_clipped_mean_of_a_recorded_layer_by_at_most_its_sensitivity(

@@ -147,6 +147,7 @@ def assert_rows(rows: GradBatch, expected: list[Tensor]) -> None:
         assert ours.shape == theirs.shape[1:]
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -159,6 +160,7 @@ def test_rows_are_those_of_a_loop_over_single_records(name, rows, reduction):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -172,6 +174,7 @@ def test_micro_batches_give_the_rows_of_the_whole_batch(name, rows, reduction):
     assert_rows(found, expected)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_float32_models_give_float32_rows(name, rows):
@@ -182,6 +185,7 @@ def test_float32_models_give_float32_rows(name, rows):
     assert_rows(found, expected)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -232,6 +236,7 @@ def test_linear_layers_are_factored_where_that_is_possible():
     assert kinds("sequences") == [DenseBlocks]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_some_rows_can_be_selected(rows):
     model, x = built("layer norm")

@@ -144,6 +144,7 @@ def plan_for(batch_size: int) -> tuple[Summation, int]:
     return plan_summation(batch_size, dim), dim
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("batch_size", BATCHES)
 @pytest.mark.parametrize("make", ROWS)
 def test_float32_sums_of_vectors_err_by_at_most_what_is_claimed(batch_size, make):
@@ -155,6 +156,7 @@ def test_float32_sums_of_vectors_err_by_at_most_what_is_claimed(batch_size, make
     assert error > 0  # float32 was used
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("batch_size", [8, 64, 512, 4096])
 @pytest.mark.parametrize("make", ROWS)
 def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(
@@ -170,6 +172,7 @@ def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(
     assert 0 < error <= plan.error
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("batch_size", [8, 64, 512])
 @pytest.mark.parametrize("make", ROWS)
 def test_float32_sums_of_the_rows_of_a_bias_err_by_at_most_what_is_claimed(batch_size, make):
@@ -182,6 +185,7 @@ def test_float32_sums_of_the_rows_of_a_bias_err_by_at_most_what_is_claimed(batch
     assert 0 < largest_error(bias, vector(rows), plan) <= plan.error
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("batch_size", [64, 4096])
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -221,6 +225,7 @@ def test_float64_rows_are_never_summed_in_float32():
     assert error <= float64_error(plan.rows)
 
 
+@pytest.mark.cases(0, 1)
 def test_single_sums_are_within_half_of_the_claim_of_the_exact_sum():
     plan, dim = plan_for(512)
     for make in (all_equal, halves, huge):
@@ -300,6 +305,7 @@ def test_chunks_that_pass_the_planned_rows_stay_within_the_claim(extra):
         assert oracle.sensitivity("add_remove") <= (1 + plan.error) / 64
 
 
+@pytest.mark.cases(0, 1)
 def test_a_clip_outside_of_the_range_of_float32_is_summed_in_float64(arithmetic):
     plan, dim = plan_for(64)
     rows = all_equal(plan.rows, dim)
@@ -329,6 +335,7 @@ def test_few_numbers_are_summed_in_float64_whatever_the_plan():
     assert largest_error(dense(rows), vector(rows), plan) <= float64_error(16)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("batch_size", [64, 512, 4096])
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-3, 0.0])
 @pytest.mark.parametrize("make", [all_equal, halves, huge])

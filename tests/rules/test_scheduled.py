@@ -67,6 +67,7 @@ def test_weights_that_span_the_range_of_floats_do_not_overflow() -> None:
     assert np.isfinite(answers).all()
 
 
+@pytest.mark.cases(11, 5)
 @pytest.mark.parametrize("steps", [1, 2, 4, 5, 30, 1000])
 @pytest.mark.parametrize(
     ("curvature", "smoothness"), [(0.5, 2.0), (1.0, 1.0), (1e-6, 1.0), (0.1, 1.0)]

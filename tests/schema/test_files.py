@@ -46,6 +46,7 @@ KINDS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(NAMES, KINDS, min_size=1, max_size=3),
     NAMES,
@@ -315,6 +316,7 @@ def test_rows_of_users_are_not_taken_for_units():
         BINARY.read({"v": [0.0], "y": ["no"]}).dataset(loss, unit="user")
 
 
+@pytest.mark.slow
 def test_a_loop_is_planned_and_run_from_a_schema():
     loss, n = losses.Logistic(), 1000
     draws = np.random.default_rng(0).random(n)

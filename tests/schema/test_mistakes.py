@@ -224,6 +224,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.cases(18, 9)
 @pytest.mark.parametrize("mistake", FOUND)
 def test_the_check_finds(mistake):
     schema, changes, column = FOUND[mistake]

@@ -32,6 +32,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(VALUES, min_size=5, max_size=5))
 def test_no_row_is_longer_than_the_bound(row):
     schema = Schema(COLUMNS, target="y", target_range=(-1, 2))
@@ -51,6 +52,7 @@ def test_levels_and_labels_compare_by_one_rule():
 IDS = st.sampled_from(["a", "b", "c", None])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("most", [1, 2, None])
 @given(
     rows=st.lists(st.tuples(IDS, st.integers(-9, 9)), max_size=8),
@@ -97,6 +99,7 @@ def test_a_row_without_an_id_is_a_null_record():
         schema.read({"v": [0], "y": [1], "id": np.array([True])})
 
 
+@pytest.mark.slow
 def test_units_are_protected_by_their_groups():
     schema = Schema({"v": Number(0, 1)}, target="y", labels=[0, 1], ids="id", rows_per_unit=None)
     draws = np.random.default_rng(0).random(900)
@@ -136,6 +139,7 @@ def test_a_baseline_has_no_feature():
     assert Schema.from_dict(schema.to_dict()) == schema
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", [LogisticRegression, LinearSVC, SoftmaxRegression])
 def test_classifiers_take_the_settings(kind):
     schema = Schema({"v": Number(0, 100)}, target="y", labels=["no", "yes"])
@@ -146,6 +150,7 @@ def test_classifiers_take_the_settings(kind):
     assert model.predict([[-1.0], [1.0]]).tolist() == ["no", "yes"]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", [Ridge, HuberRegressor, QuantileRegressor])
 def test_regressors_take_the_settings(kind):
     schema = Schema({"v": Number(0, 100)}, target="y", target_range=(0, 1))
@@ -211,6 +216,7 @@ def test_a_name_of_units_needs_ids_or_a_promise(words, fields):
         )
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

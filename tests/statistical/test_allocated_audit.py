@@ -63,6 +63,7 @@ def excess(
     return mean - room, mean + room
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("noise", "epsilon", "truth"), [(0.5, 5.397, 0.0204), (1.0, 0.622, 0.0363)]
 )
@@ -80,7 +81,7 @@ def test_a_cut_at_random_has_no_bound_of_random_allocation(
     assert low <= DELTA <= high
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_batches_of_real_loaders_are_those_of_the_audits() -> None:
     """The sums without noise: who is where in `Disjoint` moves the others, and in `Assigned` does not."""
     steps, noise, trials, rng = 20, 1.0, 6000, np.random.default_rng(4)
@@ -114,6 +115,7 @@ def test_the_batches_of_real_loaders_are_those_of_the_audits() -> None:
     assert found["assigned"] <= figure
 
 
+@pytest.mark.weekly
 def test_draws_that_serve_several_passes_tell_more_than_fresh_ones() -> None:
     """z = 1, T = 20, K = 10: equal draws are one pass with noise 1/sqrt(10), above the figure of fresh ones."""
     figure = allocation_epsilon(1.0, 20, DELTA, "add_remove", epochs=10)

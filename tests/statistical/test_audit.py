@@ -94,6 +94,7 @@ def claimed(design: Design, adjacency: str, noise: float, delta: float) -> float
     return accountant.get_epsilon(delta)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(ARGUMENTS, CASES)
 def test_no_attack_beats_the_reported_epsilon_and_one_with_less_noise_would(
     data: tuple[float, ...],

@@ -142,6 +142,7 @@ def filter_of(mode: str, factor: float = 1.0, **more: float) -> Filter:
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mode", EPSILON)
 def test_no_adaptive_adversary_leaks_more_than_the_target(mode: str) -> None:
     table, epsilon = admitted(filter_of(mode)), EPSILON[mode]
@@ -160,6 +161,7 @@ def test_a_filter_with_a_larger_target_would_be_caught(mode: str) -> None:
     assert alarms(hockey_stick(loss, EPSILON[mode]), DELTA)
 
 
+@pytest.mark.slow
 def test_an_exhausted_gaussian_budget_is_its_delta() -> None:
     """No overhead: an adversary that uses the budget up leaks delta, whatever the order of its steps."""
     table = admitted(filter_of("gdp"))
@@ -169,6 +171,7 @@ def test_an_exhausted_gaussian_budget_is_its_delta() -> None:
         assert not alarms(found, DELTA)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mode", EPSILON)
 def test_premises_that_fail_are_covered_by_the_part_set_aside(mode: str) -> None:
     table, epsilon = admitted(filter_of(mode, failure=0.3 * DELTA), FAILURE), EPSILON[mode]
@@ -202,6 +205,7 @@ class Watch:
         self.passed |= loss > self._quoted[state]
 
 
+@pytest.mark.slow
 def test_the_loss_passes_the_odometer_at_no_time() -> None:
     table = admitted(filter_of("rdp-mixture"))
     for seed, policy in enumerate(POLICIES):

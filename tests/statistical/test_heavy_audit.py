@@ -101,6 +101,7 @@ def halve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClippedMean, "noise_std", property(lambda self: 0.5 * noise_std(self)))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("make", "adjacency"),
     [
@@ -159,6 +160,7 @@ def releases(opt: dp.PrivateOptimizer, step: int, row: float, trials: int) -> np
     return np.array(answers)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("make", "step"),
     [(accelerated, 0), (accelerated, 2), (localized, 0), (localized, 5)],
@@ -187,6 +189,7 @@ def test_the_noise_path_of_a_step_is_as_private_as_its_event_and_halved_noise_is
 SPECIAL = [0.0, 1e-45, 1e-40, 1e-20, 1e19, 1e30, 3e38, math.inf, -math.inf, math.nan]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("make", [accelerated, localized])
 def test_no_pair_of_rows_found_at_random_moves_a_mean_by_more_than_the_sensitivity(
     make: Callable[..., dp.PrivateOptimizer],

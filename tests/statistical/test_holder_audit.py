@@ -143,7 +143,7 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
     return replace(found, claimed=claimed)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("sampling", "adjacency"),
     [
@@ -163,7 +163,7 @@ def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_ref
     assert spoiled.contradicts(), spoiled
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("sampling", ["shuffled", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
     sampling: str, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +213,7 @@ def gradient_audit(adjacency: str) -> Audit:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "adjacency", ["replace_one", pytest.param("zero_out", marks=pytest.mark.slow)]
 )

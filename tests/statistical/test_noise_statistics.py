@@ -103,6 +103,7 @@ def test_the_released_noise_has_the_declared_std_in_every_precision(dtype):
         assert has_std(part, STD)
 
 
+@pytest.mark.slow
 def test_noise_is_new_for_every_parameter_and_every_release():
     answers = releases(torch.Generator().manual_seed(1), 6)
     for k, answer in enumerate(answers):
@@ -142,6 +143,7 @@ def test_no_noise_is_exactly_none():
     assert not flat(answer).any()
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("bound", "spoil"),
     [

@@ -105,6 +105,7 @@ def batch_sizes(table: Members) -> float:
 POISSON_STATISTICS = [inclusion, independence, renewal, batch_sizes]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("statistic", POISSON_STATISTICS)
 def test_poisson_batches_follow_their_law(poisson, statistic):
     """False-alarm rate 1e-6."""
@@ -116,6 +117,7 @@ def _redraw(table: Members, draw: Callable[[np.random.Generator], Iterable[int]]
     return members([np.fromiter(draw(rng), dtype=np.int64) for _ in range(len(table))])
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("statistic", "wrong"),
     [
@@ -164,6 +166,7 @@ def test_the_batch_size_varies_as_that_of_independent_records_and_not_as_a_fixed
     assert members(batches(Fixed(B, N), 100)).sum(1).var() == 0.0
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(("n", "batch_size"), [(6, 1), (6, 3), (5, 4)])
 def test_every_subset_has_the_probability_of_independent_coin_tosses(n, batch_size):
     """The whole law of the gap method, on all 2^n subsets; false-alarm rate 1e-6."""
@@ -199,6 +202,7 @@ def test_tiny_rates_on_ten_million_records_are_exact():
     )
 
 
+@pytest.mark.slow
 def test_every_subset_of_fixed_size_is_equally_likely():
     """All 20 subsets of 3 out of 6; false-alarm rate 1e-6."""
     drawn = [tuple(indices.tolist()) for indices in batches(Fixed(3, 6), DRAWS)]
@@ -209,6 +213,7 @@ def test_every_subset_of_fixed_size_is_equally_likely():
     )
 
 
+@pytest.mark.slow
 def test_fixed_batches_are_drawn_anew_each_time():
     """How many records two consecutive batches share is hypergeometric; false-alarm rate 1e-6."""
     table = members(batches(Fixed(3, 12), DRAWS), 12)
@@ -217,6 +222,7 @@ def test_fixed_batches_are_drawn_anew_each_time():
     assert chi_square(np.bincount(shared, minlength=4), law) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_every_order_of_a_shuffled_epoch_is_equally_likely():
     """All 24 permutations of 4 records in batches of one; false-alarm rate 1e-6."""
     epochs = 10_000

@@ -59,7 +59,7 @@ def filtered(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
     return released(run, data, np.concatenate([np.zeros(rows, dtype=int), np.arange(1, n)]))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("attack", [clipped, filtered], ids=["clipped", "filtered"])
 def test_no_attack_on_a_person_beats_the_claim_and_one_on_halved_noise_does(attack) -> None:
     first, second = attack(MU, 2.0, 1, 1), attack(MU, -2.0, 5, 2)

@@ -73,6 +73,7 @@ odd = st.sampled_from([0.0, -0.0, 0.25, 2.0, 3.0, 1e300, -1e300, math.inf, math.
 levels = st.sampled_from([0.1, 0.5, 0.9, 0.99])
 
 
+@pytest.mark.weekly
 @settings(max_examples=60, deadline=None)
 @given(st.lists(odd, min_size=1, max_size=80), odd, levels)
 def test_no_neighbor_moves_a_score_by_more(errors: list[float], other: float, level: float) -> None:
@@ -87,6 +88,7 @@ def test_no_neighbor_moves_a_score_by_more(errors: list[float], other: float, le
         assert abs(neighbor - base).max() <= allowed["add_remove"] == allowed["zero_out"]
 
 
+@pytest.mark.slow
 def test_the_sensitivities_are_reached() -> None:
     more = {"budget": dp.Budget(1e4, 1e-6), "bins": 2}
     near, far = (taken(*table([v, *[0.0] * 40, *[9.0] * 40]), **more) for v in (0.0, 9.0))
@@ -95,6 +97,7 @@ def test_the_sensitivities_are_reached() -> None:
     assert abs(less - far).max() > 0.9 * UNIT
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), odd), min_size=1, max_size=30), st.lists(odd, max_size=40)
@@ -137,6 +140,7 @@ def test_null_records_count_for_nothing_in_sets(spoilt: str) -> None:
     assert (taken(X, y, **more) == without).all()
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_the_law_keeps_epsilon_of_neighbors(adjacency: Adjacency) -> None:
     epsilon, rng = 0.7, np.random.default_rng(2)
@@ -174,6 +178,7 @@ def test_the_slack_is_not_far_from_needed() -> None:
     assert int(law[1:].sum()) > 0.005 * DRAWS
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(odd, min_size=1, max_size=120), levels)
 def test_an_edge_within_the_error_has_the_rank(errors: list[float], level: float) -> None:
@@ -217,12 +222,14 @@ def exact_coverage(
 CHANCES = [[0.25] * 4, [0.45, 0.06, 0.3, 0.19], [0.0, 0.49, 0.02, 0.49]]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("chances", CHANCES)
 def test_the_exact_coverage_is_at_least_the_level(chances: list[float]) -> None:
     budget = dp.Budget(4.0, 1e-6, adjacency="add_remove")
     assert 0.5 <= exact_coverage(24, chances, 0.5, budget) < 0.9  # not by sets of everything
 
 
+@pytest.mark.slow
 def test_without_the_error_of_the_draw_the_level_is_missed() -> None:
     budget, chances = dp.Budget(0.1, 1e-6, adjacency="add_remove"), [0.01, 0.01, 0.5, 0.48]
     assert exact_coverage(24, chances, 0.9, budget, lowered=True) < 0.65
@@ -235,6 +242,7 @@ def test_the_coverage_is_not_far_above_the_level() -> None:
     assert 0.9 * 1.9 < found.threshold < 0.93 * 1.9
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("regressor", [True, False])
 def test_new_records_are_covered(regressor: bool) -> None:
     """400 calibrations of 300 records, a new record each: fewer hits than 90 % allow by chance below 1e-7 fail."""
@@ -255,6 +263,7 @@ def test_new_records_are_covered(regressor: bool) -> None:
     assert wide < 40
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.floats(1e-3, 1e7))
 def test_what_was_within_the_threshold_lies_in_the_interval(
@@ -268,6 +277,7 @@ def test_what_was_within_the_threshold_lies_in_the_interval(
         assert not low <= target <= high
 
 
+@pytest.mark.slow
 def test_ends_hold_targets_at_the_very_threshold() -> None:
     rng = np.random.default_rng(1)
     for target, said in zip(rng.normal(size=3000), 7 * rng.normal(size=3000), strict=True):
@@ -375,6 +385,7 @@ def test_sets_are_of_classifiers_and_intervals_of_regressors() -> None:
         calibrated(X, y).intervals([[math.nan, 0.0]])
 
 
+@pytest.mark.slow
 def test_the_page_runs() -> None:
     text, names = PAGE.read_text(encoding="utf-8"), dict[str, Any]()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

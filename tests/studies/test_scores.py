@@ -84,6 +84,7 @@ odd = st.sampled_from(
 labels = st.sampled_from([0, 1, 2, -1]) | odd
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_record_moves_the_counts_by_at_most_one(metric: str) -> None:
     X, y = table(5)
@@ -140,6 +141,7 @@ def test_the_charge_says_these_sensitivities() -> None:
         assert all(event.sensitivity(a) < 1.4149 for a in ADJACENCIES)
 
 
+@pytest.mark.cases(16, 8)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("delta", [1e-6, 0.0])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
@@ -253,6 +255,7 @@ def test_the_number_of_bins_is_one_of_public_numbers(monkeypatch: pytest.MonkeyP
     assert cells == {"add_remove": [32, 32], "zero_out": [16, 52], "replace_one": [16, 40]}
 
 
+@pytest.mark.slow
 def test_noise_has_the_charged_law() -> None:
     """2000 releases under a seed: their standard deviation, within 6 of its own (false alarms below 1e-8)."""
     noise = scores._Noise(dp.Budget(1.0, 1e-6))
@@ -279,6 +282,7 @@ def test_noise_at_a_fifth_of_its_scale_is_refuted() -> None:
     assert sound.epsilon_lower < 1.0 < fifth.epsilon_lower
 
 
+@pytest.mark.slow
 def test_estimators_are_scored() -> None:
     X, y = table(2000)
     settings: dict[str, Any] = {"epsilon": 5.0, "n": 2000, "bound_x": 3.0}
@@ -343,6 +347,7 @@ def test_what_makes_no_sense_is_refused_by_name(name: str) -> None:
     assert not len(ledger)
 
 
+@pytest.mark.weekly
 def test_the_page_on_tuning_runs() -> None:
     text, names = (
         (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8"),

@@ -60,6 +60,7 @@ def search(candidates: Any = None, **settings: Any) -> PrivateSearch:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_the_plan_keeps_the_budget(law, adjacency):
@@ -79,6 +80,7 @@ def test_a_root_that_is_found_from_above_is_moved_into_the_budget(monkeypatch):
     assert 0.98 * 4.0 < search().plan(2).epsilon <= 4.0
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("law", LAWS)
 def test_another_library_finds_the_same_cost(law):
     """All parts of a trial are Gaussian of one level: dp-accounting's selection of that mechanism."""
@@ -90,6 +92,7 @@ def test_another_library_finds_the_same_cost(law):
     assert plan.epsilon == pytest.approx(theirs.get_epsilon(1e-5), rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_candidate_and_the_score_count():
     """The cost of a trial is the largest one of its parts."""
     alone = search({"good": GOOD}).plan(2).trial.epsilon
@@ -106,12 +109,14 @@ def test_every_candidate_and_the_score_count():
     assert costly < 0.6 * alone
 
 
+@pytest.mark.weekly
 def test_objective_perturbation_is_counted_by_its_curve():
     candidate = LogisticRegression(bound_x=1.5, classes=(0, 1), prepare=None)
     plan = search({"one": candidate}, metric="accuracy", bound=None).plan(2)
     assert 0.98 * 4.0 < plan.epsilon <= 4.0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("law", LAWS)
 def test_the_number_of_trials_has_its_law(law):
     """Binomial tails of each number; false alarm below 1e-6 in all."""
@@ -131,6 +136,7 @@ def test_the_number_of_trials_has_its_law(law):
 # -- what leaves ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_is_charged_once_and_beforehand(monkeypatch):
     ledger = dp.Accountant(dp.Budget(4.0, 1e-6, ADD_REMOVE))
     fit, seen = Ridge.fit, []
@@ -173,6 +179,7 @@ def test_a_winner_shows_what_its_search_promised_and_charged():
         assert Plan.from_dict(json.loads(json.dumps(model.plan_.to_dict()))) == model.plan_
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_trial_are_disjoint(monkeypatch):
     seen: dict[str, Any] = {}
     fit, scoring = Ridge.fit, module.score
@@ -193,6 +200,7 @@ def test_the_parts_of_a_trial_are_disjoint(monkeypatch):
     assert (together[np.lexsort(together.T)] == X[np.lexsort(X.T)]).all()
 
 
+@pytest.mark.weekly
 def test_the_best_of_many_wins(monkeypatch):
     """One of 40 trials is the good one but for 2^-40, and its error is smaller by far more than the noise."""
     monkeypatch.setattr(module, "draw_count", lambda *_: 40)
@@ -214,6 +222,7 @@ def test_the_best_of_many_wins(monkeypatch):
     assert accuracy.predict_proba(X[:3]).shape == (3, 2)
 
 
+@pytest.mark.slow
 def test_nothing_but_the_winner_leaves(monkeypatch):
     fit = Ridge.fit
 
@@ -251,6 +260,7 @@ def test_the_noise_of_a_trial_is_that_of_its_charge(monkeypatch):
     assert 0 < found.best_error_ < 1
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("failure", [RuntimeError("secret"), KeyboardInterrupt()])
 def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
     ledger = dp.Accountant(dp.Budget(8.0, 1e-6, ADD_REMOVE))
@@ -277,6 +287,7 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("error", "words", "settings"),
     [

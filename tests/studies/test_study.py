@@ -82,6 +82,7 @@ def test_every_unit_is_held_out_as_often(monkeypatch):
     assert (often <= high).all()
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("users", [False, True])
 def test_where_a_unit_is_does_not_depend_on_others(monkeypatch, users):
     """The model is fitted to the one part and scored on the other; a user's rows stay together."""
@@ -113,6 +114,7 @@ def test_where_a_unit_is_does_not_depend_on_others(monkeypatch, users):
 # -- charges ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -143,6 +145,7 @@ def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
             )
 
 
+@pytest.mark.slow
 def test_nothing_more_is_charged_to_the_ledger_of_a_study():
     found = made()
     X, y = SCHEMA.read(frame()).X, SCHEMA.read(frame()).y
@@ -183,6 +186,7 @@ def test_the_plan_is_shown_before_anything_is_spent():
 # -- models and scores ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("schema", "unit", "more", "name", "least"),
     [
@@ -210,6 +214,7 @@ def test_the_model_follows_from_the_schema(schema, unit, more, name, least):
         assert found.score.value < (100 if found.score.metric == "absolute_error" else 200**2)
 
 
+@pytest.mark.weekly
 def test_a_study_searches_at_one_price():
     cost = Schema(COLUMNS, **COST)
     found = made(
@@ -225,6 +230,7 @@ def test_a_study_searches_at_one_price():
         found.plan.preview()
 
 
+@pytest.mark.slow
 def test_a_preview_of_a_plan_spends_nothing():
     plan = plan_study(SCHEMA, dp.Budget(1.0, 1e-6), n=N)
     assert plan.preview(epsilons=[1.0]).noise[0] < 1
@@ -237,6 +243,7 @@ def test_a_preview_of_a_plan_spends_nothing():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(9, 4)
 @pytest.mark.parametrize(
     ("error", "words", "more"),
     [
@@ -293,6 +300,7 @@ BASE = Schema(
 )
 
 
+@pytest.mark.slow
 def test_intervals_have_the_names_of_the_schema():
     records = {
         name: column for name, column in frame().items() if name != "id"
@@ -339,6 +347,7 @@ def test_predictions_need_no_target():
     assert found.predict(table).shape == (20,)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "schema", [SCHEMA, Schema(COLUMNS, target="died", labels=["no", "yes", "?"])]
 )
@@ -349,6 +358,7 @@ def test_a_study_is_drawn(schema):
     assert "What was spent" in titles
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("page", ["study", "inference", "released"])
 def test_the_code_of_the_pages_runs(page):
     text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
@@ -378,6 +388,7 @@ def test_a_model_of_other_targets_is_refused(schema, model, words):
         plan_study(schema, dp.Budget(1.0, 1e-6), n=N, model=model)
 
 
+@pytest.mark.weekly
 def test_a_study_is_saved_into_a_new_folder(tmp_path):
     pytest.importorskip("matplotlib")
     found = made(BASE, dp.Budget(4.0, 1e-6))

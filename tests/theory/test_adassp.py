@@ -22,6 +22,7 @@ SENSITIVITIES = {
 }
 
 
+@pytest.mark.slow
 @given(epsilons, deltas, st.floats(0.01, 0.98), st.sampled_from(sorted(SENSITIVITIES)))
 def test_the_three_levels_add_up_to_the_budget(epsilon, delta, share, adjacency):
     weights = (share / 2, share / 2, 1 - share)

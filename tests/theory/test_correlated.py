@@ -305,6 +305,7 @@ def test_the_search_beats_the_square_root_and_every_neighbor(steps, bands):
         assert mean_error(Banded(tuple((column / column[0]).tolist())), steps) >= least * (1 - 1e-7)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("steps", [2, 10, 300])
 def test_two_bands_are_those_of_an_exhaustive_search(steps):
     grid = np.linspace(0.0, 1.0, 2001)
@@ -343,6 +344,7 @@ def quoted(columns):
     return [row for row in rows if len(row) == columns]
 
 
+@pytest.mark.slow
 def test_quoted_ratios_are_computed_ones():
     rows = quoted(6)
     assert len(rows) >= 8
@@ -359,7 +361,7 @@ def test_quoted_ratios_are_computed_ones():
         assert [float(ratio) for ratio in ratios] == pytest.approx(expected, abs=0.0011)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_quoted_noise_of_poisson_batches_is_computed_noise():
     rows = quoted(5)
     assert len(rows) == 6

@@ -49,6 +49,7 @@ def project(w, radius):
     )
 
 
+@pytest.mark.cases(30, 15)
 @pytest.mark.parametrize("kind", ["out", "in", "constant"])
 @pytest.mark.parametrize(("kink", "T"), [(1e9, 5), (1e9, 40), (0.05, 20), (1e-3, 60)])
 @pytest.mark.parametrize(("bias", "variance"), [(0.0, 1.0), (0.3, 0.0), (0.1, 0.2), (0.0, 0.0)])
@@ -81,6 +82,7 @@ def test_the_accelerated_bound_is_within_a_factor_of_5_of_what_an_adversary_reac
     assert other.value(ag).mean() >= bound / 5
 
 
+@pytest.mark.cases(13, 6)
 @pytest.mark.parametrize("kind", ["out", "in", "constant"])
 @pytest.mark.parametrize(
     ("mu", "beta", "T"), [(1.0, 1.0, 9), (0.2, 1.0, 4), (0.2, 1.0, 60), (0.02, 1.0, 200)]
@@ -141,6 +143,7 @@ def test_squared_weights_do_not_telescope():
     assert squared > 1.5 * telescoped
 
 
+@pytest.mark.cases(31, 5)
 @pytest.mark.parametrize("sign", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize(("mu", "T"), [(1.0, 5), (0.3, 5), (0.3, 60)])
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def exact_ballfree(task, r2k, counts):
     return rows, total
 
 
+@pytest.mark.slow
 @given(LAWS)
 def test_the_ballfree_schedule_agrees_with_40_digits(task):
     found = localized_schedule_ballfree(**task, moment_2k=3.0)
@@ -135,6 +136,7 @@ def test_the_ballfree_schedule_agrees_with_40_digits(task):
         assert found.risk_bound == found.bound + found.tail
 
 
+@pytest.mark.slow
 @given(LAWS, st.sampled_from([1, 3]))
 def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
     with warnings.catch_warnings():

@@ -91,6 +91,7 @@ def test_the_accelerated_plan_agrees_with_40_digits(n, d, T, rho, k, adjacency):
     assert found.lr == pytest.approx(float(1 / (2 * eta)), rel=1e-11)
 
 
+@pytest.mark.slow
 @given(
     st.floats(1.0, 1e8) | st.sampled_from([1.0, 1.0 + 1e-15, 1.0 + 1e-9, 2.0, 1e8]),
     st.integers(1, 400),
@@ -170,6 +171,7 @@ def test_linear_losses_take_one_step():
     )
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("k", [2.0, 3.0, 10.0])
 @ALL_PLANS
 def test_bounds_fall_at_the_proved_rates(planner, task, k):
@@ -234,6 +236,7 @@ def test_a_tiny_threshold_of_ones_own_has_the_bias_of_the_whole_gradient(planner
 # Privacy.
 
 
+@pytest.mark.cases(30, 6)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out", "add_remove"])
 @pytest.mark.parametrize("steps", [None, 1, 7, 333])
 @ALL_PLANS

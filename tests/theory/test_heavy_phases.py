@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(18, 9)
 @pytest.mark.parametrize(("bias", "noise", "kind", "steps"), CASES)
 def test_a_phase_within_a_ball_stays_below_its_bounds(bias, noise, kind, steps):
     phase = Phase(bias, noise, kind, 0.0, steps)
@@ -81,6 +82,7 @@ def test_a_phase_within_a_ball_stays_below_its_bounds(bias, noise, kind, steps):
     assert phase.excess(distances) <= square / steps * SLACK
 
 
+@pytest.mark.cases(29, 14)
 @pytest.mark.parametrize("curved", [False, True])
 @pytest.mark.parametrize(("bias", "noise", "kind", "steps"), CASES)
 def test_a_phase_without_a_ball_stays_below_its_bound(bias, noise, kind, steps, curved):

@@ -160,6 +160,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("sampler", ["shuffle", "uniform"])
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,6 +172,7 @@ def test_no_pair_of_neighbors_moves_an_average_by_more_than_the_bound(name, boun
     assert worst > 0.2  # the attack is not toothless
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zero_out(
@@ -184,6 +186,7 @@ def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zer
     assert worst > 0.2
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_pair_in_single_precision_exceeds_the_bound_of_single_precision(name, bounded):
@@ -321,6 +324,7 @@ def test_wrong_scores_expand_a_step_by_no_more_than_the_forms_allow_and_the_eigh
     assert len(allowed) == (1 if q == 1 else 2)
 
 
+@pytest.mark.slow
 def test_in_double_precision_rounding_costs_less_than_one_percent():
     for family in (hinge(1.0), hinge(1.5), hinge(2.0)):
         promises = replace(family.promises, radius=1.0)

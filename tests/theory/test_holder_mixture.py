@@ -37,6 +37,7 @@ def enumerated(path, rate, sigma, epsilon, inflation=0.0):
     )
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 9),
     st.floats(0.01, 1.0),
@@ -68,7 +69,7 @@ def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(
     assert count == pytest.approx(math.fsum(largest), rel=1e-9, abs=1e-30)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(st.integers(2, 600), st.floats(1e-3, 0.2), st.floats(0.1, 5.0), st.floats(-10, -3))
 @settings(max_examples=25, deadline=None)
 def test_the_noise_has_the_delta_asked_for_and_hardly_less_does_not(
@@ -90,6 +91,7 @@ def test_the_noise_has_the_delta_asked_for_and_hardly_less_does_not(
         assert uniform_delta(sigma * (1 - 1e-7), path, rate, epsilon) > delta
 
 
+@pytest.mark.slow
 def test_many_steps_in_blocks_are_never_below_and_two_percent_above_the_law_of_single_steps():
     path = RunPath(drift=0.01, hits=np.linspace(1.0, 0.01, 600), cap=math.inf)
     law = np.ones(1)
@@ -161,6 +163,7 @@ def test_the_renyi_bound_is_the_sum_over_patterns_or_above(rate):
         assert ours == pytest.approx(math.log(by_count) / (order - 1), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_records_that_are_hit_thousands_of_times_are_planned_on_a_coarser_grid():
     path = RunPath(drift=0.0, hits=np.full(100_000, 0.001), cap=math.inf)
     law = weighted_law(path, 0.1)

@@ -59,6 +59,7 @@ def test_the_searched_split_satisfies_both_conditions_when_evaluated_again(
     assert again.order == pytest.approx(found.order, rel=1e-9)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("n", "batch_size", "steps", "epsilon", "delta"),
     [

@@ -56,6 +56,7 @@ def hinge(q, radius=1.0):
 TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     ("q", "n", "power", "paper", "fixed", "shuffled"),
     [
@@ -76,6 +77,7 @@ def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, pape
         assert 0 <= plan.rounding_share < 1e-5
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("q", [1.0, 1.3, 1.5, 2.0])
 @pytest.mark.parametrize("radius", [1.0, math.inf])
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
@@ -111,6 +113,7 @@ def test_zero_out_needs_half_the_noise_where_nothing_expands():
     assert plans[0].noise_scale == pytest.approx(2 * plans[1].noise_scale, rel=1e-6)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("q", [1.0, 1.25, 1.5, 2.0])
 def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}

@@ -195,6 +195,7 @@ def naive_radii(lr, grad_bound, growth):
     return np.array(radii)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize("rate", [1e-4, 0.02])
 def test_radii_are_those_of_the_recursion_and_in_blocks_at_most_two_percent_above(alpha, rate):
@@ -227,6 +228,7 @@ def test_a_smooth_loss_on_an_unbounded_domain_needs_smaller_steps():
         radius_schedule(1.0, 4.0, 1.0, 1.0, 0.3, 5)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("q", [1.0, 1.3, 1.7, 2.0])
 def test_no_run_on_an_unbounded_domain_leaves_its_radii(q):
     rng = np.random.default_rng(1)

@@ -61,6 +61,7 @@ def test_profiles_are_never_below_their_high_precision_values(epsilon, mu):
             assert exact <= profile(epsilon, mu) <= exact * (1 + mp.mpf("2e-9"))
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("k", [2, 5, 40])
 @pytest.mark.parametrize(
     ("epsilon", "sigma"), [(0.2, 1.0), (1.0, 4.0), (3.0, 3.0), (1.0, 0.6), (0.05, 40.0)]
@@ -76,6 +77,7 @@ def test_quadratures_are_never_below_the_integral(k, epsilon, sigma):
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mu_out", [0.3, 0.01, 1e-4])
 @pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 3.0), (1.0, 5.3), (0.02, 30.0)])
 def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsilon, sigma):
@@ -138,6 +140,7 @@ def dominating(s, c):
     return mp.ncdf(-s / 2) - mp.exp(-c) * mp.ncdf(-s / 2 - z), z
 
 
+@pytest.mark.cases(7, 3)
 @pytest.mark.parametrize("order", [1.01, 2, 32, 500])
 @pytest.mark.parametrize(("sigma", "reg"), [(0.5, 0.3), (5.0, 1.0), (50.0, 10.0), (300.0, 0.1)])
 def test_the_dominating_curve_is_not_below_its_high_precision_value(order, sigma, reg):
@@ -152,6 +155,7 @@ def test_the_dominating_curve_is_not_below_its_high_precision_value(order, sigma
     assert ours <= objpert_rdp_monotone(order, sigma, reg, 1.0, 0.25) * (1 + 1e-12) + 1e-12
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("order", "sigma"), [(1.5, 2.0), (6, 5.0)])
 def test_the_curve_of_a_replaced_record_is_the_integral_of_its_profile(order, sigma):
     """E[r^a] = 1 + a (a-1) int (e^(k x) + e^(-(k+1) x)) H(x) dx, H the summed profile beyond c, a chord below."""
@@ -222,6 +226,7 @@ def test_the_bounds_agree_where_they_must(epsilon, sigma, reg):
     assert objpert_delta_monotone(epsilon * 1.1, sigma, reg, 1.0, 0.25) <= keeps_sign
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 @pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 3.0), (1.0, 5.0), (2.0, 0.8), (0.3, 60.0)])
 def test_without_output_noise_amp_is_objective_perturbation(epsilon, sigma, adjacency):
@@ -237,6 +242,7 @@ def test_without_output_noise_amp_is_objective_perturbation(epsilon, sigma, adja
     )
 
 
+@pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("mu_out", [0.01, 0.3])
 @pytest.mark.parametrize(
     ("epsilon", "sigma"), [(0.05, 100.0), (1.0, 5.35), (1.0, 0.7), (4.0, 1.2), (20.0, 0.4)]
@@ -261,6 +267,7 @@ def test_the_general_quadrature_meets_the_closed_form_of_one_dimension():
         assert quadrature == pytest.approx(closed, rel=1e-5)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("delta", [0.1, 1e-6, 1e-30])
 @pytest.mark.parametrize("epsilon", [0.05, 1.0, 20.0])
 def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):
@@ -357,6 +364,7 @@ def line_cases(seed, count):
         yield reg, sigma, width, records, (rng.choice([-1.0, 1.0]), rng.uniform(-30, 6)), rng
 
 
+@pytest.mark.slow
 def test_no_added_record_of_a_line_passes_the_bound_and_some_attain_it():
     attained = 0.0
     for reg, sigma, width, records, extra, _ in line_cases(0, 40):
@@ -498,6 +506,7 @@ def plane_log_density(records, reg, sigma, width, first, second):
     return -square / (2 * sigma**2) - math.log(2 * math.pi * sigma**2) + np.log(determinant)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("replaced", [False, True])
 def test_no_records_of_a_plane_pass_the_bounds(replaced):
     rng = np.random.default_rng(4)
@@ -584,6 +593,7 @@ def test_two_classes_of_equal_weight_attain_the_softmax_bound():
     assert change == pytest.approx(op.softmax_log_det(1.3, 2.0, 2), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
     least = 0.25 / math.expm1(0.1)
     for call in (

@@ -107,6 +107,7 @@ def test_two_points_with_a_kink_attain_the_sensitivity(n):
     )
 
 
+@pytest.mark.slow
 def test_no_pair_of_quadratics_moves_further():
     """Huber losses of rows on the unit sphere, solved exactly enough; the moved record is antipodal or random."""
     rng = np.random.default_rng(0)
@@ -262,6 +263,7 @@ def test_the_smoothness_of_the_clipped_residual_is_attained():
         )
 
 
+@pytest.mark.slow
 @given(
     st.floats(0.1, 3.0), st.floats(0.0, 6.0), st.integers(0, 10**6), st.sampled_from(["l2", "linf"])
 )

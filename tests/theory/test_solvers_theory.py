@@ -12,6 +12,7 @@ from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.theory.linear.solvers import agd_certified_steps, katyusha_parameters
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("kappa", [1.0, 30.0, 1e4])
 def test_accelerated_descent_reaches_its_gradient_norm_from_every_start(kappa):
     """Quadratics with eigenvalues between mu and beta, and a loss whose curvature switches between the two."""
@@ -36,6 +37,7 @@ def test_accelerated_descent_reaches_its_gradient_norm_from_every_start(kappa):
     assert agd_certified_steps(1.0, 2.0, 1e-12, 1.0) == 1
 
 
+@pytest.mark.slow
 def test_dual_ascent_reaches_its_distance_on_every_data_set():
     """Hinge: FISTA on the box from its center, against the minimizer of a long run."""
     rng = np.random.default_rng(1)
@@ -69,6 +71,7 @@ def fista(x, lam, steps):
     return x.T @ b / (lam * n)
 
 
+@pytest.mark.slow
 def test_the_subgradient_method_reaches_its_accuracy_on_average():
     """E|w| and (mu/2) w^2: mean over 60 seeds below the bound, which is far above it (no false alarm to speak of)."""
     mu, radius, accuracy = 1.0, 1.0, 0.02

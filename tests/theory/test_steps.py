@@ -51,6 +51,7 @@ def test_a_loss_with_kinks_minimizes_the_terms_of_the_bound(distance, noise, ste
     assert all(terms(best) <= terms(best * factor) for factor in (0.9, 0.99, 1.01, 1.1))
 
 
+@pytest.mark.weekly
 @given(st.floats(0.1, 100.0), st.integers(10, 300), st.floats(1e-3, 1.0))
 def test_no_quadratic_loss_makes_the_rule_diverge(horizon, steps, share):
     """The roots of the recursion in a direction of eigenvalue share * L are below the bound of the page."""
@@ -78,6 +79,7 @@ def test_momentum_is_the_heavy_ball():
         assert np.allclose(at[t + 1], w, atol=1e-12)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("weights", ["uniform", "weighted"])
 @pytest.mark.parametrize("m", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("ball", [math.inf, 1.0])

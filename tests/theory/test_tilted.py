@@ -68,6 +68,7 @@ def sphere(rng, n, dim):
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("tilt", [-0.15, 0.0, 0.5, 3.0])
 def test_no_replaced_record_moves_the_minimizer_further(tilt):
     rng = np.random.default_rng(0)
@@ -87,6 +88,7 @@ def test_no_replaced_record_moves_the_minimizer_further(tilt):
     assert 0.02 < worst <= 1.0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("tilt", [-0.15, 0.5, 3.0])
 def test_no_added_record_moves_the_minimizer_further(tilt):
     rng = np.random.default_rng(1)

@@ -80,6 +80,7 @@ def test_the_published_scales_exceed_the_delta_claimed_by_two_orders():
     assert mu == pytest.approx(0.0644, abs=1e-4)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", ["tight", "paper_corrected"])
 def test_the_same_attack_stays_below_delta_at_our_calibration(mode):
     """With 704 users random membership is not proved private at all; the deterministic filter is, at its own noise."""
@@ -193,6 +194,7 @@ def test_the_literal_test_halts_at_the_first_query_below_and_stays_halted():
     assert oracle.answer(np.zeros((3, 1))) is None
 
 
+@pytest.mark.slow
 def test_the_literal_methods_descend_on_a_quadratic_and_stop_where_users_disagree():
     rng = np.random.default_rng(1)
     optimum = rng.normal(size=(64, 3)) * 0.01 + 1.0

@@ -79,6 +79,7 @@ def test_half_the_noise_or_delta_of_a_plan_is_refused(filter):
         dataclasses.replace(plan, delta=plan.delta / 2)
 
 
+@pytest.mark.weekly
 @given(tasks)
 @settings(max_examples=15)
 def test_no_plan_claims_more_than_it_proves(task):
@@ -92,7 +93,7 @@ def test_no_plan_claims_more_than_it_proves(task):
         assert mp_delta(plan, plan.epsilon) >= plan.delta_at(plan.epsilon) * mp.mpf("0.9999999")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(tasks)
 @settings(max_examples=15)
 def test_little_is_left_over(task):
@@ -107,6 +108,7 @@ def test_little_is_left_over(task):
         dataclasses.replace(plan, noise_std=0.9 * plan.noise_std)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("mode", ["tight", "paper_corrected"])
 def test_the_ledger_charges_a_plan_no_more_than_it_claims(mode):
     plan = calibrate_filter(**{**TASK, "n_users": 20_000}, mode=mode)
@@ -122,6 +124,7 @@ def test_a_plan_names_unit_and_adjacency():
     assert PLAN.margin <= PLAN.threshold - PLAN.score_floor
 
 
+@pytest.mark.slow
 def test_bad_passes_are_not_more_frequent_than_the_plan_says():
     """Binomial tail 1e-6 on 200,000 runs whose scores all lie just below H; the failure is made likely for that."""
     plan = dataclasses.replace(
@@ -159,6 +162,7 @@ def test_honest_runs_halt_no_more_often_than_asked_for():
 # -- calibration ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("n", "T", "epsilon", "delta", "published", "ours", "unfiltered"),
     [
@@ -191,6 +195,7 @@ def test_the_table_of_noises(n, T, epsilon, delta, published, ours, unfiltered):
         )
 
 
+@pytest.mark.slow
 def test_the_filter_needs_gradients_several_times_the_spread_to_win():
     """The table of docs/user_level.md, rounded: T = 60, epsilon = 2."""
     for n, ratio in ((3000, 3.7), (10**4, 2.1), (3 * 10**4, 1.5), (10**5, 1.25)):
@@ -206,6 +211,7 @@ def test_the_filter_needs_gradients_several_times_the_spread_to_win():
         assert break_even_clip(plan) == pytest.approx(ratio, rel=0.1)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("n", "T", "epsilon", "mode"), [
     (60, 100, 1.0, "tight"), (200, 1000, 0.5, "tight"), (30, 5, 8.0, "tight"), (200, 100, 1.0, "paper_corrected")
 ])  # fmt: skip
@@ -222,12 +228,14 @@ def test_the_smallest_number_of_users_named_works_and_one_fewer_does_not(n, T, e
         calibrate_filter(n_users=smallest - 1, **task)
 
 
+@pytest.mark.slow
 def test_no_number_of_users_helps_where_half_of_them_are_far_away():
     with pytest.raises(InfeasibleError, match="no n_users works at typical_score"):
         calibrate_filter(**TASK, typical_score=900.0)
     assert smallest_users(lambda n: False, 5) is None
 
 
+@pytest.mark.slow
 def test_noise_falls_with_users_and_budget_and_grows_with_steps_and_radius():
     def noise(**change):
         return calibrate_filter(**TASK | change).noise_std
@@ -241,6 +249,7 @@ def test_noise_falls_with_users_and_budget_and_grows_with_steps_and_radius():
     assert noise(filter="two") != noise(filter="same")
 
 
+@pytest.mark.slow
 def test_many_users_pay_for_the_gaussian_alone():
     plan = calibrate_filter(
         n_users=10**9, steps=100, epsilon=1.0, delta=1e-6, pair_radius=1.0, typical_score=10**9
@@ -248,6 +257,7 @@ def test_many_users_pay_for_the_gaussian_alone():
     assert plan.noise_std == pytest.approx(clipping_noise_std(10**9, 100, 1.0, 1e-6, 1.0), rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_best_filter_is_the_simple_one_unless_the_other_saves_noise():
     assert calibrate_filter(**TASK).filter == "same"
     assert calibrate_filter(**{**TASK, "n_users": 600, "steps": 50}).filter == "two"
@@ -259,6 +269,7 @@ def test_large_epsilon_is_allowed_and_absurd_epsilon_is_not():
         calibrate_filter(**TASK | {"epsilon": 1e4})
 
 
+@pytest.mark.slow
 def test_random_membership_costs_far_more_than_weights():
     corrected = calibrate_filter(**TASK | {"n_users": 20_000}, mode="paper_corrected")
     assert corrected.filter == "paper_corrected"
@@ -269,6 +280,7 @@ def test_random_membership_costs_far_more_than_weights():
     assert corrected.noise_std > 10 * calibrate_filter(**TASK | {"n_users": 20_000}).noise_std
 
 
+@pytest.mark.slow
 def test_a_warning_says_when_clipping_users_needs_less_noise():
     with pytest.warns(UtilityWarning, match="UserClippedSGD needs less noise"):
         calibrate_filter(**TASK, clip=1.0)
@@ -286,6 +298,7 @@ def test_adding_and_removing_users_is_refused():
         calibrate_filter(**TASK, adjacency="add_remove")
 
 
+@pytest.mark.cases(10, 5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -89,7 +89,7 @@ PHASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_most_phases_that_are_feasible_are_taken():
     plan = localized_user_plan(n_users=4000, **PHASES)
     assert [phase.users for phase in plan.phases] == [500, 1000, 2000]
@@ -105,6 +105,7 @@ def test_the_most_phases_that_are_feasible_are_taken():
         localized_user_plan(n_users=100, **PHASES, phases=5)
 
 
+@pytest.mark.slow
 def test_no_user_is_in_two_phases():
     plan = localized_user_plan(n_users=4000, **PHASES)
     assert sum(phase.users for phase in plan.phases) <= plan.n_users
@@ -115,7 +116,7 @@ def test_no_user_is_in_two_phases():
     assert (plan.epsilon, plan.delta) == (2.0, 1e-6)  # the maximum, not the sum
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_each_phase_starts_from_the_distance_that_the_one_before_proves():
     plan = localized_user_plan(n_users=10**6, **PHASES | {"items_per_user": 10**4}, max_steps=2000)
     assert plan.phases[0].start_radius == 20.0
@@ -126,6 +127,7 @@ def test_each_phase_starts_from_the_distance_that_the_one_before_proves():
     assert localized_user_plan(n_users=4000, **PHASES, radius=0.5).phases[0].start_radius == 0.5
 
 
+@pytest.mark.slow
 def test_the_papers_schedule_caps_steps_and_radii():
     plan = localized_user_plan(n_users=4000, **PHASES, schedule="theorem_4_1", max_steps=100)
     assert plan.bound is None
@@ -259,6 +261,7 @@ def test_the_marginal_of_the_ball_has_all_digits(dim, radius, share):
         assert error <= exact * (mp.mpf("1e-8") + rounding) + mp.mpf("1e-280")
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("dim", [1, 2, 7])
 def test_points_of_the_ball_follow_the_marginal(dim):
     rng = np.random.default_rng(dim)

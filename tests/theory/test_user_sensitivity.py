@@ -39,6 +39,7 @@ def settings_of_the_filter(draw):
     return n, H, b
 
 
+@pytest.mark.slow
 @given(settings_of_the_filter())
 @settings(max_examples=300)
 def test_the_coefficient_is_never_below_its_exact_value(setting):
@@ -299,7 +300,7 @@ def test_no_pair_exceeds_the_bound_of_filter_two_and_some_come_within_five_perce
     assert reached["low"] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("filter", ["same", "two"])
 def test_no_pair_exceeds_the_bound_in_a_long_search(filter):
     sizes = (7, 8, 9, 10, 12, 15, 21, 22, 40, 41, 75, 100, 101, 300, 1000)
@@ -313,6 +314,7 @@ def test_the_search_would_refute_a_bound_that_is_five_percent_too_small():
     assert max(ratios(pairs, "same", rng)[0].max(), ratios(pairs, "two", rng)[0].max()) > 0.95
 
 
+@pytest.mark.slow
 @given(
     st.integers(4, 12),
     st.integers(1, 3),

@@ -86,6 +86,7 @@ def release_after_an_interruption(
     return -model.weight.detach().squeeze(), ours
 
 
+@pytest.mark.cases(4, 2)
 @ROWS
 @pytest.mark.parametrize("parts", list(PARTS))
 def test_t03_an_interrupted_logical_batch_leaves_nothing_behind(rows: str, parts: str) -> None:
@@ -110,6 +111,7 @@ def test_t03_an_interrupted_logical_batch_leaves_nothing_behind(rows: str, parts
 # -- T4 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(0, 1)
 @WORKERS
 @ROWS
 def test_t04_parts_that_workers_prefetched_do_not_shift_later_steps(rows: str) -> None:

@@ -64,6 +64,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.cases(1, 1)
 @ROWS
 @pytest.mark.parametrize("coupled", list(COUPLED))
 def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(
@@ -99,6 +100,7 @@ def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(
     assert len(ours.accountant) == ours.steps == 0
 
 
+@pytest.mark.cases(1, 1)
 @ROWS
 @pytest.mark.parametrize("coupled", list(COUPLED))
 def test_t07_make_private_finds_records_that_are_coupled(rows: str, coupled: str) -> None:
@@ -158,6 +160,7 @@ def regularized(batch: int, rows: str, reg: float, prox: dp.prox.Prox | None = N
     return model.weight.item()
 
 
+@pytest.mark.cases(1, 1)
 @ROWS
 def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> None:
     """T8: an L2 term is added to the loss.

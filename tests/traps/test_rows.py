@@ -40,6 +40,7 @@ def release_with(record: list[float], rows: str) -> tuple[Tensor, dp.PrivateOpti
     return model.weight.grad.flatten(), ours
 
 
+@pytest.mark.cases(4, 2)
 @ROWS
 @pytest.mark.parametrize(
     "bad", [math.nan, math.inf, 1e20, 1e38], ids=["nan", "inf", "overflow", "far overflow"]
@@ -143,6 +144,7 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs * targets).sum()
 
 
+@pytest.mark.cases(1, 1)
 @ROWS
 def test_t09_a_loss_scaled_in_another_way_is_found_and_never_passes_the_clip(rows: str) -> None:
     """T9: the loss is a sum, the declaration says "mean"; or a GradScaler multiplies the loss.

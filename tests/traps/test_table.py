@@ -65,6 +65,7 @@ def test_each_trap_has_its_test() -> None:
     assert sorted(trap_tests()) == list(range(1, 17))
 
 
+@pytest.mark.cases(12, 4)
 @pytest.mark.parametrize("number", range(1, 17))
 def test_the_table_says_of_each_trap_what_its_test_says(number: int) -> None:
     assert row(number, trap_tests()[number]) in PAGE.read_text(encoding="utf-8")

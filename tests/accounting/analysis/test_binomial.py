@@ -22,6 +22,7 @@ def exact_tails(k: int, n: int, p: float) -> tuple[mp.mpf, mp.mpf]:
     return mp.fsum(masses[: max(k + 1, 0)]), mp.fsum(masses[max(k, 0) :])
 
 
+@pytest.mark.slow
 @given(st.integers(0, 150), rates, st.integers(-2, 152))
 def test_tails_are_exact_rounded_up(n, p, k):
     with mp.workdps(400):
@@ -32,6 +33,7 @@ def test_tails_are_exact_rounded_up(n, p, k):
             assert found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("n", "p"), [(2000, 0.5), (2000, 1e-3), (900, 0.9)])
 def test_tails_of_thousands_of_trials_are_exact_rounded_up(n, p):
     deviation = math.sqrt(n * p * (1 - p))

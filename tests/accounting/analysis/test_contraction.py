@@ -89,6 +89,7 @@ def test_the_quadrature_sees_a_linear_chain_at_the_bound():
         assert gaussian_delta(0.97 * mu, epsilon) < hockey_stick(other, one, epsilon) - 1e-3
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_no_chain_of_contractions_passes_mu(data):

@@ -38,6 +38,7 @@ def exact_total(delta, failure, epsilon, kind) -> mp.mpf:
     }[kind]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @given(probabilities, probabilities, epsilons)
 @example(1e-6, 1e-7, 1.0)
@@ -51,6 +52,7 @@ def test_a_failure_is_never_undercharged(kind, delta, failure, epsilon):
         )
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @given(probabilities, probabilities, epsilons)
 def test_the_inverse_never_exceeds_the_delta_of_the_statement(kind, delta, failure, epsilon):
@@ -108,6 +110,7 @@ def test_each_rule_is_reached_by_a_mechanism_with_that_failure(strength, failure
         assert hockey_stick(one, other) == pytest.approx(bound, rel=1e-9)
 
 
+@pytest.mark.slow
 @given(
     st.floats(0.02, 2.0),
     st.floats(-12.0, -0.5).map(lambda x: 10**x),
@@ -159,6 +162,7 @@ def test_failures_that_take_all_of_delta_leave_no_epsilon():
     )
 
 
+@pytest.mark.weekly
 @given(st.floats(0.01, 3.0), st.floats(-12.0, -2.0).map(lambda x: 10**x))
 @settings(max_examples=8)
 def test_mu_upper_is_above_every_point_of_the_curve(noise, delta_min):
@@ -179,6 +183,7 @@ def test_mu_upper_is_above_every_point_of_the_curve(noise, delta_min):
             assert math.log(delta) <= gaussian_log_delta(float(epsilon), mu) * (1 - 1e-12)
 
 
+@pytest.mark.slow
 @given(st.floats(0.05, 3.0), st.floats(0.1, 5.0))
 def test_a_single_point_is_met_by_the_least_mu_that_reaches_it(mu, epsilon):
     log_delta = gaussian_log_delta(epsilon, mu)
@@ -189,6 +194,7 @@ def test_a_single_point_is_met_by_the_least_mu_that_reaches_it(mu, epsilon):
     assert found == pytest.approx(mu, rel=1e-8)
 
 
+@pytest.mark.weekly
 def test_a_gaussian_curve_is_summarized_by_its_own_mu():
     grid = np.linspace(0, 12, 12_001)
     mu = mu_upper(grid, [gaussian_delta(0.7, float(epsilon)) for epsilon in grid])

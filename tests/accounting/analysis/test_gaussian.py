@@ -38,6 +38,7 @@ def exact_log_delta(epsilon: float, mu: float) -> mp.mpf:
         return mp.log(upper - lower)
 
 
+@pytest.mark.cases(17, 8)
 @pytest.mark.parametrize("mu", [1e-9, 1e-6, 1e-3, 0.02, 0.3, 1.0, 3.0, 12.0, 80.0])
 @pytest.mark.parametrize("depth", [0.0, 1e-6, 0.1, 0.999, 1.0, 5.0, 11.9, 12.1, 30.0])
 def test_log_delta_agrees_with_exact_arithmetic(mu, depth):
@@ -50,6 +51,7 @@ def test_log_delta_agrees_with_exact_arithmetic(mu, depth):
     )
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     ("epsilon", "mu"), [(0.5, 0.02), (8.0, 0.9), (400.0, 30.0), (5000.0, 100.0), (0.5, 1e-2)]
 )
@@ -90,6 +92,7 @@ def test_delta_increases_with_mu_and_decreases_with_epsilon(mu, other_mu, epsilo
     assert gaussian_log_delta(other_epsilon, mu) <= gaussian_log_delta(epsilon, mu) + slack
 
 
+@pytest.mark.slow
 @given(epsilons, deltas)
 @example(0.0, 1e-300)
 @example(1000.0, 1 - 1e-9)
@@ -102,6 +105,7 @@ def test_the_inverses_are_on_the_safe_side(epsilon, delta):
     assert again <= epsilon * (1 + 1e-9) + 1e-9 * mu
 
 
+@pytest.mark.cases(17, 8)
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6, 0.1, 1.0, 8.0, 100.0])
 @pytest.mark.parametrize("delta", [1e-100, 1e-10, 1e-5, 0.1, 0.9])
 def test_the_exact_delta_at_the_inverse_is_at_most_delta(epsilon, delta):
@@ -112,7 +116,7 @@ def test_the_exact_delta_at_the_inverse_is_at_most_delta(epsilon, delta):
     assert exact_log_delta(epsilon, 2 * mu) <= mp.log(delta)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(st.floats(1e-3, 100), st.floats(-40, math.log(0.5)))
 @example(1e-3, -7.0)
 @example(1e-3, -8.212404183399265)
@@ -125,6 +129,7 @@ def test_what_mu_calibrates_is_within_the_target_it_was_calibrated_for(epsilon, 
         assert gaussian_epsilon(mu * (1 + ulps * 2.0**-52), delta) <= epsilon
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 100.0), deltas, st.floats(1e-6, 1e6))
 def test_sigma_never_falls_short_of_the_exact_noise(epsilon, delta, sensitivity):
     sigma = gaussian_sigma(epsilon, delta, sensitivity)
@@ -132,6 +137,7 @@ def test_sigma_never_falls_short_of_the_exact_noise(epsilon, delta, sensitivity)
     assert sensitivity / sigma <= gaussian_mu(epsilon, delta)
 
 
+@pytest.mark.slow
 @given(mus, deltas, deltas)
 def test_epsilon_is_monotone_in_delta(mu, delta, other):
     delta, other = sorted((delta, other))
@@ -182,6 +188,7 @@ def test_the_constant_of_zhao_is_the_exact_one_rounded_up(delta):
         assert exact <= zhao_constant(delta) <= exact * (1 + mp.mpf("5e-15"))
 
 
+@pytest.mark.slow
 @given(st.floats(-12.0, 12.0).map(lambda x: 10**x), halves, st.floats(1e-6, 1e6))
 @example(1e26, math.nextafter(0.5, 0.0), 1.0)
 @example(1e13, math.nextafter(0.5, 0.0), 1.0)

@@ -85,7 +85,7 @@ def hockey_stick(size: int, rate: float, noise: float, epsilon: float, direction
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(
     st.sampled_from([1, 2, 3, 8]),
     st.floats(-9.0, -0.001).map(lambda x: 10**x),
@@ -111,6 +111,7 @@ def test_poisson_group_delta_is_not_below_its_high_precision_value(
             assert found < 1e-289
 
 
+@pytest.mark.slow
 @given(sizes, st.floats(1e-3, 1.0), st.floats(0.1, 10.0), st.floats(0.0, 4.0))
 @settings(max_examples=40)
 def test_the_poisson_profile_is_below_its_limits(size, rate, noise, epsilon):

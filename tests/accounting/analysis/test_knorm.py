@@ -51,7 +51,7 @@ def log_density_of_loss(epsilon: mp.mpf, dim: int):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(epsilons, dims, orders)
 @settings(max_examples=60)
 def test_the_curve_is_not_below_its_closed_form(epsilon, dim, order):
@@ -64,6 +64,7 @@ def test_the_curve_is_not_below_its_closed_form(epsilon, dim, order):
         assert exact <= found <= exact * (1 + mp.mpf("1.1e-12"))
 
 
+@pytest.mark.cases(13, 6)
 @pytest.mark.parametrize("epsilon", [1e-9, 0.3, 5.0, 1e3])
 @pytest.mark.parametrize("dim", [1, 2, 3, 200])
 @pytest.mark.parametrize("order", [1 + 1e-6, 2.0, 1e5])
@@ -77,6 +78,7 @@ def test_the_closed_form_is_met_at_the_corners(epsilon, dim, order):
         )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("epsilon", "dim", "order"), [(1.0, 2, 2.0), (2.0, 5, 2.5), (0.5, 5, 8.0), (4.0, 10, 3.0)]
 )
@@ -120,6 +122,7 @@ def test_no_shift_is_worse_than_the_longest_one():
     assert np.all(np.diff(moments, 2) > 0)
 
 
+@pytest.mark.slow
 @given(epsilons, st.sampled_from([1, 2, 3, 7, 50, 10**4, 10**7]), orders)
 @settings(max_examples=60)
 def test_the_curve_is_below_randomized_response_and_decreases_with_the_dimension(
@@ -152,7 +155,7 @@ def test_measured_epsilons_of_the_spec():
     assert knorm_delta(1.61, 4.0, 100) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(st.floats(0.05, 20.0), st.floats(0.0, 0.999), st.integers(2, 60))
 @settings(max_examples=10)
 def test_the_profile_is_not_below_its_integral_in_high_precision(pure, share, dim):
@@ -170,6 +173,7 @@ def test_the_profile_is_not_below_its_integral_in_high_precision(pure, share, di
         assert exact <= knorm_delta(epsilon, pure, dim) <= exact * (1 + mp.mpf("1.2e-9"))
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 20.0), st.floats(0.0, 1.5), st.sampled_from([1, 2, 10, 1000, 10**7]))
 def test_the_profile_is_below_the_conversion_of_its_renyi_curve_and_below_pure_privacy(
     pure, share, dim
@@ -184,6 +188,7 @@ def test_the_profile_is_below_the_conversion_of_its_renyi_curve_and_below_pure_p
         )
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 4.0), st.floats(0.0, 4.0))
 def test_the_profile_decreases_also_next_to_its_end(epsilon, other):
     epsilon, other = sorted((epsilon, other))

@@ -56,6 +56,7 @@ def mixture(epsilon: mp.mpf, orders, spent, weights) -> mp.mpf:
     )
 
 
+@pytest.mark.slow
 @given(states(), deltas)
 @settings(max_examples=150)
 @example(([1.01, 1e5], [0.0, 0.0], [0.5, 0.5]), 0.99)
@@ -87,6 +88,7 @@ def test_the_overhead_of_the_odometer_is_the_measured_one():
     assert zcdp_epsilon(0.1, 1e-5) == pytest.approx(1.914, abs=5e-4)
 
 
+@pytest.mark.slow
 @given(states(with_weights=False), deltas, st.floats(1.0, 3.0))
 def test_the_odometer_grows_with_the_costs_and_shrinks_with_delta(state, delta, factor):
     orders, spent, _ = state
@@ -100,6 +102,7 @@ def test_the_odometer_grows_with_the_costs_and_shrinks_with_delta(state, delta, 
     )
 
 
+@pytest.mark.slow
 @given(states(), st.one_of(st.just(0.0), st.floats(-3.0, 2.0).map(lambda x: 10**x)))
 @settings(max_examples=50)
 @example(([2.0], [0.1], [1.0]), 1.0)
@@ -135,6 +138,7 @@ def test_the_margin_is_never_above_the_true_minimum(state, epsilon):
         assert found >= minimum - 1e-9 - 1e-12 * size
 
 
+@pytest.mark.slow
 @given(states(), st.floats(0.0, 20.0), deltas)
 @settings(max_examples=150)
 def test_an_admitted_state_satisfies_the_inequality_for_every_loss(state, epsilon, delta):
@@ -161,6 +165,7 @@ def test_a_filter_of_one_order_grants_the_conversion_of_that_order(order, spent,
         assert not mixture_filter_admits(epsilon, delta * (1 - 1e-6), [order], [spent])
 
 
+@pytest.mark.slow
 @given(st.floats(0.1, 10.0), st.floats(-12.0, -1.0).map(lambda x: 10**x))
 @settings(max_examples=10)
 def test_the_mixture_filter_admits_more_than_the_odometer_and_less_than_the_best_order(
@@ -180,6 +185,7 @@ def test_the_mixture_filter_admits_more_than_the_odometer_and_less_than_the_best
     assert by_filter <= max(in_advance, zcdp_rho(epsilon, delta)) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_more_costs_are_never_admitted_again():
     rhos = np.linspace(0.0, 0.3, 200)
     admitted = [mixture_filter_admits(2.2, 1e-5, GRID, rho * GRID) for rho in rhos]
@@ -204,6 +210,7 @@ def adaptive_losses(rng, fits, runs=20_000, steps=40):
     return history
 
 
+@pytest.mark.weekly
 def test_the_loss_of_adaptive_runs_passes_the_odometer_no_more_often_than_delta():
     """Binomial quantile 1e-6 over 20,000 runs, at any of 40 times."""
     delta = 0.05
@@ -218,6 +225,7 @@ def test_the_loss_of_adaptive_runs_passes_the_odometer_no_more_often_than_delta(
     assert passed.sum() > 0
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("kind", ["mixture", "zcdp", "gdp"])
 def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
     """Hoeffding: the mean of 20,000 variables in [0, 1] is off by more than 0.0186 with probability 1e-6."""
@@ -241,6 +249,7 @@ def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
     )  # the test has power
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 10.0), deltas)
 def test_the_gdp_budget_is_not_above_the_square_of_mu(epsilon, delta):
     budget = gdp_filter_budget(epsilon, delta)

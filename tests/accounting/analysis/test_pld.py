@@ -65,6 +65,7 @@ def law_of(case: dict) -> LossLaw:
     return ReplaceOneLoss(inputs["q"], noise) if inputs["q"] < 1 else GaussianLoss(2 / noise)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case['function']}-{list(case['inputs'].values())}"
 )
@@ -83,6 +84,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("law", "row"), TABLE, ids=["add_remove", "replace_one", "fixed"])
 def test_the_decision_table_is_reproduced(law, row):
     settings_ = [(s, n) for n in (EPOCH, 10 * EPOCH) for s in (0.6, 1.0, 2.0)]
@@ -102,6 +104,7 @@ def random_settings() -> list:
     return chosen
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta", "adjacency"), random_settings())
 def test_random_settings_agree_with_dp_accounting(rate, noise, steps, delta, adjacency):
     replace = adjacency == "replace_one"
@@ -131,7 +134,7 @@ def fourier_path(mu: float, steps: int, query: pld._Query, grid: float) -> pld.P
     return pld._improved(((GaussianLoss(mu / math.sqrt(steps)), steps),), query, grid).result
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(
     steps=st.floats(0, 6).map(lambda e: int(10**e)),
     mu=st.floats(-2, 1).map(lambda e: 10**e),
@@ -150,6 +153,7 @@ def test_no_figure_is_below_the_exact_gaussian(steps, mu, delta, grid):
     assert at.delta - true <= at.error + 1e-5 * true
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 0.7), (1e-4, 3.0)])
 @pytest.mark.parametrize("at", [0.0, 0.01, 0.5])
 def test_a_single_step_has_its_exact_delta(rate, noise, at):
@@ -165,6 +169,7 @@ def test_a_single_step_has_its_exact_delta(rate, noise, at):
     assert found.delta - found.error <= exact * (1 + 1e-6) + 1e-15
 
 
+@pytest.mark.slow
 def test_epsilon_and_delta_are_inverse():
     ledger = [
         (ReplaceOneLoss(0.02, 1.1), 300),
@@ -177,6 +182,7 @@ def test_epsilon_and_delta_are_inverse():
         )
 
 
+@pytest.mark.slow
 def test_the_worse_direction_is_reported():
     for rate, noise, steps, at in ((0.3, 0.8, 5, 1.0), (0.9, 1.0, 3, 0.5), (0.01, 1.0, 500, 0.0)):
         ledger = ((PoissonLoss(rate, noise), steps),)
@@ -192,6 +198,7 @@ def test_the_worse_direction_is_reported():
     assert pld_epsilon(exchanged, 1e-5).epsilon == ways[0] > 1.05 * ways[1]
 
 
+@pytest.mark.slow
 def test_fixed_batches_accounted_by_one_ordering_are_under_reported():
     for noise, published in ((0.6, 23.37), (1.0, 5.030), (2.0, 0.3934)):
         right = epsilon(FixedSizeLoss(RATE, noise / 2), EPOCH)
@@ -200,6 +207,7 @@ def test_fixed_batches_accounted_by_one_ordering_are_under_reported():
         assert right > 1.015 * one_ordering
 
 
+@pytest.mark.slow
 def test_gaussians_merge_into_one():
     parts = [
         (GaussianLoss(0.3), 4),
@@ -229,6 +237,7 @@ def test_merged_gaussians_are_not_below_their_exact_sum(parts):
     assert Fraction(merged.mu) ** 2 >= sum(Fraction(mu) ** 2 * count for mu, count in parts)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -243,6 +252,7 @@ def test_the_unsampled_limit_is_gaussian(make):
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "make", [PoissonLoss, ReplaceOneLoss, FixedSizeLoss], ids=lambda make: make.__name__
 )
@@ -260,6 +270,7 @@ def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
     assert deltas == sorted(deltas)
 
 
+@pytest.mark.slow
 @given(
     rate=st.floats(-5, -0.05).map(lambda e: 10**e),
     noise=st.floats(-0.3, 1.3).map(lambda e: 10**e),
@@ -288,6 +299,7 @@ def test_renyi_bounds_are_never_lower(rate, noise, steps, delta, adjacency):
     )
 
 
+@pytest.mark.slow
 def test_replace_one_costs_at_least_add_remove_and_at_most_twice_the_sensitivity():
     for rate, noise, steps in ((0.004, 0.6, 235), (0.1, 2.0, 100), (0.5, 1.0, 10)):
         replaced = epsilon(ReplaceOneLoss(rate, noise), steps)
@@ -301,6 +313,7 @@ def test_replace_one_costs_at_least_add_remove_and_at_most_twice_the_sensitivity
         )
 
 
+@pytest.mark.slow
 def test_the_grid_only_adds_and_says_how_much():
     law, steps = PoissonLoss(0.003, 0.9), 1000
     finest = epsilon(law, steps, grid=1e-5)
@@ -310,6 +323,7 @@ def test_the_grid_only_adds_and_says_how_much():
         assert found.epsilon - found.error <= finest
 
 
+@pytest.mark.slow
 def test_the_grid_adapts_to_losses_below_it():
     # a grid of 1e-4 would give 0.029
     found = pld_epsilon([(FixedSizeLoss(1 / 60000, 2.347), 60000)], 60000.0**-2)
@@ -322,6 +336,7 @@ def test_the_grid_adapts_to_losses_below_it():
     )
 
 
+@pytest.mark.slow
 def test_bugs_of_other_accountants_do_not_recur():
     assert epsilon(PoissonLoss(0.01, 30.0), 1) <= 6.57e-4  # orders that end at 63 gave 0.103
     assert epsilon(PoissonLoss(0.01, 20.3925), 1000) <= 0.05  # "privacy budget is too low"
@@ -336,6 +351,7 @@ def test_bugs_of_other_accountants_do_not_recur():
     assert epsilon(FixedSizeLoss(RATE, 0.3), EPOCH) < 24  # 300
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("law", "steps", "delta"),
     [
@@ -382,6 +398,7 @@ def test_what_rounding_took_from_the_losses_is_added():
         assert shifted > pld._AtEpsilon(epsilon).answer(curve, 0.0).delta
 
 
+@pytest.mark.slow
 def test_large_deltas_cost_nothing_and_epsilon_zero_has_the_total_variation():
     ledger = [(PoissonLoss(0.01, 1.0), 1000)]
     total_variation = pld_delta(ledger, 0.0).delta
@@ -428,6 +445,7 @@ def test_order_and_grouping_do_not_matter():
     assert pld_epsilon([c, (a[0], 40), b, (a[0], 60)], 1e-5) == reference
 
 
+@pytest.mark.slow
 def test_composition_is_at_most_additive_and_at_least_its_largest_part():
     parts = [(PoissonLoss(0.05, 0.9), 20), (FixedSizeLoss(0.02, 0.7), 10)]
     alone = [pld_epsilon([part], 5e-6).epsilon for part in parts]
@@ -435,6 +453,7 @@ def test_composition_is_at_most_additive_and_at_least_its_largest_part():
     assert max(pld_epsilon([part], 1e-5).epsilon for part in parts) < both < sum(alone)
 
 
+@pytest.mark.slow
 def test_many_distinct_noises_get_a_figure_or_none():
     rng = np.random.default_rng(3)
     ledger = [(PoissonLoss(0.004, noise), 5) for noise in rng.uniform(0.8, 2.0, 60)]
@@ -456,6 +475,7 @@ def test_a_less_accurate_transform_only_loosens_the_figure(monkeypatch):
     assert inaccurate.epsilon - inaccurate.error <= accurate.epsilon
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("steps", "delta"), [(1, 1e-14), (2, 1e-11), (100, 1e-11)])
 def test_rare_losses_get_figures_far_below_the_renyi_bound(steps, delta):
     # rounding makes up part of these deltas, and the grid is coarsened for it
@@ -465,6 +485,7 @@ def test_rare_losses_get_figures_far_below_the_renyi_bound(steps, delta):
     assert found.rounding < 0.05
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("law", "steps", "delta"),
     [

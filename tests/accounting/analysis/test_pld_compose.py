@@ -60,6 +60,7 @@ def exact_delta(laws: list[tuple[GridLaw, int]], epsilon: float) -> LONG:
     return infinite + np.sum(mass * np.maximum(-np.expm1(LONG(epsilon) - losses), 0))
 
 
+@pytest.mark.cases(42, 21)
 @pytest.mark.parametrize("size", [128, 160, 192, 1024, 6144])
 @pytest.mark.parametrize("atom", [0.0, 0.5, 0.999, 1 - 1e-9])
 @pytest.mark.parametrize("counts", [[2], [2, 1], [7], [3, 2, 4]])
@@ -126,6 +127,7 @@ LAWS = [
 ]
 
 
+@pytest.mark.cases(10, 5)
 @pytest.mark.parametrize("counts", [[1], [6], [2, 3]])
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 2.0, 7.5])
@@ -170,6 +172,7 @@ def test_tiny_deltas_keep_their_digits():
         assert curve.rounding_at(epsilon) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_window_that_is_too_narrow_gives_a_looser_bound_but_a_bound():
     laws = [(PoissonLoss(0.2, 0.8).on_grid(0.02, 9.0), 8)]
     cumulant = Cumulant(laws)

@@ -39,6 +39,7 @@ LEDGERS = {
 }
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", LEDGERS)
 def test_no_point_of_a_fine_curve_is_above_the_summary(name):
     """Upper bounds of delta at 24 other points: the summary is above all of them, and within 1 % of what they need."""
@@ -72,7 +73,7 @@ def test_chords_are_never_below_their_exact_value(knots, deltas):
             assert chord >= min(1, second + (mp.mpf(first) - second) * share)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=5)
 @given(st.floats(0.01, 0.9), st.floats(0.4, 3.0), st.floats(-12.0, -2.0).map(lambda x: 10**x))
 @example(0.1, 0.5, 1e-10)
@@ -91,6 +92,7 @@ def test_one_sampled_release_is_summarized_above_its_exact_curve(rate, noise, de
     assert reach > 0 or mu == 0.0
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
 def test_a_pure_release_is_summarized_by_the_tangent_from_above(epsilon):
     mu = gdp_upper([(ApproxLoss(epsilon), 1)])
@@ -101,12 +103,14 @@ def test_a_pure_release_is_summarized_by_the_tangent_from_above(epsilon):
         assert gaussian_log_delta(float(point), mu) >= math.log(pure_delta(float(point), epsilon))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 4.0])
 def test_merged_gaussians_are_summarized_by_their_own_mu(mu):
     found = gdp_upper([(GaussianLoss(0.6 * mu), 1), (GaussianLoss(0.8 * mu), 1)])
     assert mu <= found <= 1.008 * mu
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("noise", "steps", "claimed", "truth"),
     [
@@ -128,6 +132,7 @@ def test_the_central_limit_claims_less_than_the_truth_and_the_summary_does_not(
     assert gaussian_epsilon(mu, 1e-5) >= pld_epsilon(losses, 1e-5).epsilon > claimed
 
 
+@pytest.mark.slow
 def test_a_smaller_delta_min_and_more_releases_give_no_smaller_mu():
     losses = LEDGERS["epoch"]
     values = [gdp_upper(losses, delta_min) for delta_min in (1e-3, 1e-6, 1e-10)]
@@ -154,6 +159,7 @@ def test_a_point_without_a_figure_leaves_no_summary(monkeypatch):
     assert gdp_upper(LEDGERS["epoch"]) is None
 
 
+@pytest.mark.slow
 def test_few_compositions_are_enough(monkeypatch):
     asked = []
     monkeypatch.setattr(

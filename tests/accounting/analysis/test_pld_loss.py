@@ -112,6 +112,7 @@ def exact(law: object, epsilon: float) -> float:
     return gaussian_delta(law.ratio, epsilon)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("grid", [1e-3, 0.03])
 def test_grid_laws_are_never_below_the_exact_hockey_stick(law, grid):
@@ -121,6 +122,7 @@ def test_grid_laws_are_never_below_the_exact_hockey_stick(law, grid):
         assert hockey_stick(put, epsilon) >= exact(law, epsilon + put.shift) * (1 - 1e-15)
 
 
+@pytest.mark.slow
 @given(
     rate=st.floats(-8, 0).map(lambda e: 10**e).filter(lambda q: q < 1),
     noise=st.floats(-0.7, 2).map(lambda e: 10**e),
@@ -142,6 +144,7 @@ def test_any_grid_law_is_above_the_exact_hockey_stick(rate, noise, size, grid, s
     assert hockey_stick(put, epsilon) >= exact(law, epsilon + put.shift) * (1 - 1e-15)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 def test_at_the_dots_the_hockey_stick_is_exact(law):
     put = law.on_grid(1e-3, REACH)
@@ -155,6 +158,7 @@ def test_at_the_dots_the_hockey_stick_is_exact(law):
     assert checked or law.span(6.0)[1] < 1e-3
 
 
+@pytest.mark.cases(21, 10)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("grid", [1e-3, 0.03])
 def test_the_masses_of_both_hypotheses_are_kept(law, grid):
@@ -181,6 +185,7 @@ def test_what_integrals_may_be_short_of_is_added():
     assert none.tolist() == [1.25 + 2 * 0.25, 0.0]
 
 
+@pytest.mark.cases(9, 4)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 def test_what_lies_beyond_the_reach_moves_up(law):
     # so short a reach that the tails count
@@ -190,6 +195,7 @@ def test_what_lies_beyond_the_reach_moves_up(law):
         assert hockey_stick(put, epsilon) >= exact(law, epsilon + put.shift) * (1 - 1e-15)
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("law", SAMPLED, ids=repr)
 def test_exchanged_laws_are_dual(law):
     # H_t(Q, P) = 1 - t + t H_(1/t)(P, Q)
@@ -236,6 +242,7 @@ def test_at_rate_one_all_laws_are_gaussian():
     assert PoissonLoss(0.9, 2.0).mu is None
 
 
+@pytest.mark.cases(7, 3)
 @pytest.mark.parametrize(
     "pair",
     [*PAIRS, MixturePair(0.2, 0.05), MixturePair(0.3, 0.1, 7), OppositePair(0.5, 0.02)],
@@ -259,6 +266,7 @@ def test_cuts_are_within_the_stated_shift(pair):
             assert abs(mp.log(p / q) - mp.mpf(loss)) <= pair.shift(REACH) + residual
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("pair", PAIRS, ids=repr)
 def test_the_loss_increases(pair):
     # the premise of the buckets; proved in the module, so any violation would be a wrong formula
@@ -268,6 +276,7 @@ def test_the_loss_increases(pair):
     assert losses[-1] > losses[0]
 
 
+@pytest.mark.cases(4, 2)
 @pytest.mark.parametrize("pair", PAIRS, ids=repr)
 def test_buckets_have_the_stated_accuracy(pair):
     losses = np.linspace(

@@ -144,6 +144,7 @@ def test_what_lies_above_the_window_and_infinite_losses_are_counted():
     )  # infinite losses are more
 
 
+@pytest.mark.cases(3, 4)
 @pytest.mark.parametrize("law", LAWS, ids=repr)
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.01])
 def test_kept_transforms_give_what_composing_anew_gives(law, delta, monkeypatch):

@@ -35,6 +35,7 @@ def laplace(scale: float, order: float) -> mp.mpf:
     return mp.log(parts / (2 * a - 1)) / (a - 1)
 
 
+@pytest.mark.slow
 @given(epsilons, orders)
 @settings(max_examples=300)
 @example(1e3, 2.0**20)
@@ -52,6 +53,7 @@ def test_no_curve_is_below_its_high_precision_value(epsilon, order):
         assert exact <= rdp_laplace(1 / epsilon, order) <= exact * (1 + mp.mpf("1.1e-12"))
 
 
+@pytest.mark.slow
 @given(st.floats(2e-150, 1e3))
 @example(1e3)
 @example(1e-9)
@@ -63,6 +65,7 @@ def test_rho_is_not_below_its_high_precision_value(epsilon):
         )
 
 
+@pytest.mark.slow
 @given(epsilons, orders)
 def test_zcdp_of_pure_privacy_bounds_every_order_and_is_reached_at_order_one(epsilon, order):
     assert rdp_pure(epsilon, order) <= rho_pure(epsilon) * order * SLACK
@@ -75,6 +78,7 @@ def test_published_figures_of_zcdp():
     assert rho_pure(4.0) == pytest.approx(3.856, abs=5e-4)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(-1.0, 1.0)), min_size=2, max_size=8),
     epsilons,
@@ -97,12 +101,14 @@ def test_no_random_epsilon_dp_pair_costs_more_than_randomized_response(points, e
         assert divergence <= rdp_pure(worst, order) + mp.mpf("1e-40") / (mp.mpf(order) - 1)
 
 
+@pytest.mark.slow
 @given(epsilons, orders)
 def test_laplace_noise_costs_less_than_randomized_response(epsilon, order):
     scale = 1 / epsilon
     assert rdp_laplace(scale, order) <= rdp_pure(1 / scale, order) * SLACK
 
 
+@pytest.mark.slow
 @given(epsilons, epsilons, orders, orders)
 def test_the_curves_increase_in_epsilon_and_in_the_order(epsilon, other, order, higher):
     epsilon, other = sorted((epsilon, other))
@@ -118,6 +124,7 @@ def test_large_orders_tend_to_epsilon():
     assert rdp_laplace(0.5, 1e9) == pytest.approx(2.0, rel=1e-8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=5), orders)
 def test_the_coordinates_of_a_vector_cost_at_most_their_l1_distance(shifts, order):
     parts = sum(rdp_laplace(1 / shift, order) for shift in shifts)

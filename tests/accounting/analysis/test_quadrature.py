@@ -28,6 +28,7 @@ def exact(order: float, ratio: np.ndarray, weight: np.ndarray, two_sided: bool) 
         return mp.log(total)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("two_sided", [False, True])
 @given(starts, scales, st.floats(0.0, 1.0), st.floats(-50.0, 50.0), st.floats(0.01, 100.0))
 @settings(max_examples=100)

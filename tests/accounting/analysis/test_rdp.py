@@ -122,12 +122,14 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("pair", "rate", "noise", "order"), AWKWARD)
 def test_no_curve_is_below_its_high_precision_value(pair, rate, noise, order):
     exact = by_trapezoid(pair, rate, noise, order)
     assert exact <= CURVES[pair](rate, noise, order) <= exact * (1 + mp.mpf("1.2e-12"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("direction", "rate", "noise", "size", "order"),
     [
@@ -194,6 +196,7 @@ any_rates = st.one_of(
 any_noises = st.floats(-1.0, 2.0).map(lambda x: 10**x)
 
 
+@pytest.mark.slow
 @given(any_rates, any_noises, st.lists(st.floats(1.0, 20.0), min_size=1, max_size=4))
 @settings(max_examples=60)
 def test_integer_orders_of_any_grid_agree_with_the_binomial_sum(rate, noise, logarithms):
@@ -206,6 +209,7 @@ def test_integer_orders_of_any_grid_agree_with_the_binomial_sum(rate, noise, log
         assert exact <= value <= exact * (1 + mp.mpf("1.2e-12"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("pair", ["remove", "add", "replace"])
 @given(
     any_rates,
@@ -232,6 +236,7 @@ def test_epsilon_agrees_with_dp_accounting_at_integer_orders(rate, noise):
         assert ours == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-9)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
     "pair", [pair for pair in CURVES if pair != "wbk"]
 )  # that bound is not monotone
@@ -242,6 +247,7 @@ def test_every_curve_increases_with_the_order(pair, rate, noise, order, other):
     assert CURVES[pair](rate, noise, order) <= CURVES[pair](rate, noise, other) * SLACK
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("pair", CURVES)
 @given(rates, noises, noises, orders)
 @settings(max_examples=30)
@@ -250,6 +256,7 @@ def test_every_curve_decreases_with_the_noise(pair, rate, noise, other, order):
     assert CURVES[pair](rate, noise, order) * SLACK >= CURVES[pair](rate, other, order)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("pair", [pair for pair in CURVES if pair != "wbk"])
 @given(rates, rates, noises, orders)
 @settings(max_examples=30)
@@ -343,6 +350,7 @@ def test_special_cases_of_rate_and_noise(pair):
     assert np.all(CURVES[pair](1.0, 0.0, grid) == math.inf)
 
 
+@pytest.mark.cases(30, 15)
 @pytest.mark.parametrize("pair", CURVES)
 @pytest.mark.parametrize("rate", [1e-300, 1e-9, 0.5, 1 - 1e-16])
 @pytest.mark.parametrize("noise", [5e-324, 1e-160, 1e-5, 1e-3, 17.0, 1e8, 1e200])

@@ -48,6 +48,7 @@ cases = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(cases)
 @example((400, 0.5, 0.2, 10.0, 1e-8))
@@ -67,6 +68,7 @@ def log_binomial(trials, p, y):
     return ways + y * mp.log(chance) + (trials - y) * mp.log1p(-chance)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("trials", "p"), [(10**6, 0.5), (10**9, 0.5), (10**10, 0.01), (10**11, 0.5), (10**12, 0.01)]
 )
@@ -92,6 +94,7 @@ def test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up(trials, p):
     assert exact <= found <= exact * (1 + mp.mpf("2e-8"))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(cases, st.floats(0.0, 4.0))
 def test_the_statement_covers_the_exact_hockey_stick_in_both_directions(case, epsilon):
@@ -128,6 +131,7 @@ def test_the_sizing_example_costs_what_was_measured():
     assert 0.97 <= rdp_epsilon(orders, values, 1e-5 - 10 * lost).epsilon <= 0.98
 
 
+@pytest.mark.slow
 @given(
     st.integers(100, 5000),
     st.floats(0.1, 0.9),

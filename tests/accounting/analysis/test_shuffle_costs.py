@@ -26,6 +26,7 @@ def cases(draw):
     return trials, p, draw(st.integers(1, min(40, int(trials * min(p, 1 - p) / 2))))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(), st.floats(1.01, 60.0), st.data())
 def test_no_shift_costs_more_than_kappa_says(case, order, data):
@@ -52,6 +53,7 @@ def test_rho_covers_every_order(case):
     assert pair.worst_loss() < math.inf
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("trials", "grid", "dim"), [(10**5, 20, 4), (10**6, 126, 1000), (10**8, 126, 1000)]
 )
@@ -89,6 +91,7 @@ def test_chord_factors_bound_what_lies_between():
             assert chord <= shuffle._between_orders(low, high) * order * (order - 1) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_more_noise_bits_than_fit_count_as_many_as_fit():
     costs = [
         zcdp_shuffle(10**k, 0.5, dim=1, max_shift=2, shift_norm=2, delta_window=1e-12).rho
@@ -97,6 +100,7 @@ def test_more_noise_bits_than_fit_count_as_many_as_fit():
     assert 0 < costs[1] <= costs[0]
 
 
+@pytest.mark.slow
 def test_the_sizing_example_keeps_its_delta_exactly():
     """d = 10, n = 1000, g = 64, b = 314: feasible shifts have an exact delta below 1e-5 at the accountant's epsilon."""
     cost = zcdp_shuffle(314_000, 0.5, **EXAMPLE)

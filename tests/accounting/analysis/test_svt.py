@@ -68,6 +68,7 @@ def test_the_textbook_scales_spend_epsilon():
     assert above_threshold_epsilon(0.0, 1.0, 1.0) == math.inf
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.floats(-4, 4), st.sampled_from([-1.0, 0.0, 1.0]), st.booleans()),
@@ -88,7 +89,7 @@ def test_no_transcript_separates_neighbors_by_more_than_epsilon(queries, b1, b2)
     assert abs(math.log(near / far)) <= bound * (1 + 1e-6) + 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_epsilon_is_nearly_reached_by_long_streams():
     """Many passes force rho down, then one halt: passes move up by 1 and the halting score down by 1."""
     b1, b2 = 2.0, 4.0
@@ -191,6 +192,7 @@ def mp_log_cdf(y):
     return mp.log1p(-mp.exp(-y) / 2) if y >= 0 else y - mp.log(2)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("margin", "steps", "b1", "b2"),
     [
@@ -213,6 +215,7 @@ def test_bad_pass_probability_is_not_below_its_integral(margin, steps, b1, b2):
         )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("first", "last", "passes", "b1", "b2"),
     [
@@ -248,6 +251,7 @@ def test_bad_passes_grow_with_the_steps_and_stay_below_the_union_bound(margin, s
     assert bad_pass_probability(margin + 1, steps, b1, b2) <= one * (1 + 3e-9)
 
 
+@pytest.mark.slow
 @given(st.floats(-14.0, -0.01).map(lambda x: 10**x), st.integers(1, 10**6), scales, scales)
 @settings(max_examples=100)
 def test_the_margin_of_a_failure_is_the_least_that_its_union_bound_admits(failure, steps, b1, b2):
@@ -271,6 +275,7 @@ def test_no_margin_is_needed_for_a_failure_of_one_half():
     assert bad_pass_margin(0.5, 1, 1.0, 2.0) <= 1e-11
 
 
+@pytest.mark.slow
 def test_bad_passes_are_not_more_frequent_than_computed():
     """Binomial tail 1e-6 on 200,000 runs of 50 queries, all 12 below the threshold."""
     rng = np.random.default_rng(11)
@@ -300,6 +305,7 @@ def test_pair_delta_is_not_below_its_high_precision_value(epsilon, epsilon_svt, 
             )
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
 def test_the_pair_costs_more_than_either_part_and_less_than_both_in_sequence(
     epsilon, epsilon_svt, mu
@@ -316,6 +322,7 @@ def test_the_pair_costs_more_than_either_part_and_less_than_both_in_sequence(
     )
 
 
+@pytest.mark.weekly
 @given(st.floats(0.05, 8.0), st.floats(0.0, 0.95), st.floats(-12.0, -0.1).map(lambda x: 10**x))
 @settings(max_examples=60)
 def test_the_mu_of_a_budget_is_the_largest_that_fits(epsilon, share, delta):

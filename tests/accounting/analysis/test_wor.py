@@ -68,13 +68,14 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_no_curve_of_fixed_batches_is_below_its_profile_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=False)
     assert exact <= rdp_wor_gaussian(rate, noise, order) <= exact * (1 + mp.mpf("1.2e-12"))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @given(
     st.one_of(
         st.floats(-7.0, -0.01).map(lambda x: 10**x), st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x)
@@ -89,6 +90,7 @@ def test_any_order_of_the_grid_agrees_with_its_profile_integral(rate, noise, ord
     assert exact <= value <= exact * (1 + mp.mpf("1.2e-12"))
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("rate", "noise", "order"), AWKWARD)
 def test_the_poisson_profile_bound_is_not_below_its_integral(rate, noise, order):
     exact = by_profile(rate, noise, order, poisson=True)
@@ -107,6 +109,7 @@ def test_large_orders_agree_with_the_leading_term(order):
     assert exact <= rdp_wor_gaussian(rate, noise, order) <= exact * SLACK
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-1.0, 1.0), min_size=5, max_size=5),
     st.integers(1, 3),
@@ -139,6 +142,7 @@ def test_no_small_data_set_exceeds_the_curve(values, batch_size, noise_multiplie
         assert math.log(moment) / (order - 1) <= bound + 1e-9
 
 
+@pytest.mark.slow
 @given(st.floats(1e-5, 0.5), st.floats(0.1, 30.0), st.floats(1.01, 200.0))
 @settings(max_examples=60)
 def test_the_tight_curve_is_below_the_published_ones(rate, noise, order):
@@ -154,6 +158,7 @@ def test_the_tight_curve_is_below_the_published_ones(rate, noise, order):
     assert published <= closed or order < 2
 
 
+@pytest.mark.slow
 @given(st.floats(1e-5, 0.5), st.floats(0.1, 30.0), st.floats(1.01, 200.0))
 @settings(max_examples=60)
 def test_fixed_batches_cost_more_than_poisson_batches(rate, noise, order):
@@ -253,6 +258,7 @@ def test_measured_noise_at_which_the_paper_theorem_would_apply():
         rdp_wor_gaussian_closed_form(1 / n, math.sqrt(5.4), 23.0)
 
 
+@pytest.mark.cases(4, 1)
 @pytest.mark.parametrize(
     ("n", "batch_size", "steps", "target", "noise"),
     [

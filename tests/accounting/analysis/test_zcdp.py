@@ -28,6 +28,7 @@ def epsilon_at(b: mp.mpf, rho: float, delta: float) -> mp.mpf:
     return (1 + b) * rho - mp.log1p(1 / b) - (mp.log(delta) + mp.log1p(b)) / b
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("rho", [1e-12, 1e-3, 1.0, 1e5])
 @pytest.mark.parametrize("delta", [1e-200, 1e-5, 0.9])
 def test_epsilon_is_the_brute_force_minimum(rho, delta):
@@ -43,6 +44,7 @@ def test_epsilon_is_the_brute_force_minimum(rho, delta):
     assert found == pytest.approx(float(fine), rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.slow
 @given(rhos, deltas)
 @example(0.1, 1e-5)
 def test_no_order_of_the_exact_curve_beats_epsilon_by_rounding(rho, delta):
@@ -78,6 +80,7 @@ def test_epsilon_is_monotone_in_rho_and_delta(rho, other_rho, delta, other_delta
     assert epsilon >= zcdp_epsilon(rho, other_delta) * (1 - 1e-13)
 
 
+@pytest.mark.slow
 @given(st.floats(1e-6, 100.0), st.floats(1e-12, 0.1))
 def test_the_exact_gaussian_is_below_zcdp_and_zcdp_below_the_textbook_bound(rho, delta):
     epsilon = zcdp_epsilon(rho, delta)
@@ -110,6 +113,7 @@ def test_tiny_deltas_do_not_overflow():
         assert zcdp_rho(0.0, delta) == 0.0
 
 
+@pytest.mark.slow
 @given(st.one_of(rhos, st.floats(0.0, 1e-300)), deltas, epsilons)
 @example(5e-324, 1e-5, 1e-160)
 @example(0.0, 0.5, 0.0)
@@ -163,6 +167,7 @@ def test_compositions_of_nothing_and_of_a_release_without_noise():
     assert compose_sequential([0.1, math.inf]) == compose_parallel([0.1, math.inf]) == math.inf
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=6), st.floats(1e-10, 0.1))
 def test_the_sum_of_rhos_is_that_of_the_merged_gaussian(mus, delta):
     rho = compose_sequential([mu * mu / 2 for mu in mus])

@@ -96,6 +96,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.cases(15, 7)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_values_gradients_and_hessians_are_those_of_autograd(name, seed):
@@ -118,6 +119,7 @@ def test_values_gradients_and_hessians_are_those_of_autograd(name, seed):
         assert objective.smoothness >= float(eigenvalues.max()) * (1 - 1e-9)
 
 
+@pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_declared_constants_hold_between_random_pairs_of_points(name):
     X, y, _ = data(5)
@@ -255,6 +257,7 @@ BUILDERS = {
 }
 
 
+@pytest.mark.cases(14, 1)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_null_records_contribute_exactly_nothing(name, junk):

@@ -67,6 +67,7 @@ def problem(seed, kind):
     )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"])
 def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
     for seed in range(60):
@@ -89,7 +90,7 @@ def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
             assert claimed <= kappa * (true + doubt) * (1 + 1e-6) + 2.1 * rounding
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_projected_certificates_hold_on_balls_that_cut_the_minimizer_off_and_on_others():
     checked = 0
     for seed in range(60):
@@ -137,6 +138,7 @@ def constrained_minimizer(at, objective, free, radius):
 LOSSES = [Hinge(), Pinball(0.25), Pinball(0.9), Absolute()]
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
     for seed in range(40):
@@ -163,6 +165,7 @@ def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
         )
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_gap_certificates_hold_at_random_pairs(loss):
     for seed in range(40):

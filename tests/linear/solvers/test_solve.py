@@ -77,6 +77,7 @@ def mean(loss, X, y, reg):
     return LinearObjective(loss, X, y, reg=reg, normalizer=len(X))
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_solver_ends_certified(kind, solver):
@@ -90,6 +91,7 @@ def test_every_solver_ends_certified(kind, solver):
         assert gradient_certificate(objective, solution.w).proves(tolerance)
 
 
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", LOSSES[:2], ids=repr)
 def test_solutions_are_within_the_tolerance_of_the_true_minimizer(loss):
     curve = reference.logistic if isinstance(loss, Logistic) else reference.smoothed_hinge(0.1)
@@ -104,6 +106,7 @@ def test_solutions_are_within_the_tolerance_of_the_true_minimizer(loss):
             assert reference.distance(point, exact) <= tolerance + doubt
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("loss", [Hinge(), Pinball(0.2), Pinball(0.5), Absolute()], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hinge_and_pinball_end_certified_and_both_ways_agree(kind, loss):
@@ -122,6 +125,7 @@ def test_hinge_and_pinball_end_certified_and_both_ways_agree(kind, loss):
         assert float((slow - fine).norm()) <= 2 * tolerance
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("broken", ["nan", "stuck", "wrong"])
 @pytest.mark.parametrize("kind", ["smooth", "hinge", "attacked", "ball"])
 def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind, broken):
@@ -239,6 +243,7 @@ def test_the_smoothed_box_loss_lies_below_the_loss_by_at_most_its_width():
                 assert claimed >= 0.999 * float(smooth.value_and_gradient(w)[1].norm()) / 0.1
 
 
+@pytest.mark.weekly
 def test_stochastic_solvers_come_close_alone():
     X, y = rows(8, 100, 3)
     objective = LinearObjective(
@@ -267,6 +272,7 @@ def test_a_kink_without_a_dual_is_refused():
         solve(kinked, 1e-3)
 
 
+@pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("attack_norm", [2, math.inf])
 @pytest.mark.parametrize("radius", [1e-3, 0.05, 0.3])
 def test_adversarial_solutions_are_certified_and_beat_their_neighbors(attack_norm, radius):
@@ -410,6 +416,7 @@ def tilted_bound(tilt, mu):
     return 2 / mu * spread / (spread + 11)
 
 
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_minimizers_of_adjacent_data_sets_are_within_the_sensitivity(name):
     build, bound = SENSITIVE[name]
