@@ -213,7 +213,7 @@ class Rows:
     def gaps(self, other: Rows) -> Tensor:
         """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
         if self.right is None or other.right is None:
-            return _lengths(other.formed().double().sub_(self.formed()))
+            return _lengths(other.formed().double() - self.formed())
         # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
         b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
         left = b - c
