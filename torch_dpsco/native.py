@@ -8,7 +8,7 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 |---|---|
 | `norms` | `rows.blocks.row_norms` |
 | `add_weighted` | `rows.blocks.weighted_rows` |
-| `outer_sums` | `rows.factored.FactoredBlock` |
+| `outer_sums` | `rows.blocks.FactoredBlock` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `Table.images` | `linear.preparation`: `Preparation`, `Chain` |
 | `Table.gram` | `linear.objectives.base.Records.gram` |
