@@ -20,6 +20,12 @@ import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
+from torch_dpsco.accounting.analysis.objective import (
+    amp_delta_general,
+    amp_delta_monotone,
+    log_det,
+    softmax_log_det,
+)
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
@@ -36,8 +42,6 @@ from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
 from torch_dpsco.linear.users import UserGDPlan
 from torch_dpsco.plan import Plan
 from torch_dpsco.step import checks
-from torch_dpsco.theory.linear.objective import amp_delta_general, log_det, softmax_log_det
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)

@@ -21,22 +21,23 @@ from tests.reference.allocation_literal import (
     sum_law,
     two_steps,
 )
-from torch_dpsco.accounting.analysis import allocation, allocation_rdp, allocation_sums
+from torch_dpsco.accounting.analysis import allocation, allocation_sums
+from torch_dpsco.accounting.analysis import allocation as allocation_rdp
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
+    Pass,
+    _integral,
+    added,
     allocation_delta,
     allocation_epsilon,
     allocation_law,
-)
-from torch_dpsco.accounting.analysis.allocation_jumps import by_one_large
-from torch_dpsco.accounting.analysis.allocation_pass import Pass, epsilon_at, log_delta, profile
-from torch_dpsco.accounting.analysis.allocation_rdp import (
-    _integral,
-    added,
     allocation_renyi,
+    epsilon_at,
+    log_delta,
+    profile,
     removed,
 )
-from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
+from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large, spread
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,

@@ -6,10 +6,15 @@ import pytest
 
 from tests.reference.papers.objective import objpert_rdp_monotone
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon
+from torch_dpsco.accounting.analysis.objective import (
+    amp_delta_monotone,
+    log_det,
+    objpert_rdp,
+    objpert_rdp_dominating,
+    objpert_rdp_general,
+)
 from torch_dpsco.accounting.curves import cost_of, objective_curve
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.theory.linear.objective import log_det, objpert_rdp, objpert_rdp_general
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, objpert_rdp_dominating
 
 REG, NOISE = 0.88, 6.0
 

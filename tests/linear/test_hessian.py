@@ -12,13 +12,12 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.objective import amp_delta_monotone, hessian_sensitivity
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
 from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
 from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.losses import Logistic
-from torch_dpsco.theory.linear.objective import hessian_sensitivity
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 
 BOUND, NAN = 1.5, math.nan
 MU = gaussian_mu(1.0, 1e-6)

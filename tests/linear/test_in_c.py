@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.linear import Preparation
 from torch_dpsco.linear.objectives import LinearObjective
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records, pairwise
@@ -25,7 +26,6 @@ from torch_dpsco.linear.objectives.linear import _columns
 from torch_dpsco.linear.preparation import Chain
 from torch_dpsco.linear.solvers.certificates import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
-from torch_dpsco.theory.rounding import gamma
 
 pytestmark = needed
 NAN, INF, DOUBLE = math.nan, math.inf, torch.float64

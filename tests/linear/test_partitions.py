@@ -15,6 +15,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.linear.test_parts import DIM, task
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.linear import partitions as module
 from torch_dpsco.linear.noisy_gd import plan_noisy_gd
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records
@@ -22,7 +23,6 @@ from torch_dpsco.linear.objectives.parts import RawPart
 from torch_dpsco.linear.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.linear.task import build_objective, make_partitioned_records, make_records
 from torch_dpsco.theory.linear.solvers import sum_terms
-from torch_dpsco.theory.rounding import gamma
 
 
 class Listed:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, sensitivity_factor
+from torch_dpsco.accounting.analysis.objective import AMP_MU_OUT, amp_delta_monotone
 from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.accounting.stated import GDP, ApproxDP
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import (
     HuberRegressor,
@@ -38,8 +38,6 @@ from torch_dpsco.linear import (
 )
 from torch_dpsco.linear.preparation import Chain, _Counter, _distances
 from torch_dpsco.linear.task import make_records
-from torch_dpsco.theory.linear.objective import AMP_MU_OUT
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone
 from torch_dpsco.theory.linear.preparation import (
     counts_level,
     level_left,

@@ -13,6 +13,14 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.objective import (
+    AMP_MU_OUT,
+    AMP_PURE_SHARE,
+    amp_sigma_general,
+    amp_sigma_monotone,
+    log_det,
+    softmax_log_det,
+)
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
 from torch_dpsco.linear import LinearTask, Preparation, fit_linear, output, plan_linear
 from torch_dpsco.linear.objective import plan_objective
@@ -21,14 +29,6 @@ from torch_dpsco.linear.solvers import Solution, solve
 from torch_dpsco.linear.solvers.certificates import Certificate
 from torch_dpsco.linear.task import build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.theory.linear.objective import (
-    AMP_MU_OUT,
-    AMP_PURE_SHARE,
-    amp_sigma_general,
-    log_det,
-    softmax_log_det,
-)
-from torch_dpsco.theory.linear.objective_monotone import amp_sigma_monotone
 
 FALSE_ALARM = 1e-6
 WIDE = 20_000

@@ -13,6 +13,7 @@ import torch
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.rounding import Grid, asks_exact, exact_grid, with_grid
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.events import (
     Gaussian,
@@ -26,7 +27,6 @@ from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.mechanisms.vector_noise import exact_release, on_grid, release_on_grid
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.theory.rounding import Grid, asks_exact, exact_grid, with_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"
 SETTINGS = [

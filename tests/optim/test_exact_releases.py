@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco import estimators
+from torch_dpsco.accounting.analysis.rounding import exact_grid
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.linear import LinearTask, Preparation, plan_linear
@@ -23,7 +24,6 @@ from torch_dpsco.linear.output import markov_plan, plan_output
 from torch_dpsco.linear.task import make_records
 from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.optim import row_free
-from torch_dpsco.theory.rounding import exact_grid
 
 N, DIM = 60, 3
 BUDGET = dp.Budget(1.0, 1e-4)

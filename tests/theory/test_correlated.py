@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.algorithms.correlated_numbers import Banded, least_error, square_root
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.theory.rounding import gamma
 
 PAGE = Path(__file__).parents[2] / "docs" / "proofs" / "correlated.md"
 

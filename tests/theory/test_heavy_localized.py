@@ -17,7 +17,7 @@ from tests.reference.papers.heavy_tailed import (
     localized_schedule_paper,
     reduction_sizes,
 )
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.localized_numbers import (
     ballfree_rate,
     boosted_failure,

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     accelerated_clip_paper,
     accelerated_plan,

@@ -19,13 +19,17 @@ from tests.reference.papers.objective import (
     objpert_sigma_general,
     objpert_sigma_monotone,
 )
+from torch_dpsco.accounting.analysis import objective as monotone
+from torch_dpsco.accounting.analysis import objective as op
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.objective import (
+    amp_delta_general,
+    amp_delta_monotone,
+    objpert_delta_general,
+    objpert_delta_monotone,
+    profile,
+)
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.linear import objective as op
-from torch_dpsco.theory.linear import objective_monotone as monotone
-from torch_dpsco.theory.linear.integrals import profile
-from torch_dpsco.theory.linear.objective import amp_delta_general, objpert_delta_general
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, objpert_delta_monotone
 
 mp.mp.dps = 35
 

@@ -33,7 +33,7 @@ from torch_dpsco.accounting.adjacency import (
     Adjacency,
     check_adjacency,
 )
-from torch_dpsco.accounting.analysis.allocation_rdp import allocation_renyi
+from torch_dpsco.accounting.analysis.allocation import allocation_renyi
 from torch_dpsco.accounting.analysis.convert import (
     epsilon_with_failures,
     rdp_delta,
@@ -41,6 +41,12 @@ from torch_dpsco.accounting.analysis.convert import (
     zcdp_epsilon,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
+from torch_dpsco.accounting.analysis.objective import (
+    log_det,
+    objpert_rdp,
+    objpert_rdp_dominating,
+    objpert_rdp_general,
+)
 from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.analysis.rdp import (
@@ -53,8 +59,6 @@ from torch_dpsco.accounting.analysis.rdp import (
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.theory.linear.objective import log_det, objpert_rdp, objpert_rdp_general
-from torch_dpsco.theory.linear.objective_monotone import objpert_rdp_dominating
 
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
 _MAX_LEVEL = 7  # orders up to 2^20
@@ -486,7 +490,7 @@ def objective_curve(
     Raises:
         ValueError: an argument is out of range.
 
-    Guarantee: as `theory.linear.objective.objpert_rdp`, or `objpert_delta_monotone` for monotone losses.
+    Guarantee: as `accounting.analysis.objective.objpert_rdp`, or `objpert_delta_monotone` for monotone losses.
 
     Source: docs/proofs/objective.md#what-is-charged
 

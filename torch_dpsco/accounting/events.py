@@ -68,7 +68,7 @@ class Gaussian(_Query, _Gaussian):
         sigma: absolute noise standard deviation, >= 0, in the units of `sens`; 0 means no privacy.
         sens: L2 sensitivity of the query per adjacency, each >= 0; an adjacency that is missing is refused.
         failure: probability (coupling kind) with which the sensitivity may be exceeded, in [0, 1).
-        exact: whether the noise was drawn in integers on a public grid (`theory.rounding`); the cost is the same.
+        exact: whether the noise was drawn in integers on a public grid (`accounting.analysis.rounding`); the cost is the same.
     """
 
     sigma: float

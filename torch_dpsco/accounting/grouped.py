@@ -11,7 +11,7 @@ import scipy
 
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, below_one
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.groups import group_approx_dp_delta, group_gdp_mu
+from torch_dpsco.accounting.analysis.rdp import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.ledger.store import Ledger
 
 _LARGEST = 500.0  # epsilon of one record; twice that is no guarantee

@@ -48,6 +48,17 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.analysis.rounding import (
+    DOUBLE,
+    Arithmetic,
+    asks_exact,
+    exact_grid,
+    gamma,
+    require_gaussian,
+    safe,
+    scaled_up,
+    with_grid,
+)
 from torch_dpsco.algorithms.holder_numbers import expansions, step_sizes
 from torch_dpsco.algorithms.output_sgd_numbers import (
     FloatArray,
@@ -59,17 +70,7 @@ from torch_dpsco.algorithms.output_sgd_numbers import (
     stated_lr,
 )
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.linear.output import noise_norms, safe
-from torch_dpsco.theory.rounding import (
-    DOUBLE,
-    Arithmetic,
-    asks_exact,
-    exact_grid,
-    gamma,
-    require_gaussian,
-    scaled_up,
-    with_grid,
-)
+from torch_dpsco.theory.linear.output import noise_norms
 
 _POWERS: dict[str, float | None] = {
     "last": None,

@@ -20,29 +20,15 @@ docs/proofs/heavy_tailed.md#best-clip, docs/proofs/heavy_tailed.md#noise-of-a-me
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.errors import InfeasibleError
-from torch_dpsco.theory.rounding import scaled_up
 
 # PRIVACY: l2 sensitivity of a sum of rows clipped at 1 (test_one_record_moves_a_clipped_mean_by_no_more_than_declared).
-SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 
 _SMALLEST, _LARGEST = 2.0**-960, 2.0**960  # no result is subnormal in between
-
-
-def sensitivity_factor(adjacency: str) -> float:
-    """Returns the l2 sensitivity of a sum of rows clipped at 1: 2 for replace_one, 1 for zero_out and add_remove.
-
-    Raises:
-        ValueError: unknown adjacency.
-
-    Example:
-        >>> sensitivity_factor("replace_one"), sensitivity_factor("zero_out")
-        (2.0, 1.0)
-    """
-    return SENSITIVITIES[check.choice(SENSITIVITIES, adjacency=adjacency)]
 
 
 def safe_exp(exponent: float) -> float:

@@ -31,9 +31,9 @@ import scipy
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.accounting.analysis.rounding import gamma, scaled_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.theory.rounding import gamma, scaled_up
 
 FloatArray = NDArray[np.float64]
 

@@ -59,6 +59,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.clip_numbers import (
     clip_bias_worst,
     clip_threshold_linear,
@@ -66,7 +67,6 @@ from torch_dpsco.algorithms.clip_numbers import (
     exchange_rate_accelerated,
     mean_noise_std,
     safe_exp,
-    sensitivity_factor,
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, warn
 

@@ -31,7 +31,7 @@ induction, by (a sqrt(m) + h)^2 + a^2 <= (a sqrt(m + 1) + h)^2. So the average s
 over the set H of hit steps: a `RunPath`. Step 1 never expands, for both runs start at 0.
 
 Every number that scales noise is rounded up; a(eta) is evaluated in log space with an error bound for every exponent
-below 1, none is treated as 1. What rounding of the runs adds is in `theory.rounding`.
+below 1, none is treated as 1. What rounding of the runs adds is in `accounting.analysis.rounding`.
 
 On an unbounded domain the iterates can be as far from 0 as
 
@@ -94,8 +94,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
+from torch_dpsco.accounting.analysis.rounding import Arithmetic, scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.theory.rounding import Arithmetic, scaled_up
 
 
 def balanced_lr(

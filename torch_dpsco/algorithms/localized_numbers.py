@@ -71,12 +71,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.clip_numbers import (
     clip_bias,
     clip_threshold_linear,
     clip_threshold_square,
     mean_noise_std,
-    sensitivity_factor,
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import check_order
 from torch_dpsco.errors import InfeasibleError, warn

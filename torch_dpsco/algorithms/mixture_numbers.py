@@ -30,9 +30,9 @@ from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
+from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import RunPath
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.rounding import scaled_up
 
 FloatArray = NDArray[np.float64]
 

@@ -30,6 +30,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
+from torch_dpsco.accounting.analysis.rounding import (
+    DOUBLE,
+    Arithmetic,
+    asks_exact,
+    exact_grid,
+    require_gaussian,
+    with_grid,
+)
 from torch_dpsco.algorithms.holder_numbers import (
     RunPath,
     chernoff_factor,
@@ -44,14 +52,6 @@ from torch_dpsco.algorithms.holder_numbers import (
 )
 from torch_dpsco.algorithms.mixture_numbers import uniform_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
-from torch_dpsco.theory.rounding import (
-    DOUBLE,
-    Arithmetic,
-    asks_exact,
-    exact_grid,
-    require_gaussian,
-    with_grid,
-)
 
 FloatArray = NDArray[np.float64]
 

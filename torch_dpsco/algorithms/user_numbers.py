@@ -75,8 +75,8 @@ from typing import NamedTuple
 import scipy
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.binomial import upper_tail
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.shuffle import upper_tail
 from torch_dpsco.accounting.analysis.svt import (
     above_threshold_epsilon,
     bad_pass_probability,

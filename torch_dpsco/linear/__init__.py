@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.analysis.rounding import asks_exact, require_gaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
 from torch_dpsco.linear.adassp import plan_adassp
 from torch_dpsco.linear.blocks import RawBlocks
@@ -41,7 +42,6 @@ from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.theory.linear.preparation import signal_to_noise
-from torch_dpsco.theory.rounding import asks_exact, require_gaussian
 
 __all__ = [
     "MECHANISMS",

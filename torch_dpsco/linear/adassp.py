@@ -22,6 +22,13 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
+from torch_dpsco.accounting.analysis.rounding import (
+    DOUBLE,
+    asks_exact,
+    exact_grid,
+    require_gaussian,
+    with_grid,
+)
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.stated import GDP
@@ -42,7 +49,6 @@ from torch_dpsco.theory.linear.adassp import (
     adassp_mu,
 )
 from torch_dpsco.theory.linear.solvers import sum_terms
-from torch_dpsco.theory.rounding import DOUBLE, asks_exact, exact_grid, require_gaussian, with_grid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torch_dpsco.accounting.analysis.rounding import require_gaussian
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan, calibrated, require_plain_sum
 from torch_dpsco.linear.task import LinearTask
 from torch_dpsco.losses import Squared
 from torch_dpsco.theory.linear.preconditioned import boosted_clip
 from torch_dpsco.theory.linear.preparation import signal_to_noise
-from torch_dpsco.theory.rounding import require_gaussian
 
 _ROUNDS, _SHARE = 40, 0.2  # of mu^2, for X'X
 _FAR = 1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball

@@ -25,6 +25,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
+from torch_dpsco.accounting.analysis.objective import objpert_reg
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian, safe
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
@@ -33,9 +35,6 @@ from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective, wei
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
 from torch_dpsco.step.pace import smooth_pace, steps_to
-from torch_dpsco.theory.linear.objective import objpert_reg
-from torch_dpsco.theory.linear.output import safe
-from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 _MOST_STEPS, _STEPS = (
     500,

@@ -3,7 +3,7 @@
     theta = argmin J(w) + <b, w>,   b ~ N(0, sigma^2 I), or of density exp(-g |b|) where epsilon is pure
 
 and, since theta is found approximately, theta_hat + N(0, sigma_out^2 I) is released (AMP). For smooth losses of one
-score, whose constants hold at every w of R^d, and softmax; see `theory.linear.objective` for the proofs.
+score, whose constants hold at every w of R^d, and softmax; see `accounting.analysis.objective` for the proofs.
 
 Differs from the paper in: it is not there. Iyengar et al. 2019 take half of the output noise that is needed.
 
@@ -24,6 +24,22 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
+from torch_dpsco.accounting.analysis.objective import (
+    AMP_MU_OUT,
+    AMP_PURE_SHARE,
+    amp_delta_general,
+    amp_delta_monotone,
+    amp_noise_std,
+    amp_sigma_general,
+    amp_sigma_monotone,
+    hessian_sensitivity,
+    log_det,
+    noise_reg,
+    objpert_pure_rate,
+    objpert_reg,
+    softmax_log_det,
+)
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
@@ -35,22 +51,7 @@ from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.regression import Huber
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector, symmetric_noise
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.linear.objective import (
-    AMP_MU_OUT,
-    AMP_PURE_SHARE,
-    amp_delta_general,
-    amp_noise_std,
-    amp_sigma_general,
-    hessian_sensitivity,
-    log_det,
-    noise_reg,
-    objpert_pure_rate,
-    objpert_reg,
-    softmax_log_det,
-)
-from torch_dpsco.theory.linear.objective_monotone import amp_delta_monotone, amp_sigma_monotone
 from torch_dpsco.theory.linear.solvers import amp_tolerance, sum_terms
-from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,14 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
+from torch_dpsco.accounting.analysis.rounding import (
+    asks_exact,
+    exact_grid,
+    gamma,
+    require_gaussian,
+    safe,
+    with_grid,
+)
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import Gaussian, Sequential
 from torch_dpsco.accounting.stated import Failure, KNorm
@@ -56,11 +64,9 @@ from torch_dpsco.theory.linear.output import (
     erm_sensitivity,
     expected_suboptimal_sensitivity,
     logistic_gradient_diameter,
-    safe,
 )
 from torch_dpsco.theory.linear.solvers import check_gap_tolerance, check_tolerance, solver_tolerance
 from torch_dpsco.theory.linear.tilted import tilted_sensitivity, tilted_strong_convexity
-from torch_dpsco.theory.rounding import asks_exact, exact_grid, gamma, require_gaussian, with_grid
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian, safe
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.noisy_gd import run_momentum
@@ -32,7 +33,6 @@ from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.task import LinearPlan, LinearTask
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
-from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.linear.preconditioned import (
     horizon,
     preconditioned_mu,
@@ -41,7 +41,6 @@ from torch_dpsco.theory.linear.preconditioned import (
     stable_step,
 )
 from torch_dpsco.theory.linear.solvers import sum_terms
-from torch_dpsco.theory.rounding import DOUBLE, require_gaussian
 
 _ROOM = 100.0  # radius of the ball of iterates, in units of one score per parameter
 _GUARD = 1e-9  # relative, of a limit on slopes: see `losses.clipped`

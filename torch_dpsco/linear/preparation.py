@@ -23,8 +23,9 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.adjacency import Adjacency
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.stated import GDP
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.losses import clip_rows
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
@@ -37,7 +38,6 @@ from torch_dpsco.theory.linear.preparation import (
     number_of_counts,
 )
 from torch_dpsco.theory.linear.solvers import sum_terms
-from torch_dpsco.theory.rounding import DOUBLE
 
 _MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding
 _LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
+from torch_dpsco.accounting.analysis.rounding import gamma, safe
 from torch_dpsco.accounting.stated import GDP
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.noisy_gd import far_radius, run_momentum, smooth_constants, way_guess
@@ -36,10 +37,8 @@ from torch_dpsco.losses import Logistic
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
 from torch_dpsco.step.pace import smooth_pace
-from torch_dpsco.theory.linear.output import safe
 from torch_dpsco.theory.linear.preparation import signal_to_noise
 from torch_dpsco.theory.linear.solvers import gradient_rounding
-from torch_dpsco.theory.rounding import gamma
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
 _STEPS = 600

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, choice, positive
-from torch_dpsco.accounting.analysis.exact import upper as upper  # for losses of your own too
+from torch_dpsco.accounting.analysis.rounding import upper as upper  # for losses of your own too
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.analysis.exact import upper
+from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import SequenceError

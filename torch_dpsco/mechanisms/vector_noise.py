@@ -1,7 +1,7 @@
 """Releases of one vector: Gaussian or K-norm noise, or exact noise on a public grid.
 
 Exact releases are rounded to a public grid, and discrete noise is added in integers. What numbers can occur does not
-depend on the data, and no law rests on the rounding of a sampler. See `theory.rounding` for what is charged,
+depend on the data, and no law rests on the rounding of a sampler. See `accounting.analysis.rounding` for what is charged,
 `mechanisms.discrete` for the draws.
 
 Others are Gaussian, or of the K-norm mechanism, which is purely epsilon-private:
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.mechanisms.discrete import discrete_gaussian
 from torch_dpsco.noise import exponential_sum, normal_
 from torch_dpsco.rng import Source, stream_of
-from torch_dpsco.theory.rounding import Grid, exact_grid
 
 _LARGEST = (
     2.0**50
@@ -59,7 +59,7 @@ def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
 
     Args:
         value: what is released.
-        event: with `exact=True` and the grid in its sensitivities (`theory.rounding.with_grid`).
+        event: with `exact=True` and the grid in its sensitivities (`accounting.analysis.rounding.with_grid`).
         source: of the bits.
 
     Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.rounding import asks_exact, scaled_up, with_grid
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import NonPrivate, SimpleEvent
@@ -69,7 +70,6 @@ from torch_dpsco.optim.row_free_plan import (
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.theory.rounding import asks_exact, scaled_up, with_grid
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 

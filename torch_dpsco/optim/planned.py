@@ -22,6 +22,7 @@ from torch_dpsco.accounting.adjacency import (
     below_one,
     check_adjacency,
 )
+from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import (
@@ -47,7 +48,6 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import sizes_are_private
 from torch_dpsco.step.payments import first_charges, planned_event
 from torch_dpsco.step.step import PrivateOptimizer
-from torch_dpsco.theory.rounding import asks_exact
 
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
     "poisson": Poisson,

@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.events import Gaussian, SimpleEvent
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, OutputRun
@@ -23,7 +24,6 @@ from torch_dpsco.plan import exact_cost, passes
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.step.checks import listed
-from torch_dpsco.theory.rounding import asks_exact
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.clip_selection import adaptive_clip_update
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
@@ -68,7 +69,6 @@ from torch_dpsco.oracles.base import Release, clip_weights
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
 _NULL = (

@@ -158,7 +158,7 @@ class MeanOracle(ABC):
         """Adds noise to the mean, ends the logical batch, and returns the private answer."""
 
     def use_exact_noise(self) -> None:
-        """Draws the noise of all releases in integers (`theory.rounding`); call it before the first batch.
+        """Draws the noise of all releases in integers (`accounting.analysis.rounding`); call it before the first batch.
 
         Raises:
             ConditionError: the oracle's releases are no Gaussian sums, or have no noise.

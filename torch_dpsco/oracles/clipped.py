@@ -34,6 +34,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat, native
 from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
+from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid, with_grid
 from torch_dpsco.accounting.events import Gaussian, NonPrivate, clipped_gaussian
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import release_on_grid
@@ -58,7 +59,6 @@ from torch_dpsco.rows import (
     plan_summation,
     weighted_rows,
 )
-from torch_dpsco.theory.rounding import Grid, exact_grid, with_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 

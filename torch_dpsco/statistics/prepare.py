@@ -35,6 +35,7 @@ from torch_dpsco.accounting.adjacency import (
     check_adjacency,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Gaussian
@@ -49,7 +50,6 @@ from torch_dpsco.estimators.protocol import (
 )
 from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 Array = NDArray[np.float64]
 _Self = TypeVar("_Self", bound="PrivateTransformer")

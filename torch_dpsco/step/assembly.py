@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
 from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
@@ -45,7 +46,6 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.step.payments import Payments, planned_event
-from torch_dpsco.theory.rounding import asks_exact
 
 
 class Assembly(CommonOptimizer):

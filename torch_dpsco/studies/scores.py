@@ -30,6 +30,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.events import Event, Gaussian
@@ -53,7 +54,6 @@ from torch_dpsco.studies.held_out import (
     public_labels,
     require_apart,
 )
-from torch_dpsco.theory.rounding import exact_grid, with_grid
 
 LOSSES = ("log_loss", "absolute_error", "squared_error")
 METRICS = ("accuracy", "auc", *LOSSES)

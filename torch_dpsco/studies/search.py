@@ -26,7 +26,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
-from torch_dpsco.accounting.analysis.selection import expected_trials, negative_binomial_selection
+from torch_dpsco.accounting.analysis.rdp import expected_trials, negative_binomial_selection
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
 from torch_dpsco.accounting.curves import orders_at

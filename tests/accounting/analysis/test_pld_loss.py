@@ -18,11 +18,13 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     FixedSizeLoss,
     GaussianLoss,
     GridLaw,
+    LossPair,
+    MixturePair,
+    OppositePair,
     PoissonLoss,
     ReplaceOneLoss,
     connected,
 )
-from torch_dpsco.accounting.analysis.pld_pairs import LossPair, MixturePair, OppositePair
 from torch_dpsco.accounting.analysis.pure import pure_delta
 
 REACH = 9.0

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from tests.accounting.analysis.test_pld_compose import exact_delta, random_law
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis import pld, pld_powers
+from torch_dpsco.accounting.analysis import pld
+from torch_dpsco.accounting.analysis import pld_compose as pld_powers
 from torch_dpsco.accounting.analysis.pld import pld_epsilon
 from torch_dpsco.accounting.analysis.pld_compose import (
     Cumulant,
     DeltaCurve,
+    Powers,
     Window,
+    crossing,
     multiplicity,
     tilted,
     transform,
@@ -30,7 +33,6 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     PoissonLoss,
     ReplaceOneLoss,
 )
-from torch_dpsco.accounting.analysis.pld_powers import Powers, crossing
 from torch_dpsco.accounting.events import PoissonGaussian
 
 LAWS = [

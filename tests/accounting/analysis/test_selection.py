@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from torch_dpsco.accounting.analysis.selection import (
+from torch_dpsco.accounting.analysis.rdp import (
     expected_trials,
     negative_binomial_selection,
     poisson_selection,

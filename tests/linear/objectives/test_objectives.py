@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.linear.objectives import reference
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
 from torch_dpsco.linear.objectives.base import PairwiseSum, Records
@@ -22,7 +23,6 @@ from torch_dpsco.losses import (
     SoftmaxCrossEntropy,
     Squared,
 )
-from torch_dpsco.theory.rounding import gamma
 
 
 def data(seed, n=40, dim=3, scale=1.0):

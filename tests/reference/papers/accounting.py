@@ -17,8 +17,15 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
-from torch_dpsco.accounting.analysis.pld_laws import GridLaw, LossLaw, atom, connected, cuts, lifted
-from torch_dpsco.accounting.analysis.pld_pairs import UNIT
+from torch_dpsco.accounting.analysis.pld_laws import (
+    UNIT,
+    GridLaw,
+    LossLaw,
+    atom,
+    connected,
+    cuts,
+    lifted,
+)
 from torch_dpsco.accounting.analysis.pure import (
     _LEAST,
     _LEAST_EPSILON,

@@ -10,13 +10,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.clip_numbers import (
     _log_bias_constant,
     _rounded_up,
     clip_threshold_square,
     mean_noise_std,
     safe_exp,
-    sensitivity_factor,
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, strongly_convex_coefficients
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, _gap, _parts, halved_sizes

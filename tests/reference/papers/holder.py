@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_dpsco import _validate
+from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import (
     FloatArray,
     RunPath,
@@ -31,7 +32,6 @@ from torch_dpsco.algorithms.mixture_numbers import (
     _sigma,
     weighted_law,
 )
-from torch_dpsco.theory.rounding import scaled_up
 
 
 def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: float) -> float:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.theory.linear.integrals import least_noise, log_normal_cdf
-from torch_dpsco.theory.linear.objective import (
+from torch_dpsco.accounting.analysis.objective import (
+    _ROUNDING,
     _folded,
+    _log_sum,
     amp_delta_general,
     amp_sigma_general,
+    amp_sigma_monotone,
+    least_noise,
     log_det,
+    log_normal_cdf,
     noise_level,
     spare_epsilon,
 )
-from torch_dpsco.theory.linear.objective_monotone import _ROUNDING, _log_sum, amp_sigma_monotone
 
 
 def objpert_delta(

@@ -5,8 +5,8 @@
 * `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling (the integrals behind both in
   `quadrature`).
 * `pure`, `svt`: mechanisms of a pure epsilon; `shuffle`: shifts of binomial sums.
-* `groups`: several records at once; `odometer`: parameters that depend on what was released.
-* `pld` (with `pld_pairs`, `pld_laws`, `pld_compose`, `pld_powers`): composed privacy loss distributions, and a mu that
+* `odometer`: parameters that depend on what was released.
+* `pld` (with `pld_laws`, `pld_compose`): composed privacy loss distributions, and a mu that
   covers them.
 * `convert`: Renyi curves and failure probabilities to (epsilon, delta).
 

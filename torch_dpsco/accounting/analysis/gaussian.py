@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import scipy
@@ -44,12 +44,27 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.errors import ConditionError
 
+SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
+
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
 _INVERSE = 1e-13  # of mu: room for what 1/sigma and sqrt(mu^2) round
 _CLOSED_FORM = 2e-15  # relative: more than the rounding of a few operations
 _ZHAO_SLACK = 1e-14  # of sigma: where the closed form is nearly exact (large epsilon), more than the kernel's error
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
+
+
+def sensitivity_factor(adjacency: str) -> float:
+    """Returns the l2 sensitivity of a sum of rows clipped at 1: 2 for replace_one, 1 for zero_out and add_remove.
+
+    Raises:
+        ValueError: unknown adjacency.
+
+    Example:
+        >>> sensitivity_factor("replace_one"), sensitivity_factor("zero_out")
+        (2.0, 1.0)
+    """
+    return SENSITIVITIES[check.choice(SENSITIVITIES, adjacency=adjacency)]
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:

@@ -13,7 +13,7 @@ No answer is refused because of rounding: it is bounded and added, and mostly su
 bound.
 
 An epsilon is asked for while counts grow. Grid, tilt and window are therefore chosen for a block of counts, and the
-transforms are kept for it (`pld_powers`), where few frequencies matter. Which block a count is in depends on the count
+transforms are kept for it (`pld_compose`), where few frequencies matter. Which block a count is in depends on the count
 alone, so that the answer does not depend on what was asked before.
 
 `gdp_upper` summarizes such a ledger as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
@@ -50,16 +50,17 @@ from torch_dpsco.accounting.analysis.pld_compose import (
     Counted,
     Cumulant,
     DeltaCurve,
+    Powers,
     Window,
     coarsening,
     compose,
     conversion,
     least,
     narrowed,
+    summed,
     window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, LossLaw
-from torch_dpsco.accounting.analysis.pld_powers import Powers, summed
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 Ledger = tuple[tuple[LossLaw, int], ...]

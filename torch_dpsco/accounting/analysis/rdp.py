@@ -31,6 +31,24 @@ Integer orders go by quadrature too, not by the binomial sum: one path for all o
 
 Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#batches-of-fixed-size,
 docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
+
+Several records of one privacy unit: k hops between neighbors.
+
+k hops of (epsilon, delta) give (k epsilon, delta (1 + e^epsilon + .. + e^((k-1) epsilon))), those of mu-GDP k mu.
+Neither is the best statement for a mechanism that is known: a Gaussian whose unit contributes at most some sum has that
+sum as its sensitivity, and a unit of k Poisson-sampled records is the mixture of `rdp_poisson_gaussian_group`.
+
+Source: docs/proofs/accounting.md#groups.
+
+Renyi curve of the best of a random, secret number of releases.
+
+K is drawn, then K releases with one Renyi curve (fresh randomness each); the one that a public total order puts first
+leaves, and neither K nor the others. K has a truncated negative binomial law, P(K = k) proportional to
+(1-gamma)^k binom(k + eta - 1, k), k >= 1 (eta = 1: geometric, 0: logarithmic), or a Poisson law, where K = 0 leaves a
+public default.
+
+Source: docs/proofs/search.md; Papernot and Steinke 2022, theorems 2 and 6.
+Here K = 0 of the Poisson law is counted as an outcome of its own.
 """
 
 from __future__ import annotations
@@ -42,11 +60,14 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import betaln, log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
+from torch_dpsco.accounting.analysis.convert import curve_of, rdp_delta
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
+from torch_dpsco.accounting.analysis.rounding import upper
 
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4
@@ -439,3 +460,133 @@ def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
         tail = log_tail(order, end, noise, 1.0, log_odds, np.zeros(1))
         result = np.logaddexp(result, tail + math.log1p(-mixture.rate))
     return result
+
+
+def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> float:
+    """Returns the delta of a group at k epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1).
+
+    Args:
+        epsilon: >= 0, of one record.
+        delta: in [0, 1], of one record.
+        group_size: k >= 1.
+
+    Returns:
+        delta of (k epsilon, delta)-DP for k records, at most 1, rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: the adjacency of the argument, k times.
+
+    Source: docs/proofs/accounting.md#groups.
+
+    Example:
+        >>> round(group_approx_dp_delta(epsilon=0.2, delta=1e-6, group_size=2), 12)
+        2.221403e-06
+    """
+    epsilon = check.nonnegative(epsilon=epsilon)
+    delta = check.between(0.0, 1.0, delta=delta)
+    size = check.positive_count(group_size=group_size)
+    if delta == 0 or size == 1:
+        return delta
+    # e^((k-1) epsilon) times a factor in [1, k]; the logarithm keeps it finite
+    factor = math.expm1(-size * epsilon) / math.expm1(-epsilon) if epsilon > 0 else float(size)
+    growth = (size - 1) * epsilon
+    log_delta = math.log(delta)
+    if growth + log_delta > 0:
+        return 1.0
+    # PRIVACY: covers the rounding of the exponent (test_group_delta_is_not_below_its_exact_value)
+    return min(1.0, math.exp(growth + log_delta) * factor * (1 + 1e-15 * (8 + growth - log_delta)))
+
+
+def group_gdp_mu(mu: float, group_size: int) -> float:
+    """Returns k mu, rounded up: the GDP parameter of a group.
+
+    Args:
+        mu: >= 0, of one record.
+        group_size: k >= 1.
+
+    Source: docs/proofs/accounting.md#groups; Dong, Roth and Su 2022.
+
+    Example:
+        >>> group_gdp_mu(mu=0.5, group_size=4)
+        2.0
+    """
+    # PRIVACY: a product of floats rounds to nearest (test_products_are_not_below_their_exact_values)
+    return upper(
+        check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size)
+    )
+
+
+_ROUNDING = 1e-12  # added, relative: more than the rounding of a few sums
+
+
+def expected_trials(eta: float, gamma: float) -> float:
+    """Returns E K of the truncated negative binomial law.
+
+    Args:
+        eta: > -1.
+        gamma: in (0, 1).
+
+    Example:
+        >>> expected_trials(1.0, 0.25)
+        4.0
+    """
+    eta, log_gamma = _law(eta, gamma)
+    odds = math.expm1(-log_gamma)  # (1 - gamma) / gamma
+    return odds / -log_gamma if eta == 0 else eta * odds / -math.expm1(eta * log_gamma)
+
+
+def negative_binomial_selection(
+    orders: ArrayLike, values: ArrayLike, eta: float, gamma: float
+) -> FloatArray:
+    """Returns the curve of the selection at the same orders.
+
+    Args:
+        orders: each > 1, increasing.
+        values: bound of one release per order, both directions, >= 0 (inf for none).
+        eta: > -1.
+        gamma: in (0, 1).
+
+    Raises:
+        ValueError: a range or a shape.
+    """
+    order, value = curve_of(orders, values)
+    eta, log_gamma = _law(eta, gamma)
+    # PRIVACY: what the others cost (test_no_pair_exceeds_the_curve, test_the_cost_of_the_winner_alone_is_refuted)
+    others = min(-log_gamma, float(np.min((1 - 1 / order) * value - log_gamma / order)))
+    found = value + (1 + eta) * others + math.log(expected_trials(eta, gamma)) / (order - 1)
+    return _increasing(found)
+
+
+def poisson_selection(orders: ArrayLike, values: ArrayLike, mean: float) -> FloatArray:
+    """Returns the curve of the selection at the same orders, K = 0 included.
+
+    Args:
+        orders: each > 1, increasing.
+        values: bound of one release per order, both directions, >= 0 (inf for none).
+        mean: of K, >= 1.
+
+    Raises:
+        ValueError: a range or a shape.
+    """
+    order, value = curve_of(orders, values)
+    if check.positive(mean=mean) < 1:
+        raise ValueError(f"mean must be >= 1 (got {mean})")
+    deltas = np.array([rdp_delta(order, value, -math.log1p(-1 / one)) for one in order])
+    exponent = (order - 1) * (value + mean * deltas) + math.log(mean)
+    return _increasing(np.logaddexp(-mean, exponent) / (order - 1))
+
+
+def _increasing(bounds: FloatArray) -> FloatArray:
+    """Returns bounds no larger than those at higher orders, as divergences are."""
+    return np.asarray(np.minimum.accumulate(bounds[::-1])[::-1] * (1 + _ROUNDING))
+
+
+def _law(eta: float, gamma: float) -> tuple[float, float]:
+    """Returns eta and log gamma."""
+    if check.finite(eta=eta) <= -1:
+        raise ValueError(f"eta must be > -1 (got {eta})")
+    if not 0 < check.finite(gamma=gamma) < 1:
+        raise ValueError(f"gamma must be in (0, 1) (got {gamma})")
+    return float(eta), math.log(gamma)

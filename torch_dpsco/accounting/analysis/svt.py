@@ -25,10 +25,10 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, nodes
+from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.errors import InfeasibleError
 
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result

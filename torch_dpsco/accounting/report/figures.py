@@ -21,9 +21,9 @@ from torch_dpsco.accounting.adjacency import (
     ZERO_OUT,
     Adjacency,
 )
-from torch_dpsco.accounting.analysis.exact import upper
 from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
 from torch_dpsco.accounting.analysis.risk import Risk
+from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.budgets.budget import Budget
 from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (

@@ -3,7 +3,7 @@
 Records are in memory, or in parts of which one is (`objectives.parts`), and read in blocks: float64 arithmetic without
 a float64 copy of the data. Every sum is taken in blocks of at most 1024 rows, and the block sums are added pairwise. A
 term then passes through at most `Records.depth` additions whatever order the kernels use inside a block, and the error
-of a sum is at most gamma(depth) times the sum of the absolute terms (`theory.rounding.gamma`).
+of a sum is at most gamma(depth) times the sum of the absolute terms (`accounting.analysis.rounding.gamma`).
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.linear.objectives.base import Objective, Records, as_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, MarginLoss, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
-from torch_dpsco.theory.rounding import gamma
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import choice, finite, nonnegative, positive
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.linear.objectives.base import Objective, PairwiseSum, Records, as_records
 from torch_dpsco.linear.objectives.linear import EVALUATION, SumObjective, norm_up
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, MarginLoss, SmoothedHinge
 from torch_dpsco.losses.clipped import ResidualClipped, scalar_loss
-from torch_dpsco.theory.rounding import gamma
 
 
 @typed

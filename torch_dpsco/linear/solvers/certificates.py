@@ -24,12 +24,12 @@ from torch import Tensor
 
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Objective, require_double
 from torch_dpsco.linear.objectives.linear import LinearObjective, norm_up
 from torch_dpsco.losses.classification import Hinge
 from torch_dpsco.losses.regression import Absolute, Pinball
-from torch_dpsco.theory.rounding import gamma
 
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 

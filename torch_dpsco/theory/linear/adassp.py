@@ -20,11 +20,14 @@ from typing import NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, gaussian_mu
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_log_delta,
+    gaussian_mu,
+    sensitivity_factor,
+)
+from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.theory.linear.preparation import level_left
-from torch_dpsco.theory.rounding import scaled_up
 
 
 class AdaSSPConstants(NamedTuple):

@@ -25,23 +25,15 @@ docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
 from __future__ import annotations
 
 import math
-import sys
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.algorithms.clip_numbers import SENSITIVITIES, sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import (
+    SENSITIVITIES,
+    gaussian_sigma,
+    sensitivity_factor,
+)
+from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.theory.rounding import scaled_up
-
-
-def safe(value: float, roundings: int = 8) -> float:
-    """Returns an upper bound on a positive quantity that was computed with so many roundings, underflow included.
-
-    Example:
-        >>> safe(0.0) > 0, 1.0 < safe(1.0) < 1.0 + 1e-14
-        (True, True)
-    """
-    return max(scaled_up(value, roundings), sys.float_info.min)
 
 
 def erm_sensitivity(

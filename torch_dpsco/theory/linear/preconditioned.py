@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco.theory.rounding import FloatArray, scaled_up
+from torch_dpsco.accounting.analysis.rounding import FloatArray, scaled_up
 
 _SCORE_NOISE = 0.7  # std of the noise on a score that decides how long to go on
 _DAMPING = 2.0  # ridge, over the norm of the noise on X'X

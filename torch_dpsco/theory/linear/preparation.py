@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 
 _SHARE, _MOST_SHARE = (
     0.05,

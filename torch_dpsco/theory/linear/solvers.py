@@ -26,8 +26,8 @@ import math
 from typing import NamedTuple
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.theory.rounding import DOUBLE, scaled_up
 
 BLOCK_ROWS = 1024
 SUMS = ("plain", "blocks", "pairwise")

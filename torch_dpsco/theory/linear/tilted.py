@@ -25,10 +25,9 @@ from __future__ import annotations
 import math
 
 from torch_dpsco import _validate as check
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.linear.output import safe
-from torch_dpsco.theory.rounding import scaled_up
 
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:

@@ -1,4 +1,6 @@
-"""What floating-point rounding costs: the distance of two runs as COMPUTED, and the grid of an exact Gaussian release.
+"""Rounding: of two runs, of an exact release, and of products.
+
+What floating-point rounding costs: the distance of two runs as COMPUTED, and the grid of an exact Gaussian release.
 
 A computed step on a batch of k <= b records is
 
@@ -58,12 +60,16 @@ It is charged as a Gaussian release with noise std s and sensitivity D (1 + 2^-1
    p >= 12, g sqrt(m^2 - 64) is above s.
 
 Source: docs/proofs/exact_gaussian.md.
+
+Exact products, rounded up to a float.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -101,6 +107,16 @@ def gamma(operations: int, unit_roundoff: float = DOUBLE) -> float:
 def scaled_up(value: Numbers, roundings: int) -> Numbers:
     """Returns an upper bound on a nonnegative quantity whose computation took at most that many roundings."""
     return value * (1 + (2 * roundings + 4) * DOUBLE)
+
+
+def safe(value: float, roundings: int = 8) -> float:
+    """Returns an upper bound on a positive quantity that was computed with so many roundings, underflow included.
+
+    Example:
+        >>> safe(0.0) > 0, 1.0 < safe(1.0) < 1.0 + 1e-14
+        (True, True)
+    """
+    return max(scaled_up(value, roundings), sys.float_info.min)
 
 
 @dataclass(frozen=True)
@@ -301,3 +317,20 @@ def exact_grid(std: float, sensitivity: float, dim: int, largest: float = 0.0) -
             f" sensitivity {sensitivity:g}, dim {dim}, values up to {largest:g}); use secure=None"
         )
     return Grid(spacing, p)
+
+
+def upper(*factors: float | Fraction) -> float:
+    """Least float that is not below the exact product of nonnegative factors; inf if one is infinite or it overflows.
+
+    Example:
+        >>> upper(0.5, 3.0), upper(0.1, 3.0) >= Fraction(0.1) * 3
+        (1.5, True)
+    """
+    if math.inf in factors:
+        return math.inf
+    exact = math.prod(Fraction(factor) for factor in factors)
+    try:
+        nearest = float(exact)
+    except OverflowError:
+        return math.inf
+    return nearest if nearest >= exact else math.nextafter(nearest, math.inf)

@@ -1,0 +1,890 @@
+"""The privacy of objective perturbation: integrals, general bounds, and better ones for losses of one sign.
+
+Integrals of log-concave functions and of Gaussian profiles, for the privacy of objective perturbation.
+
+The integrands are densities times hockey-stick profiles. Both are log-concave, so that the logarithm has one peak and
+falls on both sides: one window around the peak holds the integral, and 16-point Gauss-Legendre panels in it, refined
+geometrically at a given corner, leave an error far below the 1e-9 by which results are enlarged.
+
+Source: docs/proofs/objective.md#integrals
+
+Objective perturbation: the general bounds, constants and the pure mechanism.
+
+Losses whose derivative keeps its sign (logistic, smoothed hinge) have better bounds below. These hold for all smooth
+losses of linear scores (Huber, softmax), whose constants are suprema over ALL of R^d: the minimizer is unbounded.
+Squared, non-smooth and tilted losses are not covered.
+
+theta minimizes sum_i l(theta; z_i) + (lam/2) |theta|^2 + b.theta, b ~ N(0, sigma^2 I). The map from b to theta is a
+bijection for each data set, b = -(sum of gradients + lam theta), so that the density of theta is that of b times the
+determinant of the Hessian. One record z more: the determinants have the ratio 1 + phi'' x' H^-1 x in [1, 1 + beta/lam],
+and b moves by h = phi' x, |h| <= L. Under the data set that theta is drawn from, the log ratio of the densities of b is
+at most |h|^2 / (2 sigma^2) + |h| |N| / sigma, N the part of b / sigma along x, a standard normal. In both directions
+
+    privacy loss <= c + s^2 / 2 + s |N|,      c = log(1 + beta / lam),   s = L / sigma.
+
+In general c bounds the log ratio of determinants, h lies in a subspace of k dimensions that is fixed by the two records
+and has |h| <= D; then |N| is the length of a standard normal vector of R^k. No condition lam > beta is needed.
+
+AMP: a point with a gradient of norm <= tau is within tau / lam of theta on each data set. It is released with noise of
+std sigma_out: given theta, a Gaussian release with mu_out = 2 tau / (lam sigma_out).
+
+Differs from the literature in: c is log(1 + beta/lam), not -log(1 - beta/lam); the output noise has twice the
+sensitivity; integrals are rounded up.
+
+Source: docs/proofs/objective.md#density-of-the-answer, docs/proofs/objective.md#several-dimensions; Redberg, Koskela
+and Wang 2023; Iyengar et al. 2019.
+
+Objective perturbation for losses whose derivative keeps its sign: as private as a Gaussian mechanism, except for c.
+
+For logistic, smoothed hinge and all other nonincreasing losses of a margin, h = phi' x has a
+known direction: h = -t u, t in [0, L], u fixed by the record. Under the data set that theta is drawn from, the log
+ratio of the densities of b is (t^2 + 2 t sigma N) / (2 sigma^2), N standard normal. It is convex in t, so that,
+whatever t is (it depends on theta), it is at most its larger value at the ends, max(0, G), G = s^2/2 + s N: the
+positive part of the loss of a Gaussian mechanism with mu = s = L / sigma. The determinant adds c = log(1 + beta/lam),
+but only where theta is drawn under the larger data set, whose determinant is the larger. Hence, with delta(., s) the
+Gaussian profile,
+
+    larger to smaller      delta(epsilon - c, s)  for epsilon >= c
+    smaller to larger      delta(epsilon, s)      for epsilon >= 0.
+
+`objpert_delta_monotone` is the first, which is the larger one. The divergence of the pair is convex in e^epsilon, so
+that for epsilon below a point c + e it also lies under the tangent of the first curve from the second at epsilon = 0.
+The pair of distributions with exactly this profile dominates the mechanism (Zhu, Dong and Wang 2022), under composition
+too. Its loss is G for G < 0; 0 with probability A = Phi(-s/2) - m; and c + G for G > e, where
+
+    m = e^-c Phi(-s/2 - e/s)      and      Phi(s/2 - e/s) - m = delta(0, s).
+
+`objpert_rdp_dominating` is its Renyi divergence: near a s^2/2 at small orders, where E exp(k (c + max(0, G))) exceeds
+c.
+
+One record replaced: h = t' u' - t u, and the loss is at most c plus the largest of 0 and the Gaussian losses at the
+three other corners of [0, L]^2, of levels s, s and at most 2 s.
+
+Differs from the literature in: all of the above (no published statement of it is known to us).
+
+Source: docs/proofs/objective.md#losses-of-one-sign, docs/proofs/objective.md#the-dominating-curve.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+from scipy.special import log_ndtr
+
+from torch_dpsco import _validate as check
+from torch_dpsco._margin import down
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_delta,
+    gaussian_log_delta,
+    gaussian_mu,
+    log_delta_curve,
+    sensitivity_factor,
+)
+from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
+from torch_dpsco.errors import InfeasibleError
+
+FloatArray = NDArray[np.float64]
+
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+_PANELS = 48
+_DEPTH = 50.0  # nats below the peak where the window ends: what lies outside is below 1e-18 of the integral
+_KERNEL = 1e-12  # relative error of log(delta)
+_ENLARGED = 1e-9  # more than the quadrature error (test_quadratures_are_never_below_the_integral)
+_DOUBLINGS = 40
+
+
+def profile(epsilon: float, mu: float) -> float:
+    """Returns delta(epsilon, mu) of a Gaussian release for any real epsilon, rounded up.
+
+    For epsilon < 0 it is 1 - e^epsilon + e^epsilon delta(-epsilon, mu), by the symmetry of the Gaussian pair.
+
+    Example:
+        >>> round(profile(1.0, 1.0), 6), round(profile(-1.0, 1.0), 6)
+        (0.126937, 0.678818)
+    """
+    if epsilon < 0:
+        return min(
+            1.0, (-math.expm1(epsilon) + math.exp(epsilon) * profile(-epsilon, mu)) * (1 + 2e-15)
+        )
+    # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
+    return min(1.0, math.exp(gaussian_log_delta(epsilon, mu) * (1 - _KERNEL)) * (1 + 1e-15))
+
+
+def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
+    """Returns log(delta(epsilon, mu)) at an array of real epsilons."""
+    log_delta = log_delta_curve(np.abs(epsilon), mu)
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+        below = np.logaddexp(
+            np.log(-np.expm1(np.minimum(epsilon, 0.0))), np.minimum(epsilon, 0.0) + log_delta
+        )
+    return np.where(epsilon < 0, np.minimum(below, 0.0), log_delta)
+
+
+def log_chi_density(radius: FloatArray, dim: int) -> FloatArray:
+    """Returns the log density of the length of a standard normal vector of R^dim."""
+    constant = (dim / 2 - 1) * math.log(2) + math.lgamma(dim / 2)
+    with np.errstate(divide="ignore"):
+        power = (dim - 1) * np.log(radius) if dim > 1 else np.zeros_like(radius)
+    density: FloatArray = power - radius**2 / 2 - constant
+    return density
+
+
+def log_concave_integral(
+    log_f: Callable[[FloatArray], FloatArray],
+    low: float,
+    high: float,
+    corner: float = math.inf,
+    width: float = 1.0,
+) -> float:
+    """Returns the log of the integral of f over (low, high), enlarged; f log-concave.
+
+    Args:
+        log_f: log f at an array of points.
+        low: finite.
+        high: finite, beyond the peak and all that matters.
+        corner: where f bends on the scale `width`; inf for nowhere.
+        width: > 0.
+    """
+    left, right = _window(log_f, low, high)
+    edges = np.linspace(left, right, _PANELS + 1)
+    steps = width / 4 * 2.0 ** np.arange(60)
+    if left - steps[-1] < corner < right + steps[-1]:
+        near = corner + np.concatenate([-steps, [0.0], steps])
+        edges = np.union1d(edges, near[(near > left) & (near < right)])
+    half = np.diff(edges)[:, None] / 2
+    terms = (
+        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel()) + np.log(half * _WEIGHTS).ravel()
+    )
+    top = float(np.max(terms))
+    if top == -math.inf:
+        return -math.inf
+    log_total = top + math.log(float(np.sum(np.exp(terms - top))))
+    # PRIVACY: quadrature errors only on the safe side (test_quadratures_are_never_below_the_integral)
+    return log_total + abs(log_total) * _KERNEL + _ENLARGED
+
+
+def _window(
+    log_f: Callable[[FloatArray], FloatArray], low: float, high: float
+) -> tuple[float, float]:
+    """Returns an interval around the peak outside of which f is more than `_DEPTH` nats below it."""
+    left = low
+    right = high
+    for _ in range(12):
+        grid = np.linspace(left, right, 129)
+        best = int(np.argmax(log_f(grid)))
+        left = float(grid[max(best - 1, 0)])
+        right = float(grid[min(best + 1, 128)])
+    peak = (left + right) / 2
+    floor = float(np.max(log_f(np.array([left, peak, right])))) - _DEPTH
+
+    def end(outside: float) -> float:
+        inside = peak
+        if float(log_f(np.array([outside]))[0]) >= floor:
+            return outside
+        for _ in range(20):  # the outer end is kept: too wide is safe
+            middle = (inside + outside) / 2
+            inside, outside = (
+                (middle, outside)
+                if float(log_f(np.array([middle]))[0]) >= floor
+                else (inside, middle)
+            )
+        return outside
+
+    return end(low), end(high)
+
+
+def shifted_profile(epsilon: float, shift: float, dim: int, mu: float, low: float = 0.0) -> float:
+    """Returns the integral over t > low of p(t) delta(epsilon - s t, mu), enlarged.
+
+    p is the density of the length of a standard normal vector of R^dim, or, for dim = 0, of a normal variable; mu = 0
+    means the limit (1 - e^(epsilon - s t))_+.
+
+    Args:
+        epsilon: real.
+        shift: s > 0.
+        dim: >= 0.
+        mu: >= 0.
+        low: lower end.
+    """
+    corner = epsilon / shift
+    reach = (
+        math.sqrt(max(dim, 1)) + 39.0
+    )  # the length is beyond it with probability < e^(-39^2/2) < 1e-320
+    if mu == 0:
+        low = max(low, corner)
+        if low >= reach:
+            return sys.float_info.min
+
+    def log_f(t: FloatArray) -> FloatArray:
+        with np.errstate(divide="ignore"):
+            tail = np.log(-np.expm1(np.minimum(epsilon - shift * t, 0.0))) if mu == 0 else None
+        kernel = log_profile(epsilon - shift * t, mu) if tail is None else tail
+        if dim == 0:
+            return kernel - t**2 / 2 - math.log(2 * math.pi) / 2
+        return kernel + log_chi_density(t, dim)
+
+    log_total = log_concave_integral(
+        log_f, low, reach, corner if mu else math.inf, mu / shift if mu else 1.0
+    )
+    return min(1.0, math.exp(min(0.0, log_total)) + sys.float_info.min)
+
+
+def least_noise(
+    delta_of: Callable[[float], float], delta: float, start: float, why_not: str
+) -> float:
+    """Returns the least sigma with delta_of(sigma) <= delta, for a decreasing function, to 1e-10 and rounded up.
+
+    Args:
+        delta_of: delta as a function of sigma > 0.
+        delta: in (0, 1).
+        start: > 0, where the search begins.
+        why_not: message if no sigma works.
+
+    Raises:
+        ValueError: delta is not in (0, 1).
+        InfeasibleError: no sigma up to 2^40 times the start works.
+    """
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    high = start
+    for _ in range(_DOUBLINGS):
+        if delta_of(high) <= delta:
+            break
+        high *= 2
+    else:
+        raise InfeasibleError(why_not)
+    low = high / 2
+    while delta_of(low) <= delta and low > start * 2.0**-_DOUBLINGS:
+        high = low
+        low = low / 2
+    while high > low * (1 + 1e-10):
+        middle = math.sqrt(low) * math.sqrt(high)
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if delta_of(middle) <= delta else (middle, high)
+    # PRIVACY: the end of the bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
+    return high
+
+
+def log_normal_cdf(x: float) -> float:
+    """Returns log Phi(x)."""
+    return float(log_ndtr(x))
+
+
+AMP_MU_OUT = 0.01  # default level of the noise on the output
+AMP_PURE_SHARE = 0.01  # share of a pure epsilon for the noise on the output
+_ROUNDING = 1e-13  # relative to the terms of a Renyi divergence or of a sum
+
+
+def log_det(reg: float, smoothness: float) -> float:
+    """Returns c = log(1 + beta / lam), rounded up: how much one record of rank one can change the determinant.
+
+    Args:
+        reg: lam > 0, in sum form.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta.
+
+    Source: docs/proofs/objective.md#one-record-and-the-determinant
+
+    Example:
+        >>> round(log_det(reg=5.0, smoothness=0.25), 9)
+        0.048790164
+    """
+    ratio = check.nonnegative(smoothness=smoothness) / check.positive(reg=reg)
+    return scaled_up(math.log1p(scaled_up(ratio, 1)), 4) if smoothness else 0.0
+
+
+def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
+    """Returns how far one record moves the sum of Hessians phi'' x x' in the Frobenius norm at any point, rounded up.
+
+    Args:
+        smoothness: beta >= 0, bound on phi'' |x|^2 of a record.
+        adjacency: beta under add_remove and zero_out; sqrt(2) beta under replace_one, as both terms are positive.
+
+    Raises:
+        ValueError: unknown adjacency.
+
+    Source: docs/proofs/inference.md#a-hessian-at-the-answer
+
+    Example:
+        >>> hessian_sensitivity(0.25, "add_remove"), round(hessian_sensitivity(0.25, "replace_one"), 6)
+        (0.25, 0.353553)
+    """
+    factor = math.sqrt(sensitivity_factor(adjacency))
+    return check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
+
+
+def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
+    """Returns epsilon - c; raises InfeasibleError unless it is positive: no noise makes up for the determinant.
+
+    Example:
+        >>> round(spare_epsilon(1.0, reg=1.0, smoothness=0.25), 9)
+        0.776856449
+    """
+    left = check.positive(epsilon=epsilon) - log_det(reg, smoothness)
+    if left <= 0:
+        # expm1 overflows from 709 on, where c < epsilon for every reg that is not subnormal
+        least = smoothness / math.expm1(min(epsilon, 700.0))
+        raise InfeasibleError(f"reg must be > {least:g} for epsilon = {epsilon:g} (got {reg:g})")
+    return left
+
+
+def _folded(epsilon: float, determinant: float, level: float) -> float:
+    left = check.nonnegative(epsilon=epsilon) - determinant
+    if left >= level * level / 2:
+        return min(1.0, 2 * profile(left, level))
+    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_normal_cdf(-level)) + 1e-14))
+
+
+def objpert_delta_general(
+    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
+    """Returns E[(1 - e^(epsilon - c - s^2/2 - s chi_k))_+], s = D / sigma: any two neighboring data sets.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0.
+        log_det: c >= 0, bound on the log ratio of the determinants of the two Hessians.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: the adjacency of its constants. Scalar losses, replace_one: c = log(1 + beta/lam), D = 2 L, k = 2.
+        Softmax: c = `softmax_log_det`, D = sqrt(2) B and k = K - 1 (add_remove), twice both (replace_one).
+
+    Source: docs/proofs/objective.md#several-dimensions
+
+    Example:
+        >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
+        0.050002
+    """
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    determinant = check.nonnegative(log_det=log_det)
+    if k == 1:
+        return _folded(epsilon, determinant, level)
+    left = check.nonnegative(epsilon=epsilon) - determinant - level * level / 2
+    return shifted_profile(left, level, k, 0.0)
+
+
+def objpert_rdp(
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
+    """Returns c + s^2/2 + (t^2/2 + log(2 Phi(t))) / (a - 1), t = (a - 1) s: a Renyi divergence, of both directions.
+
+    Args:
+        order: a > 1.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+
+    Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
+        everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
+
+    Source: docs/proofs/objective.md#losses-of-any-sign
+
+    Example:
+        >>> round(objpert_rdp(2, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
+        0.135432335
+    """
+    return objpert_rdp_general(order, noise_std, log_det(reg, smoothness), lipschitz, 1)
+
+
+def objpert_rdp_general(
+    order: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
+    """Returns c + s^2/2 + log(E e^(t chi_k)) / (a - 1), t = (a - 1) s, s = D / sigma.
+
+    Args:
+        order: a > 1.
+        noise_std: sigma > 0, of b.
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+
+    Source: docs/proofs/objective.md#several-dimensions
+
+    Example:
+        >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
+        0.136642
+    """
+    excess = check.order(order=order) - 1
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    tilt = excess * level
+    if k == 1:
+        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
+        log_moment += 1e-15 + _ROUNDING * tilt * tilt
+    else:
+        high = tilt + math.sqrt(k - 1) + 45.0
+        log_moment = log_concave_integral(
+            lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high
+        )
+    value = check.nonnegative(log_det=log_det) + level * level / 2 + log_moment / excess
+    return value * (1 + _ROUNDING)
+
+
+def amp_delta_general(
+    epsilon: float,
+    noise_std: float,
+    log_det: float,
+    diameter: float,
+    subspace_dim: int,
+    mu_out: float,
+) -> float:
+    """Returns E[delta(epsilon - c - s^2/2 - s chi_k, mu_out)], s = D / sigma.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0, of b.
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_delta_general(0.5, 3.0, 0.1178, diameter=1.0, subspace_dim=1, mu_out=0.05), 6)
+        0.051856
+    """
+    if check.nonnegative(mu_out=mu_out) == 0:
+        return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    left = (
+        check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
+    )
+    return shifted_profile(left, level, k, mu_out)
+
+
+def amp_sigma_general(
+    epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int, mu_out: float
+) -> float:
+    """Returns the least sigma with `amp_delta_general` <= delta, rounded up.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        log_det: c >= 0, bound on the log ratio of the determinants.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_sigma_general(1.0, 1e-6, 0.1, diameter=1.0, subspace_dim=1, mu_out=0.01), 3)
+        4.821
+    """
+    left = check.positive(epsilon=epsilon) - check.nonnegative(log_det=log_det)
+    if left <= 0:
+        raise InfeasibleError(
+            f"epsilon must be > log_det = {log_det:g} (got {epsilon:g}): use a larger reg"
+        )
+    start = check.positive(diameter=diameter) / gaussian_mu(left, delta)
+    why_not = (
+        f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon - log_det = {left:g}: use"
+        " a smaller one"
+    )
+    return least_noise(
+        lambda sigma: amp_delta_general(epsilon, sigma, log_det, diameter, subspace_dim, mu_out),
+        delta,
+        start,
+        why_not,
+    )
+
+
+def noise_level(lipschitz: float, noise_std: float) -> float:
+    """Returns s = L / sigma, rounded up."""
+    level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
+    return math.nextafter(level, math.inf)
+
+
+def objpert_reg(epsilon: float, smoothness: float) -> float:
+    """Returns lam_min = beta / (e^(epsilon/4) - 1), the default reg in sum form: c is a quarter of epsilon.
+
+    Args:
+        epsilon: > 0.
+        smoothness: beta > 0.
+
+    Source: docs/proofs/objective.md#default-regularizer
+
+    Example:
+        >>> round(objpert_reg(epsilon=1.0, smoothness=0.25), 6)
+        0.880203
+    """
+    quarter = min(check.positive(epsilon=epsilon) / 4, 700.0)
+    return safe(check.positive(smoothness=smoothness) / math.expm1(quarter))
+
+
+def noise_reg(noise_std: float, dim: int, distance: float) -> float:
+    """Returns sqrt(d) sigma / D, the reg at which what it costs itself equals what the noise b costs at most.
+
+    |b|^2 / (2 reg) of about d sigma^2 / (2 reg) bounds the latter, reg D^2 / 2 is the former.
+
+    Args:
+        noise_std: sigma > 0, of b.
+        dim: d >= 1, number of parameters.
+        distance: D > 0, a guess of |w|.
+
+    Source: docs/proofs/objective.md#default-regularizer
+
+    Example:
+        >>> noise_reg(2.0, dim=25, distance=10.0)
+        1.0
+    """
+    root = math.sqrt(check.positive_count(dim=dim))
+    return root * check.positive(noise_std=noise_std) / check.positive(distance=distance)
+
+
+def objpert_pure_rate(
+    epsilon: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+) -> float:
+    """Returns g = (epsilon - c) / L, the rate of the density e^(-g |b|) of b, rounded down.
+
+    One record replaced: (epsilon - c) / (2 L). b is the noise of the K-norm mechanism with the scale 1/g.
+
+    Args:
+        epsilon: > 0.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: epsilon <= c; the message names the smallest reg.
+
+    Guarantee: epsilon-DP under the adjacency, for smooth convex losses of one linear score, an exact minimizer.
+
+    Source: docs/proofs/objective.md#pure-epsilon
+
+    Example:
+        >>> round(objpert_pure_rate(1.0, reg=1.0, lipschitz=1.0, smoothness=0.25), 9)
+        0.776856449
+    """
+    jump = sensitivity_factor(adjacency) * check.positive(lipschitz=lipschitz)
+    # margin: rounded down (docs/proofs/rounding.md#model-of-arithmetic)
+    return spare_epsilon(epsilon, reg, smoothness) / jump * (1 - 1e-15)
+
+
+def softmax_log_det(bound_x: float, reg: float, num_classes: int) -> float:
+    """Returns (K - 1) log(1 + B^2 / (K lam)), the bound on the log ratio of determinants for K classes.
+
+    A record adds the matrix (diag p - pp') x xx' of rank <= K - 1 and trace <= (1 - 1/K) B^2: given its trace, the
+    determinant of I + H^-1/2 (.) H^-1/2 is largest if its eigenvalues are equal.
+
+    Args:
+        bound_x: B > 0.
+        reg: lam > 0, in sum form.
+        num_classes: K >= 2.
+
+    Source: docs/proofs/objective.md#softmax
+
+    Example:
+        >>> round(softmax_log_det(bound_x=1.0, reg=5.0, num_classes=2), 9)
+        0.09531018
+    """
+    bound = check.positive(bound_x=bound_x)
+    reg = check.positive(reg=reg)
+    if check.positive_count(num_classes=num_classes) < 2:
+        raise ValueError(f"num_classes must be an integer >= 2 (got {num_classes})")
+    return scaled_up(
+        (num_classes - 1) * math.log1p(scaled_up(bound * bound / (num_classes * reg), 3)), 4
+    )
+
+
+def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> float:
+    """Returns sigma_out = 2 tau / (lam mu_out), the noise on a point whose gradient has a norm of at most tau.
+
+    Args:
+        tolerance: tau > 0, certified (`amp_tolerance`).
+        reg: lam > 0, in sum form.
+        mu_out: > 0.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_noise_std(tolerance=1e-6, reg=1.0), 9)
+        0.0002
+    """
+    # PRIVACY: twice tau / lam: either side may be off (test_the_output_noise_covers_both_approximate_minimizers)
+    distance = 2 * check.positive(tolerance=tolerance) / check.positive(reg=reg)
+    return safe(distance / check.positive(mu_out=mu_out))
+
+
+def objpert_delta_monotone(
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns delta(epsilon - c, s), the Gaussian profile, and 1 for epsilon < c.
+
+    One record replaced: delta(epsilon - c, 2 s) + 2 delta(epsilon - c, s), at most 1.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: under the adjacency, for losses phi(theta.x; y) with phi convex, phi' of one sign for each record, and
+        twice differentiable (almost everywhere, with a Lipschitz derivative); an exact minimizer; b drawn once. A
+        record that is set to zero has no loss.
+
+    Source: docs/proofs/objective.md#losses-of-one-sign
+
+    Example:
+        >>> round(objpert_delta_monotone(0.5, noise_std=3.0, reg=2.0, lipschitz=1.0, smoothness=0.25), 9)
+        0.024998702
+    """
+    left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
+    return (
+        min(1.0, _sum(left, 0.0, noise_level(lipschitz, noise_std), adjacency))
+        if left >= 0
+        else 1.0
+    )
+
+
+def objpert_rdp_dominating(
+    order: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns the Renyi divergence of the pair that dominates the mechanism, the larger one of both directions.
+
+    log(e^g Phi(-(k + 1/2) s) + A + e^(k c + g) Phi((k + 1/2) s - e/s)) / k, g = k (k+1) s^2/2, k = a - 1, and, from the
+    smaller to the larger data set, log(e^g Phi((k + 1/2) s) + A + e^(g - (k+1) c) Phi(-(k + 1/2) s - e/s)) / k.
+
+    One record replaced: the divergence is convex in e^epsilon and at most delta(epsilon - c, 2 s) +
+    2 delta(epsilon - c, s) in both directions, a sum of which the Renyi moment is linear: R(2 s) + 2 R(s) - 2 R(0),
+    R(s) the moment of the symmetric pair of the profile delta(epsilon - c, s), R(0) that of randomized response at c.
+
+    Args:
+        order: a > 1.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Guarantee: as `objpert_delta_monotone`; a bound of a Renyi divergence, for an `RDPCurve`.
+
+    Source: docs/proofs/objective.md#the-dominating-curve, docs/proofs/objective.md#replaced-records-of-one-sign.
+
+    Example:
+        >>> round(objpert_rdp_dominating(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 6)
+        0.058393
+    """
+    k = check.order(order=order) - 1
+    level = noise_level(lipschitz, noise_std)
+    determinant = log_det(reg, smoothness)
+    if sensitivity_factor(adjacency) == 2:
+        log_moment = _replaced_log_moment(k, level, determinant)
+    else:
+        log_moment = _dominating_log_moment(k, level, determinant)
+    # margin: rounded up (docs/proofs/objective.md#integrals)
+    return (log_moment * (1 + _ROUNDING) + 1e-13) / k
+
+
+def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
+    gauss = k * (k + 1) * level * level / 2
+    far = (k + 0.5) * level
+    bend = _tangent(level, determinant)
+    slope = math.exp(-determinant + log_normal_cdf(-level / 2 - bend))
+    atom = math.exp(log_normal_cdf(-level / 2)) - slope
+    middle = [math.log(atom)] if atom > 0 else []
+    with_record = [
+        gauss + log_normal_cdf(-far),
+        *middle,
+        k * determinant + gauss + log_normal_cdf(far - bend),
+    ]
+    without = [
+        gauss + log_normal_cdf(far),
+        *middle,
+        gauss - (k + 1) * determinant + log_normal_cdf(-far - bend),
+    ]
+    return max(0.0, _log_sum(with_record), _log_sum(without))
+
+
+@functools.lru_cache(maxsize=256)  # all orders of a curve share one
+def _tangent(level: float, determinant: float) -> float:
+    """Returns e / s, the root of Phi(s/2 - z) - e^-c Phi(-s/2 - z) = delta(0, s)."""
+    if determinant == 0:
+        return 0.0
+    total_variation = gaussian_delta(level, 0.0)
+
+    def gap(z: float) -> float:
+        upper = log_normal_cdf(level / 2 - z)
+        lower = log_normal_cdf(-level / 2 - z)
+        # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
+        return (
+            upper + math.log(-math.expm1(lower - determinant - upper)) - math.log(total_variation)
+        )
+
+    if gap(0.0) <= 0:  # c is below the rounding of the profile
+        return 0.0
+    high = level + 1.0
+    while gap(high) > 0:
+        high *= 2
+    return float(scipy.optimize.brentq(gap, 0.0, high, xtol=1e-14))
+
+
+def _replaced_log_moment(k: float, level: float, determinant: float) -> float:
+    """Returns log(R(2 s) + 2 R(s) - 2 R(0))."""
+    flat, once, twice = (
+        _symmetric_log_moment(k, times * level, determinant) for times in (0, 1, 2)
+    )
+    shares = [math.exp(twice - twice), 2 * math.exp(once - twice), -2 * math.exp(flat - twice)]
+    return twice + math.log(math.fsum(shares))
+
+
+def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
+    """Returns log R(s), the moment of the symmetric pair with the profile delta(epsilon - c, s).
+
+    R(s) = e^g (e^(k c) Phi((k+1/2) s) + e^(-(k+1) c) Phi(-(k+1/2) s)) + tanh(c/2) Phi(-s/2) (e^(k c) + e^(-(k+1) c)).
+    """
+    rise = k * determinant
+    fall = -(k + 1) * determinant
+    gauss = k * (k + 1) * level * level / 2
+    far = (k + 0.5) * level
+    terms = [gauss + rise + log_normal_cdf(far), gauss + fall + log_normal_cdf(-far)]
+    if determinant > 0:
+        atom = math.log(math.tanh(determinant / 2)) + log_normal_cdf(-level / 2)
+        terms += [atom + rise, atom + fall]
+    return _log_sum(terms)
+
+
+def amp_delta_monotone(
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    mu_out: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns E[delta(epsilon - c - max(0, G), mu_out)]: objective perturbation, then a noisy approximate minimizer.
+
+    One record replaced: by the same corners, A(2 s) + 2 A(s) - 2 delta(epsilon - c, mu_out), A(s) the value above.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Guarantee: as `objpert_delta_monotone`, for points with a gradient of norm <= tau, released with
+        N(0, sigma_out^2 I).
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_delta_monotone(0.5, 3.0, reg=2.0, lipschitz=1.0, smoothness=0.25, mu_out=0.05), 6)
+        0.025926
+    """
+    if check.nonnegative(mu_out=mu_out) == 0:
+        return objpert_delta_monotone(epsilon, noise_std, reg, lipschitz, smoothness, adjacency)
+    left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
+    return min(1.0, _sum(left, mu_out, noise_level(lipschitz, noise_std), adjacency))
+
+
+def amp_sigma_monotone(
+    epsilon: float,
+    delta: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    mu_out: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns the least sigma with `amp_delta_monotone` <= delta, rounded up.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Raises:
+        ValueError: an argument is out of range.
+        InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
+
+    Guarantee: as `amp_delta_monotone`.
+
+    Source: docs/proofs/objective.md#approximate-minimizers
+
+    Example:
+        >>> round(amp_sigma_monotone(1.0, 1e-6, 1.0, lipschitz=1.0, smoothness=0.25, mu_out=0.01), 4)
+        5.3497
+    """
+    left = spare_epsilon(epsilon, reg, smoothness)
+    start = check.positive(lipschitz=lipschitz) / gaussian_mu(left, delta)
+    why_not = (
+        f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon = {epsilon:g}: use a"
+        " smaller one"
+    )
+
+    def spent(sigma: float) -> float:
+        return amp_delta_monotone(epsilon, sigma, reg, lipschitz, smoothness, mu_out, adjacency)
+
+    return least_noise(spent, delta, start, why_not)
+
+
+def _sum(left: float, mu_out: float, level: float, adjacency: str) -> float:
+    """Returns E[delta(left - max(0, G), mu_out)], or its sum over the corners."""
+    if sensitivity_factor(adjacency) == 1:
+        return _one_corner(left, mu_out, level)
+    # PRIVACY: t and t' are 0 or L each (test_no_records_of_a_plane_pass_the_bounds); margin of what
+    # is taken off (docs/proofs/objective.md#integrals)
+    shared = down(profile(left, mu_out), 1e-9) if mu_out else 0.0
+    return _one_corner(left, mu_out, 2 * level) + 2 * (_one_corner(left, mu_out, level) - shared)
+
+
+def _one_corner(left: float, mu_out: float, level: float) -> float:
+    if mu_out == 0:
+        return profile(left, level)
+    at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
+    return at_zero * (1 + 1e-14) + shifted_profile(
+        left - level * level / 2, level, 0, mu_out, -level / 2
+    )
+
+
+def _log_sum(terms: list[float]) -> float:
+    top = max(terms)
+    return top + math.log(math.fsum(math.exp(term - top) for term in terms))
