@@ -21,20 +21,20 @@ from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
 from timing import digits
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.analysis.pld import pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import (
+    CLIP_UNITS,
     Gaussian,
     PoissonGaussian,
     RandomAllocation,
     Repeat,
     WORGaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 
 N, BATCH, STEPS, DELTA = 60_000, 256, 235, 1e-5
 RATE = BATCH / N

@@ -322,7 +322,7 @@ def ledger_epsilon(
     events: Sequence[dict[str, Any]], adjacency: str, delta: float, method: str
 ) -> float:
     """Returns epsilon of a ledger read from its wire format."""
-    ledger = resolve("torch_dpsco.accounting.ledger.store", "Ledger").from_json(events)
+    ledger = resolve("torch_dpsco.accounting.ledger", "Ledger").from_json(events)
     return ledger.epsilon(delta, adjacency, method)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.oracles import Clipped, MeanOracle
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rules import SGD

@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.designs import Assigned, Parts, Undeclared
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.fast import compiled
 from torch_dpsco.fast import compiled as micro_batches

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.designs import Design, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.phased import Phased

@@ -21,7 +21,7 @@ from scipy.stats import norm
 from torch import nn
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.designs import Parts
 from torch_dpsco.oracles import ShuffledClipped
 from torch_dpsco.oracles.phased import QuantilePilot
 

@@ -21,9 +21,16 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.designs import Design, Fixed, Full, Poisson
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Design,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+)
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch

@@ -27,8 +27,7 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
 )
 from torch_dpsco.accounting.curves import objective_curve
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
 from torch_dpsco.linear.adassp import AdaSSPPlan

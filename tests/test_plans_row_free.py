@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import KNorm
+from torch_dpsco.accounting.events import Gaussian, KNorm
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity
 from torch_dpsco.algorithms.holder_numbers import path_sensitivity
 from torch_dpsco.algorithms.mixture_numbers import weighted_law

@@ -9,10 +9,9 @@ import pytest
 from opacus.accountants.utils import get_noise_multiplier
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, clipped_gaussian
+from torch_dpsco.accounting.ledger import Ledger
 
 ROOT = Path(__file__).parents[1]
 N, BATCH, DELTA = 32_561, 512, 1e-5  # the Adult example

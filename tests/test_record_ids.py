@@ -32,7 +32,7 @@ from tests.optim.test_allocated import (
     train,
 )
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.designs import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
 from torch_dpsco.rng import sampling_key
 from torch_dpsco.sampling import (

@@ -29,7 +29,7 @@ from tests.user_shards import (
     train,
 )
 from torch_dpsco import distributed
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.oracles.users.rows import UserRows

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.ledger.file import LedgerFile
+from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.algorithms.user_filtered_numbers import published_noise_std
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rng import sampling_generator

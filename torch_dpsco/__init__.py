@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 
 from torch_dpsco import errors, losses, oracles, prox, rules, sampling
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.parts import Assigned, Cyclic, Parts
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    Cyclic,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Shuffled,
+)
 from torch_dpsco.audit import audit, audit_outputs, audit_training
 from torch_dpsco.doctor import doctor
 from torch_dpsco.fast import CompiledRows

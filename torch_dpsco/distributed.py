@@ -44,8 +44,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.designs import Assigned, Design, Draw
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean

@@ -21,12 +21,28 @@ from torch_dpsco import _validate as check
 from torch_dpsco import losses
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
-from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import Event, event_from_json, event_to_json, scaled_noise
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
+from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Cyclic,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Shuffled,
+    Undeclared,
+)
+from torch_dpsco.accounting.events import (
+    ADJACENCIES,
+    Adjacency,
+    Event,
+    event_from_json,
+    event_to_json,
+    scaled_noise,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
-from torch_dpsco.accounting.adjacency import below_one
+from torch_dpsco.accounting.events import below_one
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.schedule import Phase, Schedule
 

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    ZERO_OUT,
     Event,
     Gaussian,
     Parallel,

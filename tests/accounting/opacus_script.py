@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 
 N = 64
 DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(N))

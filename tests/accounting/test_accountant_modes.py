@@ -4,9 +4,8 @@ import pytest
 
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part, refusal
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 # -- adjacency by the first event -------------------------------------------------------------------------------------

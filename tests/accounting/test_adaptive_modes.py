@@ -8,29 +8,27 @@ import pytest
 
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
+    GDP,
+    REPLACE_ONE,
+    ZCDP,
     AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
+    RDPCurve,
     Repeat,
     Sequential,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
-    RDPCurve,
-)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
 
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.calibrate import (
     design_epsilon,
@@ -22,8 +21,15 @@ from torch_dpsco.accounting.calibrate import (
     noise_multiplier,
 )
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
-from torch_dpsco.accounting.events import PoissonGaussian, Repeat
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    PoissonGaussian,
+    Repeat,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 DELTA = 1e-5

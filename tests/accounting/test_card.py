@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import Gaussian, Parallel, clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import Run, trade_off
 from torch_dpsco.accounting.report.statement import make_statement
 

@@ -12,13 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import laplace_delta
-from torch_dpsco.accounting.adjacency import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    CLIP_UNITS,
-    REPLACE_ONE,
-    ZERO_OUT,
-)
 from torch_dpsco.accounting.analysis.pure import (
     pure_delta,
     rdp_l2_knorm,
@@ -28,29 +21,32 @@ from torch_dpsco.accounting.analysis.pure import (
 )
 from torch_dpsco.accounting.curves import METHODS, cost_of, orders_at
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    CLIP_UNITS,
+    GDP,
+    REPLACE_ONE,
+    ZCDP,
+    ZERO_OUT,
     AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
+    RDPCurve,
     WORGaussian,
     clipped_gaussian,
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.loss_laws import laws_of
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
-    RDPCurve,
-)
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.calibrate import design_epsilon
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import (
@@ -22,16 +21,20 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
     Repeat,
     WORGaussian,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.sampling import make_sampler
 

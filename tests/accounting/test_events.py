@@ -10,16 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.adjacency import (
+from torch_dpsco.accounting.curves import METHODS, cost_of
+from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     CLIP_UNITS,
     REPLACE_ONE,
     ZERO_OUT,
-    check_adjacency,
-)
-from torch_dpsco.accounting.curves import METHODS, cost_of
-from torch_dpsco.accounting.events import (
     Event,
     Gaussian,
     NonPrivate,
@@ -28,11 +25,12 @@ from torch_dpsco.accounting.events import (
     Repeat,
     Sequential,
     WORGaussian,
+    check_adjacency,
     clipped_gaussian,
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
 SENS = {REPLACE_ONE: 2.0}

@@ -14,33 +14,35 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 
 from tests.reference.papers.accounting import RDPFilter
-from torch_dpsco.accounting.analysis import odometer
+from torch_dpsco.accounting import budgets as odometer
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
-from torch_dpsco.accounting.analysis.odometer import odometer_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
 )
-from torch_dpsco.accounting.budgets.budget import ADAPTIVE_MODES, Budget, renyi_budget
-from torch_dpsco.accounting.budgets.filters import (
+from torch_dpsco.accounting.budgets import ADAPTIVE_MODES, Budget, odometer_epsilon, renyi_budget
+from torch_dpsco.accounting.curves import cost_of
+from torch_dpsco.accounting.events import (
+    ZCDP,
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Parallel,
+    PoissonGaussian,
+    Pure,
+    RDPCurve,
+    Repeat,
+    Sequential,
+)
+from torch_dpsco.accounting.filters import (
     RDPOrdersFilter,
     Usage,
     _OrderReader,
     adaptive_epsilon,
     make_filter,
 )
-from torch_dpsco.accounting.curves import cost_of
-from torch_dpsco.accounting.events import (
-    Gaussian,
-    NonPrivate,
-    Parallel,
-    PoissonGaussian,
-    Repeat,
-    Sequential,
-)
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import ZCDP, Failure, Pure, RDPCurve
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "holder.json").read_text())

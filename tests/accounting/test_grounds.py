@@ -13,32 +13,30 @@ from typing import Any, get_args
 import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ZERO_OUT
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import (
+    GDP,
+    ZCDP,
+    ZERO_OUT,
     AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
     RandomAllocation,
+    RDPCurve,
     SimpleEvent,
     WORGaussian,
 )
 from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport, Run
 from torch_dpsco.accounting.report.grounds import ASSUMED, DELTA, Charged
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
-    RDPCurve,
-)
 
 DELTA_SPENT = 1e-5
 SENS = {ZERO_OUT: 1.0}

@@ -6,13 +6,18 @@ import math
 
 import pytest
 
-from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.accounting.accountant import Accountant, replace_one_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.events import Gaussian, Parallel, PoissonGaussian, Repeat
-from torch_dpsco.accounting.grouped import replace_one_epsilon
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    Gaussian,
+    Parallel,
+    PoissonGaussian,
+    Pure,
+    Repeat,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part
+from torch_dpsco.accounting import ledger as ledgers
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
     Parallel,
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger import store as ledgers
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.ledger.sums import Sum
+from torch_dpsco.accounting.ledger import Ledger, Sum
 
 ONE = clipped_gaussian(1.0)
 

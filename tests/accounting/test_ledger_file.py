@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
+from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, PoissonGaussian
-from torch_dpsco.accounting.ledger import file as ledger_file
-from torch_dpsco.accounting.ledger.file import LedgerFile
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, Gaussian, PoissonGaussian
+from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
 
 

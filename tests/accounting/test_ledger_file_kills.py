@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import torch_dpsco as dp
+from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.ledger import file as ledger_file
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
+from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.accounting.ledger import file as ledger_file
-from torch_dpsco.accounting.ledger.book import Book
+from torch_dpsco.accounting.events import ADD_REMOVE, PoissonGaussian
+from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.parts import AssignedParts
+from torch_dpsco.accounting.designs import AssignedParts, Design, Undeclared
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, clipped_gaussian
 from torch_dpsco.accounting.report.figures import OneRelease, Run
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators import LogisticRegression

@@ -11,14 +11,14 @@ import pytest
 from scipy.integrate import quad, trapezoid
 from scipy.stats import binom, norm
 
-from torch_dpsco.accounting import noise_levels
+from torch_dpsco.accounting import loss_laws as noise_levels
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.filters import make_filter
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.curves import cost_of, orders_at
 from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, Repeat, Sequential, WORGaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.noise_levels import spread_of
+from torch_dpsco.accounting.filters import make_filter
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.loss_laws import spread_of
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError
 
 CASES = [
@@ -118,7 +118,7 @@ def test_many_noises_cost_half_a_percent_of_epsilon_at_most(monkeypatch):
     for number, count in ((80, 5), (200, 100)):
         ledger = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number))
         with monkeypatch.context() as patched:
-            patched.setattr("torch_dpsco.accounting.ledger.sums.MANY", 10**6)
+            patched.setattr("torch_dpsco.accounting.ledger.MANY", 10**6)
             exact = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number)).epsilon(
                 1e-5, "add_remove", "rdp"
             )

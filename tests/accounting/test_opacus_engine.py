@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from tests.accounting.ledgers import DELTA, image
 from tests.accounting.opacus_script import DATA, Script
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, PoissonGaussian
 from torch_dpsco.errors import BudgetExceeded, UtilityWarning
 
 

@@ -10,10 +10,16 @@ from torch.utils.data import DataLoader
 from tests.accounting.ledgers import DELTA, image
 from tests.accounting.opacus_script import DATA, N, Script, entries
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    PoissonGaussian,
+    WORGaussian,
+    clipped_gaussian,
+)
 from torch_dpsco.doctor import doctor
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, SequenceError, UtilityWarning
 from torch_dpsco.sampling import make_sampler

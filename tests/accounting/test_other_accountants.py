@@ -26,13 +26,12 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from opacus.accountants.utils import get_noise_multiplier
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
 from torch_dpsco.accounting.analysis import pld, pld_compose
 from torch_dpsco.accounting.analysis import pld_compose as pld_powers
 from torch_dpsco.accounting.calibrate import design_epsilon, noise_multiplier
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.accounting.events import ADD_REMOVE, PoissonGaussian
 
 DELTA = 1e-5
 SMALL = {"target_delta": DELTA, "sample_rate": 0.01, "steps": 1000}

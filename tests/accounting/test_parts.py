@@ -10,12 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADJACENCIES, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.accounting.events import Gaussian, Parallel, Repeat, Sequential, clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import AssignedParts
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.designs import AssignedParts, Draw
+from torch_dpsco.accounting.events import (
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+    Parallel,
+    Pure,
+    Repeat,
+    Sequential,
+    clipped_gaussian,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded
 
 DELTA = 1e-5

@@ -13,9 +13,7 @@ from functools import partial
 import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ZERO_OUT
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ZERO_OUT, Gaussian, Pure
 from torch_dpsco.errors import SequenceError
 
 DELTA = 1e-5

@@ -14,12 +14,20 @@ from scipy.stats import norm
 import torch_dpsco as dp
 from tests.accounting.ledgers import DELTA, FIXED, STEP, image, part
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, Parallel, PoissonGaussian, Repeat, Sequential
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ApproxDP,
+    Gaussian,
+    Parallel,
+    PoissonGaussian,
+    Pure,
+    Repeat,
+    Sequential,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.planning import PlannedEvents
-from torch_dpsco.accounting.stated import ApproxDP, Pure
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 QUIET = PoissonGaussian(8.0, 0.01)

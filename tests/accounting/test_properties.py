@@ -14,24 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import (
+from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
-)
-from torch_dpsco.accounting.events import (
     Event,
     Laplace,
     Parallel,
     PoissonGaussian,
+    Pure,
     Repeat,
     WORGaussian,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.ledger import Ledger
 
 ELSEWHERE = {
     "epsilon nonincreasing in delta": "test_ledger.py::test_epsilon_falls_with_delta_and_delta_inverts_it",

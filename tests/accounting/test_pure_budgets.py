@@ -16,35 +16,36 @@ from hypothesis import strategies as st
 from tests.accounting.ledgers import image, refusal
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.filters import make_filter
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full, Undeclared
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    GDP,
+    REPLACE_ONE,
+    ZCDP,
+    ZERO_OUT,
     AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
     Event,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
+    RDPCurve,
     Repeat,
     Sequential,
     WORGaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.filters import make_filter
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import OneRelease, Run, group_guarantee
 from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
-    RDPCurve,
-)
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, PrivacyError
 
 BOTH = ["planned", "pure"]

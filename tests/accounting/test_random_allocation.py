@@ -11,7 +11,6 @@ from scipy import special
 
 import torch_dpsco as dp
 from torch_dpsco.accounting import calibrate
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.allocation import (
     allocation_epsilon,
     allocation_law,
@@ -20,6 +19,10 @@ from torch_dpsco.accounting.analysis.allocation import (
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
     Gaussian,
     Parallel,
     RandomAllocation,
@@ -29,7 +32,7 @@ from torch_dpsco.accounting.events import (
     event_to_json,
     scaled_noise,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.loss_laws import laws_of
 
 DELTA = 1e-5

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import (
-    ADD_REMOVE,
-    ADJACENCIES,
-    CLIP_UNITS,
-    REPLACE_ONE,
-    ZERO_OUT,
-)
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
@@ -30,16 +23,22 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    RDPCurve,
     Repeat,
     Sequential,
     WORGaussian,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import (
     Charge,
     Run,
@@ -47,7 +46,6 @@ from torch_dpsco.accounting.report.figures import (
     group_guarantee,
     rounded_up,
 )
-from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.sampling import make_sampler
 

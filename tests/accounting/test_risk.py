@@ -9,20 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ApproxDP,
     Gaussian,
     NonPrivate,
     PoissonGaussian,
+    Pure,
     Repeat,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import attack_advantage, trade_off
-from torch_dpsco.accounting.stated import ApproxDP, Pure
 from torch_dpsco.errors import AdjacencyError
 
 RATES = st.floats(0.0, 1.0) | st.sampled_from([1e-9, 1e-4, 0.01, 1 - 1e-6])

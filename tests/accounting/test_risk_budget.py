@@ -13,13 +13,18 @@ from scipy.stats import norm
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.analysis.risk import Risk, line_of_advantage, line_of_rates
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier
-from torch_dpsco.accounting.events import PoissonGaussian, Repeat, clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import ApproxDP
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ApproxDP,
+    PoissonGaussian,
+    Repeat,
+    clipped_gaussian,
+)
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import BudgetExceeded
 
 SHARES = st.floats(1e-4, 1 - 1e-4)

@@ -8,7 +8,7 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Laplace, PoissonGaussian, clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 
 STEP = clipped_gaussian(30.0)
 TARGET = dp.Budget(1.0, 1e-5)

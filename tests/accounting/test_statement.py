@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
@@ -29,7 +28,16 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
     Undeclared,
 )
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, PoissonGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+    NonPrivate,
+    PoissonGaussian,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.report.figures import Run, rounded_up
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 

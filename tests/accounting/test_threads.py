@@ -19,10 +19,10 @@ from joblib import delayed
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import LOCK
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import Pure
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError
 from torch_dpsco.estimators import LogisticRegression
 

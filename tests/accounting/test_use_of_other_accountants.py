@@ -19,10 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.accounting.calibrate import design_epsilon, noise_multiplier
 from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled
-from torch_dpsco.accounting.events import WORGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, WORGaussian, clipped_gaussian
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.errors import AdjacencyError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.sampling import PoissonSampler

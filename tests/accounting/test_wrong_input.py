@@ -13,29 +13,28 @@ import torch
 
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    GDP,
+    REPLACE_ONE,
+    ZCDP,
     AboveThreshold,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    Pure,
     Repeat,
     Sequential,
     WORGaussian,
     event_from_json,
     event_to_json,
-)
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
 )
 from torch_dpsco.errors import (
     PrivacyError,

@@ -10,16 +10,18 @@ import torch
 
 from tests.accounting.ledgers import STEP, image
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
     Gaussian,
+    KNorm,
     Parallel,
     PoissonGaussian,
+    Pure,
+    RDPCurve,
     Sequential,
     clipped_gaussian,
     event_from_json,
 )
-from torch_dpsco.accounting.stated import KNorm, Pure, RDPCurve
 
 ONE = clipped_gaussian(1.0)
 

@@ -18,9 +18,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import seeded
-from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.designs import Assigned, Design, Draw, Parts
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.sampling import DesignSampler, PrivateLoader, UserLoader, make_sampler
 
 N, BATCH, STEPS, DIM = 24, 6, 4, 3

@@ -14,8 +14,8 @@ import torch_dpsco as dp
 from tests.contract.registry import ROWS, having
 from tests.contract.runs import FACTS, STEPS, N, Row, assert_unchanged, records, same, snapshot
 from tests.streams import seeded
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import ADJACENCIES
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.contract.runs import same
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import (
     BudgetExceeded,
     InfeasibleError,

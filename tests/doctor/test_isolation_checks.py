@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
-from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
+from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.doctor import Diagnosis
 from torch_dpsco.doctor.evidence import remembered
 from torch_dpsco.trial import Isolation, Rows, isolation

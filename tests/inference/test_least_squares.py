@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
 from torch_dpsco.linear import adassp

@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 
 from tests.reference.papers.accounting import sequence_probability
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon, bad_pass_probability
+from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms import above_threshold
 from torch_dpsco.mechanisms.above_threshold import AboveThreshold

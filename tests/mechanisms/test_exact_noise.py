@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.rounding import Grid, asks_exact, exact_grid, with_grid
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
     Gaussian,
     PoissonGaussian,
     WORGaussian,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.optim.heavy_plan import HeavyTailed
 from torch_dpsco.sampling import OnePassSampler, PrivateLoader, make_sampler

@@ -24,18 +24,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.accounting.events import (
+    ADJACENCIES,
     Gaussian,
     Parallel,
     RandomAllocation,
     Repeat,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.book import Book
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -213,7 +212,7 @@ def test_a_budget_that_pays_a_prefix_only_refuses_the_first_step() -> None:
         Gaussian(2.0, {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 1.0}),
         Gaussian(2.0, {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}, failure=1e-9),
         clipped_gaussian(0.0),
-        dp.accounting.stated.Pure(1.0),
+        dp.accounting.events.Pure(1.0),
     ],
     ids=str,
 )

@@ -22,18 +22,17 @@ import torch_dpsco as dp
 from tests.optim.test_allocated import built as whole_run
 from tests.optim.test_allocated import charged, one_step, refused, stored
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.designs import Assigned, AssignedParts, Draw, Parts
 from torch_dpsco.accounting.events import (
+    ADJACENCIES,
     Parallel,
+    Pure,
     RandomAllocation,
     Repeat,
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.base import MeanOracle
@@ -201,7 +200,7 @@ def test_a_part_is_assigned_to_batches_once() -> None:
         )
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.accounting.parts._require_one_pass", nothing)
+        patch.setattr("torch_dpsco.accounting.designs._require_one_pass", nothing)
 
     check_that_known_batches_are_of_one_pass()
     with pytest.MonkeyPatch.context() as patch:

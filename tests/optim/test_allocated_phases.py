@@ -22,9 +22,9 @@ from tests.optim.test_allocated import one_step, stored
 from tests.optim.test_allocated_parts import DATA, DELTA, DESIGN, FULL, PASS, SHORT, N, T, parts
 from tests.optim.test_allocated_parts import built as chosen
 from tests.test_mutations import assert_caught
+from torch_dpsco.accounting.designs import Assigned, Parts
 from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
 from torch_dpsco.optim.planned import noise_for

@@ -14,10 +14,8 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.optim.test_allocated import one_step, stored
 from tests.optim.test_allocated_parts import DELTA, parts
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.events import RandomAllocation
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.designs import Assigned, AssignedParts, Parts
+from torch_dpsco.accounting.events import ADJACENCIES, Pure, RandomAllocation
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.optim.heavy_plan import after_pilot
 from torch_dpsco.optim.planned import noise_for, release_noise

@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.reference.papers.output import psgd_sensitivity, psgd_sensitivity_strongly_convex
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import KNorm
+from torch_dpsco.accounting.events import Gaussian, KNorm
 from torch_dpsco.algorithms import bolt_on_numbers as bolt_on
 from torch_dpsco.algorithms import bolt_on_numbers as bolt_on_plan
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS

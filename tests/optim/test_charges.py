@@ -21,9 +21,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.designs import Design, Draw, positional_event
-from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.events import REPLACE_ONE, Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.oracles.clipped import Clipped

@@ -16,8 +16,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.optim.output_runs import DELTA, HINGE, PROBLEM, Order
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import ApproxDP
+from torch_dpsco.accounting.events import ApproxDP, Gaussian
 from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,

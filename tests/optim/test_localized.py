@@ -34,7 +34,7 @@ from tests.optim.heavy_runs import (
 )
 from tests.reference import heavy_tailed_literal as literal
 from tests.reference.papers.heavy_tailed import localized_schedule_paper
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, SequenceError
 

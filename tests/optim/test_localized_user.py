@@ -13,9 +13,8 @@ import torch
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.reference import user_level_literal as literal
-from torch_dpsco.accounting.events import AboveThreshold, Gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, localized_user_plan
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.step.batch import LogicalBatch

@@ -32,10 +32,8 @@ from tests.optim.heavy_runs import (
     reloaded,
 )
 from tests.reference import heavy_tailed_literal as literal
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.clip_selection import C_MAX, C_MIN
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError

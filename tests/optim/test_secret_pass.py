@@ -10,8 +10,7 @@ import torch
 
 import torch_dpsco as dp
 from tests.optim.heavy_runs import DELTA, LOSS, PROBLEM, model, records
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.events import RandomAllocation, Repeat
+from torch_dpsco.accounting.events import ADJACENCIES, RandomAllocation, Repeat
 from torch_dpsco.algorithms.heavy_tailed_numbers import accelerated_plan
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.optim.step_rule import noise_of_pass, numbers_of_steps

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

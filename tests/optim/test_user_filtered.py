@@ -23,8 +23,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
-from torch_dpsco.accounting.events import AboveThreshold, Gaussian
-from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
 from torch_dpsco.algorithms.user_numbers import best_ramp_end
 from torch_dpsco.errors import (
     AdjacencyError,

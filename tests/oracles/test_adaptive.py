@@ -13,8 +13,7 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.problems import gradients, release_in_float64
-from torch_dpsco.accounting.adjacency import ADJACENCIES, CLIP_UNITS
-from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.accounting.events import ADJACENCIES, CLIP_UNITS, clipped_gaussian
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.oracles import adaptive
 from torch_dpsco.oracles.adaptive import AdaptiveClipped, votes

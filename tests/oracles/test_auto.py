@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.problems import released
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.accounting.events import ADJACENCIES, clipped_gaussian
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.oracles import clipped
 from torch_dpsco.oracles.adaptive import AutoClip, auto_weights

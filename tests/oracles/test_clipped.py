@@ -17,7 +17,7 @@ from torch import Tensor
 import torch_dpsco as dp
 from tests.problems import released
 from tests.streams import gaussians, seeded
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.oracles import Clipped, clip_weights, joint_norm
 from torch_dpsco.rows import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation

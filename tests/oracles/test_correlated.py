@@ -15,10 +15,9 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.streams import seeded
-from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import CLIP_UNITS, clipped_gaussian
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.correlated_numbers import square_root
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.correlated import CorrelatedClipped

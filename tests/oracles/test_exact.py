@@ -10,9 +10,8 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.problems import REDUCTIONS
-from torch_dpsco.accounting.adjacency import ADJACENCIES
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.accounting.events import NonPrivate
+from torch_dpsco.accounting.events import ADJACENCIES, NonPrivate
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError
 from torch_dpsco.oracles import Exact
 from torch_dpsco.rows import DenseBlock, GradBatch

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.problems import release_in_float64
-from torch_dpsco.accounting.adjacency import CLIP_UNITS
 from torch_dpsco.accounting.designs import Draw, Full
+from torch_dpsco.accounting.events import CLIP_UNITS
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles import Clipped
 from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot

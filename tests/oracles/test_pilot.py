@@ -12,9 +12,7 @@ import torch
 
 import torch_dpsco as dp
 from tests.mechanisms.test_exponential import assert_keeps_epsilon
-from torch_dpsco.accounting.adjacency import ADJACENCIES
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import geometric_grid, quantile_law
 from torch_dpsco.oracles import phased as module

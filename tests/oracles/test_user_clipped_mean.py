@@ -12,9 +12,8 @@ from scipy import stats
 
 import torch_dpsco as dp
 from tests.oracles.users import observe, released
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE
 from torch_dpsco.accounting.designs import Draw, Full
-from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
 from torch_dpsco.oracles.adaptive import AdaptiveClipped

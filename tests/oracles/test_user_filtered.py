@@ -16,11 +16,16 @@ from scipy import stats
 import torch_dpsco as dp
 from tests.oracles.users import certain, observe, released, same, two
 from tests.reference.papers.user_level import filtered_mean
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.accounting.designs import Draw, Full
-from torch_dpsco.accounting.events import NonPrivate, Repeat
-from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Failure,
+    NonPrivate,
+    Repeat,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.oracles.users.filtered import Filter, UserFiltered, weighted_mean
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts

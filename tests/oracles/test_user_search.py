@@ -18,11 +18,9 @@ import torch_dpsco as dp
 from tests.mechanisms.test_exponential import assert_keeps_epsilon, ratios
 from tests.optim import user_runs as runs
 from tests.oracles.users import certain, observe, released, same
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
-from torch_dpsco.accounting.events import NonPrivate
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, NonPrivate, Pure
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.filters import Filter, adaptive_epsilon, make_filter
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import Gaussian, Repeat
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.filters import Filter, adaptive_epsilon, make_filter
+from torch_dpsco.accounting.ledger import Ledger
 
 FALSE_ALARM = 1e-6
 RUNS = 100_000

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from tests.streams import gaussians
-from torch_dpsco.accounting.adjacency import ADJACENCIES
+from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.rng import Source, noise_generator

@@ -13,7 +13,7 @@ import torch
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.oracles.users.filtered import Filter
 
 # Seeds warn in every test here.

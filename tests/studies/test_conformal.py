@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, multinomial
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
 from torch_dpsco.mechanisms.exponential import score_law, score_slack
 from torch_dpsco.studies.conformal import ConformalSets, conformal

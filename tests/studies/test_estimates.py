@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import Gaussian, Pure
 from torch_dpsco.studies import scores
 from torch_dpsco.studies.estimates import Estimate, bins_of, of_area, of_share
 from torch_dpsco.studies.scores import quietest

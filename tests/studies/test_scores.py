@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Gaussian, Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
 from torch_dpsco.studies import held_out, scores

@@ -14,8 +14,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

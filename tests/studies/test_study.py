@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
@@ -139,7 +139,7 @@ def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
     if budget.delta > 0:  # each spends all of it alone
         for part in ("fit", "held"):
             events = [e for _, p, e, count in ledger.entries() if p == part for _ in range(count)]
-            alone = dp.accounting.ledger.store.Ledger(events)
+            alone = dp.accounting.ledger.Ledger(events)
             assert alone.epsilon(budget.delta, budget.adjacency) == pytest.approx(
                 budget.epsilon, rel=0.2
             )
@@ -167,7 +167,7 @@ def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "score", broken)
     with pytest.raises(RuntimeError, match="broken"):
         made(ledger_path=path)
-    assert len(dp.accounting.ledger.file.LedgerCopy(path).book.ledger) == 1
+    assert len(dp.accounting.ledger_file.LedgerCopy(path).book.ledger) == 1
 
 
 def test_the_plan_is_shown_before_anything_is_spent():

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from torch_dpsco.accounting.events import AboveThreshold, Gaussian, Repeat
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian, Repeat
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
     published_noise_std,

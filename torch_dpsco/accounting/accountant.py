@@ -1,4 +1,9 @@
-"""The accountant: charges events to a ledger before noise is drawn, and refuses those that would exceed the budget."""
+"""The accountant: charges events to a ledger before noise is drawn, and refuses those that would exceed the budget.
+
+replace_one from add_remove: a replaced record is one removed and one added, a group of two.
+
+Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,27 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
+import scipy
+
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency, below_one
-from torch_dpsco.accounting.budgets.budget import NO_BUDGET_DELTA, Budget
-from torch_dpsco.accounting.budgets.filters import adaptive_epsilon, make_filter
-from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.grouped import replace_one_epsilon
-from torch_dpsco.accounting.ledger.book import (
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+from torch_dpsco.accounting.analysis.rdp import group_approx_dp_delta, group_gdp_mu
+from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, below_one
+from torch_dpsco.accounting.filters import adaptive_epsilon, make_filter
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import Ledger, locked
+from torch_dpsco.accounting.ledger_file import (
     FOREIGN,
     Book,
     History,
-    foreign_book,
+    LedgerFile,
     history_of,
     read_state,
     write_state,
 )
-from torch_dpsco.accounting.ledger.file import LedgerFile
-from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import locked
-from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders
+from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders, foreign_book
 from torch_dpsco.accounting.report.figures import (
     PrivacyReport,
     attack_advantage,
@@ -127,7 +133,7 @@ class Accountant(OpacusFace):
         """Epsilon so far at the budget's delta, as `get_epsilon`; computed once, until the next charge.
 
         Under an adaptive budget that is the target from the first charge on. To stop before the plan is made, because
-        of what was released, does not make this figure the guarantee: the target is (see `budgets.budget`).
+        of what was released, does not make this figure the guarantee: the target is (see `budgets`).
 
         Raises:
             ValueError: there is no budget, whose delta it is: ask `get_epsilon(delta)`.
@@ -213,7 +219,7 @@ class Accountant(OpacusFace):
             delta_error: of Opacus' numerical accountant; not needed.
             poisson: must be True; other sampling is declared by its events.
             allow_group: for replace_one, where some event has no guarantee of its own: take the ledger's add_remove
-                curve for one record removed and one added (see `grouped`), which is larger.
+                curve for one record removed and one added (see `replace_one_epsilon`), which is larger.
 
         Raises:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
@@ -520,3 +526,64 @@ def _register() -> None:
 
 
 when_imported("opacus.accountants", _register)
+
+_LARGEST = 500.0  # epsilon of one record; twice that is no guarantee
+_TOLERANCE = 1e-6  # of the epsilon of one record
+
+
+def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
+    """Returns an epsilon under replace_one from the add_remove curve of a whole ledger.
+
+    Exact for unsampled Gaussians (2 mu); at delta = 0 twice the sum of pure epsilons. Else the least 2 e with
+    delta(e) (1 + exp(e)) <= delta, to 1e-6, rounded up. Where every event has a replace_one guarantee of its own, that
+    one is smaller: use `Ledger.epsilon`.
+
+    Args:
+        ledger: what was charged.
+        delta: in [0, 1).
+
+    Returns:
+        epsilon >= 0; inf if there is none up to 1000.
+
+    Raises:
+        AdjacencyError: some event has no guarantee under add_remove.
+        InfeasibleError: delta is 0 and some event has no pure epsilon.
+
+    Guarantee: (epsilon, delta)-DP under replace_one, if the ledger's parameters were fixed in advance.
+
+    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import PoissonGaussian, Repeat
+        >>> ledger = Ledger([Repeat(PoissonGaussian(1.0, 256 / 60000), 235)])
+        >>> round(replace_one_epsilon(ledger, 1e-5), 3), round(ledger.epsilon(1e-5, "replace_one"), 3)
+        (0.884, 0.53)
+    """
+    delta = below_one(delta=delta)
+    if delta == 0:
+        return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
+    cost = ledger.cost(ADD_REMOVE)
+    if cost.mu_squared is not None and not cost.fails:
+        mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (
+            1.0 + 2.0**-50
+        )  # the square root rounds
+        return gaussian_epsilon(mu, delta)
+
+    def excess(epsilon: float) -> float:
+        spent = group_approx_dp_delta(epsilon, ledger.delta(epsilon, ADD_REMOVE), 2)
+        return max(-1e3, math.log(spent / delta)) if spent > 0 else -1e3
+
+    low = 0.0
+    high = min(_LARGEST, max(1e-3, ledger.epsilon(delta, ADD_REMOVE)))
+    if excess(low) <= 0:
+        return 0.0
+    while excess(high) > 0:
+        if high == _LARGEST:
+            return math.inf
+        low = high
+        high = min(_LARGEST, 1.5 * high)
+    single = (
+        float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
+    )
+    # PRIVACY: only what was seen to hold (test_a_replaced_record_is_one_removed_and_one_added)
+    return 2.0 * (single if single < high and excess(single) <= 0 else high)

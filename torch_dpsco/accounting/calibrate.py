@@ -12,12 +12,10 @@ import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import Adjacency, check_adjacency
 from torch_dpsco.accounting.analysis.allocation import allocation_noise
-from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger.store import Ledger
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.designs import Assigned, Design
+from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import InfeasibleError
 

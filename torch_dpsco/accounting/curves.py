@@ -24,15 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting import events, stated
-from torch_dpsco.accounting.adjacency import (
-    ADD_REMOVE,
-    CLIP_UNITS,
-    REPLACE_ONE,
-    ZERO_OUT,
-    Adjacency,
-    check_adjacency,
-)
+from torch_dpsco.accounting import events
 from torch_dpsco.accounting.analysis.allocation import allocation_renyi
 from torch_dpsco.accounting.analysis.convert import (
     epsilon_with_failures,
@@ -57,7 +49,16 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_wor_gaussian,
 )
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
-from torch_dpsco.accounting.events import Gaussian, SimpleEvent
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    Gaussian,
+    SimpleEvent,
+    check_adjacency,
+)
 from torch_dpsco.errors import AdjacencyError
 
 METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
@@ -162,7 +163,7 @@ def cost_of(event: SimpleEvent, adjacency: Adjacency, level: int = 0) -> Cost:
     Raises:
         AdjacencyError: the event has no guarantee under this adjacency.
     """
-    if isinstance(event, stated.Stated):
+    if isinstance(event, events.Stated):
         event.require(adjacency)
     return _cost(event, adjacency, orders_at(level))
 
@@ -190,7 +191,7 @@ def _(event: Gaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: stated.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_mu(event.mu, orders)
 
 
@@ -281,35 +282,35 @@ def _(event: events.AboveThreshold, adjacency: Adjacency, orders: FloatArray) ->
 
 
 @_cost.register
-def _(event: stated.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_pure(event.eps, orders)
 
 
 @_cost.register
-def _(event: stated.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
     return replace(_of_pure(event.eps, orders), log_survival=math.log1p(-event.delta))
 
 
 @_cost.register
-def _(event: stated.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_pure(
         event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None
     )
 
 
 @_cost.register
-def _(event: stated.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return Cost(event.xi + event.rho * orders, None, (event.xi, event.rho))
 
 
 @_cost.register
-def _(event: stated.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return Cost(event.rho * orders, None, (0.0, event.rho), log_survival=math.log1p(-event.delta))
 
 
 @_cost.register
-def _(event: stated.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # (a - 1) D_a is convex and 0 at a = 1, so that a chord bounds it from above; past the last order nothing is known
     known = np.concatenate([[1.0], event.orders])
     heights = np.concatenate([[0.0], (np.asarray(event.orders) - 1.0) * np.asarray(event.values)])
@@ -319,7 +320,7 @@ def _(event: stated.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 
 @_cost.register
-def _(event: stated.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
     if event.kind == "transcript":
         return replace(nothing, transcript=event.probability)
@@ -475,7 +476,7 @@ def objective_curve(
     monotone: bool,
     mu_out: float = 0.0,
     adjacency: Adjacency = ADD_REMOVE,
-) -> stated.RDPCurve:
+) -> events.RDPCurve:
     """Returns the Renyi curve of a release by objective perturbation of a loss of one linear score.
 
     Args:
@@ -514,4 +515,4 @@ def objective_curve(
 
     orders = tuple(float(order) for order in orders_at(_LEVEL))
     proved = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
-    return stated.RDPCurve(orders, tuple(divergence(order) for order in orders), proved)
+    return events.RDPCurve(orders, tuple(divergence(order) for order in orders), proved)

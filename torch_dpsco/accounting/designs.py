@@ -5,6 +5,13 @@ never accounted for a sampling that did not happen. `n` and `batch_size` are pub
 the size of the data set, under add_remove any public reference size (the true one is private).
 
 Source: docs/proofs/accounting.md#sampling-designs.
+
+Designs of partitions: batches that records are assigned to, repeated passes, phases on separate parts.
+
+A differing record lies in one part only, so that all draws together cost what the costliest part costs; less where its
+part is secret and drawn by itself (`Assigned`). Which record is in which part is drawn without looking at the data.
+
+Proof: docs/proofs/heavy_tailed.md#disjoint-parts.
 """
 
 from __future__ import annotations
@@ -13,23 +20,31 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeGuard, cast
+from itertools import accumulate
+from typing import ClassVar, TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Adjacency
+from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
     AboveThreshold,
+    Adjacency,
     Event,
+    Failure,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
+    RandomAllocation,
     Repeat,
     Sequential,
     SimpleEvent,
+    Stated,
     WORGaussian,
 )
-from torch_dpsco.accounting.stated import Failure, Stated
 from torch_dpsco.errors import AdjacencyError
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone
@@ -319,3 +334,400 @@ class Undeclared(Design):
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
         return _restricted(base, (REPLACE_ONE,))
+
+
+@dataclass(frozen=True, repr=False)
+class Assigned(SizedDesign):
+    """Passes over batches to which each record is assigned independently and uniformly; all three adjacencies.
+
+    In each pass every record is in one batch, which it draws by itself, and anew for the next pass. A pass is charged
+    as one `RandomAllocation` before its first step: it costs what Poisson batches do, or less. Draws and sizes of
+    batches stay secret, and `batch_size` is the public divisor.
+
+    Amplified are sums of clipped rows with Gaussian noise only. Other queries, and all with `amplification=False`, are
+    charged one unsampled release a pass: a record is in one batch, whoever knows which. So a sampler with a `seed=`
+    has such a design, which an optimizer that counts on secret draws refuses.
+
+    Args:
+        batch_size: public divisor, about the expected size of a batch.
+        n: public (reference) number of records.
+        parts: number of batches; default ceil(n / batch_size).
+        amplification: whether draws are secret, so that they hide records.
+        passes: number of passes, fixed in advance.
+
+    Source: docs/proofs/allocation.md.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> Assigned(batch_size=5, n=100, passes=3).event(clipped_gaussian(1.0), 60)
+        Repeat(event=RandomAllocation(noise_multiplier=1.0, steps=20), n=3)
+    """
+
+    parts: int | None = None
+    amplification: bool = True
+    passes: int = 1
+    one_pass = True  # of one partition a pass, all from one secret
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        super().__post_init__()
+        if self.parts is not None:
+            check.fields(self, parts=check.positive_count)
+        check.fields(self, amplification=check.flag, passes=check.positive_count)
+
+    def __repr__(self) -> str:
+        # as it was before these fields: it enters the digests of checkpoints
+        more = ", amplification=True" if self.amplification else ""
+        more += f", passes={self.passes}" if self.passes > 1 else ""
+        return f"Assigned(batch_size={self.batch_size}, n={self.n}, parts={self.parts}{more})"
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of a pass."""
+        return self.parts or super().steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all passes."""
+        return self.batches * self.passes
+
+    @property
+    def secret(self) -> bool:
+        """Whether who is in which batch must be secret: `amplification`."""
+        return self.amplification
+
+    def amplifies(self, base: BaseEvent) -> TypeGuard[Gaussian]:
+        """Returns whether a pass of such queries is charged as a `RandomAllocation`."""
+        if not self.amplification or not isinstance(base, Gaussian):
+            return False
+        # PRIVACY: the theorem is of sums that one record moves by one clip, with Gaussian noise
+        # (test_only_clipped_gaussian_sums_are_amplified)
+        return dict(base.sens) == dict(CLIP_UNITS) and not base.failure and base.sigma > 0
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws of the pass are left, where it is charged as a whole."""
+        return self.batches - draw.index % self.batches if self.amplifies(base) else 1
+
+    def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
+        """Returns how many charges like that of a draw are ahead: one for each pass, or for this batch alone."""
+        return math.ceil(left / self.batches) if of_passes else self.draws_left(draw.index)
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})"
+            )
+        return Repeat(self._whole(base), math.ceil(draws / self.batches))
+
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
+        """Returns the event of the draws start, .., stop - 1: that of all passes that they touch."""
+        if stop <= start:
+            return Sequential(())
+        first = start // self.batches
+        last = (stop - 1) // self.batches
+        if self.amplifies(bases[0]):
+            return Repeat(self._whole(bases[0]), last - first + 1)
+        draws = [max(start, k * self.batches) for k in range(first, last + 1)]
+        events = [
+            self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k)) for k in draws
+        ]
+        return events[0] if len(events) == 1 else Sequential(tuple(events))
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
+        if self.amplifies(base):
+            # PRIVACY: of the whole pass, since a prefix that outputs have chosen is no cheaper
+            # (test_a_pass_that_is_stopped_early_was_charged_as_a_whole)
+            return self._whole(base)
+        name = (
+            draw.partition
+            if draw.index < self.batches
+            else f"{draw.partition}/{draw.index // self.batches}"
+        )
+        # PRIVACY: the key is drawn per record, whatever the record is, so that a replaced one keeps it
+        # (test_assigned_batches_hold_under_every_adjacency)
+        return Parallel({draw.part: (base,)}, name, "keyed", key_public=True)
+
+    def _whole(self, base: BaseEvent) -> BaseEvent:
+        return (
+            RandomAllocation(base.sigma, self.batches, exact=base.exact)
+            if self.amplifies(base)
+            else base
+        )
+
+
+@dataclass(frozen=True)
+class Cyclic(CutDesign):
+    """Several passes over one random permutation cut into batches, in the same order each time.
+
+    Two steps of one record are at least `batches` apart. No amplification is claimed: a pass costs one unsampled
+    Gaussian, and a started pass counts as a whole one.
+
+    Args:
+        batch_size: of all batches but the last of a pass.
+        n: public number of records.
+        passes: number of passes.
+    """
+
+    passes: int
+    one_pass = True  # of one partition
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        super().__post_init__()
+        check.fields(self, passes=check.positive_count)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of a pass."""
+        return super().steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all passes."""
+        return self.batches * self.passes
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
+        return Repeat(positional_event(base), math.ceil(draws / self.batches))
+
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
+        """Returns the event of the draws start, .., stop - 1, of the batches that come most often."""
+        if stop <= start:
+            return Sequential(())
+        often = {
+            0: math.ceil(stop / self.batches) - math.ceil(start / self.batches),
+            start % self.batches: math.ceil((stop - start) / self.batches),
+        }
+        base = positional_event(bases[0])
+        return Parallel(
+            {str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition
+        )
+
+
+@dataclass(frozen=True)
+class Parts(Design):
+    """One random permutation cut into parts, each with a design and a number of draws of its own; parts run in order.
+
+    A record lies in one part at most, so that all draws together cost what the costliest part costs. A part that is cut
+    further by secret picks (`Assigned`) is charged as `Assigned` says: for each pass that is begun one
+    `RandomAllocation`, as an event of the part, or, where nothing is amplified, one unsampled release for its one pass.
+    Which part a record is in counts as known, but its batches inside of the part do not.
+
+    Args:
+        parts: (design, draws) per part; designs are Full, Poisson, Fixed, or Disjoint or Assigned (which cut the part
+            further), with the part's number of records as n.
+        n: public number of records, at least those of all parts.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> design = Parts(((Full(50), 3), (Full(25), 4)), n=100)
+        >>> design.steps_per_epoch, design.part_of(3), design.event(clipped_gaussian(2.0), 4).n
+        (7, 1, 3)
+    """
+
+    parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
+    n: int
+    positional = one_pass = ordered = True
+    inner: ClassVar[tuple[type[Design], ...]] = (
+        Full,
+        Poisson,
+        Fixed,
+        Disjoint,
+        Assigned,
+    )  # designs of a part
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.fields(self, n=check.positive_count)
+        object.__setattr__(
+            self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts)
+        )
+        if not self.parts or not all(isinstance(design, self.inner) for design, _ in self.parts):
+            names = ", ".join(kind.__name__ for kind in self.inner)
+            raise ValueError(
+                f"parts must be ({names}; draws) pairs, at least one (got {self.parts})"
+            )
+        for design, draws in self.parts:
+            if design.one_pass and draws > design.steps_per_epoch:
+                raise ValueError(
+                    f"draws must be <= {design.steps_per_epoch}, one pass over {design} (got"
+                    f" {draws})"
+                )
+            if isinstance(design, Assigned) and not design.amplification:
+                _require_one_pass(design)
+        used = sum(design.n for design, _ in self.parts)
+        if used > self.n:
+            raise ValueError(f"parts must have at most n={self.n} records together (got {used})")
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """That of the first part."""
+        return self.parts[0][0].batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all parts."""
+        return sum(draws for _, draws in self.parts)
+
+    def part_of(self, draw: int) -> int:
+        """Returns the part of draw 0, 1, ..."""
+        return self._locate(draw)[0]
+
+    def draws_left(self, draw: int) -> int:
+        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
+        part, left = self._locate(draw)
+        return 1 if self.parts[part][0].one_pass else left
+
+    def _locate(self, draw: int) -> tuple[int, int]:
+        k = draw
+        for part, (_, draws) in enumerate(self.parts):
+            if k < draws:
+                return part, draws - k
+            k -= draws
+        raise ValueError(f"draw must be < {self.steps_per_epoch} (got {draw})")
+
+    def between(
+        self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
+    ) -> Event:
+        """Returns the event of the draws start, .., stop - 1, given the query's event in each part."""
+        first = 0
+        used: dict[str, tuple[Event, ...]] = {}
+        for part, ((design, draws), base) in enumerate(zip(self.parts, bases, strict=True)):
+            count = min(stop, first + draws) - max(start, first)
+            if count > 0:
+                begin = max(start, first) - first
+                used[str(part)] = (self._spent(design, base, begin, begin + count),)
+            first += draws
+        return self._parallel(used, partition) if used else Sequential(())
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
+        if {type(design) for design, _ in self.parts} != {Full}:
+            return self.between(0, draws, [base] * len(self.parts))
+        starts = accumulate(
+            [draws for _, draws in self.parts], initial=0
+        )  # a form that needs no partition
+        most = max(
+            min(count, max(0, draws - start))
+            for (_, count), start in zip(self.parts, starts, strict=False)
+        )
+        return Repeat(positional_event(base), most)
+
+    @property
+    def secret(self) -> bool:
+        """Whether who is in which batch of a part must be secret."""
+        return any(design.secret for design, _ in self.parts)
+
+    def without_amplification(self) -> Parts:
+        """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
+        known = [
+            (replace(d, amplification=False) if isinstance(d, Assigned) else d, k)
+            for d, k in self.parts
+        ]
+        return replace(self, parts=tuple(known))
+
+    def covers(self, base: BaseEvent, draw: Draw) -> int:
+        """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
+        part, left = self._locate(draw.index)
+        if draw.part.partition("/")[0] != str(part):
+            raise ValueError(f"draw {draw.index} must be of part {part} (got one of {draw.part!r})")
+        design, draws = self.parts[part]
+        # PRIVACY: a pass that its phase does not finish pays for no step of the next one
+        # (test_a_pass_pays_for_no_step_of_the_next_part)
+        return min(left, design.covers(base, replace(draw, index=draws - left)))
+
+    def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
+        """Returns the event of one draw; of its whole pass where that is amplified, see `covers`."""
+        part = draw.part.partition("/")[0]  # a batch k of a part that is cut further is "part/k"
+        design, _ = self.parts[int(part)]
+        if isinstance(design, Assigned) and design.amplifies(base):
+            # PRIVACY: all batches of a pass are one part, of records that are in some of them
+            # (test_a_pass_inside_of_a_part_is_charged_to_the_part)
+            return self._parallel({part: (design.draw_event(base, draw),)}, draw.partition)
+        return self._parallel({draw.part: (self._inside(design, base),)}, draw.partition)
+
+    def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
+        return Parallel(used, partition)
+
+    def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
+        """Returns the event of the draws start, .., stop - 1 of a part."""
+        if isinstance(design, Assigned) and design.amplifies(base):
+            return design.between(start, stop, [base])
+        once = design.one_pass or isinstance(base, Sequential)  # which is that of a whole phase
+        return Repeat(self._inside(design, base), 1 if once else stop - start)
+
+    def _inside(self, design: Design, base: BaseEvent) -> Event:
+        """Returns the event of a draw of a part's design."""
+        if isinstance(design, Assigned):
+            _require_one_pass(design)  # of a query that is not amplified
+        if isinstance(design, (Full, Disjoint, Assigned)):
+            return self._at_places(base)
+        return design.draw_event(base, Draw(0))
+
+    def _at_places(self, base: BaseEvent) -> Event:
+        """Returns the event of a query on given records; they are those of given positions: add_remove is refused."""
+        return positional_event(base)
+
+
+@dataclass(frozen=True)
+class AssignedParts(Parts):
+    """Parts to which each record was assigned independently, with probabilities as their sizes; all three adjacencies.
+
+    What `Parts` is for a public number of records. The sizes of the parts are random, hence private; those of the
+    designs are public divisors, and their sum is n, the (reference) number of records.
+
+    Args:
+        parts: (design, draws) per part; designs are Full, Poisson, or Assigned (which is cut further).
+        n: public number of records.
+
+    Source: docs/proofs/heavy_tailed.md#disjoint-parts.
+    """
+
+    positional = ordered = False
+    inner = (Full, Poisson, Assigned)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = sum(design.n for design, _ in self.parts)
+        if used != self.n:
+            raise ValueError(f"parts must have n={self.n} records together (got {used})")
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
+            )
+        return self.between(0, draws, [base] * len(self.parts))
+
+    def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
+        # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
+        return Parallel(used, partition, "keyed", key_public=True)
+
+    def _at_places(self, base: BaseEvent) -> Event:
+        return base
+
+
+def _require_one_pass(design: Assigned) -> None:
+    """Raises ValueError for several passes inside of a part, where batches are charged and no passes."""
+    if design.passes > 1:
+        # PRIVACY: a batch of one pass and one of another have records in common, and would count as disjoint
+        # (test_a_part_is_assigned_to_batches_once)
+        raise ValueError(
+            "passes must be 1 for a part that is cut further, where none is amplified (got"
+            f" {design})"
+        )

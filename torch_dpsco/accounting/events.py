@@ -12,29 +12,237 @@ ledgers, so that a round trip is exact to the bit. Fields that have their defaul
 an event later, so that old digests stay true.
 
 Source: docs/proofs/accounting.md#adjacencies-and-units, docs/proofs/accounting.md#composition.
+
+Neighboring relations, and sensitivities per relation.
+
+* `add_remove`: the neighbor has one record more or less; the data set size is not public;
+* `zero_out`: one record is replaced by a null record that contributes 0; sizes and positions stay;
+* `replace_one`: one record is replaced by an arbitrary other one; the data set size is public.
+
+Source: docs/proofs/accounting.md#adjacencies-and-units.
+
+Guarantees proved elsewhere, as events, with the adjacencies under which they were proved.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias, cast, get_args
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency, Sens, below_one, sorted_sens
-from torch_dpsco.accounting.stated import (
-    GDP,
-    ZCDP,
-    ApproxDP,
-    ApproxZCDP,
-    Failure,
-    KNorm,
-    Pure,
-    RDPCurve,
-)
+from torch_dpsco.accounting.analysis.convert import FAILURE_KINDS
 from torch_dpsco.errors import AdjacencyError, ConditionError
+
+Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]
+ADD_REMOVE: Adjacency = "add_remove"
+ZERO_OUT: Adjacency = "zero_out"
+REPLACE_ONE: Adjacency = "replace_one"
+ADJACENCIES: tuple[Adjacency, ...] = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
+
+# L2 sensitivity of a sum of rows clipped at 1: a replaced row takes one vector of norm <= 1 away and adds another.
+CLIP_UNITS: Mapping[Adjacency, float] = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+
+
+def check_adjacency(adjacency: str) -> Adjacency:
+    """Returns the adjacency; raises ValueError for an unknown name."""
+    return check.choice(ADJACENCIES, adjacency=adjacency)
+
+
+Sens: TypeAlias = "Mapping[Adjacency, float] | tuple[tuple[Adjacency, float], ...]"
+
+
+def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
+    """Returns sensitivities in one order, so that events are hashable and equal ones compare equal."""
+    pairs: Any = tuple(sens.items()) if isinstance(sens, Mapping) else sens
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(
+            f"sens must map adjacencies to sensitivities, as {{'replace_one': 2.0}} (got {sens!r})"
+        )
+    if not pairs:
+        raise ValueError("sens must name at least one adjacency (got none)")
+    found = {check_adjacency(a): check.nonnegative(sens=s) for a, s in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"sens must name each adjacency once (got {sens!r})")
+    return tuple(sorted(found.items()))
+
+
+def below_one(**field: Any) -> float:
+    """Returns the field, a delta or a failure probability, as a float; raises ValueError unless it is in [0, 1)."""
+    value = check.nonnegative(**field)
+    if value >= 1:
+        raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
+    return value + 0.0  # no negative zero, which prints as -0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stated:
+    """A guarantee that holds under the adjacencies for which it was proved."""
+
+    def require(self, adjacency: Adjacency) -> None:
+        """Raises AdjacencyError if the guarantee was not stated for that adjacency."""
+        if adjacency not in self.adjacencies:  # type: ignore[attr-defined]
+            raise AdjacencyError(f"{self} is not stated for {adjacency}")
+
+    def __post_init__(self) -> None:
+        check.fields(
+            self, **{field.name: _CHECKS[field.name] for field in dataclasses.fields(self)}
+        )
+
+
+def _stated(adjacencies: Any) -> tuple[Adjacency, ...]:
+    if isinstance(adjacencies, str) or not isinstance(adjacencies, Iterable):
+        raise ValueError(f"adjacencies must be a tuple of names (got {adjacencies!r})")
+    stated = tuple(sorted({check_adjacency(a) for a in adjacencies}))
+    if not stated:
+        raise ValueError("adjacencies must name at least one adjacency (got none)")
+    return stated
+
+
+def _each(one: Callable[..., float], **field: Any) -> tuple[float, ...]:
+    ((name, numbers),) = field.items()
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
+    return tuple(one(**{name: number}) for number in numbers)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("eps", "rho", "xi", "mu"), check.nonnegative),
+    **dict.fromkeys(("dim", "p"), check.positive_count),
+    "delta": below_one,
+    "orders": partial(_each, check.order),
+    "values": partial(_each, partial(check.nonnegative, allow_inf=True)),
+    "adjacencies": _stated,
+}
+_ALL = tuple(sorted(ADJACENCIES))
+_SHOWN_ORDERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Pure(Stated):
+    """Any eps-differentially private release."""
+
+    eps: float
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+
+@dataclasses.dataclass(frozen=True)
+class ApproxDP(Stated):
+    """Any (eps, delta)-differentially private release."""
+
+    eps: float
+    delta: float
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+
+@dataclasses.dataclass(frozen=True)
+class ZCDP(Stated):
+    """Any (xi, rho)-zero-concentrated release: D_a <= xi + rho a for every order a > 1."""
+
+    rho: float
+    xi: float = 0.0
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+
+@dataclasses.dataclass(frozen=True)
+class ApproxZCDP(Stated):
+    """Any delta-approximately rho-zero-concentrated release."""
+
+    rho: float
+    delta: float
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+
+@dataclasses.dataclass(frozen=True)
+class GDP(Stated):
+    """Any mu-Gaussian-differentially private release."""
+
+    mu: float
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+
+@dataclasses.dataclass(frozen=True)
+class KNorm(Stated):
+    """The K-norm mechanism: noise of density proportional to exp(-eps |z|_p / sensitivity) in R^dim.
+
+    Args:
+        eps: >= 0.
+        dim: >= 1.
+        p: 2 (p = 1 is `Laplace`).
+        adjacencies: for which its sensitivity was computed.
+    """
+
+    eps: float
+    dim: int
+    p: int = 2
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.p != 2:
+            raise ValueError(f"p must be 2 (got {self.p}); Laplace is the one for p = 1")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RDPCurve(Stated):
+    """Any release with these bounds of its Renyi divergence (of both directions).
+
+    Args:
+        orders: each > 1, increasing.
+        values: bound per order, each >= 0 (inf for none).
+        adjacencies: for which they were proved.
+    """
+
+    orders: tuple[float, ...]
+    values: tuple[float, ...]
+    adjacencies: tuple[Adjacency, ...] = _ALL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        orders = len(self.orders)
+        values = len(self.values)
+        if not orders or orders != values:
+            raise ValueError(
+                f"orders and values must be equally many, >= 1 (got {orders} and {values})"
+            )
+        if any(later <= earlier for earlier, later in pairwise(self.orders)):
+            raise ValueError(f"orders must increase (got {check.shown(self.orders)})")
+
+    def __str__(self) -> str:
+        """Without the numbers, which may be hundreds."""
+        orders = f"{len(self.orders)} orders from {self.orders[0]:g} to {self.orders[-1]:g}"
+        return f"RDPCurve({orders}, {', '.join(self.adjacencies)})"
+
+    def __repr__(self) -> str:
+        if len(self.orders) <= _SHOWN_ORDERS:
+            curve = f"orders={self.orders}, values={self.values}"
+        else:  # a report is for readers, a ledger has all of them
+            curve = f"{len(self.orders)} orders from {self.orders[0]:g} to {self.orders[-1]:g}"
+        return f"RDPCurve({curve}, adjacencies={self.adjacencies})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The probability that the premise of some other event does not hold.
+
+    Args:
+        probability: in [0, 1).
+        kind: "coupling" (a coupling of the noiseless outputs of both data sets fails: delta' = (delta - p)/(1 - p)),
+            "transcript" (a function of the pair and the transcript: adds p to delta), or "per_side" (an event on each
+            side by itself: adds (1 + e^epsilon) p).
+    """
+
+    probability: float
+    kind: str = "coupling"
+
+    def __post_init__(self) -> None:
+        check.fields(self, probability=below_one, kind=partial(check.choice, FAILURE_KINDS))
+
 
 # where they have their default
 _OMITTED = ("k", "adjacencies", "partition_kind", "key_public", "exact", "used", "releases")
@@ -68,7 +276,7 @@ class Gaussian(_Query, _Gaussian):
         sigma: absolute noise standard deviation, >= 0, in the units of `sens`; 0 means no privacy.
         sens: L2 sensitivity of the query per adjacency, each >= 0; an adjacency that is missing is refused.
         failure: probability (coupling kind) with which the sensitivity may be exceeded, in [0, 1).
-        exact: whether the noise was drawn in integers on a public grid (`accounting.analysis.rounding`); the cost is the same.
+        exact: whether the noise was drawn in integers on a public grid (see `analysis.rounding`); the cost stays.
     """
 
     sigma: float

@@ -11,23 +11,30 @@ Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/account
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.curves import Cost, orders_at
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
-from torch_dpsco.accounting.events import Event, PoissonGaussian, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    Event,
+    PoissonGaussian,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.identify import RatePoisson, recognize
-from torch_dpsco.accounting.ledger.book import MECHANISM
-from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import locked
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import locked
+from torch_dpsco.accounting.ledger_file import MECHANISM, Book
 from torch_dpsco.accounting.spending import Note, Spending
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
@@ -60,6 +67,33 @@ def epsilon_at_orders(
     places = np.searchsorted(grid, orders)
     pairs = zip(cost.rdp[places], orders, strict=True)
     return max(0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs))
+
+
+def foreign_book(
+    history: Iterable[Sequence[float]], run: str, adjacency: Adjacency | None, unit: str
+) -> Book:
+    """Returns the book of a history in Opacus' form, whose sampling is taken on trust.
+
+    Raises:
+        ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
+    """
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    if not isinstance(history, Iterable):
+        raise ValueError(
+            f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})"
+        )
+    entry: Any
+    for entry in history:
+        if not isinstance(entry, Sequence) or len(entry) != 3:
+            raise ValueError(
+                f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})"
+            )
+        book.ledger.add(PoissonGaussian(entry[0], entry[1]), check.count(steps=entry[2]))
+    if len(book.ledger):
+        book.runs.append((run, 0))
+        book.config["adjacency"] = adjacency or ADD_REMOVE
+        book.mark(("stepped", "asserted"), len(book.ledger))
+    return book
 
 
 class OpacusFace(Spending):

@@ -25,8 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.filters import Filter, make_filter
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
     Event,
     Parallel,
@@ -36,8 +35,9 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import Ledger, locked, size_of
+from torch_dpsco.accounting.filters import Filter, make_filter
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import Ledger, locked, size_of
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]

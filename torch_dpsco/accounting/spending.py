@@ -1,31 +1,37 @@
 """Spending: the part of the accountant that charges events, within a budget if there is one.
 
 Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
+
+Phases: what is charged inside of a block goes to one part of a partition, and nothing that runs beside the block.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import sys
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.filters import make_filter
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    Adjacency,
     Event,
     Parallel,
     RandomAllocation,
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.journal import Journal
-from torch_dpsco.accounting.ledger.store import LOCK, locked
-from torch_dpsco.accounting.phases import Phase, Phases, Place
+from torch_dpsco.accounting.filters import make_filter
+from torch_dpsco.accounting.journal import Journal
+from torch_dpsco.accounting.ledger import LOCK, locked
 from torch_dpsco.accounting.planning import Planning
-from torch_dpsco.errors import BudgetExceeded, PrivacyError, UnitError
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, UnitError
 
 _MOST = 2**40
 
@@ -34,7 +40,7 @@ class Note(NamedTuple):
     """What the ledger notes with a charge.
 
     Args:
-        marks: facts, of `book.MARKS`.
+        marks: facts, of `MARKS`.
         releases: of `Book.releases`.
         adjacency: default of queries from now on, if none is fixed yet.
     """
@@ -379,4 +385,90 @@ class Spending(Planning):
             bool(self._config.get("adaptive"))
             and self._budget is not None
             and not self._budget.adaptive
+        )
+
+
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+class Place(NamedTuple):
+    """A part of a partition of the records (see `events.Parallel`)."""
+
+    part: str
+    partition: str
+    kind: str
+    key_public: bool
+
+
+class Phases:
+    """The open phases of one accountant: at most one in each context, of a thread, a task or a callback."""
+
+    def __init__(self) -> None:
+        self._opened: ContextVar[Phase | None] = ContextVar("opened", default=None)
+
+    @property
+    def place(self) -> Place | None:
+        """What the code that runs now charges to; None is all records."""
+        phase = self._opened.get()
+        return None if phase is None or not phase.is_here() else phase.place
+
+    def at(self, place: Place) -> Phase:
+        """Returns a block whose charges go to a place."""
+        return Phase(self, self._opened, place)
+
+
+class Phase:
+    """A block whose charges go to a place: those of the context that entered it, until it is left."""
+
+    def __init__(self, phases: Phases, opened: ContextVar[Phase | None], place: Place) -> None:
+        self.place = place
+        self._phases = phases
+        self._opened = opened
+        self._token: Token[Phase | None] | None = None
+
+    def __enter__(self) -> None:
+        _require_no_generator()
+        open_now = self._phases.place
+        if open_now is not None:
+            raise SequenceError(
+                f"a phase on part {open_now.part!r} is open: phases must not be nested"
+            )
+        self._token = self._opened.set(self)
+
+    def __exit__(self, *_: Any) -> None:
+        token = self._token
+        self._token = None
+        if token is not None:
+            with contextlib.suppress(
+                ValueError, RuntimeError
+            ):  # left in another context: closed there all the same
+                self._opened.reset(token)
+
+    def is_here(self) -> bool:
+        """Returns whether the block is open in this context itself, and not in the one that this is a copy of."""
+        if self._token is None:
+            return False
+        try:
+            # PRIVACY: what is started inside of a phase inherits its context, and may release about all records
+            # (test_what_is_started_inside_of_a_phase_charges_to_all_records)
+            self._opened.reset(self._token)
+        except (ValueError, RuntimeError):  # a token is of the context in which it was made
+            return False
+        self._token = self._opened.set(self)
+        return True
+
+
+def _require_no_generator() -> None:
+    """Raises SequenceError where a phase would stay open while the callers of a generator run."""
+    frame = sys._getframe(2)
+    while (
+        frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__
+    ):  # as of an ExitStack
+        frame = frame.f_back
+    if frame.f_code.co_flags & _GENERATORS:
+        # PRIVACY: they would be charged to the part too (test_a_phase_is_not_opened_in_a_generator)
+        raise SequenceError(
+            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs"
+            " between two of its values would be charged to the part; open it around what is"
+            " charged, or return accountant.phase(...)"
         )

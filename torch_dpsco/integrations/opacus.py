@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ZERO_OUT
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
 from torch_dpsco.make_private import attach_sound

@@ -33,7 +33,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.generic import ModelOutput
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves

@@ -30,8 +30,7 @@ from torch_dpsco.accounting.analysis.rounding import (
     with_grid,
 )
 from torch_dpsco.accounting.designs import is_exact
-from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.accounting.events import GDP, Gaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers.certificates import project

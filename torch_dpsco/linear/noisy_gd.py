@@ -23,11 +23,10 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.analysis.objective import objpert_reg
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian, safe
-from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers.certificates import project

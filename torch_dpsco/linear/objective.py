@@ -23,7 +23,6 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
@@ -41,7 +40,7 @@ from torch_dpsco.accounting.analysis.objective import (
 )
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian
 from torch_dpsco.accounting.curves import objective_curve
-from torch_dpsco.accounting.stated import ApproxDP, Pure, RDPCurve
+from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve

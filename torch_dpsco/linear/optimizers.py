@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.linear.noisy_gd import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
 from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma, gaussian_sigma_zhao
 from torch_dpsco.accounting.analysis.rounding import (
@@ -46,8 +45,7 @@ from torch_dpsco.accounting.analysis.rounding import (
     with_grid,
 )
 from torch_dpsco.accounting.designs import is_exact
-from torch_dpsco.accounting.events import Gaussian, Sequential
-from torch_dpsco.accounting.stated import Failure, KNorm
+from torch_dpsco.accounting.events import REPLACE_ONE, Failure, Gaussian, KNorm, Sequential
 from torch_dpsco.errors import CalibrationError, ConditionError, SequenceError
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.linear.solvers import SOLVERS, solve

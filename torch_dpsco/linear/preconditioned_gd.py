@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian, safe
-from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.noisy_gd import run_momentum
 from torch_dpsco.linear.objectives.base import Records

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
-from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.accounting.events import GDP, Adjacency
 from torch_dpsco.linear.objectives.base import Records
 from torch_dpsco.losses import clip_rows
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector

@@ -20,10 +20,9 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.accounting.report.figures import OneRelease
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.errors import SequenceError

@@ -28,12 +28,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco._margin import down
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
-from torch_dpsco.accounting.events import Sequential
-from torch_dpsco.accounting.stated import RDPCurve
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, RDPCurve, Sequential
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.linear.blocks import RawBlocks
 from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted

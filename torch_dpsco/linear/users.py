@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.analysis.rounding import gamma, safe
-from torch_dpsco.accounting.stated import GDP
+from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.linear.noisy_gd import far_radius, run_momentum, smooth_constants, way_guess
 from torch_dpsco.linear.objectives import LinearObjective

@@ -27,10 +27,10 @@ from fractions import Fraction
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.rng import Source

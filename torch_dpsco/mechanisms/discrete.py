@@ -84,7 +84,7 @@ def discrete_gaussian(size: int, bits: int, read: Read = random_bytes) -> IntArr
     Raises:
         ValueError: an argument is out of range.
 
-    Guarantee: added to an integer vector of L2 sensitivity D: (D^2 / (2 m^2))-zCDP; see `accounting.analysis.rounding` for more.
+    Guarantee: added to an integer vector of L2 sensitivity D: (D^2 / (2 m^2))-zCDP; see `analysis.rounding`.
 
     Example:
         >>> x = discrete_gaussian(1000, 10)

@@ -58,10 +58,9 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.stated import ApproxZCDP
+from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, ApproxZCDP
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.noise import uniform, words
 from torch_dpsco.rng import Source

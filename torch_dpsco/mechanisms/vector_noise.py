@@ -1,7 +1,7 @@
 """Releases of one vector: Gaussian or K-norm noise, or exact noise on a public grid.
 
 Exact releases are rounded to a public grid, and discrete noise is added in integers. What numbers can occur does not
-depend on the data, and no law rests on the rounding of a sampler. See `accounting.analysis.rounding` for what is charged,
+depend on the data, and no law rests on the rounding of a sampler. See `analysis.rounding` for what is charged,
 `mechanisms.discrete` for the draws.
 
 Others are Gaussian, or of the K-norm mechanism, which is purely epsilon-private:

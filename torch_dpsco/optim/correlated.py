@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.parts import Cyclic
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Cyclic
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.optim.planned import PlannedOptimizer, StepPlan, agreed_adjacency, given_noise

@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, CLIP_UNITS, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Undeclared
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Design,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Undeclared,
+)
+from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning

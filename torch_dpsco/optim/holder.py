@@ -21,10 +21,10 @@ from functools import cache
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,

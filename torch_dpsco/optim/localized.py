@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Fixed, Full, Poisson
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from typing import TypeAlias
 
-from torch_dpsco.accounting.designs import Fixed, Poisson
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.designs import Assigned, Fixed, Poisson
 
 Minibatches: TypeAlias = Poisson | Fixed | Assigned
 

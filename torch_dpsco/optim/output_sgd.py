@@ -40,13 +40,18 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.rounding import asks_exact, scaled_up, with_grid
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
-from torch_dpsco.accounting.events import NonPrivate, SimpleEvent
-from torch_dpsco.accounting.stated import ApproxDP, KNorm
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    Adjacency,
+    ApproxDP,
+    KNorm,
+    NonPrivate,
+    SimpleEvent,
+)
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity, plan_bolt_on
 from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity
 from torch_dpsco.algorithms.mixture_numbers import weighted_law

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.clip_selection import C_MAX, C_MIN, LEAST_PILOT, RULES, pilot_size, target_quantile

@@ -15,27 +15,27 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    Adjacency,
-    below_one,
-    check_adjacency,
-)
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import (
+    Assigned,
     Design,
     Disjoint,
     Fixed,
     Full,
+    Parts,
     Poisson,
     Shuffled,
     Undeclared,
 )
-from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    Adjacency,
+    Event,
+    below_one,
+    check_adjacency,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import ClippedMean

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Gaussian, SimpleEvent
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, SimpleEvent
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, OutputRun
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.optim.planned import ANSWERS, LABELS, BatchPlan, drawing

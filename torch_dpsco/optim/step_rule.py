@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 
 from torch_dpsco.accounting import calibrate
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Poisson
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.optim.planned import drawn, noise_for, release_noise, sampled
 from torch_dpsco.problem import Problem

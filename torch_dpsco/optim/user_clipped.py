@@ -11,10 +11,9 @@ from torch import nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Full
-from torch_dpsco.accounting.parts import Assigned
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Assigned, Design, Full
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.optim.planned import (
     PlannedOptimizer,

@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
     filtered_schedule,

@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Full, Parts
+from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.algorithms.user_localized_numbers import (
     LocalizedUserPlan,
     UserPhase,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.algorithms.user_localized_numbers import UserPhase
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan
 from torch_dpsco.errors import MissingConstantError

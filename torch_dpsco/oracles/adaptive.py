@@ -58,9 +58,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.accounting.events import clipped_gaussian
+from torch_dpsco.accounting.events import CLIP_UNITS, Adjacency, clipped_gaussian
 from torch_dpsco.clip_selection import adaptive_clip_update
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.mechanisms.vector_noise import release_on_grid

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._doors import type_members
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.accounting.events import Event
+from torch_dpsco.accounting.events import Adjacency, Event
 from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, SequenceError
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch, LinearBlock, row_norm

@@ -33,9 +33,14 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat, native
-from torch_dpsco.accounting.adjacency import CLIP_UNITS, Adjacency
 from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid, with_grid
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, clipped_gaussian
+from torch_dpsco.accounting.events import (
+    CLIP_UNITS,
+    Adjacency,
+    Gaussian,
+    NonPrivate,
+    clipped_gaussian,
+)
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_

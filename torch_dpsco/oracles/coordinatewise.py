@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import Gaussian
+from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, Gaussian
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.noise import normal_
 from torch_dpsco.oracles.base import Charge, MeanOracle, Release, require_places, split_like

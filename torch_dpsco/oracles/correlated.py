@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw, Shuffled
-from torch_dpsco.accounting.parts import Cyclic
+from torch_dpsco.accounting.designs import Cyclic, Design, Disjoint, Draw, Shuffled
 from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.oracles.base import Charge, Release

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
-from torch_dpsco.accounting.adjacency import Adjacency
-from torch_dpsco.accounting.events import NonPrivate
+from torch_dpsco.accounting.events import Adjacency, NonPrivate
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch

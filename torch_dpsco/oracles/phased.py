@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import ADJACENCIES, Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Pure
 from torch_dpsco.clip_selection import C_MAX, C_MIN, warn_at_grid_end
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law

@@ -27,10 +27,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
-from torch_dpsco.accounting.events import NonPrivate
-from torch_dpsco.accounting.stated import ApproxZCDP
+from torch_dpsco.accounting.events import Adjacency, ApproxZCDP, NonPrivate
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.mechanisms.shuffle import (
     FAILURE,

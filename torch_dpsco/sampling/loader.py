@@ -40,8 +40,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.designs import Design, Full, Poisson
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Parts
+from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full, Parts, Poisson
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds

@@ -21,8 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Disjoint, Draw
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Cyclic,
+    Design,
+    Disjoint,
+    Draw,
+    Parts,
+)
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling.samplers import DesignSampler, RecordIds, kind_of

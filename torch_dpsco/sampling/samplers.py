@@ -49,8 +49,16 @@ from torch.utils.data import Sampler, TensorDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members, typed
-from torch_dpsco.accounting.designs import Design, Draw, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.accounting.parts import Assigned, AssignedParts
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Design,
+    Draw,
+    Fixed,
+    Full,
+    Poisson,
+    Shuffled,
+)
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.rng import Stream, rank_generator, sampling_generator

@@ -368,9 +368,8 @@ def _called(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
 def _report(args: argparse.Namespace) -> Result:
     """Says what was spent, from a ledger file, which is left as it is."""
     from torch_dpsco.accounting.accountant import Accountant
-    from torch_dpsco.accounting.adjacency import check_adjacency
-    from torch_dpsco.accounting.ledger.book import write_state
-    from torch_dpsco.accounting.ledger.file import LedgerCopy
+    from torch_dpsco.accounting.events import check_adjacency
+    from torch_dpsco.accounting.ledger_file import LedgerCopy, write_state
     from torch_dpsco.accounting.report import card
     from torch_dpsco.accounting.report.statement import finite
 
@@ -396,7 +395,7 @@ def _report(args: argparse.Namespace) -> Result:
 
 def _check(args: argparse.Namespace) -> Result:
     """Says whether a ledger file is whole, and changes nothing."""
-    from torch_dpsco.accounting.ledger.file import LedgerCopy
+    from torch_dpsco.accounting.ledger_file import LedgerCopy
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UtilityWarning)  # no mark

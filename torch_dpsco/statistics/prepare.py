@@ -27,18 +27,17 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import (
+from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
+from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
+    Gaussian,
     check_adjacency,
 )
-from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
-from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
-from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.data import as_features
 from torch_dpsco.estimators.protocol import (

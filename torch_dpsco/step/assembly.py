@@ -13,12 +13,10 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
-from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
-from torch_dpsco.accounting.events import Event, Gaussian, NonPrivate
-from torch_dpsco.accounting.parts import Assigned, Parts
+from torch_dpsco.accounting.budgets import warn_of_delta
+from torch_dpsco.accounting.designs import Assigned, Design, Parts, Poisson, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.distributed import join, world_size

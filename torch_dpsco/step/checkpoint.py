@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.ledger.book import read_state
+from torch_dpsco.accounting.ledger_file import read_state
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.oracles.base import Release

@@ -14,11 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 from torch_dpsco import compat
 from torch_dpsco._validate import positive_count, shown
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import Design, Poisson, Undeclared
-from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Design, Parts, Poisson, Undeclared
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn

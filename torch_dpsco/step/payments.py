@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.designs import Design, Draw, Parts
 from torch_dpsco.accounting.events import (
     Event,
     Parallel,
@@ -24,9 +24,8 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger.book import OPEN, OVER
-from torch_dpsco.accounting.ledger.store import LOCK
-from torch_dpsco.accounting.parts import Parts
+from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.ledger_file import OPEN, OVER
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
 from torch_dpsco.oracles.phased import Phased

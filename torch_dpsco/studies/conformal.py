@@ -32,17 +32,17 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import (
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
+    Event,
+    Pure,
 )
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.report.figures import PrivacyReport
-from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.estimators.data import as_features, require_finite
 from torch_dpsco.mechanisms.exponential import draw, score_law, score_slack
 from torch_dpsco.rng import noise_generator

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, Adjacency
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.data import as_codes, as_column, as_features, require_dtype
 from torch_dpsco.rng import Keystream, Stream, sampling_generator

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.schema import Schema
 from torch_dpsco.studies.study import Study, plan_study, require_readable, units_of
 

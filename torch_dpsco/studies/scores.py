@@ -28,14 +28,19 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
-from torch_dpsco.accounting.events import Event, Gaussian
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Event,
+    Gaussian,
+    Pure,
+)
 from torch_dpsco.accounting.report.figures import PrivacyReport
-from torch_dpsco.accounting.stated import Pure
 from torch_dpsco.estimators.data import as_codes
 from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.mechanisms.vector_noise import exact_release

@@ -25,15 +25,12 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.analysis.rdp import expected_trials, negative_binomial_selection
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import warn_of_delta
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.curves import orders_at
-from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, RDPCurve, check_adjacency
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport
-from torch_dpsco.accounting.stated import RDPCurve
 from torch_dpsco.errors import (
     AdjacencyError,
     CalibrationError,

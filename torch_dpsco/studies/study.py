@@ -29,10 +29,8 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.adjacency import ADD_REMOVE
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.budgets.size_of_delta import parts, warn_of_delta
-from torch_dpsco.accounting.events import Event, Parallel
+from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel
 from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
 from torch_dpsco.accounting.report.grounds import HELD

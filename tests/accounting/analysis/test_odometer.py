@@ -14,7 +14,7 @@ from scipy.stats import binom
 
 from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon, zcdp_epsilon, zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
-from torch_dpsco.accounting.analysis.odometer import (
+from torch_dpsco.accounting.budgets import (
     ODOMETER_ORDERS,
     gdp_filter_budget,
     mixture_filter_admits,

@@ -43,7 +43,7 @@ from torch_dpsco.accounting.analysis.rdp import (
 )
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
-from torch_dpsco.accounting.budgets.budget import _SLACK
+from torch_dpsco.accounting.budgets import _SLACK
 from torch_dpsco.errors import ConditionError
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none

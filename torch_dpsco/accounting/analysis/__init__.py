@@ -5,7 +5,6 @@
 * `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling (the integrals behind both in
   `quadrature`).
 * `pure`, `svt`: mechanisms of a pure epsilon; `shuffle`: shifts of binomial sums.
-* `odometer`: parameters that depend on what was released.
 * `pld` (with `pld_laws`, `pld_compose`): composed privacy loss distributions, and a mu that
   covers them.
 * `convert`: Renyi curves and failure probabilities to (epsilon, delta).

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch_dpsco.accounting.analysis.risk import percent
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
 from torch_dpsco.accounting.report.wording import table
 from torch_dpsco.show import plots

@@ -14,19 +14,17 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.adjacency import (
+from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
+from torch_dpsco.accounting.analysis.risk import Risk
+from torch_dpsco.accounting.analysis.rounding import upper
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import BaseEvent, Design
+from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
-)
-from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
-from torch_dpsco.accounting.analysis.risk import Risk
-from torch_dpsco.accounting.analysis.rounding import upper
-from torch_dpsco.accounting.budgets.budget import Budget
-from torch_dpsco.accounting.designs import BaseEvent, Design
-from torch_dpsco.accounting.events import (
     Event,
     Gaussian,
     NonPrivate,
@@ -36,7 +34,7 @@ from torch_dpsco.accounting.events import (
     WORGaussian,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.grounds import ASSUMED, Charged
 from torch_dpsco.accounting.report.names import PROMISED, names_of, rows_of, whose
 from torch_dpsco.errors import AdjacencyError, InfeasibleError

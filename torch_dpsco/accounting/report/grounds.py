@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.curves import Cost, cost_of
 from torch_dpsco.accounting.events import (
+    GDP,
     AboveThreshold,
+    Adjacency,
+    ApproxDP,
+    ApproxZCDP,
+    Failure,
     Gaussian,
+    KNorm,
     Laplace,
     NonPrivate,
     PoissonGaussian,
@@ -21,7 +26,6 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
     WORGaussian,
 )
-from torch_dpsco.accounting.stated import GDP, ApproxDP, ApproxZCDP, Failure, KNorm
 
 ASSIGNED, HELD = (
     "assigned/",

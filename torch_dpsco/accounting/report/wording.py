@@ -9,19 +9,33 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch_dpsco.accounting.adjacency import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Cyclic,
     Design,
     Disjoint,
     Fixed,
     Full,
+    Parts,
     Poisson,
     Shuffled,
     Undeclared,
     is_exact,
 )
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, Sequential
-from torch_dpsco.accounting.parts import Assigned, AssignedParts, Cyclic, Parts
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZCDP,
+    ZERO_OUT,
+    ApproxDP,
+    ApproxZCDP,
+    Gaussian,
+    NonPrivate,
+    Pure,
+    RDPCurve,
+    Sequential,
+)
 from torch_dpsco.accounting.report.figures import (
     OneFit,
     OneRelease,
@@ -34,7 +48,6 @@ from torch_dpsco.accounting.report.figures import (
 )
 from torch_dpsco.accounting.report.grounds import DELTA, IDEAL, Charged
 from torch_dpsco.accounting.report.names import KEPT, PROMISED
-from torch_dpsco.accounting.stated import ZCDP, ApproxDP, ApproxZCDP, Pure, RDPCurve
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
 WORLDS = {

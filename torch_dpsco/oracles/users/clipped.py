@@ -25,8 +25,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.oracles.base import Charge, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.oracles.users.rows import UserMean

@@ -37,10 +37,16 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE, Adjacency
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import Gaussian, NonPrivate, Repeat, Sequential
-from torch_dpsco.accounting.stated import Failure
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    Adjacency,
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Repeat,
+    Sequential,
+)
 from torch_dpsco.algorithms.user_numbers import (
     bernoulli_sensitivity,
     filter_coefficient,

@@ -36,11 +36,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.adjacency import REPLACE_ONE
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Design, Draw
-from torch_dpsco.accounting.events import Sequential
-from torch_dpsco.accounting.stated import Pure
+from torch_dpsco.accounting.events import REPLACE_ONE, Pure, Sequential
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.mechanisms.exponential import draw, score_law

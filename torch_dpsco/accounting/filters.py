@@ -40,21 +40,22 @@ from typing import NoReturn, TypeAlias, cast
 import numpy as np
 
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.adjacency import Adjacency
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
-from torch_dpsco.accounting.analysis.odometer import (
+from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.budgets import (
     ODOMETER_ORDERS,
+    Budget,
     gdp_filter_budget,
     mixture_filter_admits,
     odometer_epsilon,
+    renyi_budget,
+    within,
     zcdp_filter_budget,
 )
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.budgets.budget import Budget, renyi_budget, within
 from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.curves import Cost, cost_of, orders_at
-from torch_dpsco.accounting.events import Event, Repeat
-from torch_dpsco.accounting.ledger.store import Ledger, impurity
+from torch_dpsco.accounting.events import Adjacency, Event, Repeat
+from torch_dpsco.accounting.ledger import Ledger, impurity
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError
 

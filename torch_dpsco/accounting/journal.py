@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch_dpsco.accounting.events import Event, Repeat
-from torch_dpsco.accounting.ledger.book import MARKS, Book, charge_row
-from torch_dpsco.accounting.ledger.file import LedgerFile
-from torch_dpsco.accounting.ledger.store import Ledger
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger_file import MARKS, Book, LedgerFile, charge_row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 
@@ -46,7 +45,7 @@ class Journal:
         Args:
             event: to be charged.
             count: how often.
-            marks: facts about it, of `book.MARKS`.
+            marks: facts about it, of `MARKS`.
             releases: of `Book.releases`: what it pays for; noted even if the event is empty.
 
         Raises:

@@ -1,1 +1,0 @@
-"""Budgets, and the filters that decide before an event whether it still fits."""

@@ -1,1 +1,0 @@
-"""The ledger: what was charged, in memory and on disk."""
