@@ -12,6 +12,7 @@ from opacus.optimizers import DPOptimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_dpsco import compat
+from torch_dpsco._loaded import of_opacus
 
 
 @pytest.fixture
@@ -65,9 +66,9 @@ def test_to_look_at_opacus_draws_nothing():
 
 
 def test_a_class_that_opacus_does_not_have_is_named():
-    assert compat.of_opacus("optimizers.DPOptimizer", "nowhere.Nothing") == (DPOptimizer,)
+    assert of_opacus("optimizers.DPOptimizer", "nowhere.Nothing") == (DPOptimizer,)
     with pytest.raises(ImportError, match=r"needs opacus\.optimizers\.Renamed"):
-        compat.of_opacus("optimizers.Renamed")
+        of_opacus("optimizers.Renamed")
 
 
 def test_a_module_whose_import_failed_is_watched_again(monkeypatch, tmp_path):

@@ -6,18 +6,16 @@ parameters and optimizers are read where they are needed, and looked for here (`
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_RUN_WITH = "torch 2.6 and 2.14 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
+from torch_dpsco._loaded import need as _need
+from torch_dpsco._loaded import when_imported
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -53,19 +51,6 @@ _GLOBAL_HOOKS = (
     *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
 )
 _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-
-
-def _need(owner: Any, name: str, called: str = "") -> Any:
-    """Returns an attribute of a module, or of what is called so; raises ImportError in a sentence if it is missing."""
-    missing = object()
-    found = getattr(owner, name, missing)
-    if found is missing:
-        raise ImportError(
-            f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {torch.__version__}"
-            f" with opacus {version('opacus')} does not have: it was run with {_RUN_WITH}; install"
-            " one of these"
-        )
-    return found
 
 
 foreach_add_ = _need(torch, "_foreach_add_")
@@ -171,55 +156,6 @@ def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
     """Returns the `step` of a class as it was written, without what torch puts around it when an object is made."""
     step: Any = optimizer.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def of_opacus(*names: str) -> tuple[Any, ...]:
-    """Returns classes of Opacus by their dotted names, where their module was imported: else no object is of them.
-
-    Example:
-        >>> of_opacus("nowhere.Nothing")
-        ()
-    """
-    places = [f"opacus.{name}".rpartition(".") for name in names]
-    return tuple(
-        _need(sys.modules[module], name) for module, _, name in places if module in sys.modules
-    )
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    """Runs a function once a module was imported, by whomever."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name = name
-        self._then = then
-        self._asks = False
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name or self._asks:
-            return None
-        self._asks = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asks = False
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)  # where it fails, the next import is watched too
-                sys.meta_path.remove(self)
-                self._then()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def when_imported(name: str, then: Callable[[], object]) -> None:
-    """Calls a function as soon as a module is imported; at once if it is."""
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _Watch(name, then))
 
 
 class LeftOut:

@@ -18,6 +18,7 @@ import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco._loaded import when_imported
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.rdp import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
@@ -41,7 +42,6 @@ from torch_dpsco.accounting.report.figures import (
     make_report,
     rounded_up,
 )
-from torch_dpsco.compat import when_imported
 from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError
 
 _CACHED_QUERIES = 256

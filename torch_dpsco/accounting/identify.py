@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from torch_dpsco import _validate as check
+from torch_dpsco._loaded import of_opacus, of_torch
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, poisson_event
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.compat import of_opacus
 from torch_dpsco.errors import UnknownSamplerError
 
 _UNIFORMS = 2**24  # values of a float32 from torch.rand
@@ -95,10 +94,12 @@ def recognize(loader: Any) -> Design:
     """
     design = _own_design(loader)
     # a subclass that iterates in its own way may drop, repeat or join batches
+    plain = of_torch("utils.data.DataLoader")
     if (
         design is None
-        and isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
+        and plain is not None
+        and isinstance(loader, plain)
+        and type(loader).__iter__ is plain.__iter__
     ):
         design = _foreign_design(loader.batch_sampler)
     if design is None:
@@ -136,7 +137,7 @@ def _foreign_design(sampler: Any) -> Design | None:
             " leaves empty batches out, so that the number of steps tells about the data); use a"
             " world of size 1"
         )
-    if type(sampler) is BatchSampler:
+    if type(sampler) is of_torch("utils.data.BatchSampler"):
         return _pass_design(sampler)
     return None
 
@@ -151,13 +152,13 @@ def _drawn_rate(rate: float) -> float:
     return min(1.0, math.ceil(max(rate, float(np.float32(rate))) * _UNIFORMS) / _UNIFORMS)
 
 
-def _pass_design(sampler: BatchSampler) -> Design | None:
+def _pass_design(sampler: Any) -> Design | None:
     """Returns the design of batches cut from one pass without replacement."""
     inner = sampler.sampler
     batch_size = sampler.batch_size
-    if type(inner) is SequentialSampler:
+    if type(inner) is of_torch("utils.data.SequentialSampler"):
         n = len(inner)
-    elif type(inner) is RandomSampler:
+    elif type(inner) is of_torch("utils.data.RandomSampler"):
         n = len(inner.data_source)
         if (
             inner.replacement or inner.num_samples != n

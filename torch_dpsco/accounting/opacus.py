@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._loaded import of_torch
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.curves import Cost, orders_at
@@ -244,7 +244,7 @@ class OpacusFace(Spending):
         partial = getattr(
             optimizer, "_is_last_step_skipped", False
         )  # the rows are the last part of a batch
-        size = -1 if partial or not isinstance(rows, Tensor) else len(rows)
+        size = -1 if partial or not isinstance(rows, of_torch("Tensor")) else len(rows)
         self._same_sizes = (
             self._same_sizes + 1 if size >= 0 and size == self._last_size else int(size >= 0)
         )

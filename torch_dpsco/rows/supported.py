@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.compat import BatchNorm, ConvNd, DropoutNd, is_replicated, is_sharded, of_opacus
+from torch_dpsco._loaded import of_opacus
+from torch_dpsco.compat import BatchNorm, ConvNd, DropoutNd, is_replicated, is_sharded
 from torch_dpsco.errors import SequenceError
 
 _FIX = "opacus.validators.ModuleValidator.fix(model)"
