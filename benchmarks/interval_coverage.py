@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
-from torch_dpsco.linear.objective import ObjectivePlan
+from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.statistics import debias, reach
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -4,7 +4,7 @@
     python benchmarks/least_squares.py --smoke       # rows that are made up, one run: shows that it runs
 
 add_remove, delta = 1e-6, the unit is a row; medians of runs with fresh noise. AdaSSP and its boosted form get the
-bounds of tables.py. The numbers of `linear.boosted` were chosen on these tables; accuracy.py has others.
+bounds of tables.py. The numbers of `estimators.least_squares` were chosen on these tables; accuracy.py has others.
 """
 
 from __future__ import annotations

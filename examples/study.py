@@ -17,7 +17,7 @@ from adult import DATA_FOLDER, LEVELS
 from flights import CARRIERS, ORIGINS, _installed_file
 
 import torch_dpsco as dp
-from torch_dpsco.schema import Category, Number
+from torch_dpsco.estimators import Category, Number
 
 NAMES = {
     0: "age",

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.linear.objectives import Tilted
-from torch_dpsco.linear.solvers import solve
+from torch_dpsco.estimators.robust import Tilted
+from torch_dpsco.estimators.solvers import solve
 from torch_dpsco.theory.linear.tilted import tilted_max_weight
 
 EPSILON, DELTA = 3.0, 1e-6

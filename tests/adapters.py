@@ -394,7 +394,7 @@ def tilted_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.linear.objectives", "Tilted")(
+    objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
         loss, features, targets, tilt=abs(tilt), reg=reg
     )
     objective.tilt = tilt
@@ -412,7 +412,7 @@ def adversarial_logistic(
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    adversarial = resolve("torch_dpsco.linear.objectives", "Adversarial")
+    adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
     objective = adversarial(
         loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features)
     )
@@ -426,12 +426,12 @@ def logistic_certificate(
     """Returns the certificate of a point for a mean logistic objective, beside the true minimizer and distance."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    linear = resolve("torch_dpsco.linear.objectives", "LinearObjective")
+    linear = resolve("torch_dpsco.estimators.objectives", "LinearObjective")
     objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
-    bound = resolve("torch_dpsco.linear.solvers.certificates", "gradient_certificate")(
+    bound = resolve("torch_dpsco.estimators.certificates", "gradient_certificate")(
         objective, point
     ).distance
-    minimizer = resolve("torch_dpsco.linear.solvers", "solve")(objective, 2e-12).w
+    minimizer = resolve("torch_dpsco.estimators.solvers", "solve")(objective, 2e-12).w
     return {
         "grad": objective.value_and_gradient(point)[1].tolist(),
         "distance_bound": bound,

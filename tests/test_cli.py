@@ -14,8 +14,8 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.estimators import Category, Number
 from torch_dpsco.plan import Plan
-from torch_dpsco.schema import Category, Number
 from torch_dpsco.show import cli
 from torch_dpsco.show.cli import main
 

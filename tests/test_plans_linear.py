@@ -29,16 +29,16 @@ from torch_dpsco.accounting.analysis.objective import (
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
-from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, plan_linear, preparation
-from torch_dpsco.linear.adassp import AdaSSPPlan
-from torch_dpsco.linear.boosted import BoostedPlan
-from torch_dpsco.linear.noisy_gd import NoisyGDPlan
-from torch_dpsco.linear.objective import ObjectivePlan
-from torch_dpsco.linear.output import OutputPlan, _sensitivity
-from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
-from torch_dpsco.linear.solved import SolvedOptimizer
-from torch_dpsco.linear.task import LinearPlan, build_objective, make_records
-from torch_dpsco.linear.users import UserGDPlan
+from torch_dpsco.estimators import preparation
+from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, PreconditionedGDPlan
+from torch_dpsco.estimators.least_squares import AdaSSPPlan, BoostedPlan
+from torch_dpsco.estimators.objective import ObjectivePlan
+from torch_dpsco.estimators.output import OutputPlan, _sensitivity
+from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation
+from torch_dpsco.estimators.solved import SolvedOptimizer
+from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, make_records
+from torch_dpsco.estimators.users import UserGDPlan
 from torch_dpsco.plan import Plan
 from torch_dpsco.step import checks
 

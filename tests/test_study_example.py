@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpsco.released import Released
+from torch_dpsco.estimators.released import Released
 
 ROOT = Path(__file__).parents[1]
 

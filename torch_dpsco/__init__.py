@@ -26,8 +26,9 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.audit import audit, audit_outputs, audit_training
 from torch_dpsco.doctor import doctor
+from torch_dpsco.estimators.schema import Schema
+from torch_dpsco.estimators.solved import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.fast import CompiledRows
-from torch_dpsco.linear.optimizers import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import make_private
 from torch_dpsco.optim.correlated import CorrelatedSGD
@@ -42,7 +43,6 @@ from torch_dpsco.optim.user_localized import LocalizedUserSGD
 from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.schema import Schema
 from torch_dpsco.show import loggers as loggers
 from torch_dpsco.show import plots as plots
 from torch_dpsco.step.public import public
@@ -105,16 +105,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from torch_dpsco.studies.one_call import study
-    from torch_dpsco.studies.scores import score
+    from torch_dpsco.statistics.scores import score
+    from torch_dpsco.statistics.study import study
 else:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:
         if name in ("score", "study"):  # on first use: they import scikit-learn, as estimators do
-            return getattr(
-                import_module(f"torch_dpsco.studies.{'scores' if name == 'score' else 'one_call'}"),
-                name,
-            )
+            place = "scores" if name == "score" else "study"
+            return getattr(import_module(f"torch_dpsco.statistics.{place}"), name)
         for place in (errors, sampling):
             if hasattr(place, name):
                 raise AttributeError(

@@ -23,7 +23,7 @@ from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
-from torch_dpsco.linear.solved import SolvedOptimizer
+from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.labels import as_module
 from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound

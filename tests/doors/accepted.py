@@ -167,7 +167,7 @@ FINE = {
     "dp.per_record.loss": "Function Loss Model",
     "tar.TarRows.decode": "Class Function Loss Model",
     **dict.fromkeys(["tar.TarRows.shape", "tar.TarRows.target_shape"], "list"),  # a number
-    "objectives.Tilted.tilt": "zero part negative minus huge numpy",
+    "robust.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",
@@ -200,7 +200,10 @@ FINE = {
     "dp.Schema.ids": "word",
     "dp.Schema.unit": "word",
     "dp.study.ledger_path": TEXT,
-    **dict.fromkeys(["studies.plan_study[search].trials", "studies.PrivateSearch.trials"], "part"),
+    **dict.fromkeys(
+        ["statistics.study.plan_study[search].trials", "statistics.search.PrivateSearch.trials"],
+        "part",
+    ),
     "StudyPlan.run.ledger_path": TEXT,
     "feature_center": "none",
     "feature_scale": "none",
@@ -234,9 +237,10 @@ FINE = {
     **dict.fromkeys(["Risk.posterior.prior", "Risk.words.prior"], SHARE),
     "Risk.words.unit": TEXT,
     **dict.fromkeys(
-        ["Statement.named.unit", "Statement.named.plural", "studies.Study.save.folder"], TEXT
+        ["Statement.named.unit", "Statement.named.plural", "statistics.study.Study.save.folder"],
+        TEXT,
     ),
-    **dict.fromkeys([f"{name}.save.path" for name in ("released.Released", "dp.Schema")], TEXT),
+    **dict.fromkeys([f"{name}.save.path" for name in ("estimators.Released", "dp.Schema")], TEXT),
     "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
     "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",
     **{  # handed on to torch, which names what it does not know
@@ -254,11 +258,11 @@ FINE = {
         for argument in ("optimizer", "data_loader")
     },
     "OneRunResult.contradicts.epsilon": "zero part huge inf",
-    "schema.Number.low": "zero minus negative numpy",
-    **dict.fromkeys(["schema.Category.levels", "schema.Ordered.levels"], "tuple"),
+    "estimators.Number.low": "zero minus negative numpy",
+    **dict.fromkeys(["estimators.Category.levels", "schema.Ordered.levels"], "tuple"),
     "show.loggers.wandb.run": "Tensor",  # which has a method log
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
-    "studies.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
+    "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
     "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove

@@ -18,12 +18,11 @@ import torch_dpsco as dp
 from torch_dpsco import clip_selection, estimators
 from torch_dpsco.audit import OneRunAudit, canaries, epsilon_of_guesses, loss_scores, mu_of_guesses
 from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
 from torch_dpsco.integrations import opacus
 from torch_dpsco.integrations.parquet import ParquetRows
 from torch_dpsco.integrations.tar import TarRows
-from torch_dpsco.linear import objectives, solvers
 from torch_dpsco.sampling import make_sampler
-from torch_dpsco.schema import Category, Number
 
 __all__ = ["CALLS", "DIM", "N", "records"]
 
@@ -401,9 +400,9 @@ CALLS["objectives.SoftmaxObjective"] = lambda: (
     objectives.SoftmaxObjective,
     rows() | {"targets": torch.ones(20, dtype=torch.int64), "num_classes": 3, "normalizer": 1.0},
 )
-CALLS["objectives.Tilted"] = lambda: (objectives.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
-CALLS["objectives.Adversarial"] = lambda: (
-    objectives.Adversarial,
+CALLS["robust.Tilted"] = lambda: (robust.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
+CALLS["robust.Adversarial"] = lambda: (
+    robust.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
 CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})

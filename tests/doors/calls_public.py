@@ -34,13 +34,14 @@ from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.audit import OneRunAudit
+from torch_dpsco.estimators import Category, Number, Ordered
+from torch_dpsco.estimators.released import Released
 from torch_dpsco.integrations import engines, lightning, opacus
 from torch_dpsco.integrations.accelerate import prepare
 from torch_dpsco.integrations.parquet_blocks import parquet_blocks
-from torch_dpsco.released import Released
-from torch_dpsco.schema import Category, Number, Ordered
 from torch_dpsco.show import loggers
-from torch_dpsco.studies import PrivateSearch, plan_study
+from torch_dpsco.statistics.search import PrivateSearch
+from torch_dpsco.statistics.study import plan_study
 
 FOLDER = tempfile.TemporaryDirectory()  # until the process ends
 _PLACES = iter(range(10**9))
@@ -139,9 +140,12 @@ def a_search() -> PrivateSearch:
     return new_search().fit(rows(), np.arange(N) % 2)
 
 
-CALLS["studies.PrivateSearch.plan"] = lambda: (a_search().plan, {"dim": DIM})
-CALLS["studies.PrivateSearch.predict"] = lambda: (a_search().predict, {"X": rows()})
-CALLS["studies.PrivateSearch.predict_proba"] = lambda: (a_search().predict_proba, {"X": rows()})
+CALLS["statistics.search.PrivateSearch.plan"] = lambda: (a_search().plan, {"dim": DIM})
+CALLS["statistics.search.PrivateSearch.predict"] = lambda: (a_search().predict, {"X": rows()})
+CALLS["statistics.search.PrivateSearch.predict_proba"] = lambda: (
+    a_search().predict_proba,
+    {"X": rows()},
+)
 
 
 @functools.cache
@@ -149,7 +153,7 @@ def a_study() -> Any:
     return dp.study(people(), STUDY["schema"](), dp.Budget(4.0, 1e-4), show=None)
 
 
-@call("studies.PrivateSearch.fit")
+@call("statistics.search.PrivateSearch.fit")
 def _fit_search() -> Good:
     return new_search().fit, {"X": rows(), "y": np.arange(N) % 2}
 
@@ -158,18 +162,21 @@ CALLS["StudyPlan.preview"] = lambda: (
     plan_study(**studied()).preview,
     {"frame": people(), "runs": 3, "epsilons": (9.0,)},
 )
-CALLS["studies.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
-CALLS["studies.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
-CALLS["released.Released.load"] = lambda: (
+CALLS["statistics.study.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
+CALLS["statistics.study.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
+CALLS["estimators.Released.load"] = lambda: (
     Released.load,
     {"path": saved(Released.of(a_fit()), ".json")},
 )
-CALLS["released.Released.save"] = lambda: (Released.of(a_fit()).save, {"path": somewhere(".json")})
-CALLS["released.Released.decision_function"] = lambda: (
+CALLS["estimators.Released.save"] = lambda: (
+    Released.of(a_fit()).save,
+    {"path": somewhere(".json")},
+)
+CALLS["estimators.Released.decision_function"] = lambda: (
     Released.of(a_fit()).decision_function,
     {"X": rows()},
 )
-CALLS["released.Released.predict_proba"] = lambda: (
+CALLS["estimators.Released.predict_proba"] = lambda: (
     Released.of(a_fit()).predict_proba,
     {"X": rows()},
 )
@@ -180,9 +187,9 @@ CALLS["statistics.prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
 
 # -- schemas ----------
 
-simple("schema.Number", Number, low=0.0, high=1.0)
-simple("schema.Category", Category, levels=lambda: ["a", "b"])
-simple("schema.Ordered", Ordered, levels=lambda: ["a", "b"])
+simple("estimators.Number", Number, low=0.0, high=1.0)
+simple("estimators.Category", Category, levels=lambda: ["a", "b"])
+simple("estimators.Ordered", Ordered, levels=lambda: ["a", "b"])
 
 
 def schema() -> dp.Schema:
@@ -195,7 +202,7 @@ CALLS["dp.Schema.save"] = lambda: (schema().save, {"path": somewhere(".toml")})
 CALLS["dp.Schema.from_dict"] = lambda: (dp.Schema.from_dict, {"state": schema().to_dict()})
 CALLS["dp.Schema.problem"] = lambda: (schema().problem, {"loss": LOSS})
 CALLS["dp.Schema.require_targets"] = lambda: (schema().require_targets, {"loss": LOSS})
-CALLS["schema.Table.dataset"] = lambda: (schema().read(people()).dataset, {"loss": LOSS})
+CALLS["estimators.Table.dataset"] = lambda: (schema().read(people()).dataset, {"loss": LOSS})
 
 # -- loops, loggers, audits ----------
 

@@ -11,11 +11,12 @@ import torch
 import torch_dpsco as dp
 from tests.doors.shared import CALLS, Good, N, accountant, budget, call, records
 from torch_dpsco import estimators
-from torch_dpsco.released import Released
-from torch_dpsco.schema import Number
+from torch_dpsco.estimators import Number
+from torch_dpsco.estimators.released import Released
 from torch_dpsco.statistics import prepare
-from torch_dpsco.studies import PrivateSearch, plan_study
-from torch_dpsco.studies.conformal import conformal
+from torch_dpsco.statistics.conformal import conformal
+from torch_dpsco.statistics.search import PrivateSearch
+from torch_dpsco.statistics.study import plan_study
 
 
 class Signs:
@@ -75,8 +76,8 @@ def people() -> dict[str, Any]:
     return {"age": list(range(20, 60)) * 10, "died": ["no", "yes"] * 200}
 
 
-CALLS["studies.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
-CALLS["studies.plan_study[search]"] = lambda: (
+CALLS["statistics.study.plan_study"] = lambda: (plan_study, studied(metric="accuracy"))
+CALLS["statistics.study.plan_study[search]"] = lambda: (
     plan_study,
     studied(candidates={"one": NOISY}, trials=2.0),
 )
@@ -96,7 +97,7 @@ def a_search(**settings: Any) -> Any:
 
 
 a_search.__signature__ = inspect.signature(PrivateSearch)  # type: ignore[attr-defined]
-CALLS["studies.PrivateSearch"] = lambda: (
+CALLS["statistics.search.PrivateSearch"] = lambda: (
     a_search,
     {
         "candidates": {"one": estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), **NOISY)},
@@ -113,7 +114,7 @@ CALLS["dp.Schema.from_public"] = lambda: (
 )
 CALLS["dp.Schema.check"] = lambda: (STUDY["schema"]().check, {"frame": people()})
 CALLS["dp.Schema.read"] = lambda: (STUDY["schema"]().read, {"frame": people()})
-CALLS["released.Released.of"] = lambda: (Released.of, {"model": a_fit()})
+CALLS["estimators.Released.of"] = lambda: (Released.of, {"model": a_fit()})
 
 
 def a_fit() -> Any:
@@ -122,7 +123,7 @@ def a_fit() -> Any:
     )
 
 
-@call("released.Released.predict")
+@call("estimators.Released.predict")
 def _predict() -> Good:
     return Released.of(a_fit()).predict, {"X": rows()}
 

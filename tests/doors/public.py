@@ -19,9 +19,11 @@ DIRECTIVE = re.compile(
     r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)",
     re.MULTILINE,
 )
-_UNDOCUMENTED = tuple(
-    f"torch_dpsco.{name}" for name in ("clip_selection", "linear.objectives", "linear.solvers")
-)
+_UNDOCUMENTED = tuple(f"torch_dpsco.{name}" for name in ("clip_selection", "estimators.solvers"))
+_OBJECTIVES = {
+    "objectives": ("LinearObjective", "SoftmaxObjective"),
+    "robust": ("Adversarial", "Tilted"),
+}
 
 __all__ = ["bare", "public_callables"]
 
@@ -93,6 +95,9 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
             (f"{module}.{name}", value, None)
             for name, value in _of_all(importlib.import_module(module))
         )
+    for place, names in _OBJECTIVES.items():
+        module = importlib.import_module(f"torch_dpsco.estimators.{place}")
+        yield from ((f"{module.__name__}.{name}", getattr(module, name), None) for name in names)
     for found in pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}."):
         if not found.name.rpartition(".")[2].startswith("_"):
             module = importlib.import_module(found.name)

@@ -50,14 +50,14 @@ EXEMPT = {
         "accounting.report.figures.PrivacyReport.promising",
     ),
     *("accounting.report.statement.Statement", "accounting.report.statement.Statement.promising"),
-    *("accounting.analysis.risk.Risk", "released.Released", "studies.conformal.ConformalSets"),
+    *("accounting.analysis.risk.Risk", "estimators.Released", "statistics.conformal.ConformalSets"),
     *(
-        "studies.SearchPlan",
-        "studies.Study",
-        "studies.StudyPlan",
-        "schema.Check",
-        "schema.Finding",
-        "schema.Table",
+        "statistics.search.SearchPlan",
+        "statistics.study.Study",
+        "statistics.study.StudyPlan",
+        "show.look.Check",
+        "show.look.Finding",
+        "estimators.Table",
     ),
     # hooks, which the library calls
     *(
@@ -81,7 +81,7 @@ EXEMPT = {
             "Parts",
         )
     ),
-    *(f"schema.{column}.*" for column in ("Number", "Category", "Ordered")),
+    *(f"estimators.{column}.*" for column in ("Number", "Category", "Ordered")),
     *("statistics.prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
     *("integrations.lightning.PrivateTraining.*", "integrations.lightning_checks.*"),
@@ -136,10 +136,14 @@ EXEMPT = {
         "sampling.PrivateLoader.read_only",
     ),
     # of solvers and objectives
-    *("linear.solvers.Certificate", "linear.solvers.Solution"),
+    *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
     "clip_selection.warn_at_grid_end",
     # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
-    *("integrations.engines.ray_partitions", "studies.Study.coefficients", "audit.check_training"),
+    *(
+        "integrations.engines.ray_partitions",
+        "statistics.study.Study.coefficients",
+        "audit.check_training",
+    ),
 }
 
 
@@ -408,11 +412,11 @@ TO_BE_NAMED = {
         r"output and target must hold tensors with one entry per record, and nothing else \(got 0.1\)",
     ),
     "a number of levels": (
-        lambda: changed("schema.Category", levels=3),
+        lambda: changed("estimators.Category", levels=3),
         r"levels must be a list.*\(got 3\)",
     ),
     "no file": (
-        lambda: changed("released.Released.load", path=None),
+        lambda: changed("estimators.Released.load", path=None),
         r"path must be text.* or a path \(got None\)",
     ),
     "an output that is no number": (
@@ -473,7 +477,9 @@ def test_complex_tables_are_refused_by_estimators(name: str, argument: str) -> N
             function(**good | {argument: good[argument].astype(complex)})
 
 
-@pytest.mark.parametrize("name", ["dp.score", "conformal.conformal", "studies.PrivateSearch.fit"])
+@pytest.mark.parametrize(
+    "name", ["dp.score", "conformal.conformal", "statistics.search.PrivateSearch.fit"]
+)
 @pytest.mark.parametrize("argument", ["X", "y"])
 def test_complex_tables_are_refused_by_studies(name: str, argument: str) -> None:
     value = np.asarray(CALLS[name]()[1][argument]).astype(complex)
@@ -485,7 +491,7 @@ def test_complex_rows_are_refused_by_released_models() -> None:
     with pytest.raises(
         ValueError, match=r"X must be real numbers of shape \(n, 3\) \(got ndarray\)"
     ):
-        changed("released.Released.predict", X=np.ones((2, DIM), dtype=complex))
+        changed("estimators.Released.predict", X=np.ones((2, DIM), dtype=complex))
 
 
 PATHS = {
@@ -495,10 +501,10 @@ PATHS = {
     "dp.fit": "checkpoint",
     "dp.Schema.save": "path",
     "dp.Schema.load": "path",
-    "released.Released.save": "path",
-    "released.Released.load": "path",
+    "estimators.Released.save": "path",
+    "estimators.Released.load": "path",
     "Statement.save": "path",
-    "studies.Study.save": "folder",
+    "statistics.study.Study.save": "folder",
     "opacus.PrivacyEngine.save_checkpoint": "path",
     "opacus.PrivacyEngine.load_checkpoint": "path",
     "parquet_blocks.parquet_blocks": "source",

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import estimators, losses
 from torch_dpsco.errors import UtilityWarning
+from torch_dpsco.estimators import Number
 from torch_dpsco.integrations.opacus import PrivacyEngine
-from torch_dpsco.schema import Number
 from torch_dpsco.show.cli import main
 from torch_dpsco.statistics.prepare import PrivateStandardScaler
-from torch_dpsco.studies import PrivateSearch, plan_study
+from torch_dpsco.statistics.search import PrivateSearch
+from torch_dpsco.statistics.study import plan_study
 
 N, DIM = 1000, 3
 LOGISTIC = losses.Logistic()

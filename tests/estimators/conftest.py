@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_dpsco.linear.output import plan_output
+from torch_dpsco.estimators.output import plan_output
 
 _PLAN = functools.cache(plan_output)
 
@@ -16,7 +16,7 @@ _PLAN = functools.cache(plan_output)
 @pytest.fixture(autouse=True)
 def cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are functions of public numbers; making one takes longer than a fit of a hundred rows."""
-    monkeypatch.setattr("torch_dpsco.linear.plan_output", _PLAN)
+    monkeypatch.setattr("torch_dpsco.estimators.choose.plan_output", _PLAN)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def same_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(
-            "torch_dpsco.linear.noise_generator",
+            "torch_dpsco.estimators.choose.noise_generator",
             lambda device, given: torch.Generator(device).manual_seed(seed),
         )
 

@@ -14,8 +14,10 @@ import torch
 import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
-from torch_dpsco.estimators import LogisticRegression, blocks
-from torch_dpsco.linear.objectives import base, parts
+from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.estimators import records as base
+from torch_dpsco.streams import estimator_blocks as blocks
+from torch_dpsco.streams import parts
 
 SIZES = {"one block": [N], "single rows": [1], "odd": [7, 31], "empty ones": [0, 50, 0, 0, 9]}
 PARTED = {

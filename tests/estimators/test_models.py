@@ -22,7 +22,7 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
-from torch_dpsco.estimators.protocol import NotFittedError
+from torch_dpsco.estimators.reading import NotFittedError
 
 NAMES = list(SETTINGS)
 SUMS = [
@@ -374,8 +374,8 @@ def leaves(value: Any) -> list[float]:
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
-    from torch_dpsco.linear import objective, output
-    from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan
+    from torch_dpsco.estimators import objective, output
+    from torch_dpsco.estimators.gradient_descent import PreconditionedGDPlan
 
     secrets: list[float] = []
     solved, summed = output.solve, PreconditionedGDPlan.gradient

@@ -19,7 +19,7 @@ import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
 from tests.estimators.test_blocks import CHANGES, PARTED, in_one_buffer, table
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
-from torch_dpsco.linear import Partitions
+from torch_dpsco.streams.partitions import Partitions
 
 cloudpickle = pytest.importorskip("cloudpickle")  # as engines pickle functions
 
@@ -261,8 +261,8 @@ def test_no_ledger_travels_to_a_partition():
 @pytest.mark.parametrize("mechanism", ["objective", "noisy_gd", "output"])
 def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch):
     drawn = []
-    for name in ("objective", "noisy_gd", "output"):
-        module = f"torch_dpsco.linear.{name}.gaussian_vector"
+    for name in ("objective", "gradient_descent", "output"):
+        module = f"torch_dpsco.estimators.{name}.gaussian_vector"
 
         def noted(
             size: int,

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from tests.estimators.models import SETTINGS, make, rows, targets
-from torch_dpsco import released
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.released import Released
-from torch_dpsco.schema import Category, Number, Schema
+from torch_dpsco.estimators import Category, LogisticRegression, Number, Schema, released
+from torch_dpsco.estimators.released import Released
 
 
 def fitted(name="LogisticRegression", **changes):
@@ -150,7 +148,7 @@ def test_a_missing_field_and_what_is_no_json_are_refused(tmp_path):
         ValueError, match=r"format must be .*as Released.save .*got None in '.*m.json'"
     ):
         Released.load(path)
-    for text in (b"\x80\x04.", b"[" * 100_000, b"", b"[]", b'"torch_dpsco.released"'):
+    for text in (b"\x80\x04.", b"[" * 100_000, b"", b"[]", b'"torch_dpsco.estimators.released"'):
         path.write_bytes(text)
         with pytest.raises(ValueError, match="must be"):
             Released.load(path)
@@ -175,7 +173,7 @@ def test_predictions_need_numpy_and_a_schema_alone():
         "torch_dpsco._doors",
         "torch_dpsco.accounting.report.statement",
     }  # of arguments
-    assert ours == {"torch_dpsco.schema"} | checks
+    assert ours == {"torch_dpsco.estimators.schema"} | checks
     assert not any(name.split(".")[0] in ("torch", "sklearn", "pickle") for name in found)
 
 

@@ -15,7 +15,7 @@ from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.linear import adassp
+from torch_dpsco.estimators import least_squares as adassp
 from torch_dpsco.mechanisms import vector_noise
 from torch_dpsco.statistics import least_squares
 

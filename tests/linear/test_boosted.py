@@ -18,13 +18,13 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.boosted import BoostedPlan, plan_boosted
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators.gradient_descent import boosted_clip
+from torch_dpsco.estimators.least_squares import BoostedPlan, plan_boosted
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.theory.linear.preconditioned import boosted_clip
 
-DRAW = "torch_dpsco.linear.preconditioned_gd.gaussian_vector"
+DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 ADJACENCIES = ["add_remove", "zero_out", "replace_one"]

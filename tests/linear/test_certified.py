@@ -17,15 +17,15 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.output import OutputPlan, markov_plan, plan_output
-from torch_dpsco.linear.solvers import solve
-from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.certificates import project
+from torch_dpsco.estimators.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.solvers import solve
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 from torch_dpsco.theory.linear.output import expected_suboptimal_sensitivity
 
-SOLVE = importlib.import_module("torch_dpsco.linear.solvers")
+SOLVE = importlib.import_module("torch_dpsco.estimators.solvers")
 
 
 def task(delta: float = 1e-6, **settings: object) -> LinearTask:
@@ -82,7 +82,7 @@ def test_a_solver_of_kinked_losses_that_lies_is_repaired(monkeypatch: pytest.Mon
     plan = plan_output(given)
     records = make_records(given, *data(1.0))
     exact = solve(build_objective(given, plan.reg, records), plan.distance / 10).w
-    continuation = importlib.import_module("torch_dpsco.linear.solvers.newton")
+    continuation = importlib.import_module("torch_dpsco.estimators.solvers")
     for error in (0.1, 1e9, math.nan):
         monkeypatch.setattr(
             continuation, "newton", lambda smooth, start, distance, error=error: start + error

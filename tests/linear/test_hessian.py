@@ -14,9 +14,10 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.objective import amp_delta_monotone, hessian_sensitivity
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
-from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.losses import Logistic
 
 BOUND, NAN = 1.5, math.nan
@@ -103,7 +104,7 @@ def released(plan: ObjectivePlan, rows: list[tuple[float, ...]]) -> torch.Tensor
 
 def test_the_hessian_is_that_at_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, rows = plan_objective(task()), [ROWS[k] for k in (0, 1, 2, 3)]
-    monkeypatch.setattr("torch_dpsco.linear.objective.symmetric_noise", lambda *given: 0.0)
+    monkeypatch.setattr("torch_dpsco.estimators.objective.symmetric_noise", lambda *given: 0.0)
     # far from the minimizer, so that another point has another Hessian
     monkeypatch.setattr(ObjectivePlan, "output_scale", 5.0)
     answer = released(plan, rows)

@@ -12,9 +12,10 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear
-from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.losses import Huber
 
 BOUND, THRESHOLD, TARGET, NAN, INF = 1.5, 0.5, 2.0, math.nan, math.inf
@@ -96,7 +97,7 @@ def test_the_hessian_has_no_jump_that_a_rounded_score_could_move() -> None:
 def test_both_are_those_at_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rows = plan(), [ROWS[k] for k in (1, 2, 9, 11)]
     monkeypatch.setattr(ObjectivePlan, "output_scale", 0.5)
-    noisy = "torch_dpsco.linear.objective."
+    noisy = "torch_dpsco.estimators.objective."
     monkeypatch.setattr(f"{noisy}symmetric_noise", lambda *given: 0.0)
     drawn = iter([torch.zeros(2), torch.tensor([0.4, -0.3]), torch.zeros(1)])
     monkeypatch.setattr(f"{noisy}gaussian_vector", lambda *given: next(drawn).double())

@@ -11,10 +11,11 @@ import torch
 
 import torch_dpsco as dp
 from torch_dpsco.errors import CalibrationError
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear import output as least_risk
-from torch_dpsco.linear.objectives import LinearObjective
-from torch_dpsco.linear.output import _risk, least_risk_reg, plan_output
+from torch_dpsco.estimators import output as least_risk
+from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.output import _risk, least_risk_reg, plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.noisy_gd import NoisyGDPlan, plan_noisy_gd
-from torch_dpsco.linear.solvers.certificates import project
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.certificates import gradient_rounding, project
+from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.theory.linear.solvers import gradient_rounding
 
-DRAW = "torch_dpsco.linear.noisy_gd.gaussian_vector"
+DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 WIDE = 8_000
 # a target so far away that the gradient of the loss is -k x at every iterate: the chain is that of a quadratic
 FAR = {"loss": dp.losses.Huber(0.25), "bound_y": 1e9}
@@ -129,7 +128,7 @@ def test_iterates_stay_in_the_ball(radius: float, monkeypatch: pytest.MonkeyPatc
         norms.append(float(found.norm()))
         return found
 
-    monkeypatch.setattr("torch_dpsco.linear.noisy_gd.project", watched)
+    monkeypatch.setattr("torch_dpsco.estimators.gradient_descent.project", watched)
     monkeypatch.setattr(
         DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator)
     )

@@ -20,9 +20,9 @@ from scipy.special import logsumexp
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.curves import objective_curve
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.objective import ObjectivePlan, plan_objective
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.losses.clipped import ResidualClipped
 
 DELTA = 1e-3

@@ -16,13 +16,13 @@ from torch import Tensor
 import torch_dpsco as dp
 from tests.linear.test_parts import DIM, task
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.linear import partitions as module
-from torch_dpsco.linear.noisy_gd import plan_noisy_gd
-from torch_dpsco.linear.objectives.base import PairwiseSum, Records
-from torch_dpsco.linear.objectives.parts import RawPart
-from torch_dpsco.linear.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
-from torch_dpsco.linear.task import build_objective, make_partitioned_records, make_records
-from torch_dpsco.theory.linear.solvers import sum_terms
+from torch_dpsco.estimators.certificates import sum_terms
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
+from torch_dpsco.estimators.records import PairwiseSum, Records
+from torch_dpsco.estimators.task import build_objective, make_partitioned_records, make_records
+from torch_dpsco.streams import partitions as module
+from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
+from torch_dpsco.streams.parts import RawPart
 
 
 class Listed:

@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.linear import LinearTask, Preparation, RawBlocks
-from torch_dpsco.linear.noisy_gd import plan_noisy_gd
-from torch_dpsco.linear.objectives import base, parts
-from torch_dpsco.linear.objectives.parts import PartedRecords, RawPart
-from torch_dpsco.linear.preconditioned_gd import plan_preconditioned_gd
-from torch_dpsco.linear.task import build_objective, make_parted_records, make_records
+from torch_dpsco.estimators import records as base
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_preconditioned_gd
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import (
+    LinearTask,
+    build_objective,
+    make_parted_records,
+    make_records,
+)
 from torch_dpsco.losses import Logistic, Squared
+from torch_dpsco.streams import parts
+from torch_dpsco.streams.blocks import RawBlocks
+from torch_dpsco.streams.parts import PartedRecords, RawPart
 
 DIM = 3
 

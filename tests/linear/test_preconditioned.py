@@ -16,15 +16,19 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear import LinearTask, Preparation, PrivatePreparation, preconditioned_gd
-from torch_dpsco.linear.boosted import plan_boosted
-from torch_dpsco.linear.preconditioned_gd import PreconditionedGDPlan, plan_preconditioned_gd
-from torch_dpsco.linear.preparation import Chain, Units
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators import gradient_descent as preconditioned_gd
+from torch_dpsco.estimators.gradient_descent import (
+    PreconditionedGDPlan,
+    horizon,
+    plan_preconditioned_gd,
+    stable_step,
+)
+from torch_dpsco.estimators.least_squares import plan_boosted
+from torch_dpsco.estimators.preparation import Chain, Preparation, PrivatePreparation, Units
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
-from torch_dpsco.theory.linear.preconditioned import horizon, stable_step
 
-DRAW = "torch_dpsco.linear.preconditioned_gd.gaussian_vector"
+DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 BOUND, CLASSES = 1.5, 3
 NAN, INF = math.nan, math.inf
 SOFTMAX = {"loss": dp.losses.SoftmaxCrossEntropy(CLASSES)}

@@ -26,18 +26,15 @@ from torch_dpsco.estimators import (
     Ridge,
     SoftmaxRegression,
     TiltedClassifier,
-)
-from torch_dpsco.linear import (
-    LinearTask,
-    Preparation,
-    PrivatePreparation,
-    fit_linear,
-    plan_linear,
     preparation,
 )
-from torch_dpsco.linear.preparation import Chain, _Counter, _distances
-from torch_dpsco.linear.task import make_records
-from torch_dpsco.theory.linear.preparation import (
+from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.preparation import (
+    Chain,
+    Preparation,
+    PrivatePreparation,
+    _Counter,
+    _distances,
     counts_level,
     level_left,
     number_of_counts,
@@ -45,6 +42,7 @@ from torch_dpsco.theory.linear.preparation import (
     share_within,
     sum_level,
 )
+from torch_dpsco.estimators.task import LinearTask, make_records
 
 BOUND, TARGET, DELTA = 2.0, 5.0, 1e-6
 HUGE = [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e-300, 1.0]

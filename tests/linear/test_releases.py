@@ -22,12 +22,14 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, output, plan_linear
-from torch_dpsco.linear.objective import plan_objective
-from torch_dpsco.linear.output import plan_output
-from torch_dpsco.linear.solvers import Solution, solve
-from torch_dpsco.linear.solvers.certificates import Certificate
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators import output
+from torch_dpsco.estimators.certificates import Certificate
+from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.objective import plan_objective
+from torch_dpsco.estimators.output import plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.solvers import Solution, solve
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
 
 FALSE_ALARM = 1e-6
@@ -205,7 +207,7 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
         seen.append((objective.linear_term, distance, objective.strong_convexity))
         return Solution(torch.zeros(WIDE, dtype=torch.float64), Certificate(0.0))
 
-    monkeypatch.setattr("torch_dpsco.linear.objective.solve", secret_solver)
+    monkeypatch.setattr("torch_dpsco.estimators.objective.solve", secret_solver)
     records = make_records(wide, torch.zeros(4, WIDE), torch.ones(4))
     answer = plan.release(records, dp.Accountant(wide.budget), generator(5))
     [(term, distance, mu)] = seen
@@ -230,14 +232,14 @@ def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(
     plan, points = plan_objective(given), []
     rows = torch.tensor([[3.0, 1.0], [0.2, 0.1], [-1.0, 0.5], [0.0, 0.9]])
     records = make_records(given, rows, torch.tensor([1.0, -1.0, 1.0, 1.0]))
-    original = importlib.import_module("torch_dpsco.linear.objective").solve
+    original = importlib.import_module("torch_dpsco.estimators.objective").solve
 
     def watched(objective, distance: float, **options: object) -> Solution:
         found = original(objective, distance, **options)
         points.append(float(objective.value_and_gradient(found.w)[1].norm()))
         return found
 
-    monkeypatch.setattr("torch_dpsco.linear.objective.solve", watched)
+    monkeypatch.setattr("torch_dpsco.estimators.objective.solve", watched)
     for seed in range(20):
         plan.release(records, dp.Accountant(given.budget), generator(seed))
     assert len(points) == 20
@@ -256,7 +258,12 @@ MECHANISMS = [
     ("boosted_adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
     ("preconditioned_gd", {"reg": None}),
 ]
-MODULES = {"boosted_adassp": "preconditioned_gd"}
+MODULES = {
+    "noisy_gd": "gradient_descent",
+    "preconditioned_gd": "gradient_descent",
+    "boosted_adassp": "gradient_descent",
+    "adassp": "least_squares",
+}
 DRAWERS = {
     "output": ("gaussian_vector", "knorm_vector"),
     "objective": ("gaussian_vector", "knorm_vector"),
@@ -275,7 +282,9 @@ def test_a_refused_release_draws_nothing(
         raise AssertionError("noise was drawn")
 
     for name in DRAWERS[mechanism]:
-        monkeypatch.setattr(f"torch_dpsco.linear.{MODULES.get(mechanism, mechanism)}.{name}", drawn)
+        monkeypatch.setattr(
+            f"torch_dpsco.estimators.{MODULES.get(mechanism, mechanism)}.{name}", drawn
+        )
     given = task(**settings)
     spent = dp.Accountant(given.budget)
     spent.authorize(dp.accounting.events.Pure(1.0))
@@ -301,7 +310,7 @@ def test_a_refused_release_draws_nothing(
 def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     mechanism: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"torch_dpsco.linear.{MODULES.get(mechanism, mechanism)}")
+    module = importlib.import_module(f"torch_dpsco.estimators.{MODULES.get(mechanism, mechanism)}")
     given = task(**settings)
     ledger, charges = dp.Accountant(given.budget), []
     for name in DRAWERS[mechanism]:
@@ -329,7 +338,7 @@ def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
 
 @pytest.mark.parametrize("mechanism", ["output", "objective"])
 def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(f"torch_dpsco.linear.{mechanism}")
+    module = importlib.import_module(f"torch_dpsco.estimators.{mechanism}")
     scales: list[float] = []
 
     def counted(dim: int, scale: float, draws: torch.Generator) -> Tensor:

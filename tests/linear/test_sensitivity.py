@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.output import plan_output
-from torch_dpsco.linear.solvers import solve
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.output import plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.solvers import solve
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 
 BOUND, TARGET = 1.5, 2.0
 ODD = 7.25  # neither a sign nor a bounded target

@@ -13,16 +13,15 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.linear import LinearTask, Preparation
-from torch_dpsco.linear.adassp import AdaSSPPlan, plan_adassp
-from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators.least_squares import AdaSSPPlan, adassp_constants, plan_adassp
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, symmetric_noise
-from torch_dpsco.theory.linear.adassp import adassp_constants
 
 DRAWS = [
     f"torch_dpsco.{module}.gaussian_vector"
-    for module in ("linear.adassp", "mechanisms.vector_noise")
+    for module in ("estimators.least_squares", "mechanisms.vector_noise")
 ]
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
@@ -260,7 +259,7 @@ def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda gram: gram.diagonal())
     identity = torch.eye(dim, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (identity.diagonal(), identity))
-    monkeypatch.setattr("torch_dpsco.linear.adassp.symmetric_noise", lambda *_: 0.0)
+    monkeypatch.setattr("torch_dpsco.estimators.least_squares.symmetric_noise", lambda *_: 0.0)
     records = make_records(given, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
     answer = plan.release(
         records, dp.Accountant(given.budget), torch.Generator().manual_seed(6)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
-from torch_dpsco.linear import LinearTask, Preparation, choose_mechanism, fit_linear, plan_linear
-from torch_dpsco.linear.solvers import solve
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.choose import choose_mechanism, fit_linear, plan_linear
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.solvers import solve
+from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 
 BUDGET = dp.Budget(1.0, 1e-6)
 

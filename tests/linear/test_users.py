@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco import linear
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import BudgetExceeded, ConditionError, DpscoError, UnitError
 from torch_dpsco.estimators import (
@@ -24,11 +23,15 @@ from torch_dpsco.estimators import (
     QuantileRegressor,
     Ridge,
     SoftmaxRegression,
+    choose,
+    preparation,
+    users,
 )
-from torch_dpsco.linear import LinearTask, Preparation, fit_linear, plan_linear, preparation, users
-from torch_dpsco.linear.objectives import LinearObjective
-from torch_dpsco.linear.task import make_records
-from torch_dpsco.linear.users import UserGDPlan, plan_users, users_of
+from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, make_records
+from torch_dpsco.estimators.users import UserGDPlan, plan_users, users_of
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.step.pace import smooth_pace
 
@@ -200,7 +203,7 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
         given.append(weights)
         return make_records(task, rows, targets, weights, *rest, **more)
 
-    monkeypatch.setattr(linear, "make_records", watched)
+    monkeypatch.setattr(choose, "make_records", watched)
     features, labels, ids = rows()
     for weights in (None, torch.full((len(ids),), 7.0)):
         fit_linear(plan_users(task()), features, labels, weights, users=ids)

@@ -16,12 +16,13 @@ from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.rounding import exact_grid
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.errors import BudgetExceeded, ConditionError
-from torch_dpsco.linear import LinearTask, Preparation, plan_linear
-from torch_dpsco.linear import adassp as adassp_module
-from torch_dpsco.linear import output as output_module
-from torch_dpsco.linear.adassp import plan_adassp
-from torch_dpsco.linear.output import markov_plan, plan_output
-from torch_dpsco.linear.task import make_records
+from torch_dpsco.estimators import least_squares as adassp_module
+from torch_dpsco.estimators import output as output_module
+from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.least_squares import plan_adassp
+from torch_dpsco.estimators.output import markov_plan, plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.optim import row_free
 

@@ -26,10 +26,10 @@ from torch_dpsco.errors import (
     UnitError,
     UtilityWarning,
 )
-from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.output import OutputPlan
-from torch_dpsco.linear.solvers import SOLVERS, solve
-from torch_dpsco.linear.task import build_objective, make_records
+from torch_dpsco.estimators.output import OutputPlan
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import SOLVERS, solve
+from torch_dpsco.estimators.task import build_objective, make_records
 
 N = 24
 BUDGET = dp.Budget(1.0, 1e-6)
@@ -75,7 +75,7 @@ def train(model: nn.Linear, optimizer: Any, steps: int = 3) -> None:
 
 def silence(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "torch_dpsco.linear.output.gaussian_vector",
+        "torch_dpsco.estimators.output.gaussian_vector",
         lambda dim, std, draws: torch.zeros(dim, dtype=torch.float64),
     )
 

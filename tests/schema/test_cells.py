@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.schema import Number, Schema, cells
+from torch_dpsco.estimators import Number, Schema
+from torch_dpsco.estimators import frames as cells
 
 
 def csv_of(path, notes, end="\n"):

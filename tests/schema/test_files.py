@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from torch_dpsco import losses
 from torch_dpsco.errors import UnitError
-from torch_dpsco.schema import Category, Number, Ordered, Schema, frames
-from torch_dpsco.schema.columns import key
+from torch_dpsco.estimators import Category, Number, Ordered, Schema, frames
+from torch_dpsco.estimators.columns import key
 
 COLUMNS = {
     "age": Number(17, 90),

@@ -12,8 +12,7 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.errors import UnitError
-from torch_dpsco.estimators import LogisticRegression, Ridge
-from torch_dpsco.schema import Category, Number, Ordered, Schema
+from torch_dpsco.estimators import Category, LogisticRegression, Number, Ordered, Ridge, Schema
 
 N = 600
 RNG = np.random.default_rng(5)

@@ -12,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.estimators import (
+    Category,
     HuberRegressor,
     LinearSVC,
     LogisticRegression,
+    Number,
+    Ordered,
     QuantileRegressor,
     Ridge,
+    Schema,
     SoftmaxRegression,
 )
-from torch_dpsco.schema import Category, Number, Ordered, Schema
 
 COLUMNS = {
     "age": Number(17, 90),

@@ -20,9 +20,11 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
 from torch_dpsco.mechanisms.exponential import score_law, score_slack
-from torch_dpsco.studies.conformal import ConformalSets, conformal
+from torch_dpsco.statistics.conformal import ConformalSets, conformal
 
-module = import_module("torch_dpsco.studies.conformal")  # the package has the function of this name
+module = import_module(
+    "torch_dpsco.statistics.conformal"
+)  # the package has the function of this name
 
 UNIT, DRAWS = 2**20, 2**53
 PAGE = Path(__file__).parents[2] / "docs" / "conformal.md"

@@ -11,9 +11,8 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Pure
-from torch_dpsco.studies import scores
-from torch_dpsco.studies.estimates import Estimate, bins_of, of_area, of_share
-from torch_dpsco.studies.scores import quietest
+from torch_dpsco.statistics import scores
+from torch_dpsco.statistics.scores import Estimate, bins_of, of_area, of_share, quietest
 
 APART = 1.07  # of the means of two classes of normal log odds: AUC 0.775
 TRUE = float(stats.norm.cdf(APART / math.sqrt(2.0)))

@@ -15,9 +15,9 @@ import torch_dpsco as dp
 from torch_dpsco.errors import NotCertifiedError, UtilityWarning
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.sampling.loader import free_slots
-from torch_dpsco.studies import held_out, scores
-from torch_dpsco.studies.conformal import conformal
-from torch_dpsco.studies.scores import METRICS
+from torch_dpsco.statistics import held_out, scores
+from torch_dpsco.statistics.conformal import conformal
+from torch_dpsco.statistics.scores import METRICS
 
 UNIT = 2**20
 BOUND: dict[str, Any] = {"log_loss": 2.0, "absolute_error": 2.0, "squared_error": 4.0}
@@ -93,7 +93,7 @@ def test_a_user_who_leaves_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_record_that_leaves_moves_no_threshold_but_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module, seen = import_module("torch_dpsco.studies.conformal"), []
+    module, seen = import_module("torch_dpsco.statistics.conformal"), []
     law = module.score_law
     monkeypatch.setattr(
         module, "score_law", lambda found, *more: seen.append(found.copy()) or law(found, *more)

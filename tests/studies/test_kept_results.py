@@ -13,15 +13,13 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
-from torch_dpsco.released import Released
-from torch_dpsco.schema import Category, Number
+from torch_dpsco.estimators import Category, HuberRegressor, LogisticRegression, Number, Ridge
+from torch_dpsco.estimators.released import Released
 from torch_dpsco.show import plots
 from torch_dpsco.show.cli import main
 from torch_dpsco.statistics import needed_eigenvalue
-from torch_dpsco.studies import study as module
-from torch_dpsco.studies.one_call import study
-from torch_dpsco.studies.study import Study, plan_study
+from torch_dpsco.statistics import study as module
+from torch_dpsco.statistics.study import Study, plan_study, study
 
 N = 300
 RNG = np.random.default_rng(7)

@@ -18,8 +18,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Gaussian, Pure
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
-from torch_dpsco.studies import held_out, scores
-from torch_dpsco.studies.scores import METRICS, PrivateScore
+from torch_dpsco.statistics import held_out, scores
+from torch_dpsco.statistics.scores import METRICS, PrivateScore
 
 UNIT = 2**20
 HUGE = dp.Budget(1e5, 1e-6)  # next to no noise

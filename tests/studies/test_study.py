@@ -15,14 +15,12 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
-from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge
+from torch_dpsco.estimators import Category, LinearSVC, LogisticRegression, Number, Ridge, Schema
 from torch_dpsco.rng import Repeatable
-from torch_dpsco.schema import Category, Number, Schema
 from torch_dpsco.show import plots
-from torch_dpsco.studies import study as module
-from torch_dpsco.studies.held_out import split
-from torch_dpsco.studies.one_call import study
-from torch_dpsco.studies.study import Study, plan_study
+from torch_dpsco.statistics import study as module
+from torch_dpsco.statistics.held_out import split
+from torch_dpsco.statistics.study import Study, plan_study, study
 
 N = 4000
 COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"])}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.linear.adassp import adassp_constants, adassp_constants_paper
+from torch_dpsco.estimators.least_squares import adassp_constants, adassp_constants_paper
 
 epsilons = st.floats(-1.5, 1.3).map(lambda x: 10**x)
 deltas = st.floats(-12.0, -2.0).map(lambda x: 10**x)

@@ -32,6 +32,14 @@ from tests.reference.papers.output import (
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
+from torch_dpsco.estimators.certificates import (
+    amp_tolerance,
+    check_gap_tolerance,
+    check_tolerance,
+    gradient_rounding,
+    solver_tolerance,
+    sum_terms,
+)
 from torch_dpsco.theory.linear.output import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
@@ -42,14 +50,6 @@ from torch_dpsco.theory.linear.output import (
     minimizer_radius,
     noise_norms,
     suboptimal_sensitivity,
-)
-from torch_dpsco.theory.linear.solvers import (
-    amp_tolerance,
-    check_gap_tolerance,
-    check_tolerance,
-    gradient_rounding,
-    solver_tolerance,
-    sum_terms,
 )
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)

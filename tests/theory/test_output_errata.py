@@ -21,7 +21,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_sigma_zhao,
     zhao_constant,
 )
-from torch_dpsco.linear.objectives import Adversarial, Tilted
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.losses import Logistic
 from torch_dpsco.theory.linear.output import erm_sensitivity, noise_norms, suboptimal_sensitivity
 from torch_dpsco.theory.linear.tilted import tilted_sensitivity

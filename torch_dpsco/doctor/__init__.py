@@ -20,7 +20,7 @@ from torch_dpsco.doctor.loop_checks import LOOP_CHECKS, ROW_FREE_CHECKS
 from torch_dpsco.doctor.model_checks import MODEL_CHECKS, ROW_CHECKS
 from torch_dpsco.doctor.probe import examine
 from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
-from torch_dpsco.linear.solved import SolvedOptimizer
+from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
 
 __all__ = ["Diagnosis", "Finding", "doctor"]

@@ -14,17 +14,13 @@
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
-* `protocol`, `own`: scikit-learn's base classes, or ours; * `data`: what `fit` reads; * `base`: what all models do.
+Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
+has the public numbers, and `choose` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent`,
+`users` or `least_squares`; `objectives` and `solvers` are what is solved, and how.
 """
 
-from torch_dpsco.estimators.classifiers import (
-    AdversarialClassifier,
-    LinearSVC,
-    LogisticRegression,
-    SoftmaxRegression,
-    TiltedClassifier,
-)
-from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __all__ = [
     "AdversarialClassifier",
@@ -36,3 +32,32 @@ __all__ = [
     "SoftmaxRegression",
     "TiltedClassifier",
 ]
+
+if TYPE_CHECKING:
+    from torch_dpsco.estimators.classifiers import (
+        AdversarialClassifier,
+        LinearSVC,
+        LogisticRegression,
+        SoftmaxRegression,
+        TiltedClassifier,
+    )
+    from torch_dpsco.estimators.columns import Category as Category
+    from torch_dpsco.estimators.columns import Number as Number
+    from torch_dpsco.estimators.columns import Ordered as Ordered
+    from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
+    from torch_dpsco.estimators.released import Released as Released
+    from torch_dpsco.estimators.schema import Schema as Schema
+    from torch_dpsco.estimators.schema import Table as Table
+else:  # or type checkers would take every name for one that exists
+    _HOMES = {
+        **dict.fromkeys(__all__, "classifiers"),
+        **dict.fromkeys(("HuberRegressor", "QuantileRegressor", "Ridge"), "regressors"),
+        **dict.fromkeys(("Category", "Number", "Ordered"), "columns"),
+        **dict.fromkeys(("Schema", "Table"), "schema"),
+        "Released": "released",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

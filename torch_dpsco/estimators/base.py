@@ -12,7 +12,7 @@ centered and clipped in these units. The objective is in sum form,
 
 with the weight of the intercept regularized like the rest. See `linear` for the mechanisms.
 
-Differs from the paper in: see `linear.output`; the rest is not there. Source: docs/proofs/output.md and
+Differs from the paper in: see `estimators.output`; the rest is not there. Source: docs/proofs/output.md and
 docs/proofs/objective.md
 """
 
@@ -40,37 +40,34 @@ from torch_dpsco.accounting.events import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.blocks import as_blocks, dense_rows, is_sparse, record_weights
-from torch_dpsco.estimators.data import as_features, require_dtype, require_finite
-from torch_dpsco.estimators.protocol import (
-    BaseEstimator,
-    NotFittedError,
-    check_columns,
-    read_columns,
-)
-from torch_dpsco.linear import (
-    LinearFit,
-    LinearTask,
-    Partitions,
+from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
+from torch_dpsco.estimators.objective import ObjectivePlan
+from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,
-    fit_linear,
-    plan_linear,
-)
-from torch_dpsco.linear.objective import ObjectivePlan
-from torch_dpsco.linear.preparation import Units
-from torch_dpsco.linear.task import LinearPlan
-from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.sampling.loader import user_ids
-from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
-from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
-from torch_dpsco.theory.linear.preparation import (
+    Units,
     counts_level,
     number_of_counts,
     share_within,
     signal_to_noise,
     sum_level,
 )
+from torch_dpsco.estimators.reading import (
+    BaseEstimator,
+    NotFittedError,
+    as_features,
+    check_columns,
+    read_columns,
+    require_dtype,
+    require_finite,
+)
+from torch_dpsco.estimators.task import LinearPlan, LinearTask
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.sampling.loader import user_ids
+from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
+from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
+from torch_dpsco.streams.estimator_blocks import as_blocks, dense_rows, is_sparse, record_weights
+from torch_dpsco.streams.partitions import Partitions
 
 _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
@@ -110,7 +107,7 @@ class LinearModel(BaseEstimator):
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
-        solver: see `linear.solvers.solve`; never trusted.
+        solver: see `estimators.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
@@ -120,7 +117,7 @@ class LinearModel(BaseEstimator):
         intercept_: (1,), (K,), or a float. Scores of rows within bound_x are rows @ coef_.T + intercept_.
         mechanism_: that was used.
         plan_: that was carried out, from `plan`.
-        units_: `linear.preparation.Units` that rows and targets were fitted in; released where they are measured.
+        units_: `estimators.preparation.Units` that rows and targets were fitted in; released where they are measured.
         privacy_: `PrivacyReport` of the ledger after the fit.
         n_features_in_: d.
         feature_names_in_: names of the columns of a data frame (with scikit-learn only).

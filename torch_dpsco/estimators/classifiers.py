@@ -19,13 +19,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
-from torch_dpsco.estimators.data import as_codes
-from torch_dpsco.estimators.protocol import ClassifierMixin
-from torch_dpsco.linear import PrivatePreparation
+from torch_dpsco.estimators.preparation import PrivatePreparation, residual_clip
+from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.statistics import Debiased
-from torch_dpsco.theory.linear.preparation import residual_clip
 
 Array = NDArray[np.float64]
 

@@ -18,15 +18,18 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
-from torch_dpsco.estimators.data import as_column
-from torch_dpsco.estimators.protocol import RegressorMixin
-from torch_dpsco.linear import PrivatePreparation
-from torch_dpsco.linear.adassp import AdaSSPPlan
-from torch_dpsco.linear.objective import ObjectivePlan
+from torch_dpsco.estimators.least_squares import AdaSSPPlan
+from torch_dpsco.estimators.objective import ObjectivePlan
+from torch_dpsco.estimators.preparation import (
+    NARROW,
+    NARROW_OF_USERS,
+    PrivatePreparation,
+    robust_width,
+)
+from torch_dpsco.estimators.reading import RegressorMixin, as_column
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.statistics import Debiased, least_squares
-from torch_dpsco.theory.linear.preparation import NARROW, NARROW_OF_USERS, robust_width
 
 Array = NDArray[np.float64]
 

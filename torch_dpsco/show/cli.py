@@ -297,8 +297,8 @@ def _predict(args: argparse.Namespace) -> Result:
 
     import numpy as np
 
-    from torch_dpsco.released import Released
-    from torch_dpsco.schema import Schema
+    from torch_dpsco.estimators.released import Released
+    from torch_dpsco.estimators.schema import Schema
 
     _require_new(out=args.out)
     model: Released = _loaded("MODEL.json", Released.load, args.model)

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report.figures import rounded_up
-from torch_dpsco.linear import LinearFit, fit_linear
-from torch_dpsco.linear.objectives.base import Records
-from torch_dpsco.linear.preparation import Preparation, Units
-from torch_dpsco.linear.solvers.newton import lbfgs, newton
-from torch_dpsco.linear.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.estimators.choose import LinearFit, fit_linear
+from torch_dpsco.estimators.preparation import Preparation, Units
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import lbfgs, newton
+from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball, Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.show import plots

@@ -39,11 +39,11 @@ from torch_dpsco.accounting.events import (
     check_adjacency,
 )
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.estimators.data import as_features
-from torch_dpsco.estimators.protocol import (
+from torch_dpsco.estimators.reading import (
     BaseEstimator,
     NotFittedError,
     TransformerMixin,
+    as_features,
     check_columns,
     read_columns,
 )

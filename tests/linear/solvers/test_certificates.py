@@ -11,16 +11,18 @@ import torch
 from tests.linear.objectives import reference
 from tests.reference.papers.output import hinge_dual_gap
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear.objectives import Adversarial, LinearObjective, Tilted
-from torch_dpsco.linear.solvers import Certificate, gradient_certificate, solve
-from torch_dpsco.linear.solvers.certificates import (
+from torch_dpsco.estimators.certificates import (
     BoxDual,
+    Certificate,
     distance_of_gap,
     gap_certificate,
+    gradient_certificate,
     primal_point,
     projected_certificate,
 )
-from torch_dpsco.linear.solvers.newton import newton
+from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.robust import Adversarial, Tilted
+from torch_dpsco.estimators.solvers import newton, solve
 from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, SmoothedHinge, Squared
 
 FAR = math.inf

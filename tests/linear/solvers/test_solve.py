@@ -11,16 +11,22 @@ import torch
 
 from tests.linear.objectives import reference
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.linear.objectives import Adversarial, LinearObjective, SoftmaxObjective, Tilted
-from torch_dpsco.linear.solvers import SOLVERS, gradient_certificate, solve
-from torch_dpsco.linear.solvers.certificates import gap_certificate
-from torch_dpsco.linear.solvers.gradient import (
+from torch_dpsco.estimators.certificates import gap_certificate, gradient_certificate
+from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.robust import Adversarial, Tilted
+from torch_dpsco.estimators.solvers import (
+    SOLVERS,
+    SmoothedBox,
     accelerated_steps,
     certified_descent,
+    continuation,
+    dual_ascent,
     katyusha,
+    lbfgs,
+    newton,
+    solve,
     stochastic_subgradient,
 )
-from torch_dpsco.linear.solvers.newton import SmoothedBox, continuation, dual_ascent, lbfgs, newton
 from torch_dpsco.losses import (
     Absolute,
     Hinge,
@@ -33,7 +39,7 @@ from torch_dpsco.losses import (
 )
 
 solving = importlib.import_module(
-    "torch_dpsco.linear.solvers"
+    "torch_dpsco.estimators.solvers"
 )  # the package exports a function of this name
 
 
@@ -134,7 +140,7 @@ def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind
     def bad(objective, start, distance, steps=0):
         return {"nan": start * math.nan, "stuck": start, "wrong": start + 1e3}[broken]
 
-    continuing = importlib.import_module("torch_dpsco.linear.solvers.newton")
+    continuing = importlib.import_module("torch_dpsco.estimators.solvers")
     for module in (solving, continuing):
         monkeypatch.setattr(module, "newton", bad)
         monkeypatch.setattr(module, "lbfgs", bad)
@@ -212,7 +218,7 @@ def test_worst_case_counts_of_accelerated_descent_hold_alone():
 
 def test_the_dual_ascent_ends_within_its_worst_case_count(monkeypatch):
     """B/(reg r) steps, plus the steps between two certificates: by counting the dual points."""
-    continuing = importlib.import_module("torch_dpsco.linear.solvers.newton")
+    continuing = importlib.import_module("torch_dpsco.estimators.solvers")
     X, y = rows(6, 30, 3)
     X = X / X.norm(dim=1, keepdim=True)
     counted = []

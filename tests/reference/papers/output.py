@@ -32,11 +32,10 @@ from torch_dpsco.accounting.analysis.gaussian import zhao_constant
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.linear.objectives.linear import LinearObjective
-from torch_dpsco.linear.solvers.certificates import gap_certificate, primal_point
+from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.losses.classification import Hinge
 from torch_dpsco.theory.linear.output import _attack_length, erm_sensitivity, noise_norms
-from torch_dpsco.theory.linear.solvers import _count, sum_terms
 from torch_dpsco.theory.linear.tilted import _spread
 
 _MODES = ("tight", "paper")

@@ -1,0 +1,327 @@
+"""Private empirical risk minimization of linear models: solve to certified accuracy, release once.
+
+* `task`: the public numbers, and how rows are prepared;
+* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`: a plan for each mechanism, which
+  solves and releases;
+* here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
+  made of the same plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.analysis.rounding import asks_exact, require_gaussian
+from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_preconditioned_gd
+from torch_dpsco.estimators.least_squares import plan_adassp, plan_boosted
+from torch_dpsco.estimators.objective import plan_objective
+from torch_dpsco.estimators.output import plan_output
+from torch_dpsco.estimators.preparation import (
+    Preparation,
+    PrivatePreparation,
+    Units,
+    signal_to_noise,
+)
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import SOLVERS
+from torch_dpsco.estimators.task import (
+    LinearPlan,
+    LinearTask,
+    make_parted_records,
+    make_partitioned_records,
+    make_records,
+)
+from torch_dpsco.estimators.users import plan_users, users_of
+from torch_dpsco.losses import Squared
+from torch_dpsco.losses.classification import SoftmaxCrossEntropy
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.streams.blocks import RawBlocks
+from torch_dpsco.streams.partitions import Partitions, RawPartitions
+
+__all__ = [
+    "MECHANISMS",
+    "LinearFit",
+    "LinearTask",
+    "Partitions",
+    "Preparation",
+    "PrivatePreparation",
+    "RawBlocks",
+    "RawPartitions",
+    "choose_mechanism",
+    "fit_linear",
+    "plan_linear",
+    "require_sums",
+]
+
+_NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
+MECHANISMS = (
+    "auto",
+    "output",
+    "objective",
+    "noisy_gd",
+    "adassp",
+    "boosted_adassp",
+    "preconditioned_gd",
+)
+
+
+def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
+    """Returns the mechanism for a task, by public facts: loss, epsilon, delta, reg; `secure` leaves those it can.
+
+    | loss | delta > 0 | delta = 0 |
+    |---|---|---|
+    | squared, not clipped | boosted_adassp, adassp where `secure` | output |
+    | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
+    | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
+    | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
+    | with kinks, tilted, adversarial | output | output |
+
+    Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go,
+    docs/proofs/heads.md#which-mechanism, and docs/choosing.md.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> from torch_dpsco.estimators.preparation import Preparation
+        >>> task = LinearTask(loss=dp.losses.Hinge(), preparation=Preparation(1.0), dim=3, n=100,
+        ...                   budget=dp.Budget(1.0, 1e-6))
+        >>> choose_mechanism(task)
+        'output'
+    """
+    if task.tilt or task.attack_radius:
+        return "output"
+    if isinstance(task.loss, Squared) and task.residual_clip is None:
+        if task.pure:
+            return "output"
+        return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
+    if task.curvature:
+        return "objective"
+    classes = isinstance(task.loss, SoftmaxCrossEntropy)
+    exact = asks_exact(secure)
+    if classes and not task.pure:
+        return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
+    if task.lipschitz is None or task.smoothness is None or exact:
+        return "output"
+    if not task.pure:
+        return "noisy_gd" if _is_noisy(task) else "objective"
+    if classes:
+        return "output"
+    try:
+        plan_objective(task)
+    except InfeasibleError:
+        return "output"
+    return "objective"
+
+
+def _is_noisy(task: LinearTask) -> bool:
+    """Returns whether noisy gradient descent is better than the determinant that objective perturbation pays for.
+
+    Where epsilon is small, the regularizer that keeps log(1 + beta/reg) a part of it hides more than the noise does.
+    """
+    if task.reg is not None or task.noise_multiplier is not None:
+        return False
+    signal, most = _signal(task)
+    return signal < most
+
+
+def _signal(task: LinearTask) -> tuple[float, float]:
+    """Returns n mu / sqrt(d), and from where on its noise is small."""
+    most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
+    return signal_to_noise(task.level, task.n, task.parameters), most
+
+
+def _reason(task: LinearTask, chosen: str) -> str:
+    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
+    if chosen == "preconditioned_gd":
+        return (
+            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
+            " epsilon: see docs/choosing.md#heads-with-many-classes"
+        )
+    if chosen != "noisy_gd":
+        return ""
+    signal, most = _signal(task)
+    return (
+        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective"
+        " perturbation would hide more than noise does: see docs/proofs/output.md#how-far-to-go"
+    )
+
+
+def plan_linear(
+    task: LinearTask,
+    mechanism: str = "auto",
+    *,
+    mode: str = "tight",
+    secure: str | None = None,
+    solver: str = "auto",
+) -> LinearPlan:
+    """Returns the plan of one release of a private linear model.
+
+    Args:
+        task: public numbers.
+        mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
+        mode: "tight" or "paper" (output, adassp).
+        secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
+        solver: of output and objective perturbation, see `estimators.solvers.solve`; never trusted.
+
+    Raises:
+        ConditionError: the mechanism does not cover the task.
+    """
+    check.choice(MECHANISMS, mechanism=mechanism)
+    check.choice(SOLVERS, solver=solver)
+    if task.budget is not None and task.budget.unit == "user":
+        check.choice(("auto", "noisy_gd"), mechanism=mechanism)
+        require_gaussian(secure, "its noise on users is drawn in floating point")
+        if task.lipschitz is None or task.num_scores > 1:
+            raise ConditionError(
+                "groups need a loss of one score with bounded gradients, which LogisticRegression,"
+                f" LinearSVC, HuberRegressor and QuantileRegressor have (got {task.loss!r})"
+            )
+        return plan_users(task)
+    if mechanism == "auto":
+        chosen = choose_mechanism(task, secure)
+        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
+        return replace(plan, reason=_reason(task, chosen))
+    if mechanism == "adassp":
+        return plan_adassp(task, mode, secure)
+    if mechanism == "boosted_adassp":
+        return plan_boosted(task, secure=secure)
+    if mechanism == "preconditioned_gd":
+        return plan_preconditioned_gd(task, secure)
+    if mechanism == "noisy_gd":
+        return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
+    if mechanism == "objective":
+        return plan_objective(task, secure=secure, solver=solver)
+    return plan_output(task, mode, secure, solver)
+
+
+class LinearFit(NamedTuple):
+    """What a fit releases.
+
+    Args:
+        weights: (K, width) float64, K = 1 or the number of classes; the last column is the intercept's, to be
+            multiplied by the constant of the preparation. They are for rows and targets in these units:
+        units: public, or released too.
+        hessian: (width, width) of the sum of losses at the weights, with noise, where `LinearTask.curvature` is not 0.
+        moments: with noise, of the squared loss then: X'y and the sum of squared targets (width + 1,); of Huber's: the
+            sum of squared slopes (1,).
+    """
+
+    weights: Tensor
+    units: Units
+    hessian: Tensor | None = None
+    moments: Tensor | None = None
+
+
+_RANDOM_ACCESS = ("katyusha", "subgradient")
+
+
+def require_sums(plan: LinearPlan) -> None:
+    """Raises ConditionError unless all that a plan reads of the records are sums, as of records that come in blocks."""
+    task = plan.task
+    kind = "records in blocks, and sparse rows, give sums only"
+    if plan.unit == "user":
+        raise ConditionError(
+            f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays"
+        )
+    if task.tilt or task.attack_radius:
+        raise ConditionError(f"tilted and adversarial losses need arrays: {kind}, of plain losses")
+    if task.smoothness is None and plan.mechanism == "output":
+        raise ConditionError(
+            f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
+            "LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
+        )
+    if getattr(plan, "solver", "auto") in _RANDOM_ACCESS:
+        raise ConditionError(
+            f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records"
+        )
+
+
+def fit_linear(
+    plan: LinearPlan,
+    features: Tensor | RawBlocks | RawPartitions,
+    targets: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    users: Tensor | None = None,
+    accountant: Accountant | None = None,
+    generator: torch.Generator | None = None,
+) -> LinearFit:
+    """Releases the weights of a private linear model.
+
+    Args:
+        plan: from `plan_linear`.
+        features: raw, (n, d), floating point; or blocks or partitions of records, with all that belongs to them.
+        targets: (n,) real, +-1, or class numbers; None beside blocks.
+        weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
+            weight <= 1 has the constants of the loss, so that no noise changes.
+        users: (n,) integer ids of the user of each row, with a plan of `estimators.users.plan_users`, and only then.
+        accountant: ledger to charge; default a new one with the plan's budget.
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+
+    Raises:
+        BudgetExceeded: nothing was drawn.
+        ConditionError: blocks, for what is not made of sums over records, see `require_sums`.
+
+    Guarantee:
+        The event of the plan, for weights, units and Hessian. Unit: one row. What is assumed: public numbers that are
+        public; under replace_one and zero_out n, under add_remove n_max where gradients are bounded by the norm of a
+        minimizer.
+    """
+    task = plan.task
+    if not isinstance(features, Tensor):
+        require_sums(plan)
+    ledger = plan.ledger() if accountant is None else accountant
+    ledger.require_unit(plan.unit)
+    if ledger.adjacency != task.adjacency:
+        # PRIVACY: a cost under one adjacency bounds nothing under another
+        # (test_a_ledger_of_another_adjacency_is_refused)
+        raise AdjacencyError(
+            f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})"
+        )
+    if (users is None) != (plan.unit == "example"):
+        raise UnitError(
+            "users must be given with a plan for users, and with it only (the plan's unit is"
+            f" {plan.unit!r})"
+        )
+    codes = None
+    units = Units(task.preparation)
+    if users is not None and isinstance(features, Tensor):
+        codes, shares, _ = users_of(users.to(features.device))
+        # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_fit_weighs_the_rows_of_a_user_as_one_record)
+        weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
+
+    def records_in(measured: Units | None) -> Records:
+        if isinstance(features, RawBlocks):
+            return make_parted_records(task, features, measured)
+        if isinstance(features, RawPartitions):
+            return make_partitioned_records(task, features, measured)
+        assert targets is not None
+        return make_records(task, features, targets, weights, measured, users=codes)
+
+    records = records_in(None)
+    source = noise_generator(records.device, generator)
+    if task.prepare is not None or codes is not None:
+        # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
+        ledger.authorize(plan.event())
+        if task.prepare is not None:
+            units = task.prepare.measure(
+                records, task.preparation, task.most_records, task.adjacency, source
+            )
+            records = records_in(units)
+        answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
+    else:
+        answer = plan.release(plan.solve(records), ledger, source)
+    weight = answer[: task.parameters]
+    entries = answer[task.parameters :]
+    weights = weight.reshape(task.num_scores, task.width)
+    squares = task.width**2
+    if not task.curvature:
+        return LinearFit(weights, units)
+    hessian = entries[:squares].reshape(task.width, task.width)
+    return LinearFit(weights, units, hessian, entries[squares:] if len(entries) > squares else None)

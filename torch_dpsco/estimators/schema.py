@@ -1,0 +1,514 @@
+"""A schema of a table: its columns, its target and its unit, from which features and bounds follow.
+
+A table that was read by a schema.
+
+A schema as plain data, and as a file of TOML for people to read and edit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields, typed
+from torch_dpsco.accounting.report.names import names_of
+from torch_dpsco.errors import UnitError
+from torch_dpsco.estimators import frames
+from torch_dpsco.estimators.columns import (
+    ROW,
+    Category,
+    Number,
+    Ordered,
+    index_of,
+    key,
+    number,
+    unit_id,
+)
+from torch_dpsco.losses.base import Loss, TableLoss
+from torch_dpsco.problem import Problem
+from torch_dpsco.show.look import Check, look
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What is public about a table. No value of the table decides how another one is read.
+
+    Args:
+        columns: kind of each column of features; columns of a table that are not named here are never used.
+        target: name of the column of targets.
+        labels: all labels that can occur, text or numbers, of which the second of two is the positive one.
+        target_range: (low, high) of a real target, which is clipped to it; give this or labels.
+        ids: name of the column of ids of units, integers or text. None: each row is a unit.
+        rows_per_unit: with ids, how many rows of a unit are kept, the first ones: 1 makes rows units; None keeps all.
+            Unless it is 1, `fit` must be given the groups too, and then protects units: `Table.arguments`.
+        unit: what one unit is called in reports, as "patient", of letters, digits, spaces, hyphens and apostrophes. A
+            name needs ids, or:
+        one_row_per_unit: True promises that no unit has a second row, as a patient with a second stay would; the
+            headline of reports says so.
+    """
+
+    columns: Mapping[str, Number | Category | Ordered]
+    target: str
+    labels: Sequence[Any] | None = None
+    target_range: tuple[float, float] | None = None
+    ids: str | None = None
+    rows_per_unit: int | None = 1
+    unit: str = ROW
+    one_row_per_unit: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.columns:
+            raise ValueError("columns must name at least one column (got none)")
+        for name, kind in self.columns.items():
+            _require_name(columns=name)
+            if not isinstance(kind, (Number, Category, Ordered)):
+                raise ValueError(
+                    f"column {name!r} must be a Number, Category or Ordered (got"
+                    f" {check.shown(kind)})"
+                )
+        _require_name(target=self.target)
+        for role, other in (("target", self.target), ("ids", self.ids)):
+            if other in self.columns:
+                raise ValueError(
+                    f"{role} must not be among the features (got {other!r}): remove it from columns"
+                )
+        if self.target == self.ids:
+            raise ValueError(f"ids must be another column than the target (got {self.ids!r})")
+        if (self.labels is None) == (self.target_range is None):
+            raise ValueError("labels or target_range must be given, one of them (got both or none)")
+        if self.labels is not None:
+            index_of("labels", self.labels)
+            object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read
+            if len({isinstance(label, str) for label in self.labels}) > 1:
+                raise ValueError(
+                    f"labels must be all text or all numbers (got {check.shown(self.labels)})"
+                )
+        if self.target_range is not None:
+            Number(*self.target_range)
+            object.__setattr__(self, "target_range", tuple(self.target_range))
+        if self.rows_per_unit is not None:
+            check.fields(self, rows_per_unit=check.positive_count)
+        self._check_unit()
+        if self.ids is None and self.rows_per_unit != 1:
+            raise ValueError(
+                f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column"
+                " of ids"
+            )
+
+    def _check_unit(self) -> None:
+        """Raises ValueError unless the name of a unit is one that reports take, and it is said why it is protected."""
+        object.__setattr__(self, "unit", names_of(self.unit, None)[0])
+        by_rows = self.ids is None and self.unit != ROW
+        # PRIVACY: else a name is promised to people with several rows (test_a_name_of_units_needs_ids_or_a_promise)
+        if by_rows and not self.one_row_per_unit:
+            raise ValueError(
+                f"unit must have ids, the column that says whose rows are whose (got {self.unit!r}"
+                f" without): a {self.unit} with several rows would not be protected as a whole. If"
+                f" each {self.unit} has one row, promise one_row_per_unit=True"
+            )
+        if self.one_row_per_unit and not by_rows:
+            raise ValueError(
+                "one_row_per_unit must be left out with ids, which say it, and for a unit without"
+                f" a name (got unit {self.unit!r}, ids {self.ids!r})"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the features, d of them."""
+        return [feature for name, kind in self.columns.items() for feature in kind.names(name)]
+
+    @property
+    def bound_x(self) -> float:
+        """Bound on norms of coded rows: the root of the number of columns, rounded up."""
+        return math.nextafter(math.sqrt(len(self.columns)), math.inf)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns bound_x and classes or bound_y, for `LogisticRegression(epsilon=1.0, n=n, **schema.settings())`."""
+        if self.labels is not None:
+            return {"bound_x": self.bound_x, "classes": self.labels}
+        return {"bound_x": self.bound_x, "bound_y": self._bound_y}
+
+    @typed
+    def problem(self, loss: TableLoss, *, intercept: bool = True, **promises: Any) -> Problem:
+        """Returns the promises of a loss for plans: `HolderSGD.plan(problem=schema.problem(loss), ...)`.
+
+        Args:
+            loss: of `torch_dpsco.losses`, for targets as `Table.dataset` codes them.
+            intercept: whether the linear layer has a bias, which counts as a feature that is 1.
+            promises: further arguments of `loss.problem`.
+
+        Raises:
+            ValueError: the loss is of other targets.
+        """
+        self.require_targets(loss)
+        bound = math.nextafter(math.sqrt(len(self.columns) + intercept), math.inf)
+        bounds = {"bound_y": self._bound_y} if loss.target_kind == "real" else {}
+        return loss.problem(bound_x=bound, **bounds, **promises)
+
+    @typed
+    def require_targets(self, loss: Loss) -> None:
+        """Raises ValueError unless a loss is one of the schema's targets."""
+        count = 0 if self.labels is None else len(self.labels)
+        fits = {"real": count == 0, "sign": count == 2, "class": 0 < count <= loss.num_scores}
+        if not fits[loss.target_kind]:
+            what = "a real target" if self.labels is None else f"{len(self.labels)} labels"
+            raise ValueError(
+                f"loss must be one of {what} (got {loss!r}, of targets that are"
+                f" {loss.target_kind!r})"
+            )
+
+    @property
+    def _bound_y(self) -> float:
+        assert self.target_range is not None
+        return max(map(abs, self.target_range))
+
+    def read(self, frame: Any) -> Table:
+        """Codes a table. A value that cannot be read makes at most its own row a null record, and never raises.
+
+        Args:
+            frame: pandas data frame, Arrow table, dict of columns, or the path of a .csv or .parquet file (with
+                pyarrow). All columns of a .csv file are read as text, so that no value decides how others are read.
+
+        Raises:
+            ImportError: pyarrow is not installed, for a path.
+            ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values; or the
+                file cannot be read.
+        """
+        wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
+        frame = frames.opened(frame, wanted)
+        columns = {name: frames.column(frame, name) for name in wanted}
+        rows = _one_length(columns)
+        kept = np.arange(rows)
+        groups = None
+        lost = np.zeros(rows, dtype=bool)
+        if self.ids is not None:
+            kind = frames.kind_of(columns[self.ids])
+            if kind.startswith("bool"):
+                raise ValueError(f"ids {self.ids!r} must be integers or text (got {kind})")
+            units = [unit_id(value) for value in frames.values(columns[self.ids])]
+            kept, groups = self._units(units)
+            # PRIVACY: whose row it is nobody knows (test_a_row_without_an_id_is_a_null_record)
+            lost = np.array([unit is None for unit in units], dtype=bool)
+        features = self._features(columns, rows)
+        features[lost] = math.nan
+        targets = self._targets(
+            [values[row] for values in (frames.values(columns[self.target]),) for row in kept]
+        )
+        return Table(self, features[kept], targets, None if self.rows_per_unit == 1 else groups)
+
+    def features(self, frame: Any) -> NDArray[np.float64]:
+        """Returns the features (n, d) of all rows, NaN where one has none: for predictions, targets and ids not needed.
+
+        Args:
+            frame: as for `read`.
+        """
+        frame = frames.opened(frame, list(self.columns))
+        columns = {name: frames.column(frame, name) for name in self.columns}
+        return self._features(columns, _one_length(columns))
+
+    def check(self, frame: Any) -> Check:
+        """Returns what looks wrong in a table, before anything is spent. NOT private: for your eyes, on your machine.
+
+        Args:
+            frame: as for `read`, which raises what is wrong with names, lengths and dtypes.
+        """
+        table = self.read(frame)
+        wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
+        frame = frames.opened(frame, None)
+        columns = {name: frames.column(frame, name) for name in wanted}
+        return look(
+            self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame)
+        )
+
+    @classmethod
+    @typed
+    def from_public(cls, frame: Any, *, target: str, levels: int = 20, **fields: Any) -> Schema:
+        """Reads a schema off a PUBLIC table: ranges and levels of private data would give its records away.
+
+        A column of numbers with more than `levels` different ones is a `Number` between its extremes, others are a
+        `Category` of what occurs. Look at it: a public table may lack what the private one has.
+
+        Args:
+            frame: PUBLIC table, as for `read`.
+            target: name of the column of targets; labels, or a range, are read off it likewise.
+            levels: >= 2.
+            fields: further fields, such as ids, whose column is no feature.
+
+        Raises:
+            ValueError: a column has fewer than two values.
+        """
+        check.positive_count(levels=levels)
+        frame = frames.opened(frame, None)
+        kinds = {}
+        for name in frames.names(frame):
+            if name != fields.get("ids"):
+                kinds[name] = _public_kind(name, frames.values(frames.column(frame, name)), levels)
+        if target not in kinds:
+            raise ValueError(f"target must be a column of the table (got {target!r})")
+        goal = kinds.pop(target)
+        found = (
+            {"labels": goal.levels}
+            if isinstance(goal, Category)
+            else {"target_range": (goal.low, goal.high)}
+        )
+        return cls(**{"columns": kinds, "target": target, **found, **fields})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as text, numbers, lists and dicts; `from_dict` reads it."""
+        return to_dict(self)
+
+    @classmethod
+    @typed
+    def from_dict(cls, state: Mapping[str, Any]) -> Schema:
+        """Builds a schema from `to_dict`; raises ValueError for a field that is unknown, missing or wrong."""
+        return cls(**fields_of(state))
+
+    @typed
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes it as TOML, to be read and edited by people; raises FileExistsError if the file is there."""
+        text = to_toml(self.to_dict())
+        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    @typed
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """Reads a file of `save`; raises ValueError for what is no schema."""
+        return cls.from_dict(read_toml(path))
+
+    def _features(self, columns: Mapping[str, Any], rows: int) -> NDArray[np.float64]:
+        parts = [
+            frames.coded(kind, columns[name], len(kind.names(name)))
+            for name, kind in self.columns.items()
+        ]
+        return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+
+    def _units(self, units: list[str | None]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Returns the rows that are kept, and their groups; a row without an id is a unit of its own."""
+        kept = []
+        seen = Counter[str]()
+        for row, unit in enumerate(units):
+            # PRIVACY: what is kept of a unit is decided by its own rows (test_rows_of_other_units_do_not_matter)
+            group = f"?{row}" if unit is None else unit
+            seen[group] += 1
+            if self.rows_per_unit is None or seen[group] <= self.rows_per_unit:
+                kept.append(row)
+        groups = np.array([units[row] or f"?{row}" for row in kept], dtype=np.str_)
+        return np.array(kept, dtype=np.int64), groups
+
+    def _targets(self, values: list[Any]) -> NDArray[Any]:
+        if self.target_range is not None:
+            return np.clip(
+                np.array([number(value) for value in values], dtype=np.float64), *self.target_range
+            )
+        assert self.labels is not None
+        places = index_of("labels", self.labels)
+        unknown = "" if isinstance(self.labels[0], str) else math.nan
+        known = np.array([*self.labels, unknown])
+        return (
+            known[[places.get(key(value), len(places)) for value in values]]
+            if values
+            else known[:0]
+        )
+
+
+def _require_name(**field: Any) -> None:
+    """Raises ValueError unless the name of a column can stand in plans, pictures and files."""
+    ((name, value),) = field.items()
+    if not (isinstance(value, str) and value.strip() and value.isprintable()):
+        raise ValueError(
+            f"{name} must have names of printable text (got {check.shown(value)}): rename the"
+            " column"
+        )
+
+
+def _one_length(columns: Mapping[str, Any]) -> int:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns must have one length (got {lengths})")
+    return next(iter(lengths.values()))
+
+
+def _public_kind(name: str, values: list[Any], levels: int) -> Number | Category:
+    known = [value for value in values if key(value) not in (None, "")]
+    different = {key(value): value for value in known}
+    if len(different) < 2:
+        raise ValueError(f"column {name!r} must have two different values or more: leave it out")
+    if len(different) > levels and all(isinstance(one, float) for one in different):
+        missing = len(known) < len(values)
+        return Number(min(map(number, known)), max(map(number, known)), missing)
+    return Category(sorted(different.values(), key=lambda level: (isinstance(level, str), level)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that was read: X (n, d) float64, y (n,), and groups (n,), the ids for `fit`, or None."""
+
+    schema: Schema = field(repr=False)
+    X: NDArray[np.float64]
+    y: NDArray[Any]
+    groups: NDArray[Any] | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns all of it, for `model.fit(**table.arguments())`."""
+        return {
+            "X": self.X,
+            "y": self.y,
+            **({} if self.groups is None else {"groups": self.groups}),
+        }
+
+    @typed
+    def dataset(self, loss: Loss, *, unit: str = "example") -> TensorDataset:
+        """Returns rows and targets as a loss of `torch_dpsco.losses` takes them, for `optimizer.loader`.
+
+        Labels are -1 and +1 (the second one), or 0..K-1; null records have inputs of NaN and the target 0, or 1.
+
+        Args:
+            loss: of targets like those of the schema.
+            unit: "user" where the schema keeps several rows of a unit, for `optimizer.loader(dataset,
+                users=table.groups)` of an optimizer that protects users.
+
+        Raises:
+            UnitError: the table is of users and unit is not, or the reverse.
+            ValueError: the loss is of other targets.
+        """
+        check.choice(("example", "user"), unit=unit)
+        if (unit == "user") != (self.groups is not None):
+            # PRIVACY: rows without their ids would be protected one by one (test_rows_of_users_are_not_taken_for_units)
+            raise UnitError(
+                "unit must be 'user' where the schema keeps several rows of a unit, with"
+                f" loader(dataset, users=table.groups), and only there (got {unit!r})"
+            )
+        self.schema.require_targets(loss)
+        rows = self.X.copy()
+        dtype = torch.get_default_dtype()
+        if self.schema.labels is None:
+            targets = self.y.astype(np.float64)
+            null = ~np.isfinite(targets)
+            targets = np.where(null, 0.0, targets)
+        else:
+            places = {key(label): place for place, label in enumerate(self.schema.labels)}
+            codes = np.array(
+                [places.get(key(label), -1) for label in self.y.tolist()], dtype=np.int64
+            )
+            null = codes < 0
+            targets = (
+                np.where(null, 0, codes)
+                if loss.target_kind == "class"
+                else np.where(codes == 0, -1.0, 1.0)
+            )
+        rows[null] = np.nan
+        wanted = torch.int64 if loss.target_kind == "class" else dtype
+        return TensorDataset(torch.from_numpy(rows).to(dtype), torch.from_numpy(targets).to(wanted))
+
+
+_KINDS: dict[str, type[Number | Category | Ordered]] = {
+    "number": Number,
+    "category": Category,
+    "ordered": Ordered,
+}
+_FIELDS = ("target", "labels", "target_range", "ids", "rows_per_unit", "unit", "one_row_per_unit")
+_ALL = "all"  # rows of a unit: TOML has no null
+
+
+def to_dict(schema: Schema) -> dict[str, Any]:
+    """Returns fields that are not None, and columns by name; see `Schema.to_dict`."""
+    fields = {
+        name: _plain(getattr(schema, name)) for name in _FIELDS if getattr(schema, name) is not None
+    }
+    words = {kind: word for word, kind in _KINDS.items()}
+    columns = {
+        name: {"kind": words[type(kind)], **_plain(vars(kind))}
+        for name, kind in schema.columns.items()
+    }
+    for column in columns.values():
+        column.pop("_places", None)
+    return {"rows_per_unit": _ALL} | fields | {"columns": columns}
+
+
+def fields_of(state: Any) -> dict[str, Any]:
+    """Returns the fields of a schema; raises ValueError for what is none."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("columns"), Mapping):
+        got = check.shown(state.get("columns") if isinstance(state, Mapping) else state)
+        raise ValueError(f"columns must be a table of columns by name (got {got})")
+    if unknown := sorted(map(str, state.keys() - {*_FIELDS, "columns"})):
+        raise ValueError(
+            f"{unknown[0]} must be left out: a schema has {', '.join(('columns', *_FIELDS))}"
+        )
+    if "target" not in state:
+        raise ValueError("target must be given: the name of the column of targets")
+    fields = {name: value for name, value in state.items() if name != "columns"}
+    if fields.get("rows_per_unit") == _ALL:
+        fields["rows_per_unit"] = None
+    return {
+        "columns": {name: _column(name, dict(column)) for name, column in state["columns"].items()},
+        **fields,
+    }
+
+
+def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
+    kind = _KINDS.get(word) if isinstance(word := state.pop("kind", None), str) else None
+    if kind is None:
+        raise ValueError(
+            f"kind of column {name!r} must be one of {', '.join(_KINDS)} (got {word!r})"
+        )
+    try:
+        return kind(**state)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {name!r}: {error}") from error
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns what a file holds; raises ValueError if it is no TOML, FileNotFoundError if there is none."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"path must be that of a TOML file that is there (got {os.fspath(path)!r})"
+        )
+    with open(path, "rb") as file:
+        try:
+            return tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"path must be that of a TOML file: {error} (got {os.fspath(path)!r})"
+            ) from error
+
+
+def to_toml(state: Mapping[str, Any]) -> str:
+    """Returns a dict of `to_dict` as TOML: the fields, then one table per column, in order."""
+    lines = [f"{name} = {_value(value)}" for name, value in state.items() if name != "columns"]
+    for name, column in state["columns"].items():
+        lines += [
+            "",
+            f"[columns.{_value(name)}]",
+            *(f"{field} = {_value(value)}" for field, value in column.items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):  # strings of JSON are strings of TOML, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(one) for one in value]
+    return value.item() if isinstance(value, np.generic) else value

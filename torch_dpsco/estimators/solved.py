@@ -1,0 +1,650 @@
+"""Optimizers that solve a linear model to a certified accuracy, in secret, and release one answer.
+
+    optimizer = dp.ObjectivePerturbation(model.parameters(), dp.ObjectivePerturbation.plan(model=model, ...))
+    optimizer.solve(dataset)     # or a training loop of your own with step(), and certify(dataset) after it
+    optimizer.finalize()         # charges, draws the noise, writes the answer into the parameters
+
+Nothing but the answer may be shown: until `finalize()` what `step` leaves in the parameters, losses and scores are
+secret. The point that was certified is held aside and never enters the parameters, a state or a message.
+
+Linear models as torch optimizers, of one release each; `output`, `objective` and `noisy_gd` say what is proved.
+
+* OutputPerturbation: any solver, a certificate, noise on the answer;
+* ObjectivePerturbation: a secret random term in the objective;
+* NoisyGD: gradient descent on all records with noise in each step, which releases only its last iterate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco import _validate as check
+from torch_dpsco._validate import shown
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets import Budget, warn_of_delta
+from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.accounting.report.figures import OneRelease
+from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
+from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
+from torch_dpsco.estimators.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
+from torch_dpsco.rng import noise_generator
+from torch_dpsco.sampling.one_by_one import one_by_one
+from torch_dpsco.step import checks
+from torch_dpsco.step.common import (
+    CommonOptimizer,
+    Uncopied,
+    check_call,
+    require_one_process,
+)
+from torch_dpsco.step.turn import in_turn
+
+Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+_Planned = TypeVar("_Planned", bound=LinearPlan)
+
+
+def linear_shape(params: Any) -> tuple[int, int, bool]:
+    """Returns (scores, features, bias) of one `torch.nn.Linear`, or of its parameters.
+
+    Raises:
+        ValueError: they are not a weight (K, d), and maybe a bias (K,).
+    """
+    items = checks.listed(params.parameters() if isinstance(params, nn.Module) else params)
+    given = [p[1] if isinstance(p, tuple) else p for p in items]
+    shapes = [tuple(p.shape) for p in given if isinstance(p, Tensor)]
+    tensors = len(shapes) == len(given) and 1 <= len(shapes) <= 2
+    if not tensors or len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
+        raise ValueError(
+            "params must be those of one torch.nn.Linear: weight (K, d), bias (K,) (got shapes"
+            f" {shapes})"
+        )
+    return shapes[0][0], shapes[0][1], len(shapes) == 2
+
+
+def linear_task(
+    model: Any,
+    loss: TableLoss,
+    n: int,
+    bound_x: float,
+    budget: Budget | None,
+    noise_multiplier: float | None,
+    adjacency: Adjacency | None,
+    bound_y: float | None,
+    reg: float | None,
+    radius: float,
+    n_max: int | None,
+    residual_clip: float | None = None,
+) -> LinearTask:
+    """Returns the task of a layer; numbers as in `LinearTask`.
+
+    Args:
+        model: the `torch.nn.Linear`, or its parameters.
+        loss: of the records.
+        n: public number of records.
+        bound_x: that rows are clipped to, without the one of a bias.
+        budget: target, or None.
+        noise_multiplier: in place of a budget's noise.
+        adjacency: default the budget's, or "replace_one".
+        bound_y: that targets are clipped to.
+        reg: in sum form.
+        radius: of the ball of answers.
+        n_max: default 2 n.
+        residual_clip: share of the bound that gradients are clipped at.
+    """
+    scores, dim, bias = linear_shape(model)
+    task = LinearTask(
+        loss=loss,
+        preparation=Preparation(bound_x, intercept=float(bias)),
+        dim=dim,
+        n=n,
+        budget=budget,
+        noise_multiplier=noise_multiplier,
+        adjacency=agreed_adjacency(adjacency, budget),
+        bound_y=bound_y,
+        reg=reg,
+        radius=radius,
+        residual_clip=residual_clip,
+        n_max=0 if n_max is None else check.positive_count(n_max=n_max),
+    )
+    if scores != task.num_scores:
+        raise ValueError(
+            f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
+        )
+    warn_of_delta(budget, n, stacklevel=4)
+    return task
+
+
+def warned_of_noise(plan: _Planned) -> _Planned:
+    """Returns the plan; warns where the noise of a budget is longer than anything that it is added to."""
+    if plan.budget is not None:
+        noise, signal, of = plan.noise_and_signal
+        size = plan.task.parameters
+        epsilon = plan.budget.epsilon
+        checks.warn_if_buried(noise, signal, n=plan.task.n, dim=size, epsilon=epsilon, of=of)
+    return plan
+
+
+class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
+    """Base: a linear layer, a plan, one release.
+
+    Args:
+        params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
+        plan: from the class's own `plan`.
+        inner: makes the torch optimizer that `step` delegates to; None if there is no loop.
+        accountant: ledger (and budget) to charge; default a new one with the plan's budget.
+        generator: noise generator of your own; repeatable, so for tests only (warns).
+
+    Raises:
+        InfeasibleError: the release does not fit the budget.
+        ValueError: params are not those of the plan.
+    """
+
+    # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
+    _fixed = frozenset({"_plan", "plan", "accountant"})
+    plans: ClassVar[type[LinearPlan]]
+    _loops: ClassVar[bool] = False  # whether the point of a loop can be certified
+
+    def __init__(
+        self,
+        params: Any,
+        plan: Any = None,
+        *,
+        inner: Inner | None = None,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+        **moved: Any,
+    ) -> None:
+        ledger = self._ledger(plan, moved, accountant)
+        task: LinearTask = plan.task
+        given = checks.listed(params)
+        scores, features, bias = linear_shape(given)
+        wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
+        if (scores, features, bias) != wanted:
+            raise ValueError(
+                f"params must have (scores, features, bias) = {wanted} (got"
+                f" {(scores, features, bias)})"
+            )
+        if inner is not None and not self._loops:
+            raise ValueError(
+                f"inner must not be given: {type(self).__name__} solves by itself (got"
+                f" {shown(inner)})"
+            )
+        super().__init__(given, {})
+        require_one_process()
+        self._plan: LinearPlan = plan
+        self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
+        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
+        self._inner = None if inner is None else inner(self._params)
+        if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):
+            raise ValueError(
+                f"inner must return a torch optimizer (got {type(self._inner).__name__})"
+            )
+        device = checks.one_device(self._params)
+        self._noise = noise_generator(device, generator)
+        self._seeded = generator is not None
+        self._steps = 0
+        self._finalized = False
+        self._solved: Any = None
+        ledger.require_unit("example")
+        checks.agreed_adjacency(task.adjacency, ledger)
+        checks.require_one_step(ledger, task.adjacency, plan.event())
+        ledger.expect(plan.event(), 1)
+        self.accountant = ledger
+
+    # -- solving ------------------------------------------------------------------------------------------------------
+
+    @in_turn
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
+
+        Raises:
+            SequenceError: there is no inner optimizer, or the answer is released.
+        """
+        check_call(closure)
+        self._require_open()
+        if self._inner is None:
+            raise SequenceError(
+                "step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)"
+            )
+        self._steps += 1
+        return self._inner.step(closure)
+
+    @in_turn
+    def solve(self, dataset: Dataset[Any]) -> None:
+        """Finds the point to release, from a public start; shows nothing of it.
+
+        Args:
+            dataset: (features, target) pairs; what changes in it later changes nothing.
+
+        Raises:
+            UnitError: another number of records than n, where that is public.
+            SequenceError: the answer is released.
+        """
+        self._require_open()
+        self._solved = self._plan.solve(self._records(dataset))
+
+    @in_turn
+    def certify(self, dataset: Dataset[Any]) -> None:
+        """Starts from what the loop left in the parameters, and solves on until the certificate holds.
+
+        Raises:
+            UnitError: another number of records than n, where that is public.
+            SequenceError: the answer is released, or no loop of your own has a part in it.
+        """
+        self._require_open()
+        task = self._plan.task
+        if not self._loops:
+            raise SequenceError(
+                f"certify() has no meaning for {type(self).__name__}: use solve(dataset)"
+            )
+        columns = [p.detach().double().reshape(task.num_scores, -1) for p in self._params]
+        if len(columns) == 2:
+            columns[1] = columns[1] / task.preparation.intercept
+        self._solved = self._plan.solve(
+            self._records(dataset), torch.cat(columns, dim=1).reshape(-1)
+        )
+
+    def _records(self, dataset: Dataset[Any]) -> Records:
+        if (
+            type(dataset) is TensorDataset and len(dataset.tensors) == 2
+        ):  # a subclass may override __getitem__
+            # PRIVACY: what is read at the release is what was bounded here
+            # (test_a_data_set_that_changes_after_solve_changes_nothing)
+            features, targets = (column.clone() for column in dataset.tensors)
+        else:
+            # PRIVACY: the record that is read last would be all of them
+            # (test_a_data_set_that_fills_one_tensor_is_solved_record_by_record)
+            records = one_by_one(dataset)
+            pairs = [records[i] for i in range(checks.number_of_records(dataset))]
+            if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+                raise ValueError(
+                    f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})"
+                )
+            # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
+            features = torch.zeros(0, self._plan.task.dim)
+            targets = torch.zeros(0, dtype=torch.int64)
+            if pairs:
+                features, targets = (
+                    torch.stack([*map(torch.as_tensor, column)])
+                    for column in zip(*pairs, strict=True)
+                )
+        if features.dim() < 2:
+            raise ValueError(
+                f"features must be of shape (n, {self._plan.task.dim}) (got"
+                f" {tuple(features.shape)})"
+            )
+        device = self._params[0].device
+        columns = targets.squeeze(1) if targets.dim() == 2 else targets
+        return make_records(self._plan.task, features.to(device).flatten(1), columns.to(device))
+
+    def _require_open(self) -> None:
+        if self._finalized:
+            raise SequenceError(
+                "the answer is released: make a new optimizer, with the same accountant"
+            )
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    @in_turn
+    @torch.no_grad()
+    def finalize(self) -> None:
+        """Charges the release, and installs the private answer into the parameters, unless that was done.
+
+        Raises:
+            SequenceError: nothing was solved.
+            BudgetExceeded: the release does not fit the budget any more; nothing is released.
+        """
+        if self._finalized:
+            # PRIVACY: noise is drawn once (test_a_second_release_is_the_first_one)
+            return
+        if self._solved is None:
+            raise SequenceError(
+                "nothing was solved: call solve(dataset), or certify(dataset) after a loop of"
+                " your own"
+            )
+        task = self._plan.task
+        answer = self._plan.release(self._solved, self.accountant, self._noise)[: task.parameters]
+        answer = answer.reshape(task.num_scores, task.width)
+        self._solved = None
+        self._params[0].copy_(answer[:, : task.dim])
+        if len(self._params) == 2:
+            self._params[1].copy_(answer[:, -1] * task.preparation.intercept)
+        # PRIVACY: its momenta are sums of raw gradients
+        # (test_the_state_and_the_gradients_of_a_loop_are_dropped_at_the_release)
+        self._inner = None
+        self._finalized = True
+        self.zero_grad()
+
+    # -- what is public -----------------------------------------------------------------------------------------------
+
+    def report(self, delta: float | None = None) -> Statement:
+        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
+        run = OneRelease(
+            type(self).__name__, Full(self._plan.task.n), self._plan.event(), 0, 0, self._finalized
+        )
+        return self._statement(run, delta, run.ahead())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state once the answer is released; raises SequenceError before, when it is secret."""
+        if not self._finalized:
+            # PRIVACY: the state of the inner optimizer tells the noiseless point (test_no_state_before_the_release)
+            raise SequenceError("nothing may be saved before finalize(): what was solved is secret")
+        return super().state_dict()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._plan.event()}, finalized={self._finalized})"
+
+
+class NoisyGD(SolvedOptimizer):
+    """Full-batch noisy gradient descent with the accounting that converges: more steps cost less and less.
+
+    Args:
+        params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
+        plan: from `NoisyGD.plan`.
+        accountant: ledger to charge; default a new one with the plan's budget.
+        generator: noise generator of your own (warns).
+
+    Guarantee:
+        Adjacency: that of the plan. Unit: one row. Event: GDP(mu) of the last iterate; no other one is shown.
+        Rows are clipped and unknown labels ignored by the code. Assumes: n under replace_one and zero_out is public;
+        under add_remove that there are at most n_max records, on which the contraction of a step rests.
+        Source: docs/proofs/output.md#noisy-gradient-descent; Bok, Su and Altschuler 2024.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
+        >>> plan = dp.NoisyGD.plan(
+        ...     model=model, loss=dp.losses.Logistic(), n=500, budget=dp.Budget(1.0, 1e-6), bound_x=2.0)
+        >>> optimizer = dp.NoisyGD(model.parameters(), plan)
+        >>> optimizer.solve(data)
+        >>> optimizer.finalize()
+        >>> round(optimizer.report().epsilon, 3)
+        1.0
+    """
+
+    plans = NoisyGDPlan
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        model: Any,
+        loss: TableLoss,
+        n: int,
+        bound_x: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency | None = None,
+        bound_y: float | None = None,
+        reg: float | None = None,
+        radius: float = math.inf,
+        residual_clip: float | None = None,
+        steps: int | None = None,
+        n_max: int | None = None,
+        secure: str | None = None,
+    ) -> NoisyGDPlan:
+        """Returns regularizer, steps, noise and epsilon of a run, before anything is spent.
+
+        Args:
+            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
+            loss: smooth, with bounded gradients (or a residual_clip).
+            n: public number of records; a reference under add_remove.
+            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
+            budget: target; delta > 0.
+            noise_multiplier: > 0 (a budget then only limits the run): std of a step's noise over the bound on a
+                record's gradient; needs reg.
+            adjacency: default the budget's, or "replace_one".
+            bound_y: Y > 0, public, that real targets are clipped to.
+            reg: in sum form, > 0; None for that of objective perturbation.
+            radius: of a ball that iterates are projected on.
+            residual_clip: see `ObjectivePerturbation.plan`.
+            steps: None for those after which it has converged, at most 500.
+            n_max: public cap on the number of records; default 2 n.
+            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+
+        Raises:
+            ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
+        """
+        task = linear_task(
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+            residual_clip,
+        )
+        return warned_of_noise(plan_noisy_gd(task, steps, secure))
+
+
+class ObjectivePerturbation(SolvedOptimizer):
+    """The mechanism of choice for smooth losses of linear scores: logistic, smoothed hinge, Huber, softmax.
+
+    Args:
+        params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
+        plan: from `ObjectivePerturbation.plan`.
+        accountant: ledger to charge; default a new one with the plan's budget.
+        generator: noise generator of your own (warns).
+
+    Guarantee:
+        Adjacency: that of the plan. Unit: one row. Event: the (epsilon, delta), or epsilon, of the budget; or a curve.
+        Rows are clipped and unknown labels ignored by the code. Assumes: n under replace_one and zero_out is public;
+        n_max records at most, for the rounding of sums.
+        Source: docs/proofs/objective.md
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
+        >>> plan = dp.ObjectivePerturbation.plan(
+        ...     model=model, loss=dp.losses.Logistic(), n=500, budget=dp.Budget(1.0, 1e-6), bound_x=2.0,
+        ...     residual_clip=0.5)
+        >>> optimizer = dp.ObjectivePerturbation(model.parameters(), plan)
+        >>> optimizer.solve(data)
+        >>> optimizer.finalize()
+        >>> round(optimizer.report().epsilon, 3)
+        1.0
+    """
+
+    plans = ObjectivePlan
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        model: Any,
+        loss: TableLoss,
+        n: int,
+        bound_x: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency | None = None,
+        bound_y: float | None = None,
+        reg: float | None = None,
+        radius: float = math.inf,
+        residual_clip: float | None = None,
+        n_max: int | None = None,
+        charge: str = "approx",
+        secure: str | None = None,
+        solver: str = "auto",
+    ) -> ObjectivePlan:
+        """Returns regularizer, noise and epsilon of a release, before anything is spent.
+
+        Args:
+            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
+            loss: smooth, of one score, with bounded gradients (or a residual_clip); or the softmax cross-entropy.
+            n: public number of records; a reference under add_remove.
+            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
+            budget: target; delta = 0 for a pure epsilon (one score only).
+            noise_multiplier: > 0 (a budget then only limits the run): std of the random term over the bound on a
+                record's gradient, charged as a curve; needs reg.
+            adjacency: default the budget's, or "replace_one".
+            bound_y: Y > 0, public, that real targets are clipped to.
+            reg: in sum form, > 0; None for the smallest sensible one, at which a quarter of epsilon pays for it.
+            radius: of a ball that the answer is projected on.
+            residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows, which makes them
+                those of another convex loss. 0.5 is a good choice for the logistic loss.
+            n_max: public cap on the number of records; default 2 n.
+            charge: "approx", or "curve" for a ledger that holds much else, see `estimators.objective.plan_objective`. A
+                curve alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
+            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
+            solver: see `estimators.solvers.solve`; never trusted.
+
+        Raises:
+            ConditionError: the loss is not smooth and Lipschitz, or pure and softmax.
+            InfeasibleError: reg is too small for epsilon; the message names the smallest one.
+        """
+        task = linear_task(
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+            residual_clip,
+        )
+        return warned_of_noise(plan_objective(task, charge, secure, solver))
+
+
+class OutputPerturbation(SolvedOptimizer):
+    """Solves a strongly convex model to certified accuracy, adds noise once (Lowy and Razaviyayn, Algorithms 1, 5-7).
+
+    Args:
+        params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
+        plan: from `OutputPerturbation.plan`.
+        inner: makes a torch optimizer of the parameters for a loop of your own; None to call `solve` only.
+        accountant: ledger to charge; default a new one with the plan's budget.
+        generator: noise generator of your own (warns).
+
+    Guarantee:
+        Adjacency: that of the plan. Unit: one row. Event: one Gaussian, or the K-norm mechanism where delta is
+        0, at the sensitivity of the exact minimizer and what the certificate leaves. Rows are clipped and unknown
+        labels ignored by the code. Assumes: n under replace_one and zero_out is public; with guarantee "markov" the
+        promised expected accuracy of the loop, on every data set.
+        Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their corrected forms.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(500, 3), torch.sign(torch.randn(500)))
+        >>> plan = dp.OutputPerturbation.plan(
+        ...     model=model, loss=dp.losses.Logistic(), n=500, budget=dp.Budget(1.0, 1e-6), bound_x=2.0)
+        >>> optimizer = dp.OutputPerturbation(model.parameters(), plan)
+        >>> optimizer.solve(data)
+        >>> optimizer.finalize()
+        >>> round(optimizer.report().epsilon, 3)
+        1.0
+    """
+
+    plans = OutputPlan
+    _loops = True
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        model: Any,
+        loss: TableLoss,
+        n: int,
+        bound_x: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency | None = None,
+        bound_y: float | None = None,
+        reg: float | None = None,
+        radius: float = math.inf,
+        tilt: float = 0.0,
+        attack_radius: float = 0.0,
+        attack_norm: float = 2.0,
+        n_max: int | None = None,
+        n_min: int | None = None,
+        mode: str = "tight",
+        secure: str | None = None,
+        guarantee: str = "certified",
+        expected_accuracy: float | None = None,
+        failure: float | None = None,
+        solver: str = "auto",
+    ) -> OutputPlan:
+        """Returns regularizer, noise and epsilon of a release, before anything is spent.
+
+        Args:
+            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
+            loss: of `torch_dpsco.losses`; hinge and pinball included.
+            n: public number of records; a reference under add_remove.
+            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
+            budget: target; delta = 0 for a pure epsilon.
+            noise_multiplier: > 0 (a budget then only limits the run): std of Gaussian noise over how far one record
+                moves the answer.
+            adjacency: default the budget's, or "replace_one".
+            bound_y: Y > 0, public, that real targets are clipped to.
+            reg: in sum form, > 0; None for the least bound on the risk of a model of norm 5/B.
+            radius: of a ball that the answer is in; needed for the squared loss under add_remove, or n_max.
+            tilt: tau of tilted risk, either sign.
+            attack_radius: rho of adversarial rows.
+            attack_norm: 2 or inf.
+            n_max: public cap on the number of records; default 2 n.
+            n_min: public lower bound on it, for tilts under add_remove.
+            mode: "tight" or "paper" (closed-form Gaussian noise).
+            secure: "exact" for noise drawn in integers on a public grid (delta > 0): 0.03 % more of it.
+            guarantee: "certified", or "markov": what the loop left is released as it is, and the noise covers a
+                promised accuracy but for a failure, which delta pays for. (By stability: `BoltOnPSGD`.)
+            expected_accuracy: of the loop, in expectation, on every data set; in sum form; "markov" only.
+            failure: probability in (0, 1) that delta pays for; "markov" only.
+            solver: of `solve` and `certify`, see `estimators.solvers.solve`; never trusted.
+
+        Raises:
+            ConditionError: nothing is proved for these settings.
+            MissingConstantError: the loss needs a radius.
+        """
+        task = linear_task(
+            model,
+            loss,
+            n,
+            bound_x,
+            budget,
+            noise_multiplier,
+            adjacency,
+            bound_y,
+            reg,
+            radius,
+            n_max,
+        )
+        task = replace(
+            task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min
+        )
+        markov = check.choice(("certified", "markov"), guarantee=guarantee) == "markov"
+        if markov != (expected_accuracy is not None) or markov != (failure is not None):
+            raise ValueError(
+                "expected_accuracy and failure must be given for guarantee='markov', and for it"
+                f" only (got {expected_accuracy} and {failure})"
+            )
+        if expected_accuracy is not None and failure is not None:
+            plan = markov_plan(task, expected_accuracy, failure, mode, secure)
+        else:
+            plan = plan_output(task, mode, secure, solver)
+        return plan if mode == "paper" else warned_of_noise(plan)

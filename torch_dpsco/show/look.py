@@ -1,0 +1,308 @@
+"""A local look at a table beside its schema. NOT private: what it says is read off the records, for their keeper.
+
+What stops a study is what would spend its budget on nothing, or make its report wrong: more than 1 in 20 records lost,
+by labels or values that cannot be read, or with levels that differ in blanks or case; columns of which more than a half
+is clipped or unknown, or nothing is a number; fewer than two labels that occur; and, in a column outside of a schema
+that gives units a name, ids that repeat where the schema takes each row for a unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_dpsco.estimators import frames
+from torch_dpsco.estimators.columns import ROW, Number, Ordered, key, number, unit_id
+
+if TYPE_CHECKING:
+    from torch_dpsco.estimators.schema import Schema, Table
+
+_SHARE = 0.05  # of values that may be odd, and of records that may be lost
+_MOST = 0.5  # of values of a column that may be clipped, or unknown
+_ID_WORDS = {"id", "ids", "uuid", "guid", "mrn", "ssn", "pseudonym"}
+_NARROW = 0.02  # of a range, that holds nearly all values of a column in another unit
+_FINE = 0.25  # different values, as a share of rows, of a column by which records differ
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that looks wrong: the column ("" for the table), what is seen, what to do, whether it stops a study."""
+
+    column: str
+    seen: str
+    advice: str
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{'STOPS A STUDY: ' if self.stops else ''}{self.column or 'table'}: {self.seen}."
+            f" {self.advice}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `Schema.check` found; NOT private."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns that something was found about."""
+        return {finding.column for finding in self.findings}
+
+    @property
+    def stops(self) -> bool:
+        """Whether a study would be stopped, since it would spend its budget on nothing."""
+        return any(finding.stops for finding in self.findings)
+
+    def __str__(self) -> str:
+        head = (
+            "LOCAL CHECK, NOT PRIVATE: read off the records. Do not publish it, nor keep it beside"
+            " what you publish."
+        )
+        return "\n".join(
+            [head, *(f"- {finding}" for finding in self.findings or ["nothing was found"])]
+        )
+
+
+def look(
+    schema: Schema,
+    table: Table,
+    columns: Mapping[str, Any],
+    others: Mapping[str, Any],
+    broken: Mapping[str, float],
+) -> Check:
+    """Returns what looks wrong; see `Schema.check`.
+
+    Args:
+        schema: of the table.
+        table: as it was read.
+        columns: each column of the schema, as it is.
+        others: each column outside of the schema.
+        broken: share of cells with line breaks, of columns that have some, in the schema or not.
+    """
+    found = [*_labels(schema, columns[schema.target])]
+    for name, kind in schema.columns.items():
+        found += (
+            _numbers(name, kind, columns[name])
+            if isinstance(kind, Number)
+            else _levels(name, kind, columns[name])
+        )
+    units = [] if schema.ids is None else frames.values(columns[schema.ids])
+    if schema.ids is not None:
+        found += _ids(schema, units)
+    if len(set(map(unit_id, units))) == len(units):  # none, or one for each row
+        for name, column in others.items():
+            found += _other_ids(schema, name, frames.values(column))
+    found += _rows(table)
+    for name, share in broken.items():
+        seen = f"{share:.1%} of cells have line breaks"
+        found.append(
+            Finding(
+                name,
+                seen,
+                "See whether they are notes of several lines, or a quote swallows rows there",
+            )
+        )
+    return Check(tuple(found))
+
+
+def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
+    name = schema.target
+    if schema.labels is None:
+        assert schema.target_range is not None
+        yield from _numbers(name, Number(*schema.target_range), column)
+        return
+    seen = _counted(column)
+    yield from _unknown(name, {key(label) for label in schema.labels}, seen, "labels", _SHARE)
+    absent = [label for label in schema.labels if seen and seen[key(label)] == 0]
+    for label in absent:
+        stops = len(schema.labels) - len(absent) < 2
+        yield Finding(
+            name, f"no row has the label {label!r}", "See whether labels are coded otherwise", stops
+        )
+
+
+def _levels(name: str, kind: Any, column: Any) -> Iterator[Finding]:
+    seen = _counted(column)
+    whole = isinstance(kind, Ordered) and not kind.missing  # the row is lost with the value
+    yield from _unknown(
+        name, {key(level) for level in kind.levels}, seen, "levels", _SHARE if whole else _MOST
+    )
+    if len(seen) == 1:
+        yield Finding(name, "all values are one", "Leave the column out")
+
+
+def _counted(column: Any) -> Counter[Any]:
+    """Returns how often each key occurs."""
+    values = frames.values(column)
+    seen = Counter[Any]()
+    try:
+        different = Counter(values)
+    except TypeError:  # lists, which are missing values, too
+        return Counter(map(key, values))
+    for value, count in different.items():
+        seen[key(value)] += count
+    return seen
+
+
+def _unknown(
+    name: str, known: set[Any], seen: Counter[Any], what: str, most: float
+) -> Iterator[Finding]:
+    others = Counter({value: count for value, count in seen.items() if value not in known})
+    rows = seen.total()
+    missing = others.pop(None, 0) + others.pop("", 0)
+    if others:
+        shown = ", ".join(repr(value) for value, _ in others.most_common(_SHOWN))
+        near = {str(level).strip().casefold() for level in known}
+        hint = (
+            "; some differ in blanks or case only"
+            if any(str(o).strip().casefold() in near for o in others)
+            else ""
+        )
+        share = others.total() / rows
+        text = f"{share:.1%} of values are none of the {what} ({shown}{hint})"
+        yield Finding(name, text, f"Mend {what}, or values", share > (_SHARE if hint else most))
+    if missing > _SHARE * rows:
+        text = f"{missing / rows:.1%} of values are missing"
+        yield Finding(name, text, f"Give them one of the {what}", missing > most * rows)
+
+
+def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
+    found = frames.array(column)
+    values = frames.values(column) if found is None else []  # numbers, or text of them
+    array = (
+        np.array([number(value) for value in values]) if found is None else found.astype(np.float64)
+    )
+    known = array[np.isfinite(array)]
+    lost = len(array) - len(known)
+    rows = max(len(array), 1)
+    text = sum(
+        isinstance(one, str) and one.strip() != "" and not np.isfinite(number(one))
+        for one in values
+    )
+    if kind.missing and not text and len(known):
+        lost = 0  # what is missing is a feature
+    if lost:
+        what = "missing, or text that is no number" if text else "missing"
+        advice = (
+            "Mend the text (a decimal point, no units), or take a Category"
+            if text
+            else "Give missing=True"
+        )
+        stops = not len(known) or (text if kind.missing else lost) > _SHARE * rows
+        yield Finding(name, f"{lost / rows:.1%} of values are {what}", advice, stops)
+    if not len(known):
+        return
+    outside = float(((known < kind.low) | (known > kind.high)).mean())
+    if outside > _SHARE:
+        low = known.min()
+        high = known.max()
+        seen = (
+            f"{outside:.1%} of values are outside of [{kind.low:g}, {kind.high:g}] (they reach"
+            f" {low:g} to {high:g})"
+        )
+        advice = "Mend the unit, or the range; codes such as -999 must be made missing"
+        yield Finding(name, seen, advice, outside > _MOST)
+    elif outside and len(rare := Counter(known[(known < kind.low) | (known > kind.high)])) <= 2:
+        shown = ", ".join(f"{value:g}" for value in rare)
+        yield Finding(
+            name,
+            f"{outside:.2%} of values are {shown}, out of range",
+            "If it is a code, make it missing",
+        )
+    different, counts = np.unique(known, return_counts=True)
+    if len(different) == 1:
+        yield Finding(name, "all values are one", "Leave the column out")
+        return
+    usual = different[
+        counts.argmax()
+    ]  # as 0 of a rare event, beside which the others tell the unit
+    low, high = np.quantile(known[known != usual], [0.01, 0.99])
+    low = min(low, usual)
+    high = max(high, usual)
+    if high - low < _NARROW * (kind.high - kind.low):
+        seen = (
+            f"nearly all values are in [{low:g}, {high:g}], a small part of [{kind.low:g},"
+            f" {kind.high:g}]"
+        )
+        yield Finding(name, seen, "Mend the unit (percent or share, thousands), or the range")
+
+
+def _ids(schema: Schema, values: list[Any]) -> Iterator[Finding]:
+    name = str(schema.ids)
+    units = [unit_id(value) for value in values]
+    if lost := sum(unit is None for unit in units):
+        yield Finding(
+            name,
+            f"{lost / len(units):.1%} of rows have no id",
+            "They are null records; give them ids",
+        )
+    known = [unit for unit in units if unit is not None]
+    if known and schema.rows_per_unit != 1 and len(set(known)) == len(known):
+        yield Finding(
+            name,
+            f"each {schema.unit} has one row",
+            "See whether it is the id of rows; else rows_per_unit=1",
+        )
+    if known and schema.rows_per_unit == 1 and len(set(known)) < len(known):
+        share = 1 - len(set(known)) / len(known)
+        yield Finding(
+            name,
+            f"{share:.1%} of rows are left out: of a {schema.unit} with several",
+            "Or rows_per_unit=None",
+        )
+
+
+def _other_ids(schema: Schema, name: str, values: list[Any]) -> Iterator[Finding]:
+    """Yields that a column outside of the schema may say whose rows are whose, and that some have several."""
+    known = [unit for unit in map(unit_id, values) if unit is not None]
+    repeats = Counter(known)
+    if len(repeats) == len(known):
+        return
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))}
+    named = bool(words & {*_ID_WORDS, *schema.unit.lower().split()} - {ROW})
+    text = all(
+        isinstance(one, str) and key(one) == one for one in values if unit_id(one) is not None
+    )
+    if not named and not (text and len(repeats) > _MOST * len(known)):
+        return
+    share = sum(count for count in repeats.values() if count > 1) / len(known)
+    seen = (
+        f"it looks like ids, is not in the schema, and {share:.1%} of rows have one that others"
+        " have too"
+    )
+    advice = (
+        f"If it says whose rows are whose, give ids={name!r}: as it is, rows are protected one"
+        " by one"
+    )
+    yield Finding(str(name), seen, advice, named and schema.unit != ROW)
+
+
+def _rows(table: Table) -> Iterator[Finding]:
+    if not len(table.X):
+        yield Finding("", "there are no rows", "See whether the right table was read", True)
+        return
+    null = float(np.isnan(table.X).any(1).mean())
+    if null > _SHARE:
+        yield Finding(
+            "",
+            f"{null:.1%} of rows are null records, which teach nothing",
+            "See the columns above",
+            True,
+        )
+    whole = table.X[~np.isnan(table.X).any(1)]
+    # records with a fine column do not repeat by themselves
+    if len(whole) and max(len(np.unique(column)) for column in whole.T) > _FINE * len(whole):
+        share = 1 - len(np.unique(whole, axis=0)) / len(whole)
+        if share > _SHARE:
+            yield Finding(
+                "", f"{share:.1%} of rows repeat others", "See whether records are there twice"
+            )

@@ -1,0 +1,667 @@
+"""A study: from a table to a model, its score and a report, with one budget on one ledger.
+
+Each unit (row, or user) is put into one of two parts by a fresh draw that looks at no value:
+
+    fit     the model is fitted to
+    held    the model is scored on, and sets of predictions are calibrated on
+
+A unit is in one part only, so that each part may spend the whole budget, and what is done with the second may depend on
+what the first released.
+
+Source: docs/proofs/accounting.md#parts-of-a-partition
+
+A study in one call: its plan is shown, and then carried out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel
+from torch_dpsco.accounting.report import card
+from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
+from torch_dpsco.accounting.report.grounds import HELD
+from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.errors import ConditionError, UnitError
+from torch_dpsco.estimators.base import LinearModel, stand_in
+from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
+from torch_dpsco.estimators.columns import ROW, Category
+from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
+from torch_dpsco.estimators.released import Released
+from torch_dpsco.estimators.schema import Schema, Table
+from torch_dpsco.show import plots
+from torch_dpsco.show.preview import Preview
+from torch_dpsco.statistics import Summary
+from torch_dpsco.statistics.conformal import ConformalSets, conformal, conformal_event
+from torch_dpsco.statistics.held_out import split
+from torch_dpsco.statistics.scores import PrivateScore, default_bins, quietest, score, score_event
+from torch_dpsco.statistics.search import PrivateSearch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEAST, _SHOWN = 50, 12  # units in each part; coefficients in a picture
+_UNSET = {"epsilon": 1.0, "delta": 1e-6, "adjacency": ADD_REMOVE, "n": None}  # what a search sets
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """What a study will do, before anything is spent: `print(plan)`, from `plan_study`.
+
+    Args:
+        schema: what is public about the table.
+        budget: of all of it together.
+        n: public number of units, see `LinearModel`.
+        model: unfitted, with all its settings; or a search among several.
+        metric: that the model is scored by, of `score`.
+        held: expected number of units in the second part.
+        level: of sets or intervals of predictions, see `conformal`; None for none.
+    """
+
+    schema: Schema
+    budget: Budget
+    n: int
+    model: LinearModel | PrivateSearch
+    metric: str
+    held: int
+    level: float | None
+
+    def __str__(self) -> str:
+        about = "about " if self.budget.adjacency == ADD_REMOVE else ""
+        unit = self._unit
+        shown: list[str] = []
+        if isinstance(self.model, PrivateSearch):
+            how = (
+                f"the best of {self.model.trials:g} trials on average, among"
+                f" {', '.join(self.model.candidates)}"
+            )
+        else:
+            with parts():
+                plan = self.model.plan(len(self.schema.names), self.budget.unit)
+            how = f"{type(self.model).__name__} by {plan.mechanism}"
+            shown = [f"    {plan.shown}"] if plan.shown else []
+        lines = [
+            (
+                f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}),"
+                f" for each {unit}"
+            ),
+            f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
+            f"    {how}, {len(self.schema.names)} features",
+            *shown,
+            f"  held out: {about}{self.held}, the whole budget",
+            f"    {self.metric}: epsilon {self._shared.epsilon:g}",
+        ]
+        if self.level is not None:
+            lines.append(
+                f"    predictions that cover {100 * self.level:g} %: epsilon"
+                f" {self._shared.epsilon:g}"
+            )
+        lines.append(f"  Each {unit} is in one of the two parts, by a draw that looks at no value.")
+        if self.schema.one_row_per_unit:
+            lines.append(
+                f"  No {unit} has a second row: one_row_per_unit=True of the schema promises it."
+            )
+        return "\n".join(lines)
+
+    @property
+    def pays_for_intervals(self) -> bool:
+        """Whether a part of the budget is for intervals of coefficients."""
+        models = (
+            self.model.candidates.values()
+            if isinstance(self.model, PrivateSearch)
+            else [self.model]
+        )
+        return any(getattr(model, "intervals", None) is not None for model in models)
+
+    @property
+    def _unit(self) -> str:
+        plain = "user" if self.budget.unit == "user" else "row"
+        return plain if self.schema.unit == ROW else self.schema.unit
+
+    @property
+    def _shared(self) -> Budget:
+        """The budget of each release of the second part."""
+        half = self.budget.epsilon if self.level is None else self.budget.epsilon / 2
+        return Budget(half, self.budget.delta, self.budget.adjacency, unit=self.budget.unit)
+
+    @property
+    def _scored(self) -> Budget:
+        """The budget of the score: with the least noise."""
+        return quietest(self._shared)
+
+    def preview(self, frame: Any = None, **options: Any) -> Preview:
+        """Returns what the fit will lose, see `LinearModel.preview`.
+
+        Args:
+            frame: PUBLIC table that looks like the private one, read by the schema; None for public numbers alone.
+            options: `epsilons`, `runs`.
+
+        Raises:
+            ConditionError: the plan is to search among several models.
+        """
+        if isinstance(self.model, PrivateSearch):
+            raise ConditionError(
+                "a preview is of one model: plan a study without candidates for each of them"
+            )
+        if frame is None:
+            return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+        table = self.schema.read(frame)
+        whole = np.isfinite(table.X).all(1)
+        groups = None if table.groups is None else table.groups[whole]
+        return self.model.preview(table.X[whole], table.y[whole], groups, **options)
+
+    @typed
+    def run(
+        self, frame: Any, *, ledger_path: str | os.PathLike[str] | None = None, check: bool = True
+    ) -> Study:
+        """Carries it out.
+
+        Args:
+            frame: the private table, as `Schema.read` takes it.
+            ledger_path: of the ledger file; None keeps the ledger in memory.
+            check: whether the table is looked at first, see `require_readable`.
+
+        Raises:
+            UnitError: the table has not n units, where their number is public; nothing was spent.
+            ValueError: the table is not that of the schema, or cannot be read by it; nothing was spent.
+        """
+        if check:
+            require_readable(self.schema, frame)
+        table = self.schema.read(frame)
+        units, places = units_of(table)
+        if self.budget.adjacency != ADD_REMOVE and units != self.n:
+            raise UnitError(
+                f"n must be the number of {self.budget.unit}s under {self.budget.adjacency} (got"
+                f" {self.n})"
+            )
+        charges = self._charges()
+        self._rehearse(charges)
+        ledger = Accountant(self.budget, ledger_path=ledger_path)
+        model: Any = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
+        # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
+        held = split(units, self.held / self.n, self.budget.adjacency)[places]
+
+        def fitted() -> LinearModel:
+            found = model.fit(**_rows(table, ~held))
+            return found.best_estimator_ if isinstance(found, PrivateSearch) else found
+
+        return self._carried_out(ledger, charges, fitted, _rows(table, held))
+
+    def _charges(self) -> dict[str, tuple[Event, ...]]:
+        """Returns what is charged on each part."""
+        sets = () if self.level is None else (conformal_event(self._shared),)
+        return {"fit": (self.fit_event(),), "held": (score_event(self._scored), *sets)}
+
+    def _carried_out(
+        self,
+        ledger: Accountant,
+        charges: dict[str, tuple[Event, ...]],
+        fitted: Callable[[], LinearModel],
+        held: dict[str, Any],
+    ) -> Study:
+        """Returns the study: a fit that charges the first part, measured on the rows of the second."""
+        charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
+        positional = self.budget.adjacency != ADD_REMOVE
+        name = f"{HELD}{secrets.token_hex(16)}"
+        cut = ("positional", False) if positional else ("keyed", True)
+        ledger.declare(Parallel(charges, name, *cut), 1)
+        with parts(), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
+            model = fitted()
+        with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
+            bins = default_bins(self._scored, self.held)
+            scored = charged | {"budget": self._scored}
+            found = score(
+                model,
+                metric=self.metric,
+                bound=_most(self.schema, self.metric),
+                bins=bins,
+                **held,
+                **scored,
+            )
+            sets = None
+            if self.level is not None:
+                sets = conformal(
+                    model,
+                    level=self.level,
+                    bound=_most(self.schema, "absolute_error"),
+                    **held,
+                    **charged,
+                )
+        report = ledger.report()
+        ledger.close()  # so that others may open its file
+        return Study(self, model, found, sets, report)
+
+    def _rehearse(self, charges: dict[str, tuple[Event, ...]]) -> None:
+        """Carries it out on made-up rows with a stand-in for the fit, and raises what could not be made of a study."""
+        schema = self.schema
+        unit = self.budget.unit
+        ledger = Accountant(self.budget)
+        (event,) = charges["fit"]
+        model = _one_of(self.model)
+
+        def fitted() -> LinearModel:
+            ledger.authorize(event)
+            return stand_in(model, model.plan(len(schema.names), unit), ledger.report())
+
+        target, *_ = schema.labels or schema.target_range or (0.0,)
+        held = {
+            "X": np.zeros((1, len(schema.names))),
+            "y": [target],
+            **({} if unit == "example" else {"groups": [0]}),
+        }
+        self._carried_out(ledger, charges, fitted, held)._try_out()
+
+    def fit_event(self) -> Event:
+        """Returns what the fit, or the search, charges."""
+        dim = len(self.schema.names)
+        with parts():
+            if isinstance(self.model, PrivateSearch):
+                return self.model.plan(dim).event
+            return self.model.plan(dim, self.budget.unit).event()
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study released: all of it may be published.
+
+    Args:
+        plan: that was carried out.
+        model: the fitted model.
+        score: on the units that were held out.
+        sets: of predictions, see `ConformalSets`; None for none.
+        privacy: report of the whole ledger.
+    """
+
+    plan: StudyPlan
+    model: LinearModel
+    score: PrivateScore
+    sets: ConformalSets | None
+    privacy: PrivacyReport
+
+    def report(self) -> Statement:
+        """Returns what all of it guarantees, in plain words."""
+        promise = (
+            "ranges, levels and labels of the schema are public, and were not read off the table"
+        )
+        privacy = self.privacy.promising(promise)
+        schema = self.plan.schema
+        named = privacy
+        if schema.unit != ROW:
+            by_ids = schema.ids is not None and privacy.unit == "example"
+            named = privacy.named(
+                schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids
+            )
+        model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
+        released = (model, f"score ({self.score})", "threshold of its predictions")[
+            : 3 - (self.sets is None)
+        ]
+        run = StudyRun(
+            **vars(self.model.report().run) | {"name": "study"},
+            held=self.plan.held,
+            released=released,
+        )
+        return make_statement(named, run)
+
+    def predict(self, frame: Any) -> NDArray[Any]:
+        """Returns labels, or numbers, for the rows of a public table (n,), whose target and ids are not needed.
+
+        Raises:
+            ValueError: a row has a value that cannot be read, in a column without missing=True.
+        """
+        return self.released().predict(frame)
+
+    def released(self) -> Released:
+        """Returns what may be published of the model, with the schema and the report of the whole study."""
+        return Released.of(self.model, schema=self.plan.schema, card=self.report())
+
+    def coefficients(self, level: float = 0.95) -> Summary:
+        """Returns estimates and intervals of coefficients, of a study with `intervals=`; see `LinearModel.summary`.
+
+        Raises:
+            ConditionError: the study did not pay for intervals, or noise buries them.
+        """
+        found = self.model.summary(level)
+        return replace(
+            found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :])
+        )
+
+    def summary(self) -> str:
+        """Returns the plan, the score, and intervals if they were paid for, as text."""
+        lines = [str(self.plan), f"held out: {self.score}"]
+        if self.sets is not None:
+            lines.append(
+                f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}"
+            )
+        if self.plan.pays_for_intervals:
+            try:
+                lines.append(str(self.coefficients()))
+            except ConditionError as buried:
+                lines.append(f"no intervals: {buried}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def plot(self) -> Figure:
+        """Returns a picture: the largest coefficients, what a test can find out about one unit, and what was spent.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return plots.figure(self._title, *self._own_panels(), *card.panels(self.report().figures))
+
+    @property
+    def _title(self) -> str:
+        return (
+            f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g} +-"
+            f" {self.score.error:.2g}"
+        )
+
+    def _own_panels(self) -> list[plots.Panel]:
+        several = np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1
+        return [] if several else [self._panel()]
+
+    def _panel(self) -> plots.Panel:
+        names = self.plan.schema.names
+        values = np.ravel(self.model.coef_)
+        ends = np.stack([values, values], axis=1)
+        label = "released coefficient"
+        if self.plan.pays_for_intervals:
+            with suppress(ConditionError):
+                found = self.coefficients()
+                values = found.coefficients[: len(names)]
+                ends = found.intervals
+                label = f"estimate and {100 * found.level:g} % interval"
+        largest = np.argsort(-np.abs(values), kind="stable")[:_SHOWN]
+        rows = [names[k] for k in largest]
+        where = "per unit of the coded feature"
+        return plots.ranges(
+            "Largest coefficients",
+            where,
+            rows,
+            values[largest].tolist(),
+            ends[largest].tolist(),
+            label,
+        )
+
+    @typed
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what may be published into a folder: model.json, report.html, summary.txt and study.svg.
+
+        Args:
+            folder: new, or empty.
+
+        Raises:
+            FileExistsError: something is there.
+            ImportError: matplotlib, which draws the pictures, is not installed; model.json, which holds the report too,
+                and summary.txt are written.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise FileExistsError(f"folder must be new, or empty (got {os.fspath(folder)!r})")
+        self.released().save(path / "model.json")  # what was paid for comes first
+        (path / "summary.txt").write_text(f"{self.summary()}\n", encoding="utf-8")
+        self.report().save(path / "report.html")
+        (path / "study.svg").write_bytes(plots.encoded(self.plot(), "svg"))
+
+    def _try_out(self) -> None:
+        """Makes in memory all that is read and written of a study, and raises what `save` and others would raise.
+
+        Pictures are left out where matplotlib is not installed, and drawn where they have names of the schema.
+        """
+        self.released().json()
+        self.predict(np.zeros((1, len(self.plan.schema.names))))
+        f"{self.summary()}{self.report()}".encode()
+        with suppress(ImportError):
+            plots.figure(self._title, *self._own_panels()).draw_without_rendering()
+            list(card.panels(self.report().figures))
+
+
+@typed
+def plan_study(
+    schema: Schema,
+    budget: Budget,
+    *,
+    n: int,
+    model: type[LinearModel] | None = None,
+    metric: str | None = None,
+    holdout: float = 0.2,
+    level: float | None = 0.9,
+    candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: float | None = None,
+    **settings: Any,
+) -> StudyPlan:
+    """Plans a study.
+
+    Args:
+        schema: what is public about the table; with `rows_per_unit` other than 1 the budget's unit is "user".
+        budget: of all of it together, of mode "planned".
+        n: public number of units: the true one under replace_one and zero_out, a guess under add_remove.
+        model: class of the model; None for logistic or softmax regression by the number of labels, and Ridge (of
+            users: HuberRegressor) for a real target.
+        metric: "accuracy", "auc" (two labels, then the default), "absolute_error" (the default of a real target) or
+            "squared_error".
+        holdout: share of units that are held out, in (0, 1).
+        level: in (0, 1), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
+            for models without probabilities, and for budgets of a risk, whose epsilon is too small.
+        candidates: name to settings of the model, to search among them at one price (see `PrivateSearch`); None for
+            no search, which leaves all of the budget to one fit.
+        trials: expected number of trials of a search, > 1; None for 10. Only with candidates.
+        settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
+
+    Raises:
+        CalibrationError: the model has no plan for this.
+        UnitError: schema and budget protect different units.
+        ValueError: a setting.
+    """
+    if (budget.unit == "user") != (schema.rows_per_unit != 1):
+        raise UnitError(
+            "budget must be of unit 'user' where the schema keeps several rows of a unit, and only"
+            f" there (got {budget.unit!r} with rows_per_unit={schema.rows_per_unit})"
+        )
+    if budget.mode != "planned":
+        raise ValueError(
+            f"budget must be of mode 'planned', as all of a study is (got {budget.mode!r})"
+        )
+    classes = len(schema.labels or ())
+    usual = (
+        ("accuracy", "auc")
+        if classes == 2
+        else ("accuracy",)
+        if classes
+        else ("absolute_error", "squared_error")
+    )
+    metric = usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
+    count = check.positive_count(n=n)
+    warn_of_delta(budget, count)
+    held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
+    if min(held, count - held) < _LEAST:
+        raise ValueError(
+            f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})"
+        )
+    if model is not None and not issubclass(model, LinearModel):
+        raise ValueError(
+            f"model must be a class of torch_dpsco.estimators, as Ridge (got {model.__name__})"
+        )
+    if model is None:
+        regressor = HuberRegressor if budget.unit == "user" else Ridge
+        model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
+    if missing := schema.settings().keys() - inspect.signature(model).parameters.keys():
+        what = f"{classes} labels" if classes else "a real target"
+        raise ValueError(
+            f"model must be one for {what}, as the schema has (got {model.__name__}, which takes no"
+            f" {min(missing)})"
+        )
+    target = {"epsilon": budget.epsilon, "delta": budget.delta}
+    given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
+    if candidates is None and trials is not None:
+        raise ValueError(f"trials must be given with candidates only (got {trials})")
+    several = {"": {}} if candidates is None else candidates
+    if not all(isinstance(more, Mapping) for more in several.values()):
+        raise ValueError(
+            "candidates must map names to settings, as {'little': {'reg': 30.0}} (got"
+            f" {candidates})"
+        )
+    models = {
+        name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()
+    }
+    if not models:
+        raise ValueError("candidates must be one or more settings by name (got none)")
+    fitted: LinearModel | PrivateSearch = next(iter(models.values()))
+    if candidates is not None:
+        if budget.unit == "user":
+            raise UnitError(
+                "candidates must be of rows: a search among fits of users is not proved (got unit"
+                " 'user')"
+            )
+        own = {name: one.set_params(**_UNSET) for name, one in models.items()}
+        bound = None if classes else _most(schema, metric)
+        average = 10.0 if trials is None else trials
+        fitted = PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=average)
+    if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
+        level = None
+    elif level is not None:
+        check.open_interval(0.0, 1.0, level=level)
+    plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
+    plan.fit_event()  # raises before anything is spent
+    return plan
+
+
+def _settled(
+    kind: type[LinearModel], schema: Schema, given: Mapping[str, Any], settings: Mapping[str, Any]
+) -> LinearModel:
+    """Returns a model of these settings; raises where they do not go together."""
+    public = schema.settings()
+    if unknown := sorted(settings.keys() - inspect.signature(kind).parameters.keys()):
+        given_as = f"{unknown[0]}={settings[unknown[0]]!r}"
+        raise ValueError(
+            f"{unknown[0]} must be an argument of study, or a setting of {kind.__name__} (got"
+            f" {given_as})"
+        )
+    if twice := sorted(settings.keys() & {*given, *public}):
+        raise ValueError(
+            f"{twice[0]} must be left to the schema and the budget (got {settings[twice[0]]!r})"
+        )
+    fitted = kind(**given, **public, **settings)
+    whole = [
+        name
+        for name, column in schema.columns.items()
+        if isinstance(column, Category) and not column.baseline
+    ]
+    if getattr(fitted, "intervals", None) is not None and fitted.fit_intercept and whole:
+        raise ValueError(
+            "intervals must be of features that are no function of each other: give column"
+            f" {whole[0]!r} Category(..., baseline=True)"
+        )
+    return fitted
+
+
+def _most(schema: Schema, metric: str) -> float | None:
+    """Returns the bound on losses, of a real target."""
+    if schema.target_range is None:
+        return None
+    width = schema.target_range[1] - schema.target_range[0]
+    return width if metric == "absolute_error" else width**2
+
+
+def _one_of(model: LinearModel | PrivateSearch) -> LinearModel:
+    """Returns an unfitted model as a study has it; of a search its first candidate, with the whole budget."""
+    if not isinstance(model, PrivateSearch):
+        return model
+    one = next(iter(model.candidates.values()))
+    found: LinearModel = type(one)(
+        **one.get_params(deep=False) | {name: getattr(model, name) for name in _UNSET}
+    )
+    return found
+
+
+def require_readable(schema: Schema, frame: Any) -> None:
+    """Looks at a table beside its schema, and stops before a budget is spent on what cannot be read. NOT private.
+
+    What `Schema.check` finds is written to standard error, for the eyes of who holds the data, and nowhere else.
+
+    Raises:
+        ValueError: something that stops a study was found, which the message does not say.
+    """
+    found = schema.check(frame)
+    if found.findings:
+        sys.stderr.write(f"{found}\n")
+    if found.stops:
+        # PRIVACY: errors travel further than a terminal (test_what_the_look_finds_is_on_standard_error_alone)
+        raise ValueError(
+            "the table must be one that its schema can read: what does not fit is on standard"
+            " error, for whoever holds the data. Mend the table or the schema, or pass check=False"
+            " (dpsco fit --unchecked). Nothing was spent"
+        )
+
+
+def units_of(table: Table) -> tuple[int, NDArray[Any]]:
+    """Returns the number of units, and the place of each row's unit among them."""
+    if table.groups is None:
+        return len(table.X), np.arange(len(table.X))
+    names, places = np.unique(table.groups, return_inverse=True)
+    return len(names), places
+
+
+def _rows(table: Table, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    return {name: values[chosen] for name, values in table.arguments().items()}
+
+
+@typed
+def study(
+    frame: Any,
+    schema: Schema,
+    budget: Budget,
+    *,
+    n: int | None = None,
+    show: Callable[[str], Any] | None = print,
+    ledger_path: str | os.PathLike[str] | None = None,
+    check: bool = True,
+    **settings: Any,
+) -> Study:
+    """Looks at the table, plans a study, shows the plan, and carries it out.
+
+    Args:
+        frame: the private table, as `Schema.read` takes it.
+        schema: what is public about it.
+        budget: of all of it together.
+        n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
+        show: what is called with the plan in words before anything is spent; None for nothing.
+        ledger_path: of the ledger file; None keeps the ledger in memory.
+        check: whether the table is looked at first, without noise and on your machine: what does not fit its schema is
+            written to standard error, and nothing is spent on a table that cannot be read (`require_readable`).
+        settings: see `plan_study`.
+
+    Guarantee:
+        The budget, for all that the study holds together, predictions for public rows included. Running time is not
+        covered, nor is the look: that a study was made tells that it did not stop. Source:
+        docs/proofs/accounting.md#parts-of-a-partition.
+    """
+    if check:
+        require_readable(schema, frame)
+    if n is None:
+        if budget.adjacency == ADD_REMOVE:
+            raise ValueError(
+                "n must be given under add_remove, where the number of units is private (got None)"
+            )
+        n = units_of(schema.read(frame))[0]
+    plan = plan_study(schema, budget, n=n, **settings)
+    if show is not None:
+        show(str(plan))
+    return plan.run(frame, ledger_path=ledger_path, check=False)
