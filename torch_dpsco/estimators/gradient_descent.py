@@ -180,14 +180,12 @@ class NoisyGDPlan(LinearPlan):
             )
 
         w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        if self.momentum is not None:
-            return run_momentum(w, noisy, self.steps, self.lr, self.momentum, self.radius)
-        for _ in range(self.steps):
-            w = project(w - self.lr * noisy(w), self.radius)
-        return w
+        averaged = 1 if self.momentum is None else None
+        momentum = self.momentum or 0.0
+        return descend(w, noisy, self.steps, self.lr, momentum, self.radius, averaged)
 
 
-def run_momentum(
+def descend(
     w: Tensor,
     noisy: Callable[[Tensor], Tensor],
     steps: int,
@@ -432,7 +430,7 @@ class PreconditionedGDPlan(LinearPlan):
             return step.flatten()
 
         start = torch.zeros(task.parameters, dtype=torch.float64, device=solved.device)
-        return run_momentum(
+        return descend(
             start, noisy, self.steps, self.step_size(values), 0.0, self.radius, self._averaged
         )
 

@@ -29,8 +29,8 @@ from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import gradient_rounding, project
 from torch_dpsco.estimators.gradient_descent import (
+    descend,
     far_radius,
-    run_momentum,
     smooth_constants,
     way_guess,
 )
@@ -205,7 +205,7 @@ class UserGDPlan(LinearPlan):
             return total + gaussian_vector(len(w), self.noise_std, generator) + self.reg * w
 
         start = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        w = run_momentum(start, noisy, self.steps, self.lr, self.momentum, far_radius(self.task))
+        w = descend(start, noisy, self.steps, self.lr, self.momentum, far_radius(self.task))
         return (
             w
             if self.last_std is None
@@ -225,9 +225,7 @@ class UserGDPlan(LinearPlan):
 
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
         start = torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device)
-        scale, shift = run_momentum(
-            start, noisy, _LAST_STEPS, pace.lr, pace.momentum, _FAR
-        ).tolist()
+        scale, shift = descend(start, noisy, _LAST_STEPS, pace.lr, pace.momentum, _FAR).tolist()
         answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
         if self.task.preparation.intercept:
             answer[-1] = shift / self.task.preparation.intercept
