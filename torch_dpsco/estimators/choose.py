@@ -1,7 +1,7 @@
 """Private empirical risk minimization of linear models: solve to certified accuracy, release once.
 
 * `task`: the public numbers, and how rows are prepared;
-* `output`, `objective`, `noisy_gd`, `adassp`, `boosted`, `preconditioned_gd`: a plan for each mechanism, which
+* `output`, `objective`, `gradient_descent`, `least_squares`, `users`: a plan for each mechanism, which
   solves and releases;
 * here: `plan_linear` chooses one by public facts, `fit_linear` carries it out, for `estimators`; the optimizers are
   made of the same plans.

@@ -14,7 +14,7 @@ Least squares by rounds on residuals: X'X with noise once, then noisy sums of cl
 
     w <- w + (X'X + N + ridge I)^-1 (sum of clip(x (y - <w, x>), C) + N(0, s^2 I)),   T rounds from 0
 
-Steps of `preconditioned_gd` of length 1; the answer is the average of the later half. Residuals shrink, so that C may
+Steps of `gradient_descent` of length 1; the answer is the average of the later half. Residuals shrink, so that C may
 be far below the bound on targets, to which the noise of AdaSSP is proportional; and what a large ridge hides in one
 round, further rounds bring back.
 

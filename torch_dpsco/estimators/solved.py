@@ -7,7 +7,7 @@
 Nothing but the answer may be shown: until `finalize()` what `step` leaves in the parameters, losses and scores are
 secret. The point that was certified is held aside and never enters the parameters, a state or a message.
 
-Linear models as torch optimizers, of one release each; `output`, `objective` and `noisy_gd` say what is proved.
+Linear models as torch optimizers, of one release each; `output`, `objective` and `gradient_descent` say what is proved.
 
 * OutputPerturbation: any solver, a certificate, noise on the answer;
 * ObjectivePerturbation: a secret random term in the objective;
