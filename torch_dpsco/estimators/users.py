@@ -2,8 +2,8 @@
 
     w <- w + v,   v <- m v - eta (sum over users of clip(mean gradient of a user, C) + N(0, sigma^2 I)),   T steps
 
-All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of the later
-half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
+All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of
+the later half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
 
 Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large. So the
 logistic loss gets more such steps on rows of two numbers, the score of that answer and the constant, whose clip is the
