@@ -394,7 +394,7 @@ def tilted_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
+    objective = resolve("torch_dpsco.estimators.robust", "Tilted")(
         loss, features, targets, tilt=abs(tilt), reg=reg
     )
     objective.tilt = tilt
@@ -412,7 +412,7 @@ def adversarial_logistic(
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
+    adversarial = resolve("torch_dpsco.estimators.robust", "Adversarial")
     objective = adversarial(
         loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features)
     )
