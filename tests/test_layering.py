@@ -1,6 +1,6 @@
 """The import rules of docs/architecture.md, and the house rules that a reader relies on, checked on the syntax.
 
-Why it matters for privacy: the formulas (`accounting.analysis`, `theory`) can be read and tested without torch, the
+Why it matters for privacy: the formulas (`accounting.analysis`, `*_numbers`) can be read and tested without torch, the
 update rules cannot reach private rows because they cannot reach an oracle, and Opacus is touched in few places.
 """
 
@@ -35,10 +35,11 @@ LONG = {"torch_dpsco.accounting.report.wording"}  # sentences, which are data
 ORDER = (
     "errors _loaded _validate _words _doors _margin _owned compat native show.plots",
     "accounting.analysis",
-    "theory algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
+    "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
     " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
-    " algorithms.user_localized_numbers algorithms.user_numbers step.pace",
+    " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"
+    " estimators.tilted_numbers step.pace",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox mechanisms losses",
@@ -56,7 +57,6 @@ ORDER = (
 
 LEAVES = {f"{PACKAGE}.{name}" for name in ("_margin", "_validate", "errors")}
 ANALYSIS = f"{PACKAGE}.accounting.analysis"
-THEORY = f"{PACKAGE}.theory"
 ACCOUNTING = f"{PACKAGE}.accounting"
 OPACUS_CONTACT = [
     f"{PACKAGE}.compat",
@@ -153,7 +153,7 @@ def row(name: str) -> int:
 
 
 NUMBERS = [
-    name for name in FILES if name != PACKAGE and row(name) == row(THEORY)
+    name for name in FILES if name != PACKAGE and row(name) == row(f"{PACKAGE}.step.pace")
 ]  # the formulas of all algorithms
 
 
@@ -169,7 +169,7 @@ def test_the_analysis_imports_only_checks_errors_numpy_and_scipy():
     assert offenders(lambda name: outside_of(imported(name), allowed), below(ANALYSIS)) == {}
 
 
-def test_the_theory_imports_only_the_analysis_besides():
+def test_the_numbers_of_algorithms_import_only_the_analysis_besides():
     allowed = [*LEAVES, ANALYSIS, *NUMBERS, "numpy", "scipy"]
     assert offenders(lambda name: outside_of(imported(name), allowed), NUMBERS) == {}
 
@@ -388,7 +388,7 @@ def f():
     if TYPE_CHECKING:
         from ..oracles import base
 """
-    assert imports(ast.parse(source), f"{PACKAGE}.theory.holder") >= {
+    assert imports(ast.parse(source), f"{PACKAGE}.step.pace") >= {
         "os.path",
         "torch",
         "scipy.special",
@@ -482,4 +482,4 @@ def test_foreign_packages_are_told_from_the_standard_library():
 
 
 def test_the_package_is_where_this_test_looks():
-    assert {PACKAGE, ANALYSIS, THEORY, *LEAVES} <= set(FILES)
+    assert {PACKAGE, ANALYSIS, *LEAVES} <= set(FILES)

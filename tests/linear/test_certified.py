@@ -19,11 +19,11 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_si
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import project
 from torch_dpsco.estimators.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.estimators.output_numbers import expected_suboptimal_sensitivity
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.solvers import solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
-from torch_dpsco.theory.linear.output import expected_suboptimal_sensitivity
 
 SOLVE = importlib.import_module("torch_dpsco.estimators.solvers")
 

@@ -40,7 +40,7 @@ from torch_dpsco.estimators.certificates import (
     solver_tolerance,
     sum_terms,
 )
-from torch_dpsco.theory.linear.output import (
+from torch_dpsco.estimators.output_numbers import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
     certified_sensitivity,

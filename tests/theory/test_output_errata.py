@@ -21,10 +21,14 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_sigma_zhao,
     zhao_constant,
 )
+from torch_dpsco.estimators.output_numbers import (
+    erm_sensitivity,
+    noise_norms,
+    suboptimal_sensitivity,
+)
 from torch_dpsco.estimators.robust import Adversarial, Tilted
+from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity
 from torch_dpsco.losses import Logistic
-from torch_dpsco.theory.linear.output import erm_sensitivity, noise_norms, suboptimal_sensitivity
-from torch_dpsco.theory.linear.tilted import tilted_sensitivity
 
 
 @pytest.mark.parametrize(("reach", "loss"), [(0.05, 3.7), (0.1, 12.6), (0.5, 92.0), (1.0, 194.0)])

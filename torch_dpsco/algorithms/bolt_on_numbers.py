@@ -70,7 +70,7 @@ from torch_dpsco.algorithms.output_sgd_numbers import (
     stated_lr,
 )
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.theory.linear.output import noise_norms
+from torch_dpsco.estimators.output_numbers import noise_norms
 
 _POWERS: dict[str, float | None] = {
     "last": None,

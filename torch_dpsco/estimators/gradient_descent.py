@@ -58,7 +58,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.analysis.objective import objpert_reg
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, FloatArray, require_gaussian, scaled_up
+from torch_dpsco.accounting.analysis.rounding import (
+    DOUBLE,
+    FloatArray,
+    require_gaussian,
+    safe,
+    scaled_up,
+)
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import project, sum_terms
@@ -67,7 +73,6 @@ from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective,
 from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
 from torch_dpsco.step.pace import smooth_pace, steps_to
-from torch_dpsco.theory.linear.output import safe
 
 _MOST_STEPS, _STEPS = (
     500,

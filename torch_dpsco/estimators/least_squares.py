@@ -49,7 +49,11 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, gaussian_mu
+from torch_dpsco.accounting.analysis.gaussian import (
+    gaussian_log_delta,
+    gaussian_mu,
+    sensitivity_factor,
+)
 from torch_dpsco.accounting.analysis.rounding import (
     DOUBLE,
     asks_exact,
@@ -60,7 +64,6 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, Gaussian
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.estimators.certificates import project, sum_terms
 from torch_dpsco.estimators.gradient_descent import (

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
-from torch_dpsco.algorithms.clip_numbers import sensitivity_factor
 from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.losses import clip_rows

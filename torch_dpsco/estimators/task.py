@@ -35,6 +35,7 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, RD
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.certificates import gradient_rounding
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
 from torch_dpsco.estimators.records import Objective, Records
 from torch_dpsco.estimators.robust import Adversarial, Tilted
@@ -48,7 +49,6 @@ from torch_dpsco.rng import Source
 from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.streams.parts import PartedRecords
-from torch_dpsco.theory.linear.output import minimizer_radius
 
 
 @dataclass(frozen=True, kw_only=True)

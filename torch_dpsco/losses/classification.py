@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, positive, positive_count
-from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up, upper
+from torch_dpsco.accounting.analysis.rounding import upper
+from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up
 
 
 class MarginLoss(ScalarLoss):

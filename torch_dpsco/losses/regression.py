@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import between, nonnegative, open_interval, positive
-from torch_dpsco.losses.base import ScalarLoss, power_up, upper
+from torch_dpsco.accounting.analysis.rounding import upper
+from torch_dpsco.losses.base import ScalarLoss, power_up
 from torch_dpsco.problem import round_up
 
 

@@ -34,9 +34,9 @@ from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
 from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.output_numbers import _attack_length, erm_sensitivity, noise_norms
+from torch_dpsco.estimators.tilted_numbers import _spread
 from torch_dpsco.losses.classification import Hinge
-from torch_dpsco.theory.linear.output import _attack_length, erm_sensitivity, noise_norms
-from torch_dpsco.theory.linear.tilted import _spread
 
 _MODES = ("tight", "paper")
 
