@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.algorithms.holder_numbers import lr_theorem
-from torch_dpsco.optim.output_sgd import HolderOutputPlan
+from torch_dpsco.algorithms.output_sgd import HolderOutputPlan
 
 DELTA = 1e-6
 

@@ -26,7 +26,7 @@ import timing
 import torch
 from torch import Tensor
 
-from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
 
 SIZES = "1000x100,5000x100,20000x100,1000x1000,5000x1000,20000x1000"

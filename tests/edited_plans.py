@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch_dpsco.plan import Plan
+from torch_dpsco.step.plan import Plan
 
 
 def edited(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,10 +14,10 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.estimators import Category, Number
-from torch_dpsco.plan import Plan
+from torch_dpsco.estimators.columns import Category, Number
 from torch_dpsco.show import cli
 from torch_dpsco.show.cli import main
+from torch_dpsco.step.plan import Plan
 
 PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.heavy_tailed import quantile_probabilities
-from torch_dpsco.clip_selection import (
+from torch_dpsco.algorithms.choose_clip import (
     C_MAX,
     C_MIN,
     adaptive_clip_update,
@@ -17,8 +17,8 @@ from torch_dpsco.clip_selection import (
     target_quantile,
     warn_at_grid_end,
 )
+from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
-from torch_dpsco.mechanisms.exponential import geometric_grid
 
 PILOT = {"pilot_size": 2000, "epsilon": 1.0, "grid_size": 107}
 

@@ -31,8 +31,8 @@ from torch_dpsco.accounting.designs import (
     Poisson,
 )
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency
+from torch_dpsco.algorithms import user_filter_oracles as user_filtered
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.users import filtered as user_filtered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots

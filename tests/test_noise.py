@@ -19,10 +19,10 @@ from tests.contract.registry import ROWS
 from tests.contract.runs import records
 from tests.streams import Bytes, gaussians, seeded
 from torch_dpsco import noise
+from torch_dpsco.algorithms.mechanisms import draw_quantile
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.mechanisms.exponential import draw_quantile
 from torch_dpsco.noise import add_normal_, exponential_sum, normal, normal_, uniform, words
-from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
 from torch_dpsco.rng import Keystream, Stream, noise_generator
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler

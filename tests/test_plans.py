@@ -20,8 +20,8 @@ from tests.edited_plans import edited
 from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
-from torch_dpsco.optim.planned import StepPlan
-from torch_dpsco.plan import Plan
+from torch_dpsco.step.plan import Plan
+from torch_dpsco.step.planned import StepPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 

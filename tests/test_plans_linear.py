@@ -39,8 +39,8 @@ from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, make_records
 from torch_dpsco.estimators.users import UserGDPlan
-from torch_dpsco.plan import Plan
 from torch_dpsco.step import checks
+from torch_dpsco.step.plan import Plan
 
 N, DIM = 60, 3
 BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)

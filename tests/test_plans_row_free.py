@@ -16,15 +16,15 @@ import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.events import Gaussian, KNorm
+from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity
 from torch_dpsco.algorithms.holder_numbers import path_sensitivity
 from torch_dpsco.algorithms.mixture_numbers import weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
+from torch_dpsco.algorithms.row_free_plan import RowFreePlan
 from torch_dpsco.errors import DpscoError
-from torch_dpsco.optim import row_free
-from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.row_free_plan import RowFreePlan
-from torch_dpsco.plan import Plan
+from torch_dpsco.step.plan import Plan
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 HINGE, LOGISTIC = dp.losses.Hinge(power=1.5), dp.losses.Logistic()

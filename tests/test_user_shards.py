@@ -19,11 +19,11 @@ import torch_dpsco as dp
 from tests.processes import DIM, launch, layer, numbers, records
 from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed_layer, train
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.distributed import World
 from torch_dpsco.errors import UnitError
 from torch_dpsco.oracles.base import Release
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.loader import capacity

@@ -30,9 +30,9 @@ from tests.user_shards import (
 )
 from torch_dpsco import distributed
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
+from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles.clipped import Clipped, ClippedMean
-from torch_dpsco.oracles.users.rows import UserRows
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader
 

@@ -24,6 +24,14 @@ from torch_dpsco.accounting.designs import (
     Poisson,
     Shuffled,
 )
+from torch_dpsco.algorithms.correlated import CorrelatedSGD
+from torch_dpsco.algorithms.heavy_tailed import AcceleratedSGD, ClippedSGD, ProximalSGD
+from torch_dpsco.algorithms.holder import HolderSGD
+from torch_dpsco.algorithms.localized import LocalizedSGD
+from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
+from torch_dpsco.algorithms.pilot import Pilot
+from torch_dpsco.algorithms.user_clipped import UserClippedSGD
+from torch_dpsco.algorithms.user_filtered import LocalizedUserSGD, UserFilteredSGD
 from torch_dpsco.audit import audit, audit_outputs, audit_training
 from torch_dpsco.doctor import doctor
 from torch_dpsco.estimators.schema import Schema
@@ -31,15 +39,6 @@ from torch_dpsco.estimators.solved import NoisyGD, ObjectivePerturbation, Output
 from torch_dpsco.fast import CompiledRows
 from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import make_private
-from torch_dpsco.optim.correlated import CorrelatedSGD
-from torch_dpsco.optim.heavy_tailed import AcceleratedSGD, ClippedSGD, ProximalSGD
-from torch_dpsco.optim.holder import HolderSGD
-from torch_dpsco.optim.localized import LocalizedSGD
-from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
-from torch_dpsco.optim.pilot import Pilot
-from torch_dpsco.optim.user_clipped import UserClippedSGD
-from torch_dpsco.optim.user_filtered import UserFilteredSGD
-from torch_dpsco.optim.user_localized import LocalizedUserSGD
 from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Shuffled
 from torch_dpsco.accounting.ledger_file import sync_folder
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer

@@ -45,10 +45,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Assigned, Design, Draw
+from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rng import Source, sampling_key
 from torch_dpsco.sampling import (
     DesignSampler,

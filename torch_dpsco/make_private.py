@@ -14,12 +14,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.algorithms.holder import HolderSGD
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
 from torch_dpsco.losses.labels import read_for
-from torch_dpsco.optim.holder import HolderSGD
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached

@@ -19,6 +19,7 @@ import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
@@ -27,7 +28,6 @@ from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.labels import as_module
 from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.rows.forms import ENGINES, Engine

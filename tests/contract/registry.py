@@ -19,10 +19,10 @@ from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.algorithms.mechanisms import ShuffleParameters
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
 from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_search
-from torch_dpsco.mechanisms.shuffle import ShuffleParameters
 from torch_dpsco.oracles.base import MeanOracle
 
 INF = float("inf")

@@ -27,9 +27,9 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import BudgetExceeded
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 EVERY = 3  # steps between checkpoints

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
-from torch_dpsco import clip_selection, estimators
+from torch_dpsco import estimators
+from torch_dpsco.algorithms import choose_clip as clip_selection
 from torch_dpsco.audit import OneRunAudit, canaries, epsilon_of_guesses, loss_scores, mu_of_guesses
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.estimators import Category, Number, objectives, robust, solvers

@@ -24,7 +24,7 @@ from tests.doors.shared import (
 )
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.algorithms.correlated_numbers import square_root
-from torch_dpsco.mechanisms.shuffle import vector_parameters
+from torch_dpsco.algorithms.mechanisms import vector_parameters
 
 # -- accounting ----------
 

@@ -22,7 +22,7 @@ from torch_dpsco.estimators.gradient_descent import boosted_clip
 from torch_dpsco.estimators.least_squares import BoostedPlan, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.step.exact_noise import gaussian_vector
 
 DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 BOUND, TARGET = 1.5, 2.0

@@ -23,7 +23,7 @@ from torch_dpsco.estimators.output_numbers import expected_suboptimal_sensitivit
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.solvers import solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector
+from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 
 SOLVE = importlib.import_module("torch_dpsco.estimators.solvers")
 

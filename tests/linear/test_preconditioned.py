@@ -26,7 +26,7 @@ from torch_dpsco.estimators.gradient_descent import (
 from torch_dpsco.estimators.least_squares import plan_boosted
 from torch_dpsco.estimators.preparation import Chain, Preparation, PrivatePreparation, Units
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector
+from torch_dpsco.step.exact_noise import gaussian_vector
 
 DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 BOUND, CLASSES = 1.5, 3

@@ -15,9 +15,9 @@ from scipy import stats
 from tests.reference.papers.accounting import sequence_probability
 from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon, bad_pass_probability
 from torch_dpsco.accounting.events import REPLACE_ONE
+from torch_dpsco.algorithms import mechanisms as above_threshold
+from torch_dpsco.algorithms.mechanisms import AboveThreshold
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.mechanisms import above_threshold
-from torch_dpsco.mechanisms.above_threshold import AboveThreshold
 
 FALSE_ALARM = 1e-6
 

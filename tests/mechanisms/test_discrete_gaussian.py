@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from tests.reference import discrete_gaussian_literal as literal
-from torch_dpsco.mechanisms import discrete as module
-from torch_dpsco.mechanisms.discrete import MOST_BITS, discrete_gaussian, exp_bounds
+from torch_dpsco.step import exact_noise as module
+from torch_dpsco.step.exact_noise import MOST_BITS, discrete_gaussian, exp_bounds
 
 FALSE_ALARM = 1e-6
 

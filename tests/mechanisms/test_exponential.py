@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import quantile_probabilities
-from torch_dpsco.mechanisms import exponential
-from torch_dpsco.mechanisms.exponential import (
+from torch_dpsco.algorithms import mechanisms as exponential
+from torch_dpsco.algorithms.mechanisms import (
     draw,
     draw_quantile,
     geometric_grid,

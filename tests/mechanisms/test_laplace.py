@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_dpsco.mechanisms import discrete as laplace
-from torch_dpsco.mechanisms.discrete import draw_laplace
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.step import exact_noise as laplace
+from torch_dpsco.step.exact_noise import draw_laplace
 
 FALSE_ALARM = 1e-6
 

@@ -24,10 +24,9 @@ from tests.reference.papers.heavy_tailed import (
     vector_sum,
 )
 from torch_dpsco.accounting.analysis.convert import zcdp_epsilon, zcdp_rho
-from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.mechanisms import shuffle as shuffle_noise
-from torch_dpsco.mechanisms import shuffle as shuffle_sizing
-from torch_dpsco.mechanisms.shuffle import (
+from torch_dpsco.algorithms import mechanisms as shuffle_noise
+from torch_dpsco.algorithms import mechanisms as shuffle_sizing
+from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
     ShuffleParameters,
     centered_sum,
@@ -39,6 +38,7 @@ from torch_dpsco.mechanisms.shuffle import (
     vector_cost,
     vector_parameters,
 )
+from torch_dpsco.errors import ConditionError, InfeasibleError
 
 RUNS = 100_000
 ALARM = 1e-9  # chance that a true law fails a test

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.algorithms.heavy_plan import HeavyTailed
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.optim.heavy_plan import HeavyTailed
 from torch_dpsco.sampling import OnePassSampler, PrivateLoader, make_sampler
 
 DIM = 4  # with the bias

@@ -27,8 +27,8 @@ from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, cl
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
-from torch_dpsco.optim.planned import noise_for
 from torch_dpsco.sampling import Partition, PartsSampler, PrivateLoader, one_pass
+from torch_dpsco.step.chooser import noise_for
 
 BY_POSITION = Parts(DESIGN.parts, N)
 POSITIONAL = ("replace_one", "zero_out")

@@ -16,9 +16,9 @@ from tests.optim.test_allocated import one_step, stored
 from tests.optim.test_allocated_parts import DELTA, parts
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, RandomAllocation
+from torch_dpsco.algorithms.heavy_plan import after_pilot
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.optim.heavy_plan import after_pilot
-from torch_dpsco.optim.planned import noise_for, release_noise
+from torch_dpsco.step.chooser import noise_for, release_noise
 
 PILOT, PROBLEM = dp.Pilot(size=30), dp.losses.Logistic().problem(bound_x=2.0)
 ONE_PASS = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]

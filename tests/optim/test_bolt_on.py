@@ -20,6 +20,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.events import Gaussian, KNorm
 from torch_dpsco.algorithms import bolt_on_numbers as bolt_on
 from torch_dpsco.algorithms import bolt_on_numbers as bolt_on_plan
+from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.audit import Audit
 from torch_dpsco.errors import (
@@ -33,7 +34,6 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
-from torch_dpsco.optim import row_free
 
 Vector = np.ndarray
 DELTA = 1e-4

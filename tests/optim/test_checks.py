@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import AdjacencyError, UtilityWarning
-from torch_dpsco.optim.planned import release_noise
+from torch_dpsco.step.chooser import release_noise
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=2.0)
 

@@ -15,6 +15,7 @@ import torch_dpsco as dp
 from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.rounding import exact_grid
 from torch_dpsco.accounting.designs import is_exact
+from torch_dpsco.algorithms import row_free
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import least_squares as adassp_module
 from torch_dpsco.estimators import output as output_module
@@ -23,8 +24,7 @@ from torch_dpsco.estimators.least_squares import plan_adassp
 from torch_dpsco.estimators.output import markov_plan, plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.mechanisms.vector_noise import on_grid
-from torch_dpsco.optim import row_free
+from torch_dpsco.step.exact_noise import on_grid
 
 N, DIM = 60, 3
 BUDGET = dp.Budget(1.0, 1e-4)
@@ -160,7 +160,7 @@ def test_a_shared_ledger_keeps_the_sentence_of_its_other_release():
 
 def test_exact_answers_are_the_noiseless_ones_but_for_integer_noise(monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.mechanisms.vector_noise.discrete_gaussian",
+        "torch_dpsco.step.exact_noise.discrete_gaussian",
         lambda size, bits, read: np.zeros(size, np.int64),
     )
     monkeypatch.setattr(
@@ -378,7 +378,7 @@ def test_a_refused_exact_release_draws_nothing(monkeypatch):
     def drawn(*arguments):
         raise AssertionError("drawn")
 
-    monkeypatch.setattr("torch_dpsco.mechanisms.vector_noise.discrete_gaussian", drawn)
+    monkeypatch.setattr("torch_dpsco.step.exact_noise.discrete_gaussian", drawn)
     plan = plan_output(task(reg=2.0), secure="exact")
     with pytest.raises(BudgetExceeded):
         plan.release(

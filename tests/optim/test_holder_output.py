@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.optim.output_runs import DELTA, HINGE, PROBLEM, Order
 from torch_dpsco.accounting.events import ApproxDP, Gaussian
+from torch_dpsco.algorithms.row_free_plan import record_bounds
 from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,
@@ -26,7 +27,6 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 from torch_dpsco.losses import Hinge, Logistic, PowerLoss
-from torch_dpsco.optim.row_free_plan import record_bounds
 from torch_dpsco.prox import Ball
 
 # -- records and models -----------------------------------------------------------------------------------------------

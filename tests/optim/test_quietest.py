@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.optim.planned import in_passes, noise_for, sampled, steps_of
 from torch_dpsco.sampling import Streamed
+from torch_dpsco.step.chooser import in_passes, noise_for, sampled, steps_of
 
 N, DELTA = 10_000, 1e-6
 LOSS = dp.losses.Logistic()

@@ -13,7 +13,7 @@ from tests.optim.heavy_runs import DELTA, LOSS, PROBLEM, model, records
 from torch_dpsco.accounting.events import ADJACENCIES, RandomAllocation, Repeat
 from torch_dpsco.algorithms.heavy_tailed_numbers import accelerated_plan
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.optim.step_rule import noise_of_pass, numbers_of_steps
+from torch_dpsco.step.chooser import noise_of_pass, numbers_of_steps
 from torch_dpsco.step.pace import risk
 
 CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]

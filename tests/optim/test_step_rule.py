@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.oracles import HolderClipped
-from torch_dpsco.plan import Plan
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step import pace as theory
+from torch_dpsco.step.plan import Plan
 
 BUDGET = dp.Budget(1.0, 1e-6)
 LOGISTIC = dp.losses.Logistic().problem(bound_x=2.0)

@@ -26,7 +26,7 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.oracles import AdaptiveClipped, Clipped, UserClipped
-from torch_dpsco.plan import Plan
+from torch_dpsco.step.plan import Plan
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")

@@ -16,8 +16,8 @@ import torch_dpsco as dp
 from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
+from torch_dpsco.algorithms.oracles import Coordinatewise, clipped_rows, medians
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
-from torch_dpsco.oracles.coordinatewise import Coordinatewise, clipped_rows, medians
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.rules import SGD
 

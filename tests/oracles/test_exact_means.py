@@ -16,14 +16,14 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
+from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Squared
-from torch_dpsco.mechanisms.vector_noise import on_grid
 from torch_dpsco.oracles import clipped as clipped_module
-from torch_dpsco.oracles.adaptive import AdaptiveClipped
-from torch_dpsco.oracles.phased import PilotClipped, QuantilePilot
 from torch_dpsco.rng import Keystream
 from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.step.exact_noise import on_grid
 
 IDEAL = "floating-point attacks on the noise are out of scope"
 GRID = 1.0 + 2.0**-12
@@ -151,7 +151,7 @@ def test_votes_are_released_on_a_grid_of_their_own(monkeypatch):
         seen.append((value.clone(), grid))
         return value
 
-    monkeypatch.setattr("torch_dpsco.oracles.adaptive.release_on_grid", released)
+    monkeypatch.setattr("torch_dpsco.algorithms.oracles.release_on_grid", released)
     oracle.observe(batch(torch.full((6, DIM), 9.0)))
     oracle.release(torch.Generator())
     ((total, grid),) = seen

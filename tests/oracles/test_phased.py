@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.problems import release_in_float64
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import CLIP_UNITS
+from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.oracles import Clipped
-from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.step.phased import Phased
 
 QUERY = [torch.zeros(2)]
 ROUNDING = 1 + 2.0**-6
@@ -159,7 +160,7 @@ def test_numbers_of_phases_are_fixed() -> None:
 
 
 def test_phases_of_different_units_are_refused() -> None:
-    from torch_dpsco.oracles.users.clipped import UserClipped
+    from torch_dpsco.algorithms.user_oracles import UserClipped
 
     users = UserClipped(Clipped(1.0, 1.0, 5), n_users=5)
     assert Phased([(users, 2)]).unit == "user"

@@ -13,11 +13,12 @@ import torch
 import torch_dpsco as dp
 from tests.mechanisms.test_exponential import assert_keeps_epsilon
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
+from torch_dpsco.algorithms import pilot as module
+from torch_dpsco.algorithms.mechanisms import geometric_grid, quantile_law
+from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
-from torch_dpsco.mechanisms.exponential import geometric_grid, quantile_law
-from torch_dpsco.oracles import phased as module
-from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
+from torch_dpsco.step.phased import Phased
 
 LENGTHS = [0.0, 1e-45, 1e-20, 1e-4, 1.0, 50.0, 1e19, 3e38, math.inf, -math.inf, math.nan]
 

@@ -18,14 +18,14 @@ from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means, scalar_sum_variance, vector_sum
 from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, ApproxZCDP, NonPrivate
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
-from torch_dpsco.mechanisms.shuffle import (
+from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
     ShuffleParameters,
     coordinate_cost,
     vector_cost,
 )
-from torch_dpsco.oracles.shuffled import ShuffledClipped, ShuffledMedian
+from torch_dpsco.algorithms.oracles import ShuffledClipped, ShuffledMedian
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
 

@@ -14,12 +14,12 @@ import torch_dpsco as dp
 from tests.oracles.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
+from torch_dpsco.algorithms.holder import HolderClipped
+from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
-from torch_dpsco.oracles.adaptive import AdaptiveClipped
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.oracles.holder import HolderClipped
-from torch_dpsco.oracles.users.clipped import UserClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 CLIP = 0.5

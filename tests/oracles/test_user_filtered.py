@@ -26,8 +26,8 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     Repeat,
 )
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, weighted_mean
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
-from torch_dpsco.oracles.users.filtered import Filter, UserFiltered, weighted_mean
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts
 
 FALSE_ALARM = 1e-6

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
+from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
-from torch_dpsco.oracles.users.rows import UserRows
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.attach import attach
 

@@ -21,6 +21,10 @@ from tests.oracles.users import certain, observe, released, same
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, NonPrivate, Pure
+from torch_dpsco.algorithms import mechanisms as exponential
+from torch_dpsco.algorithms import user_filter_oracles as user_search
+from torch_dpsco.algorithms.mechanisms import score_law
+from torch_dpsco.algorithms.user_filter_oracles import UserSearched, search_law
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -29,10 +33,6 @@ from torch_dpsco.errors import (
     SequenceError,
     UtilityWarning,
 )
-from torch_dpsco.mechanisms import exponential
-from torch_dpsco.mechanisms.exponential import score_law
-from torch_dpsco.oracles.users import search as user_search
-from torch_dpsco.oracles.users.search import UserSearched, search_law
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
 from torch_dpsco.schedule import Phase, Schedule
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torch_dpsco.oracles.users.filtered import Filter, UserFiltered
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 

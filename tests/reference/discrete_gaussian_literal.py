@@ -1,6 +1,6 @@
 """The discrete Gaussian as Canonne, Kamath and Steinke (2020) draw it, in fractions: Algorithms 1 to 3, one at a time.
 
-Independent of `torch_dpsco.mechanisms`: another proposal (a discrete Laplace number), other coins, Python's integers.
+Independent of `step.exact_noise`: another proposal (a discrete Laplace number), other coins, Python's integers.
 """
 
 from __future__ import annotations

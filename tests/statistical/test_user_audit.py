@@ -14,7 +14,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.oracles.users.filtered import Filter
+from torch_dpsco.algorithms.user_filter_oracles import Filter
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*repeatable:torch_dpsco.errors.UtilityWarning")

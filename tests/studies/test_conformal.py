@@ -18,8 +18,8 @@ from scipy.stats import binom, multinomial
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Pure
+from torch_dpsco.algorithms.mechanisms import score_law, score_slack
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, UnitError
-from torch_dpsco.mechanisms.exponential import score_law, score_slack
 from torch_dpsco.statistics.conformal import ConformalSets, conformal
 
 module = import_module(

@@ -25,11 +25,11 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
-from torch_dpsco.plan import Plan
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.statistics import scores
 from torch_dpsco.statistics import search as module
 from torch_dpsco.statistics.search import LAWS, PrivateSearch, draw_count
+from torch_dpsco.step.plan import Plan
 
 N = 2000
 RNG = np.random.default_rng(1)

@@ -22,7 +22,7 @@ from torch_dpsco.algorithms.localized_numbers import (
     reduction_schedule,
     sc_reduction_sizes_full,
 )
-from torch_dpsco.mechanisms.shuffle import vector_parameters
+from torch_dpsco.algorithms.mechanisms import vector_parameters
 
 LAW = {
     "dim": 10,

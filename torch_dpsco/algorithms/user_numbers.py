@@ -38,7 +38,8 @@ epsilon_svt = D/b1 + 2 D/b2, D = 2(n - 1)/n, interleaved with T Gaussians of the
 factor of beta is a reserve: a ledger that knows failures of kind "transcript" charges beta alone.
 
 All this is about real numbers. Whoever computes distances and means in floating point enlarges radii and noise by its
-rounding errors, in proportion, so that the plan's ratio of noise and sensitivity stays (`oracles.users.filtered`).
+rounding errors, in proportion, so that the plan's ratio of noise and sensitivity stays
+(`algorithms.user_filter_oracles`).
 
 A filter must beat clipping users' gradients: g = (1/n) sum_j x_j min(1, C/|x_j|) moves by 2C/n when a user is replaced
 and by C/(qn) when one is added to Poisson samples with the fixed divisor qn. No test, no failure, no halt.

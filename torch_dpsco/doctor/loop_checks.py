@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
+from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.doctor.evidence import Check, Evidence
 from torch_dpsco.doctor.model_checks import coupled_records, excess, some
 from torch_dpsco.doctor.probe import ROUNDING
@@ -32,7 +33,6 @@ from torch_dpsco.doctor.script import (
     warning,
 )
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.optim.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.trial import HALF

@@ -20,8 +20,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._loaded import of_opacus
 from torch_dpsco.accounting.spending import Spending
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
 from torch_dpsco.step.step import PrivateOptimizer

@@ -77,10 +77,10 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
-from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, symmetric_noise
-from torch_dpsco.plan import exact_cost
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
+from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
+from torch_dpsco.step.plan import exact_cost
 
 
 @dataclass(frozen=True, kw_only=True)

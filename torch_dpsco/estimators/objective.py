@@ -48,8 +48,8 @@ from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.regression import Huber
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector, knorm_vector, symmetric_noise
 from torch_dpsco.rng import Source
+from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,9 @@ from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity, tilted_strong_convexity
 from torch_dpsco.losses import Logistic
-from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.plan import exact_cost
 from torch_dpsco.rng import Source
+from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
+from torch_dpsco.step.plan import exact_cost
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))

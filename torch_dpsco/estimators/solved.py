@@ -41,16 +41,17 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.optim.planned import FromPlan, agreed_adjacency
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling.one_by_one import one_by_one
 from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import agreed_adjacency
 from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
     check_call,
     require_one_process,
 )
+from torch_dpsco.step.planned import FromPlan
 from torch_dpsco.step.turn import in_turn
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -43,9 +43,9 @@ from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPi
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
-from torch_dpsco.plan import Plan
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
+from torch_dpsco.step.plan import Plan
 from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.streams.parts import PartedRecords

@@ -39,8 +39,8 @@ from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses import Logistic
-from torch_dpsco.mechanisms.vector_noise import gaussian_vector
 from torch_dpsco.rng import Source
+from torch_dpsco.step.exact_noise import gaussian_vector
 from torch_dpsco.step.pace import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.optim.row_free import RowFreeOptimizer
 from torch_dpsco.sampling.replaced import require_replaceable
 from torch_dpsco.step.step import PrivateOptimizer
 

@@ -31,11 +31,11 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
+from torch_dpsco.algorithms.heavy_plan import ClippedPlan
+from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
 from torch_dpsco.make_private import attach_sound
-from torch_dpsco.optim.heavy_plan import ClippedPlan
-from torch_dpsco.optim.heavy_tailed import ClippedSGD
 from torch_dpsco.rows.attach import detach
 from torch_dpsco.rows.supported import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained

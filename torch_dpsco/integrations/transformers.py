@@ -35,14 +35,14 @@ from transformers.utils.generic import ModelOutput
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.algorithms.heavy_plan import ClippedPlan
+from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import attach_sound, note_probed
-from torch_dpsco.optim.heavy_plan import ClippedPlan
-from torch_dpsco.optim.heavy_tailed import ClippedSGD
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling.replaced import PART, WEIGHTS

@@ -42,7 +42,6 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
-from torch_dpsco.mechanisms.vector_noise import release_on_grid
 from torch_dpsco.noise import add_normal_, normal_
 from torch_dpsco.oracles.base import (
     Cut,
@@ -64,6 +63,7 @@ from torch_dpsco.rows import (
     plan_summation,
     weighted_rows,
 )
+from torch_dpsco.step.exact_noise import release_on_grid
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 

@@ -41,8 +41,8 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.own import BaseEstimator, NotFittedError, TransformerMixin
 from torch_dpsco.estimators.reading import as_features, check_columns, read_columns
-from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.step.exact_noise import exact_release
 
 Array = NDArray[np.float64]
 _Self = TypeVar("_Self", bound="PrivateTransformer")

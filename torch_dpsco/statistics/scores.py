@@ -53,8 +53,6 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.estimators.reading import as_codes
-from torch_dpsco.mechanisms.discrete import draw_laplace
-from torch_dpsco.mechanisms.vector_noise import exact_release
 from torch_dpsco.rng import Source, noise_generator
 from torch_dpsco.statistics.held_out import (
     BLOCK,
@@ -69,6 +67,7 @@ from torch_dpsco.statistics.held_out import (
     public_labels,
     require_apart,
 )
+from torch_dpsco.step.exact_noise import draw_laplace, exact_release
 
 LOSSES = ("log_loss", "absolute_error", "squared_error")
 METRICS = ("accuracy", "auc", *LOSSES)

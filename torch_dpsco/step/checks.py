@@ -21,10 +21,10 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
 from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.phased import Phased
 from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
+from torch_dpsco.step.phased import Phased
 
 
 def listed(params: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.accounting.ledger_file import OPEN, OVER
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.oracles.base import Charge, MeanOracle
-from torch_dpsco.oracles.phased import Phased
+from torch_dpsco.step.phased import Phased
 
 
 def new_run() -> str:

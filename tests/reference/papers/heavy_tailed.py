@@ -20,18 +20,21 @@ from torch_dpsco.algorithms.clip_numbers import (
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, strongly_convex_coefficients
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, _gap, _parts, halved_sizes
-from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.mechanisms.exponential import FloatArray, _counts, _law, _points
-from torch_dpsco.mechanisms.shuffle import (
+from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
+    FloatArray,
     ShuffleParameters,
+    _counts,
+    _law,
+    _points,
     centered_sum,
     grid_values,
     round_randomly,
     vector_parameters,
 )
+from torch_dpsco.algorithms.oracles import clipped_rows, medians
+from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.noise import uniform
-from torch_dpsco.oracles.coordinatewise import clipped_rows, medians
 from torch_dpsco.rng import Source
 
 

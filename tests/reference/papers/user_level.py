@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.shuffle import lower_tail
-from torch_dpsco.oracles.users.filtered import ramp_weights, weighted_mean
+from torch_dpsco.algorithms.user_filter_oracles import ramp_weights, weighted_mean
 from torch_dpsco.rows import Points, neighbor_counts
 
 

@@ -1,4 +1,7 @@
-"""UserClippedSGD: clips each user's mean gradient, whatever rows it is made of."""
+"""UserClippedSGD: clips each user's mean gradient, whatever rows it is made of.
+
+What plans that protect users have in common, those of filtered means included.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,25 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Assigned, Design, Full
-from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
+from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.optim.planned import (
-    PlannedOptimizer,
+from torch_dpsco.oracles.base import Release
+from torch_dpsco.oracles.clipped import Clipped, ClippedMean
+from torch_dpsco.prox import Prox
+from torch_dpsco.schedule import Phase
+from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import (
     agreed_adjacency,
     dimension,
     drawn,
     given_noise,
-    noise_on_mean,
-    otherwise,
+    loudness,
     sampled,
 )
-from torch_dpsco.optim.step_rule import loudness
-from torch_dpsco.optim.user_plan import UserPlan
-from torch_dpsco.oracles.adaptive import AdaptiveClipped
-from torch_dpsco.oracles.base import Release
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean
-from torch_dpsco.oracles.users.clipped import UserClipped
-from torch_dpsco.prox import Prox
-from torch_dpsco.schedule import Phase
-from torch_dpsco.step import checks
 from torch_dpsco.step.pace import Pace, noise_of_mean, relative_pace, relative_steps
+from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
 
 _FULL_STEPS = 30
 _EPOCHS = 10
@@ -79,6 +79,28 @@ class ClipSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UserPlan(StepPlan):
+    """Public numbers of a run that protects users.
+
+    Args:
+        min_items: rows that a user must have to count, public.
+    """
+
+    unit: ClassVar[str] = "user"
+    min_items: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive_count(min_items=self.min_items)
+
+    @property
+    def assumed(self) -> str:
+        """What is assumed, in words."""
+        known = "" if self.adjacency == ADD_REMOVE else "; their number is public"
+        return f"ids are right; rows of a user do not depend on other users{known}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class UserClippedPlan(UserPlan):
     """Public numbers of a run of UserClippedSGD.
 
@@ -117,7 +139,7 @@ class UserClippedPlan(UserPlan):
         yield "each step", self.noise_multiplier / self.batch_size, None
 
     def otherwise(self) -> str:
-        """Returns what other batches would cost; see `planned.otherwise`."""
+        """Returns what other batches would cost; see `step.planned.otherwise`."""
         return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
 
     def lines(self) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,13 @@ from torch_dpsco.algorithms.clip_numbers import (
     exchange_rate_proximal_pl,
     exchange_rate_strongly_convex,
 )
+from torch_dpsco.algorithms.heavy_plan import (
+    AcceleratedPlan,
+    ClippedPlan,
+    HeavyTailed,
+    ProximalPlan,
+    scale_of,
+)
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
     OnePassPlan,
@@ -40,15 +47,8 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
-from torch_dpsco.optim.heavy_plan import (
-    AcceleratedPlan,
-    ClippedPlan,
-    HeavyTailed,
-    ProximalPlan,
-    scale_of,
-)
-from torch_dpsco.optim.planned import SAMPLING
 from torch_dpsco.problem import Problem
+from torch_dpsco.step.chooser import SAMPLING
 
 
 class ClippedSGD(HeavyTailed):

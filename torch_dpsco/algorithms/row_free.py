@@ -27,16 +27,16 @@ from torch_dpsco.accounting.designs import Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.accounting.report.figures import OneRelease
 from torch_dpsco.accounting.report.statement import Statement
-from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.mechanisms.vector_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.optim.edits import Backwards, Kept, keeps_promises
-from torch_dpsco.optim.planned import FromPlan
-from torch_dpsco.optim.row_free_plan import (
+from torch_dpsco.algorithms.row_free_plan import (
+    Backwards,
+    Kept,
     RowFreePlan,
+    keeps_promises,
     parameters_of,
     record_bounds,
     require_linear,
 )
+from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.rules import absorb, averaged
@@ -56,7 +56,9 @@ from torch_dpsco.step.common import (
     check_call,
     require_one_process,
 )
+from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.payments import new_run
+from torch_dpsco.step.planned import FromPlan
 from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"

@@ -62,19 +62,19 @@ from torch_dpsco.algorithms.output_sgd_numbers import (
     paper_sensitivity,
     plan_output,
 )
-from torch_dpsco.errors import ConditionError
-from torch_dpsco.optim.planned import agreed_adjacency, dimension, sampled
-from torch_dpsco.optim.row_free import RowFreeOptimizer
-from torch_dpsco.optim.row_free_plan import (
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
+from torch_dpsco.algorithms.row_free_plan import (
     RowFreePlan,
     loss_promises,
     numbers_of,
     target_of,
     whole_epochs,
 )
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import agreed_adjacency, dimension, sampled
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 

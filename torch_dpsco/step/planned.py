@@ -6,14 +6,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
-from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
@@ -21,41 +20,26 @@ from torch_dpsco.accounting.designs import (
     Assigned,
     Design,
     Disjoint,
-    Fixed,
     Full,
     Parts,
     Poisson,
     Shuffled,
     Undeclared,
 )
-from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    Adjacency,
-    Event,
-    below_one,
-    check_adjacency,
-)
-from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, below_one
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.plan import Plan, exact_cost, passes
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import sizes_are_private
+from torch_dpsco.step.chooser import noise_for, release_noise
 from torch_dpsco.step.payments import first_charges, planned_event
+from torch_dpsco.step.plan import Plan, exact_cost, passes
 from torch_dpsco.step.step import PrivateOptimizer
-
-SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
-    "poisson": Poisson,
-    "fixed": Fixed,
-    "shuffled": Shuffled,
-    "assigned": Assigned,
-    "allocated": Assigned,
-}
 
 _ABOVE = 6  # calls from a check of a plan up to who asks for the plan
 _ABOUT = 1e-2  # relative accuracy of a number that is only shown
@@ -386,190 +370,3 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
     def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
         """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""
         return plan.oracle(prox)
-
-
-def agreed_adjacency(
-    adjacency: Adjacency | None, budget: Budget | None, unit: str = "example"
-) -> Adjacency:
-    """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said.
-
-    Raises:
-        UnitError: the budget protects another unit.
-        AdjacencyError: it is of another adjacency.
-    """
-    if budget is None:
-        return check_adjacency(adjacency or REPLACE_ONE)
-    if budget.unit != unit:
-        raise UnitError(
-            f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})"
-        )
-    if adjacency not in (None, budget.adjacency):
-        raise AdjacencyError(
-            f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})"
-        )
-    return budget.adjacency
-
-
-def sampled(
-    sampling: str | Design, batch_size: int | None, n: int | None, adjacency: Adjacency
-) -> Design:
-    """Returns the design of a word and its numbers; without n none is claimed.
-
-    Args:
-        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (see `in_passes`) or "full"; or a
-            design, which has its numbers.
-        batch_size: expected size of a batch; None for that of the design, or for n.
-        n: public number of records.
-        adjacency: of the guarantee.
-    """
-    if isinstance(sampling, Design):
-        if batch_size not in (None, sampling.batch_size):
-            raise ValueError(
-                f"batch_size must be {sampling.batch_size}, that of {sampling} (got {batch_size})"
-            )
-        return checks.declared(sampling, n, sampling.batch_size)
-    check.choice((*SAMPLING, "full"), sampling=sampling)
-    if n is None:
-        if adjacency == ADD_REMOVE:
-            raise AdjacencyError("n must be given under add_remove: a public number, for reference")
-        if batch_size is None:
-            raise ValueError("batch_size must be given where n is not")
-        return checks.declared(None, None, batch_size)
-    if sampling == "full":
-        if batch_size not in (None, n):
-            raise ValueError(f"batch_size must be n={n} for full batches (got {batch_size})")
-        return Full(n)
-    return SAMPLING[sampling](n if batch_size is None else batch_size, n)
-
-
-def in_passes(
-    design: Design,
-    sampling: str | Design,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-) -> Design:
-    """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
-    if sampling != "allocated" or not isinstance(design, Assigned):
-        return design
-    if steps is not None:
-        return replace(design, passes=math.ceil(check.positive_count(steps=steps) / design.batches))
-    passes = default if epochs is None else epochs
-    if passes is None:
-        raise ValueError(
-            "epochs or steps must be given for sampling='allocated': passes are fixed before the"
-            " first"
-        )
-    return replace(design, passes=math.ceil(check.positive(epochs=passes)))
-
-
-def steps_of(
-    design: Design,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-    *,
-    once: bool = False,
-) -> int | None:
-    """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
-
-    Designs of one pass, or of passes that are counted, have these as default, and no more. `once`: no other
-    sampling can be advised, since all runs are of one pass.
-    """
-    if steps is not None and epochs is not None:
-        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-    if steps is None:
-        passes = default if epochs is None else epochs
-        if epochs is None and design.one_pass:
-            return design.steps_per_epoch
-        if passes is None:
-            return None
-        steps = calibrate.epoch_steps(design, passes)
-    if design.one_pass and steps > design.steps_per_epoch:
-        passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
-        more = "" if once else ": for more passes take sampling='allocated' or 'poisson'"
-        raise ValueError(
-            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}){more}"
-        )
-    return check.positive_count(steps=steps)
-
-
-def quietest(design: Design, steps: int | None) -> Design:
-    """Returns the design of about the least noise for steps on these batches, which plans take where none is given.
-
-    Args:
-        design: Poisson batches; others are returned as they are.
-        steps: number of steps; None for no limit.
-
-    Returns:
-        All records, where a batch holds them; random allocation for exactly one pass, where it has up to 17 % less
-        noise; else Poisson batches: in several passes random allocation differs from them by a few per cent (by a tenth
-        in large batches at large epsilon), and takes far longer to calibrate.
-    """
-    if not isinstance(design, Poisson):
-        return design
-    if design.batch_size == design.n:
-        return Full(design.n)
-    return Assigned(design.batch_size, design.n) if steps == design.batches else design
-
-
-def drawn(
-    sampling: str | Design | None,
-    batch_size: int | None,
-    n: int | None,
-    adjacency: Adjacency,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-) -> tuple[Design, int | None]:
-    """Returns the design, by `quietest` where no sampling is given, and the number of steps; see `steps_of`."""
-    word = sampling or "poisson"
-    design = in_passes(sampled(word, batch_size, n, adjacency), word, steps, epochs, default)
-    made = steps_of(design, steps, epochs, default)
-    return (design if sampling else quietest(design, made)), made
-
-
-def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1e-4) -> float:
-    """Returns the least noise multiplier at which these steps fit the budget, up to rtol."""
-    return calibrate.noise_multiplier(
-        budget.epsilon,
-        budget.delta,
-        design=design,
-        steps=steps,
-        adjacency=budget.adjacency,
-        rtol=rtol,
-    )
-
-
-def release_noise(budget: Budget) -> float:
-    """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
-    return noise_for(budget, Full(1), 1)
-
-
-def given_noise(
-    noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None
-) -> float:
-    """Returns the noise multiplier that is given, or else `noise_for` the budget."""
-    if noise_multiplier is not None:
-        return check.nonnegative(noise_multiplier=noise_multiplier)
-    if budget is None:
-        raise ValueError(
-            "budget or noise_multiplier must be given: the target, or noise of your own"
-        )
-    return noise_for(budget, design, steps)
-
-
-def dimension(dim: Any) -> int | None:
-    """Returns the number of parameters: a number, or a model or parameters that are counted; None for None."""
-    if dim is None:
-        return None
-    if isinstance(dim, (int, float)):
-        return int(check.positive_count(dim=dim))
-    try:
-        items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
-    except ValueError as error:
-        raise ValueError(
-            f"dim must be the number of parameters, or a model or parameters (got {shown(dim)})"
-        ) from error
-    tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
-    return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))

@@ -25,40 +25,35 @@ from torch_dpsco.accounting.designs import (
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
+from torch_dpsco.algorithms.pilot import Pilot, PilotClipped, PilotPlan
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.optim.pilot import Pilot, PilotPlan
-from torch_dpsco.optim.planned import (
-    SAMPLING,
-    PlannedOptimizer,
-    StepPlan,
-    agreed_adjacency,
-    dimension,
-    drawn,
-    noise_for,
-    noise_on_mean,
-    otherwise,
-    release_noise,
-    sampled,
-    steps_of,
-)
-from torch_dpsco.optim.step_rule import (
-    Scale,
-    noise_of_pass,
-    numbers_of_steps,
-    one_pass,
-    pace_of,
-    run_of,
-    scale_of_clip,
-)
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.oracles.phased import Phased, PilotClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import (
+    SAMPLING,
+    Scale,
+    agreed_adjacency,
+    dimension,
+    drawn,
+    noise_for,
+    noise_of_pass,
+    numbers_of_steps,
+    one_pass,
+    pace_of,
+    release_noise,
+    run_of,
+    sampled,
+    scale_of_clip,
+    steps_of,
+)
 from torch_dpsco.step.pace import Pace
+from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +134,7 @@ class ClippedPlan(StepPlan):
         return self.pilot, self.steps - 1
 
     def otherwise(self) -> str:
-        """Returns what other batches would cost; see `planned.otherwise`."""
+        """Returns what other batches would cost; see `step.planned.otherwise`."""
         steps = self.steps if self.pilot is None else self._piloted()[1]
         return otherwise(self.budget, self.training, steps, self.noise_multiplier)
 

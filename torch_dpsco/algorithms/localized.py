@@ -24,6 +24,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
+from torch_dpsco.algorithms.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
@@ -35,28 +36,25 @@ from torch_dpsco.algorithms.localized_numbers import (
     minibatch_size,
     reduction_schedule,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
-from torch_dpsco.optim.heavy_plan import scale_of, zcdp_of
-from torch_dpsco.optim.minibatches import Minibatches, minibatches
-from torch_dpsco.optim.pilot import Pilot, PilotPlan
-from torch_dpsco.optim.planned import (
-    LABELS,
-    PlannedOptimizer,
-    StepPlan,
-    agreed_adjacency,
-    costs,
-    dimension,
-    noise_for,
-    release_noise,
+from torch_dpsco.algorithms.pilot import (
+    Minibatches,
+    Pilot,
+    PilotClipped,
+    PilotPlan,
+    QuantilePilot,
+    minibatches,
 )
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.oracles.clipped import Clipped
-from torch_dpsco.oracles.phased import Phased, PilotClipped, QuantilePilot
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import agreed_adjacency, dimension, noise_for, release_noise
+from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.planned import LABELS, PlannedOptimizer, StepPlan, costs
 
 METHODS = ("localized", "ball", "boosted", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do

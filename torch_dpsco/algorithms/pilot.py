@@ -1,169 +1,188 @@
-"""Several oracles one after another: phases, or a pilot that chooses the clip.
+"""A pilot group that chooses the clip before the steps of a planned run.
 
-A clip threshold from a pilot group: one step that reads norms, draws a quantile, and moves nothing.
-
-The group is disjoint from the records that train, so that under the max rule it costs no budget as long as its epsilon
-is at most that of each other group.
-
-| row | counted |
-|---|---|
-| NaN, inf, or a norm that overflows | above every threshold |
-| zero, subnormal | below every threshold |
-| more or fewer rows than announced | the target rank is that of the announced number |
-
-Proofs: docs/proofs/heavy_tailed.md#pilot-group, docs/proofs/heavy_tailed.md#private-quantile.
+Minibatches of the phases of a run: Poisson ones, of a fixed size, or whole passes of secret draws.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, Pure
-from torch_dpsco.clip_selection import C_MAX, C_MIN, warn_at_grid_end
-from torch_dpsco.errors import SequenceError, UtilityWarning
-from torch_dpsco.mechanisms.exponential import draw_quantile, geometric_grid, quantile_law
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release
+from torch_dpsco._doors import check_fields, typed
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Assigned, Fixed, Poisson
+from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, Adjacency, Pure
+from torch_dpsco.algorithms.choose_clip import (
+    C_MAX,
+    C_MIN,
+    LEAST_PILOT,
+    RULES,
+    pilot_size,
+    target_quantile,
+    warn_at_grid_end,
+)
+from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
+from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
+from torch_dpsco.algorithms.mechanisms import draw_quantile, geometric_grid, quantile_law
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
+from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.secret import SecretState
+from torch_dpsco.step.chooser import noise_for
 
 
-class Phased(MeanOracle):
-    """Answers each step by the oracle of its phase.
+@dataclass(frozen=True)
+class Pilot:
+    """Lets a group of records choose the clip, as a private quantile of the gradient norms at the starting point.
+
+    The group is disjoint from the records that train, so that its epsilon, that of the budget, adds nothing to theirs.
 
     Args:
-        phases: (oracle, steps) pairs, in order; an oracle may serve several phases.
+        rule: "theory", the best quantile for the worst direction of the bias; "balanced", at most 0.9; "median".
+        size: records of the group; default 5 %, at least 200.
+        c_min: least threshold, public, > 0.
+        c_max: largest threshold, public.
 
-    Guarantee:
-        That of the oracle of the open batch, whose event it reports. Which oracle that is depends on the step alone.
-
-    Example:
-        >>> import torch
-        >>> from torch_dpsco.oracles import Clipped
-        >>> oracle = Phased([(Clipped(1.0, 2.0, 10), 3), (Clipped(0.5, 4.0, 5), 2)])
-        >>> oracle.open([torch.zeros(2)], step=3)
-        >>> oracle.batch_size, oracle.event().sigma
-        (5, 4.0)
+    Source: docs/proofs/heavy_tailed.md#pilot-group.
     """
 
-    def __init__(self, phases: Sequence[tuple[MeanOracle, int]]) -> None:
-        self.phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
-        if not self.phases:
-            raise ValueError("phases must hold an oracle (got none)")
-        if len({oracle.unit for oracle in self.members}) > 1:
-            # PRIVACY: figures of different units do not add (test_phases_of_different_units_are_refused)
-            raise ValueError("oracle must protect the same unit in each phase: example or user")
-        self._active = self.members[0]
+    rule: str = "balanced"
+    size: int | None = None
+    c_min: float = C_MIN
+    c_max: float = C_MAX
 
-    @property
-    def batch_size(self) -> int:  # type: ignore[override]
-        """Divisor of the phase of the open, or else the last, logical batch."""
-        return self._active.batch_size
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.choice(RULES, rule=self.rule)
+        if self.size is not None:
+            check.positive_count(size=self.size)
+        geometric_grid(self.c_min, self.c_max)  # its checks
 
-    @property
-    def unit(self) -> str:  # type: ignore[override]
-        """Whose rows count as one, the same in all phases."""
-        return self.members[0].unit
+    @typed
+    def plan(self, n: int, budget: Budget, exchange_rate: float) -> PilotPlan:
+        """Returns the public numbers of a pilot.
 
-    @property
-    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the oracles assume."""
-        return tuple(dict.fromkeys(line for oracle in self.members for line in oracle.assumptions))
+        Args:
+            n: public number of records.
+            budget: of the run.
+            exchange_rate: what a unit of clip costs in noise, see `algorithms.clip_numbers`.
 
-    @property
-    def members(self) -> tuple[MeanOracle, ...]:
-        """The oracle of each phase."""
-        return tuple(oracle for oracle, _ in self.phases)
+        Raises:
+            InfeasibleError: too few records.
+        """
+        size = self.records(n)
+        quantile = target_quantile(
+            self.rule,
+            exchange_rate,
+            pilot_size=size,
+            epsilon=budget.epsilon,
+            grid_size=len(geometric_grid(self.c_min, self.c_max)),
+        )
+        return PilotPlan(size, budget.epsilon, quantile, self.c_min, self.c_max)
 
-    def take(self) -> None:
-        """Makes the oracles those of one optimizer."""
-        super().take()
-        for oracle in dict.fromkeys(self.members):
-            oracle.take()
+    def split(
+        self, schedule: LocalizedSchedule, budget: Budget, dim: int, sampling: type[Minibatches]
+    ) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
+        """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
 
-    def use_exact_noise(self) -> None:
-        """Draws the noise of all phases in integers."""
-        for oracle in self.members:
-            oracle.use_exact_noise()
+        Args:
+            schedule: of the run without pilots.
+            budget: of the run.
+            dim: number of parameters.
+            sampling: of minibatches, whose noise depends on the records that are left.
 
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch of the phase of this step."""
-        self._active.discard()
-        self._active, first = self._locate(step)
-        self._active.open(query, step - first)
+        Raises:
+            AdjacencyError: add_remove, where phases that are cut by position have no bound.
+            InfeasibleError: not even the first phase is large enough.
+        """
+        if budget.adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                "adjacency must be replace_one or zero_out for pilots of phases, which are cut out"
+                " by position (got add_remove): give clip= a number"
+            )
+        phases: list[LocalizedPhase] = []
+        pilots: list[PilotPlan | None] = []
+        for phase in schedule.phases:
+            if pilots and phase.records < 2 * (
+                self.size or LEAST_PILOT
+            ):  # the choice of the phase before will do
+                phases.append(phase)
+                pilots.append(None)
+                continue
+            size = self.records(phase.records)
+            left = (phase.records - size) // phase.copies
+            if left < 1:
+                raise InfeasibleError(
+                    f"Pilot(size={size}) must leave records in phase {phase.index}, which has"
+                    f" {phase.records}: give a smaller size, or a larger min_phase"
+                )
+            rate = (
+                exchange_rate_phase(left, dim, schedule.rho, budget.adjacency)
+                if schedule.rho
+                else 0.0
+            )
+            pilots.append(self.plan(phase.records, budget, rate))
+            batch = max(1, phase.batch_size * left // phase.n)
+            steps = phase.steps
+            noise = phase.noise_multiplier
+            if phase.batch_size < phase.n:
+                design, steps = minibatches(sampling, batch, left, steps)
+                # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
+                batch = design.batch_size
+                noise = noise_for(budget, design, steps)
+            std = noise * phase.clip / batch
+            phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
+        return replace(schedule, phases=tuple(phases)), tuple(pilots)
 
-    def _locate(self, step: int) -> tuple[MeanOracle, int]:
-        """Returns the oracle of a step, and the first step of its phase."""
-        first = 0
-        for oracle, steps in self.phases:
-            if step < first + steps:
-                return oracle, first
-            first += steps
-        raise SequenceError(f"all {first} steps of the phases are made (got step {step})")
+    @typed
+    def records(self, n: int) -> int:
+        """Returns the size of the group among n records."""
+        return pilot_size(n) if self.size is None else self.size
 
-    def prepare(self, generator: Source) -> None:
-        """Draws what the releases of each phase share."""
-        for oracle in self.members:
-            oracle.prepare(generator)
 
-    def lose(self, step: int, *, halted: bool) -> bool:
-        """Notes a release of the phase of this step that is not known."""
-        self._active, first = self._locate(step)
-        return self._active.lose(step - first, halted=halted)
+@dataclass(frozen=True)
+class PilotPlan:
+    """Public numbers of a pilot.
 
-    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
-        """Takes rows."""
-        self._active.observe(rows, users)
+    Args:
+        size: records of the group.
+        epsilon: of its release.
+        quantile: target of the clip among the norms.
+        c_min: least threshold.
+        c_max: largest threshold.
+    """
 
-    def discard(self) -> None:
-        """Forgets the logical batch."""
-        self._active.discard()
+    size: int
+    epsilon: float
+    quantile: float
+    c_min: float
+    c_max: float
 
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns the sensitivity of the open batch."""
-        return self._active.sensitivity(adjacency)
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-    def event(self) -> BaseEvent:
-        """Returns the event of the open, or else the last, logical batch."""
-        return self._active.event()
-
-    def charge(self, design: Design, draw: Draw) -> Charge:
-        """Returns what the oracle of the open batch charges."""
-        return self._active.charge(design, draw)
-
-    def release(self, generator: Source) -> Release:
-        """Returns the answer of the oracle of this phase."""
-        return self._active.release(generator)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the fixed numbers of all phases."""
-        return self._named(phases=[[steps, oracle.settings()] for oracle, steps in self.phases])
-
-    def metrics(self) -> dict[str, float]:
-        """Returns public numbers about the last release."""
-        return self._active.metrics()
-
-    def state(self) -> dict[str, Any]:
-        """Returns the states of the oracles, secret if one of them is."""
-        states = {str(k): oracle.state() for k, oracle in enumerate(self.members)}
-        return (
-            SecretState(states)
-            if any(isinstance(state, SecretState) for state in states.values())
-            else states
+    def oracle(self) -> QuantilePilot:
+        """Returns a new oracle that chooses."""
+        return QuantilePilot(
+            self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max
         )
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restores them."""
-        for k, oracle in enumerate(self.members):
-            oracle.restore(state[str(k)])
+    def __str__(self) -> str:
+        return (
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
+            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
+        )
+
+
+Minibatches: TypeAlias = Poisson | Fixed | Assigned
 
 
 class QuantilePilot(MeanOracle):
@@ -172,7 +191,7 @@ class QuantilePilot(MeanOracle):
     Args:
         batch_size: n_0, public number of records of the pilot group.
         epsilon: of the draw, > 0.
-        quantile: public target in [0, 1]; see `clip_selection.target_quantile`.
+        quantile: public target in [0, 1]; see `algorithms.choose_clip.target_quantile`.
         c_min: least threshold, public, > 0.
         c_max: largest threshold, public.
 
@@ -340,3 +359,21 @@ class PilotClipped(ClippedMean):
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         return self._named("noise_multiplier", pilot=self.pilot.settings())
+
+
+def minibatches(
+    kind: type[Minibatches], batch_size: int, n: int, steps: int
+) -> tuple[Minibatches, int]:
+    """Returns how a phase of n records draws, and its steps: of `Assigned` batches whole passes, at least one.
+
+    Example:
+        >>> minibatches(Assigned, 5, 100, 50)
+        (Assigned(batch_size=5, n=100, parts=None, amplification=True, passes=2), 40)
+        >>> minibatches(Poisson, 5, 100, 50)
+        (Poisson(batch_size=5, n=100), 50)
+    """
+    if kind is not Assigned:
+        return kind(batch_size, n), steps
+    design = Assigned(max(batch_size, math.ceil(n / steps)), n)
+    passes = steps // design.batches
+    return replace(design, passes=passes), passes * design.batches

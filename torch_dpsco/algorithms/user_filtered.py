@@ -13,44 +13,155 @@ and Liu 2023, Algorithms 2 and 3). `UserClippedSGD`, which clips each user's mea
 Differs from the paper in: 1. every constant of the filter is proved (`algorithms.user_numbers`): the published noise is
 not private; 2. gradients are not smoothed by random shifts, which the rate does not need (docs/errata.md, paper 3,
 E10); 3. a test that fails ends the run for good, and the average of the iterates so far is kept.
+
+LocalizedUserSGD: phases of filtered means on disjoint users, for strongly convex losses.
+
+Each phase is a run of `UserFilteredSGD` on users of its own, started at the answer of the one before; the last one has
+half of the users, the first one few, which decides whether anything is proved.
+
+Differs from the paper in: see `algorithms.user_filtered` and `algorithms.user_localized_numbers`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Full
+from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.accounting.events import REPLACE_ONE
+from torch_dpsco.algorithms.heavy_plan import scale_of
+from torch_dpsco.algorithms.user_clipped import UserPlan
+from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
     filtered_schedule,
     schedule,
 )
+from torch_dpsco.algorithms.user_localized_numbers import (
+    LocalizedUserPlan,
+    UserPhase,
+    localized_user_plan,
+)
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
-from torch_dpsco.optim.heavy_plan import scale_of
-from torch_dpsco.optim.planned import agreed_adjacency, dimension
-from torch_dpsco.optim.user_plan import (
-    FilterOptimizer,
-    FilterPlan,
-    disagreement,
-    lipschitz_of,
-    near,
-    warn_if_users_are_buried,
-)
-from torch_dpsco.oracles.base import Release
-from torch_dpsco.oracles.users.filtered import UserFiltered
+from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
+from torch_dpsco.rules import UpdateRule
+from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import agreed_adjacency, dimension
+from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
 
 _HOPELESS = 0.5  # of a run to halt
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan(UserPlan):
+    """Public numbers of a run on filtered means of users.
+
+    Args:
+        reach: users farther than reach * pair_radius from the center are isolated.
+        risk_bound: on the expected excess risk of the answer; None where no theorem chose the step size.
+    """
+
+    values: ClassVar[tuple[type, ...]] = (UserFilterPlan, UserPhase, PairRadiusSearch)
+    reach: float = 1000.0
+    risk_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.between(1.0, 1e6, reach=self.reach)
+
+    @abstractmethod
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> MeanOracle:
+        """Returns a new oracle with the plan's numbers, that measures users from a center."""
+
+    def of_all_users(
+        self,
+        plan: UserFilterPlan,
+        center: Sequence[Tensor] | None,
+        search: PairRadiusSearch | None = None,
+    ) -> UserFiltered:
+        """Returns the oracle of a filter, with a search in its first release if there is one."""
+        kept = Filter(
+            plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure
+        )
+        test = ("steps", "threshold", "threshold_scale", "query_scale")
+        numbers: dict[str, Any] = {name: getattr(plan, name) for name in test}
+        numbers |= {
+            "center": center,
+            "reach": self.reach,
+            "min_items": self.min_items,
+            "ids": self.n,
+        }
+        if search is not None:
+            return UserSearched(search, kept, plan.noise_std / plan.pair_radius, **numbers)
+        return UserFiltered(kept, plan.pair_radius, plan.noise_std, **numbers)
+
+    def ending(self) -> Iterator[tuple[str, str]]:
+        """Yields the last lines of the table."""
+        yield "assumed", self.assumed
+        if self.risk_bound is not None:
+            yield (
+                "expected",
+                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
+            )
+
+
+class FilterOptimizer(PlannedOptimizer):
+    """Base of the named optimizers on filtered means of users.
+
+    Args:
+        params: parameters or groups; all of them count as one vector.
+        plan: from the class's own `plan`.
+        center: public vector that users' mean gradients are measured from, a tensor per parameter; None for 0.
+        rule: as in `PlannedOptimizer`, and so are the others.
+        prox: as there.
+        reg: as there.
+        accountant: as there.
+        generator: as there.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        plan: Any = None,
+        *,
+        center: Sequence[Tensor] | None = None,
+        rule: UpdateRule | None = None,
+        prox: Prox | None = None,
+        reg: float | None = None,
+        accountant: Accountant | None = None,
+        generator: torch.Generator | None = None,
+        **moved: Any,
+    ) -> None:
+        self._center = center
+        super().__init__(
+            params,
+            plan,
+            rule=rule,
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            generator=generator,
+            **moved,
+        )
+
+    def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
+        assert isinstance(plan, FilterPlan)
+        return plan.oracle(prox, self._center)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,3 +468,240 @@ def _needed(dim: int | None, wanted: str) -> int:
 
 def _distance(problem: Problem | None, distance: float | None) -> float:
     return scale_of(Problem() if problem is None else problem, distance, "UserFilteredSGD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserLocalizedPlan(FilterPlan):
+    """Public numbers of a run of LocalizedUserSGD.
+
+    Args:
+        phases: filter, steps and step size of each, on users of its own.
+    """
+
+    phases: tuple[UserPhase, ...]
+
+    def oracle(self, prox: Prox, center: Sequence[Tensor] | None = None) -> Phased:
+        """Returns a new oracle with the plan's numbers."""
+        return Phased(
+            [(self.of_all_users(phase.plan, center), phase.steps) for phase in self.phases]
+        )
+
+    def schedule(self) -> Schedule:
+        """Returns the phases."""
+        return Schedule(tuple(Phase(phase.steps, phase.lr) for phase in self.phases))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        for phase in self.phases:
+            yield (
+                f"phase {phase.index}",
+                f"{phase.steps} steps of size {phase.lr:.3g}, noise of {near(phase.plan)}",
+            )
+        worst = max(phase.plan.halt_probability() for phase in self.phases)
+        yield "tests", disagreement("a phase", worst)
+        yield from self.ending()
+
+
+class LocalizedUserSGD(FilterOptimizer):
+    """Phases of filtered means on disjoint users, for strongly convex losses: Algorithm 4.
+
+    Args:
+        params: parameters or groups; all of them count as one vector.
+        plan: from `LocalizedUserSGD.plan`.
+        center: public vector that users' mean gradients are measured from, a tensor per parameter; None for 0.
+        rule: another update rule; it has averages of its own.
+        prox: default the projection on the ball of problem.radius, if that is finite.
+        reg: default the plan's.
+        accountant: ledger to charge, of unit "user"; default a new one with the plan's budget.
+        generator: noise generator of your own (warns).
+
+    Guarantee:
+        Unit: user; replace_one. Each user is in one phase at most; a phase is charged when it opens, and the largest
+        counts. A phase that halts keeps its answer; later phases start from it. A step that ends between its charge and
+        its answer ends the run in this process, as for `UserFilteredSGD`.
+        Source: Asi and Liu 2023, Theorem 4.11; docs/proofs/user_level.md#phases-on-disjoint-users.
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> plan = dp.LocalizedUserSGD.plan(
+        ...     n_users=4000, budget=dp.Budget(4.0, 1e-4, unit="user"), dim=4, reg=0.1,
+        ...     problem=dp.Problem(lipschitz=2.0, radius=1.0), pair_radius=1.0, max_steps=20)
+        >>> [phase.users for phase in plan.phases]
+        [250, 500, 1000, 2000]
+    """
+
+    plans = UserLocalizedPlan
+    undisturbed = "each of its phases is a ball around the private answer before it"
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        n_users: int | None = None,
+        budget: Budget | None = None,
+        phases: int | LocalizedUserPlan | None = None,
+        problem: Problem | None = None,
+        reg: float = 0.0,
+        min_items: int = 1,
+        pair_radius: float | None = None,
+        max_steps: int = 200,
+        distance: float | None = None,
+        filter: str = "best",
+        score_share: float = 0.99,
+        halt_probability: float = 0.01,
+        schedule: str = "explicit",
+        reach: float = 1000.0,
+        dim: Any = None,
+    ) -> UserLocalizedPlan:
+        """Returns the phases, as many as are provably private, before anything is spent.
+
+        Args:
+            n_users: public number of users.
+            budget: of unit "user", replace_one.
+            phases: their number; None for the largest that is feasible; or phases of yours, from
+                `localized.localized_user_plan`, in place of n_users and all that chooses them. The budget then
+                only limits the run.
+            problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
+            reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
+            min_items: rows that a user must have, public: m of the theory.
+            pair_radius: tau, public; None for `pair_radius_iid` in each phase.
+            max_steps: cap on the steps of a phase.
+            distance: bound on |w_0 - w*|; default the diameter of the problem's ball (2 lipschitz / convexity caps it).
+            filter: see `calibrate.calibrate_filter`.
+            score_share: public guess of the score over the users of a phase.
+            halt_probability: of each phase.
+            schedule: "explicit", or "theorem_4_1" with the paper's step sizes.
+            reach: users farther than reach * pair_radius from the center are isolated.
+            dim: number of parameters, or the model; needed unless phases are given.
+
+        Raises:
+            InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
+            MissingConstantError: promises are missing.
+        """
+        adjacency = agreed_adjacency(None, budget, "user")
+        dim = dimension(dim)
+        if adjacency != REPLACE_ONE:
+            raise AdjacencyError(
+                f"budget must be of replace_one, as the filter on all users is (got {adjacency})"
+            )
+        check.nonnegative(reg=reg)
+        check.positive_count(max_steps=max_steps)
+        check.between(0.0, 1.0, score_share=score_share)
+        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
+        check.choice(("explicit", "theorem_4_1"), schedule=schedule)
+        check.choice(("best", "same", "two"), filter=filter)
+        if pair_radius is not None:
+            check.positive(pair_radius=pair_radius)
+        if distance is not None:
+            check.positive(distance=distance)
+        if isinstance(phases, LocalizedUserPlan):
+            if n_users is not None:
+                raise ValueError(
+                    f"n_users must be None beside phases, which have it (got {n_users})"
+                )
+            made = phases
+        elif n_users is None or budget is None or problem is None or dim is None:
+            way = ", or phases=, a algorithms.user_numbers.LocalizedUserPlan"
+            check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
+        else:
+            lipschitz, convexity = _constants(problem, reg)
+            made = localized_user_plan(
+                n_users=n_users,
+                items_per_user=check.positive_count(min_items=min_items),
+                dim=dim,
+                epsilon=budget.epsilon,
+                delta=budget.delta,
+                lipschitz=lipschitz,
+                strong_convexity=convexity,
+                radius=2 * problem.radius if distance is None else distance,
+                pair_radius=pair_radius,
+                score_share=score_share,
+                halt_probability=halt_probability,
+                filter=filter,
+                phases=phases,
+                max_steps=max_steps,
+                schedule=schedule,
+            )
+        warn_if_users_are_buried(
+            [phase.plan for phase in made.phases], problem, made.n_users, dim, budget
+        )
+        return UserLocalizedPlan(
+            budget=budget,
+            adjacency=adjacency,
+            design=Parts(
+                tuple((Full(phase.users), phase.steps) for phase in made.phases), made.n_users
+            ),
+            steps=sum(phase.steps for phase in made.phases),
+            lr=made.phases[0].lr,
+            radius=math.inf if problem is None else problem.radius,
+            average="uniform",
+            reg=reg,
+            min_items=min_items,
+            reach=reach,
+            risk_bound=made.bound,
+            phases=made.phases,
+        )
+
+
+def _constants(problem: Problem, reg: float) -> tuple[float, float]:
+    """Returns Lipschitz constant and strong convexity of the loss and its regularizer."""
+    convexity = (problem.strong_convexity or 0.0) + reg
+    if not convexity:
+        raise MissingConstantError(
+            "LocalizedUserSGD needs strong convexity: give reg=, the lambda of (lambda/2)|w|^2, or"
+            " promise Problem(strong_convexity=...)"
+        )
+    if reg and math.isinf(problem.radius):
+        raise MissingConstantError(
+            "LocalizedUserSGD needs Problem(radius=...) with reg=: it bounds the gradient reg w"
+        )
+    return lipschitz_of(problem, "steps") + (reg * problem.radius if reg else 0.0), convexity
+
+
+def near(plan: UserFilterPlan) -> str:
+    """Returns in words the noise of a filter, beside the distance of users that it allows."""
+    return (
+        f"std {plan.noise_std:.3g} per coordinate of the mean of users within"
+        f" {plan.pair_radius:.3g} of each other"
+    )
+
+
+def disagreement(stops: str, risk: float) -> str:
+    """Returns in words what happens where the users of a step disagree.
+
+    Args:
+        stops: what ends then.
+        risk: bound on the probability of that among users who agree as guessed.
+    """
+    return (
+        f"{stops} ends early if users disagree, which has probability at most {risk:.2g} if they"
+        " agree as guessed; each step compares all pairs of users"
+    )
+
+
+def warn_if_users_are_buried(
+    plans: Sequence[UserFilterPlan],
+    problem: Problem | None,
+    n_users: int,
+    dim: int | None,
+    budget: Budget | None,
+) -> None:
+    """Warns where a bound on gradients is promised and the noise exceeds it in each of the phases."""
+    if dim is None or budget is None:
+        return
+    with suppress(MissingConstantError):
+        bound = lipschitz_of(problem, "a warning")
+        noise = min(plan.noise_std / math.sqrt(plan.steps) for plan in plans)
+        checks.warn_if_buried(
+            noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
+        )
+
+
+def lipschitz_of(problem: Problem | None, wanted: str) -> float:
+    """Returns the promised bound on gradients; raises MissingConstantError, which names what is wanted."""
+    if problem is None:
+        raise MissingConstantError(
+            f"{wanted} must be given, or a problem=Problem(lipschitz=...) from which it follows"
+        )
+    return problem.grad_bound()

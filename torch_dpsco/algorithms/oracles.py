@@ -1,0 +1,895 @@
+"""Coordinate-wise median of means: rows clipped in each coordinate, averaged in groups, medians over the groups.
+
+The median ignores a minority of groups spoiled by heavy tails. It costs noise: one record moves the mean of its group m
+times as far as it would move the mean of the batch. With second moments `Clipped` is the better default.
+
+Groups are consecutive rows of a logical batch in the order of arrival, floor(s / m) each; a tail of s - m floor(s / m)
+rows is left out, and divisors are public constants. Row i is in group floor(i / size) whatever the other rows hold, so
+that under replace-one and zero-out one record touches one group. A removed record would shift all later ones: no
+add-or-remove guarantee, and none for batches that sampling fills anew (`ordered`).
+
+    noise="before_median"   N(0, sigma^2 I) on each group mean, then medians; the vector of the m noisy means costs what
+                            its costliest part costs (one part differs), and the median is post-processing
+    noise="after_median"    medians, then N(0, sigma^2 I): the paper's Algorithm 12, with the same sigma, since medians
+                            move no further than the largest move of any group mean
+
+The first has about pi sigma^2 / (2 m) of noise variance where the second has sigma^2.
+
+Differs from the paper in: 1. noise before the median, by default; 2. a batch size that m does not divide is allowed.
+
+Proof: docs/proofs/heavy_tailed.md#median-of-means. Source: Lowy and Razaviyayn, Algorithm 12.
+
+Shuffled mean oracles: the noise is random bits added by the users of a batch, not a Gaussian of the server.
+
+`ShuffledClipped` (Algorithm 10) clips rows in L2 norm and sums them by Algorithm 11. `ShuffledMedian` (Algorithm 13)
+clips coordinates, sums each of m groups by Algorithm 14 and takes medians over the groups; the bits are all its noise.
+
+THIS IS A CENTRAL SIMULATION of the shuffle model: one process sees all rows and draws the number of ones that honest
+users would have sent, which has the law of the bits (`algorithms.mechanisms`). The guarantee is that of the released
+mean; that it would hold against the server too, behind a shuffler, takes honest users (`honest_fraction`) and real
+messages.
+
+A batch must have exactly batch_size rows, each row being a user with noise of its own. Rounding is drawn at the
+release, from its generator: until then the oracle keeps one float64 per row and coordinate.
+
+Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_sizing`).
+
+Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14.
+
+Means of rows without a threshold to choose: `AdaptiveClipped` adapts it by private counts, `AutoClip` has none.
+
+AdaptiveClipped clips at a threshold that follows a quantile of the gradient norms, by a private count in every step.
+
+    mean_t = ( sum_i g_i min(1, C_t / |g_i|) + N(0, (z C_t)^2 I) ) / batch_size
+    votes_t = sum_i v_i + N(0, s_b^2),    v_i = [|g_i| <= C_t] - q,    C_{t+1} = C_t exp(-lr votes_t / batch_size)
+
+C_t is a function of releases before step t. The votes add up to 0 in the mean where C_t is the q-quantile.
+
+| row | clipped | vote |
+|---|---|---|
+| norm <= 7/8 C | unchanged | 1 - q |
+| between 7/8 and 9/8 C | min(1, C / norm) | linear in the norm |
+| norm >= 9/8 C | to C | -q |
+| NaN, inf, or a norm that overflows | exactly 0 | -q |
+| null: norm <= 2^-44 sqrt(dim) | unchanged | 0 (linear up to twice that) |
+
+Why one event covers all adjacencies. Take the mean in units of z C_t and the votes in units of s_b: then noise is
+N(0, I), and a row's part of the joint vector has norm at most m = sqrt(1/z^2 + (u/s_b)^2), u = max(q, 1 - q). A record
+added or removed moves the sum by at most m; so does one zeroed, since a null row's part is 0 (its gradient up to
+rounding, its vote exactly); a replaced one by at most 2 m. That is a sum of rows clipped at 1 with noise multiplier
+z_eff = 1/m, sampled or not, and z_eff is the same in all steps.
+
+Differs from the paper in: 1. votes are centered at q, not at 1/2, which is the same for q = 1/2, where z_eff =
+(z^-2 + (2 s_b)^-2)^(-1/2); null rows and empty batches then leave C_t where it is, so that a loss with many zero
+gradients (hinge) does not drive it to infinity, and q is the quantile among the other rows; 2. votes are continuous in
+the norm: a mean loss rounds 1/B, so that one record more moves all norms a little, and a step function would let rows
+at the threshold change sides together; what is left of that is part of the votes' sensitivity, as far as the proof
+goes; 3. C_t stays within 2^-30 and 2^39.
+
+Proof: docs/proofs/heavy_tailed.md#adaptive-clip. Source: Andrew, Thakkar, McMahan and Ramaswamy 2021.
+
+AutoClip normalizes rows.
+
+    mean = ( sum_i g_i R / (|g_i| + gamma) + N(0, (z R)^2 I) ) / batch_size
+
+| row | contribution |
+|---|---|
+| long | of norm just below R |
+| of norm gamma | of norm R / 2 |
+| zero, subnormal | itself times R / gamma |
+| NaN, inf, or a norm that overflows | exactly 0 |
+
+Every row is scaled, so that the bias does not vanish however large R is, and no moment bound gives a guarantee: a
+baseline for deep nets. R and the learning rate are one number.
+
+Proof: docs/proofs/heavy_tailed.md#normalized-rows. Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
+from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
+from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.events import (
+    CLIP_UNITS,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    ApproxZCDP,
+    Gaussian,
+    NonPrivate,
+    clipped_gaussian,
+)
+from torch_dpsco.algorithms.choose_clip import adaptive_clip_update
+from torch_dpsco.algorithms.mechanisms import (
+    FAILURE,
+    BinomialNoise,
+    ShuffleParameters,
+    centered_sum,
+    coordinate_cost,
+    coordinate_parameters,
+    failure_of,
+    grid_values,
+    largest_count,
+    round_randomly,
+    shuffle_event,
+    vector_cost,
+    vector_parameters,
+)
+from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
+from torch_dpsco.noise import normal, normal_
+from torch_dpsco.oracles.base import (
+    Charge,
+    MeanOracle,
+    Release,
+    clip_weights,
+    require_places,
+    split_like,
+)
+from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch
+from torch_dpsco.step.exact_noise import release_on_grid
+
+_UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a record moves by
+
+
+def medians(values: Tensor) -> Tensor:
+    """Returns the median over the first axis, the mean of the middle two if it is even: (m, ...) -> (...)."""
+    ordered = values.sort(dim=0).values
+    m = len(values)
+    # halves first: the sum of two large numbers may overflow
+    return ordered[(m - 1) // 2] / 2 + ordered[m // 2] / 2
+
+
+def flat_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Returns rows of all parameters side by side: (B, *shape) each -> (B, d) float64."""
+    return torch.cat(
+        [part.reshape(len(part), part.shape[1:].numel()).double() for part in rows], dim=1
+    )
+
+
+def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
+    """Returns rows clipped to [-clip, clip] in each coordinate: (B, d) float64; a row that is not finite becomes 0."""
+    flat = flat_rows(rows)
+    # PRIVACY: by row, so that one record stays one record (test_a_row_that_is_not_finite_is_dropped_whole)
+    finite = torch.isfinite(flat).all(dim=1, keepdim=True)
+    return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
+
+
+class GroupedMean(MeanOracle):
+    """Medians over groups of consecutive rows of batches of a fixed size.
+
+    Args:
+        clip: of each row.
+        batch_size: s, the fixed number of rows of a logical batch.
+        groups: m in 1..s, of floor(s / m) rows each; a tail of rows is left out.
+    """
+
+    def __init__(self, clip: float, batch_size: int, groups: int) -> None:
+        super().__init__(check.positive_count(batch_size=batch_size))
+        # PRIVACY: rounding errors are relative within this range (test_clips_that_would_overflow_are_refused)
+        self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
+        self.groups = check.positive_count(groups=groups)
+        if self.groups > self.batch_size:
+            raise ValueError(f"groups must be <= batch_size={self.batch_size} (got {self.groups})")
+        self.group_size = self.batch_size // self.groups
+        self._shapes: list[torch.Size] = []
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
+        self._shapes = [p.shape for p in query]
+        self._device = query[0].device
+        self._dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        )
+        self.discard()
+
+    def _require_open(self) -> None:
+        if not self._shapes:
+            raise SequenceError(
+                "no logical batch was opened: call open(query) first, which fixes the dimension"
+            )
+
+    def _dense(self, rows: GradBatch) -> list[Tensor]:
+        """Returns rows per parameter, after a check of their shapes."""
+        self._require_open()
+        dense = rows.dense()
+        if [part.shape[1:] for part in dense] != self._shapes:
+            raise ValueError(
+                f"rows must be of shapes {self._shapes} (got {[part.shape[1:] for part in dense]})"
+            )
+        return dense
+
+    def _clips(self, adjacency: Adjacency) -> float:
+        """Returns how many clips a record moves by; raises AdjacencyError where places of records change."""
+        if adjacency not in _UNITS:
+            # PRIVACY: (test_add_remove_is_refused_since_groups_are_positional)
+            raise AdjacencyError(
+                f"groups are positional: no bound under {adjacency}, use replace_one or zero_out"
+            )
+        return _UNITS[adjacency]
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a release is charged, under designs that keep the places of rows."""
+        require_places(self, design)
+        return super().charge(design, draw)
+
+
+class Coordinatewise(GroupedMean):
+    """Noisy coordinate-wise median of means of rows clipped to [-tau, tau] in each coordinate.
+
+    Args:
+        clip: tau > 0.
+        noise_multiplier: z >= 0, std of the noise over the L2 distance tau sqrt(d) / floor(s / m) by which zeroing one
+            record moves its group's mean; 0 gives no privacy.
+        batch_size: s, the fixed number of rows of a logical batch.
+        groups: m in 1..s; 1 is the mean of coordinate-wise clipped rows.
+        noise: "before_median" (default) or "after_median" (the paper's).
+
+    Guarantee:
+        Replace-one and zero-out, unit: one row per record, n and the places of records public. Event:
+        Gaussian(z, {zero_out: 1, replace_one: 2}). Missing rows count as 0. Assumes that a record's row does not depend
+        on other records. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows are clipped; an empty
+        batch releases noise only.
+
+    Source: docs/proofs/heavy_tailed.md#median-of-means (Algorithm 12, and noise before the median).
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle = Coordinatewise(clip=1.0, noise_multiplier=0.0, batch_size=3, groups=3)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[0.5, 9.0], [0.25, 0.0], [float("nan"), -9.0]]))]))
+        >>> oracle.release(torch.Generator()).mean[0].tolist()
+        [0.25, 0.0]
+    """
+
+    def __init__(
+        self,
+        clip: float,
+        noise_multiplier: float,
+        batch_size: int,
+        groups: int,
+        *,
+        noise: str = "before_median",
+    ) -> None:
+        super().__init__(clip, batch_size, groups)
+        self.noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
+        self.noise = check.choice(("before_median", "after_median"), noise=noise)
+        self._event = Gaussian(self.noise_multiplier, _UNITS)
+        self._n_rows = 0
+
+    @property
+    def _dim(self) -> int:
+        self._require_open()
+        return sum(shape.numel() for shape in self._shapes)
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Clips rows and adds them to the sums of their groups."""
+        dense = self._dense(rows)
+        start = self._n_rows
+        stop = self._n_rows + len(rows)
+        if stop > self.batch_size:
+            # PRIVACY: a group with more rows than its divisor (test_more_rows_than_the_batch_size_are_refused)
+            raise SequenceError(
+                f"a logical batch must have at most {self.batch_size} rows, its fixed size"
+            )
+        used = self.groups * self.group_size
+        places = torch.arange(start, min(stop, max(start, used)), device=self._device)
+        # PRIVACY: every coordinate passes the clip (test_no_neighbor_moves_the_release_past_the_sensitivity,
+        # test_the_sensitivity_is_attained)
+        self._sums.index_add_(
+            0, places // self.group_size, clipped_rows(dense, self.clip)[: len(places)]
+        )
+        self._n_rows = stop
+
+    def discard(self) -> None:
+        """Forgets the rows observed since open."""
+        self._n_rows = 0
+        if self._shapes:  # sums of the rows of each group so far
+            self._sums = torch.zeros(
+                self.groups, self._dim, dtype=torch.float64, device=self._device
+            )
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the median and of the vector of group means, rounding included."""
+        # a sum of k numbers up to tau errs by at most k (k - 1) u tau, a median by 2 u tau; two of them, in units of
+        # tau / k
+        error = 4.0 * self.group_size * (self.group_size + 4) * 2.0**-53
+        return (self._clips(adjacency) + error) * self.clip * math.sqrt(self._dim) / self.group_size
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the Gaussian noise: on each group mean, or on the median."""
+        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_group_means_is_caught)
+        return self.noise_multiplier * self.sensitivity(ZERO_OUT)
+
+    def event(self) -> Gaussian:
+        """Returns the Gaussian event in units of the move of a zeroed record."""
+        return self._event
+
+    def release(self, generator: Source) -> Release:
+        """Adds the noise, takes medians, and ends the batch."""
+        self._require_open()
+        means = self._sums / self.group_size
+        if self.noise == "before_median":
+            flat = medians(self._noisy(means, generator))
+        else:
+            flat = self._noisy(medians(means), generator)
+        self.discard()
+        return Release(split_like(flat.to(self._dtype), self._shapes))
+
+    def _noisy(self, values: Tensor, generator: Source) -> Tensor:
+        if not self.noise_multiplier:
+            return values
+        return values + normal_(torch.empty_like(values), self.noise_std, generator)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return self._named("clip", "noise_multiplier", "groups", "noise")
+
+    def metrics(self) -> dict[str, float]:
+        """Returns clip and noise_std."""
+        return {"clip": self.clip, "noise_std": self.noise_std} if self._shapes else {}
+
+
+class _Shuffled(GroupedMean):
+    """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
+
+    _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
+
+    def __init__(
+        self,
+        clip: float,
+        parameters: ShuffleParameters,
+        batch_size: int,
+        dim: int,
+        groups: int,
+        *,
+        failure: float = FAILURE,
+        honest_fraction: float = 1.0,
+    ) -> None:
+        super().__init__(clip, batch_size, groups)
+        self.parameters = parameters
+        self.dim = check.positive_count(dim=dim)
+        self.failure = check.open_interval(0.0, 1.0, failure=failure)
+        self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
+        largest_count(self.group_size, parameters)
+        bits = parameters.noise_bits
+        self._event: ApproxZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
+        self._noise: BinomialNoise | None = None
+        self._places: list[Tensor] = []
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Returns what the shuffle model assumes."""
+        honest = (
+            "All users"
+            if self.honest_fraction == 1.0
+            else f"At least {self.honest_fraction:g} of the users of a batch"
+        )
+        return (
+            f"{honest} are honest: they add the noise bits that they should.",
+            (
+                "This was a central simulation of the shuffle model: one process has seen all rows."
+                " The guarantee is that of the released means; against a collector of the messages"
+                " it takes real users and a real shuffler."
+            ),
+        )
+
+    def cost(self) -> ShuffleCost:
+        """Returns what a release costs: rho of all orders, and a failure probability."""
+        # PRIVACY: the noise of one group hides a record, not that of the batch
+        # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
+        share = {"failure": self.failure, "honest_fraction": self.honest_fraction}
+        return type(self)._cost_of(self.parameters, self.group_size, self.dim, **share)
+
+    @abstractmethod
+    def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
+        """Returns the rows clipped: (B, dim) float64."""
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the binomial noise on the mean of each group and coordinate, without rounding."""
+        p = self.parameters.noise_probability
+        bits = self.parameters.noise_bits
+        ones = math.sqrt(self.group_size * bits * p * (1.0 - p))
+        return 2.0 * self.clip / self.parameters.grid * ones / self.group_size
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch; raises ValueError if the query has another dimension than `dim`."""
+        size = sum(p.numel() for p in query)
+        if size != self.dim:
+            # PRIVACY: the cost is that of dim coordinates (test_a_query_of_another_dimension_is_refused)
+            raise ValueError(
+                f"dim must be {size}, the number of trained parameters (got {self.dim})"
+            )
+        super().open(query, step)
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Clips rows and puts them on the grid."""
+        dense = self._dense(rows)
+        if sum(map(len, self._places)) + len(rows) > self.batch_size:
+            raise SequenceError(
+                f"a logical batch must have exactly {self.batch_size} rows, its fixed size"
+            )
+        # PRIVACY: every row passes the clip (test_no_neighbor_moves_a_count_past_the_budget)
+        values = self._clipped(rows, dense) + self.clip
+        self._places.append(grid_values(values, 2.0 * self.clip, self.parameters.grid))
+
+    def discard(self) -> None:
+        """Forgets the rows observed since open."""
+        self._places = []
+
+    def event(self) -> ApproxZCDP | NonPrivate:
+        """Returns the event of a release: `ApproxZCDP` for replace_one and zero_out, or `NonPrivate` without bits."""
+        return self._event
+
+    def counts(self, generator: Source) -> Tensor:
+        """Returns the numbers of ones that a shuffler would deliver, (groups, dim) int64, and ends the batch."""
+        places = self._places
+        self._places = []
+        n_rows = sum(map(len, places))
+        if n_rows != self.batch_size:
+            # PRIVACY: absent users add no noise (test_a_batch_of_another_size_is_refused)
+            raise SequenceError(
+                f"a logical batch must have exactly {self.batch_size} rows (got another number)"
+            )
+        if self._noise is None:
+            trials = self.group_size * self.parameters.noise_bits
+            self._noise = BinomialNoise(trials, self.parameters.noise_probability)
+        ones = round_randomly(torch.cat(places)[: self.groups * self.group_size], generator)
+        # PRIVACY: group_size * noise_bits coins in each group and coordinate (test_halved_noise_bits_are_caught)
+        noise = self._noise.draw((self.groups, self.dim), generator)
+        return ones.view(self.groups, self.group_size, self.dim).sum(dim=1) + noise
+
+    def release(self, generator: Source) -> Release:
+        """Draws the counts, and returns the median over groups of the means that they estimate."""
+        counts = self.counts(generator)
+        means = centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
+        return Release(split_like(medians(means).to(self._dtype), self._shapes))
+
+    def _moves(self, adjacency: Adjacency, spread: float) -> float:
+        """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""
+        grid = self.parameters.grid
+        root = math.sqrt(self.dim)
+        steps = min(
+            self._clips(adjacency) / 2.0 * grid * spread + root, grid * root
+        )  # the grid is of 2 clips
+        return steps * 2.0 * self.clip / (grid * self.group_size) * (1.0 + 2.0**-40)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers, and what is simulated."""
+        simulated = {"model": "shuffle model, simulated centrally; honest users assumed"}
+        return (
+            self._named("clip", "dim", "groups", "failure", "honest_fraction")
+            | asdict(self.parameters)
+            | simulated
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns clip and noise_std."""
+        return {"clip": self.clip, "noise_std": self.noise_std}
+
+
+class ShuffledClipped(_Shuffled):
+    """Mean of rows clipped in L2 norm, by shuffled sums of their coordinates (Algorithm 10). A central simulation.
+
+    Args:
+        clip: C > 0.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.vector_parameters`; noise_bits=0 gives no privacy.
+        batch_size: s, the exact number of rows of a logical batch.
+        dim: d, number of trained parameters.
+        failure: probability, in (0, 1), that a release leaves the window of the accountant; taken from delta.
+        honest_fraction: of the users whose noise is as the protocol says, in (0, 1].
+
+    Guarantee:
+        Replace-one and zero-out, unit: one row per record, batch size public. Event: ApproxZCDP(rho, failure) of
+        `vector_cost`. Assumes that a record's row does not depend on other records and that at least
+        floor(honest_fraction s) users of each batch, the protected one among them, add their noise honestly. Edge
+        cases: a row with a norm that is not finite is 0; a batch of another size is refused, also an empty one.
+
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 10 and 11).
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle = ShuffledClipped(clip=1.0, parameters=ShuffleParameters(1024, 0), batch_size=2, dim=2)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0], [float("inf"), 0.0]]))]))
+        >>> [round(v, 2) for v in oracle.release(torch.Generator().manual_seed(0)).mean[0].tolist()]
+        [0.3, 0.4]
+    """
+
+    _cost_of = vector_cost
+
+    def __init__(
+        self,
+        clip: float,
+        parameters: ShuffleParameters,
+        batch_size: int,
+        dim: int,
+        *,
+        failure: float = FAILURE,
+        honest_fraction: float = 1.0,
+    ) -> None:
+        super().__init__(
+            clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction
+        )
+
+    @classmethod
+    def calibrated(
+        cls,
+        clip: float,
+        batch_size: int,
+        dim: int,
+        *,
+        epsilon: float,
+        delta: float,
+        grid: int | None = None,
+        honest_fraction: float = 1.0,
+    ) -> ShuffledClipped:
+        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `vector_parameters`."""
+        check.positive_count(batch_size=batch_size)
+        sizes = vector_parameters(
+            batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
+        )
+        return cls(
+            clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction
+        )
+
+    def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
+        # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
+        bound = self.clip * (1.0 - 2.0**-50 * (1.0 + math.sqrt(self.dim)))
+        weights = clip_weights(rows.norms(), bound)[:, None]
+        # PRIVACY: masked, since 0 * inf is NaN (test_a_row_that_is_not_finite_is_dropped_whole)
+        return torch.where(weights > 0, flat_rows(dense) * weights, 0.0)
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the mean, rounding to the grid included."""
+        return self._moves(adjacency, 1.0)
+
+
+class ShuffledMedian(_Shuffled):
+    """Median over groups of means of coordinate-wise clipped rows, by shuffled sums (Algorithm 13). A simulation.
+
+    No Gaussian noise: the bits of the users come before the median.
+
+    Args:
+        clip: tau > 0, bound of every coordinate.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.coordinate_parameters`; noise_bits=0 gives no privacy.
+        batch_size: s, the exact number of rows of a logical batch.
+        dim: d, number of trained parameters.
+        groups: m in 1..s, of floor(s / m) consecutive rows each; a tail of rows is left out.
+        failure: probability, in (0, 1), that a release leaves the window of the accountant; taken from delta.
+        honest_fraction: of the users of EACH group whose noise is as the protocol says, in (0, 1].
+
+    Guarantee:
+        Replace-one and zero-out, unit: one row per record, batch size and places of records public: one record touches
+        one group, and all its coordinates. Event: ApproxZCDP(rho, failure) of `coordinate_cost`. Assumes honest users
+        as `ShuffledClipped` does, in each group. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows
+        are clipped; a batch of another size is refused.
+
+    Source: docs/proofs/heavy_tailed.md#shuffled-sums (Algorithms 13 and 14).
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle = ShuffledMedian(clip=2.0, parameters=ShuffleParameters(4, 0), batch_size=3, dim=1, groups=3)
+        >>> oracle.open([torch.zeros(1)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[1.0], [-1.0], [1e9]]))]))
+        >>> oracle.release(torch.Generator()).mean[0].tolist()
+        [1.0]
+    """
+
+    _cost_of = coordinate_cost
+
+    @classmethod
+    def calibrated(
+        cls,
+        clip: float,
+        batch_size: int,
+        dim: int,
+        groups: int,
+        *,
+        epsilon: float,
+        delta: float,
+        grid: int | None = None,
+        honest_fraction: float = 1.0,
+    ) -> ShuffledMedian:
+        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `coordinate_parameters`."""
+        check.positive_count(batch_size=batch_size)
+        sizes = coordinate_parameters(
+            batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
+        )
+        return cls(
+            clip,
+            sizes,
+            batch_size,
+            dim,
+            groups,
+            failure=failure_of(delta),
+            honest_fraction=honest_fraction,
+        )
+
+    def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
+        return clipped_rows(dense, self.clip)
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the vector of group means, and of its median, rounding to the grid included."""
+        return self._moves(adjacency, math.sqrt(self.dim))
+
+
+_RAMP = 0.25  # width of the ramp around the clip, in units of the clip
+_NULL = (
+    2.0**-44
+)  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
+_MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number
+_LEAST, _LARGEST = 2.0**-30, 2.0**39  # of clips; float32 sums are proved between 2^-40 and 2^40
+
+
+def votes(norms: Tensor, clip: float, target: float, null: float) -> Tensor:
+    """Returns how much each row speaks for a smaller clip: (B,) float64 in [-target, 1 - target].
+
+    Args:
+        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf count as above the clip.
+        clip: threshold > 0.
+        target: q in (0, 1).
+        null: norm up to which a row counts as null, > 0; its vote is 0.
+    """
+    # PRIVACY: NaN would pass both clamps (test_a_row_without_a_norm_votes_as_a_long_one)
+    lengths = norms.nan_to_num(nan=math.inf, posinf=math.inf)
+    below = ((1.0 + _RAMP / 2 - lengths / clip) / _RAMP).clamp_(0.0, 1.0)
+    # PRIVACY: 0 for null rows, else zero_out would cost more (test_a_null_row_has_no_vote)
+    return (below - target).mul_((lengths / null - 1.0).clamp_(0.0, 1.0))
+
+
+class AdaptiveClipped(ClippedMean):
+    """Clips at a threshold that moves towards the `target`-quantile of the norms of rows that are not null.
+
+    Args:
+        clip0: first threshold, public, in [2^-30, 2^39].
+        noise_multiplier: z >= 0 of the mean, noise std on the sum over the clip; None if the total is given.
+        batch_size: public divisor, expected batch size.
+        target: q in (0, 1); 1/2 for deep nets.
+        lr: > 0, of the logarithm of the threshold.
+        first: >= 0; in step t = 0, 1, ... lr is at least first/(t + 1), for a start that may be far off.
+        count_noise: s_b in [0, 2^256], noise std of the votes; 0 gives no privacy. Default batch_size / 20.
+        total_noise_multiplier: z_eff >= 0 of a whole step, mean and votes together; `noise_multiplier` follows.
+
+    Raises:
+        InfeasibleError: the votes alone cost (almost) more than the total; names the least count_noise.
+        ValueError: an argument is out of range, or both or none of the noise multipliers are given.
+
+    Guarantee:
+        Unit: one row per record. Event per step: Gaussian in clip units with multiplier z_eff (see the module). Assumes
+        that a record's row does not depend on other records, except for the rounding of a mean loss.
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle = AdaptiveClipped(1.0, 1.0, batch_size=100, target=0.5)
+        >>> round(oracle.event().sigma, 4)
+        0.995
+        >>> oracle.open([torch.zeros(1)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.full((100, 1), 5.0))]))
+        >>> _ = oracle.release(torch.Generator().manual_seed(0))
+        >>> oracle.clip, oracle.state()["clip"] > 1.0
+        (1.0, True)
+    """
+
+    def __init__(
+        self,
+        clip0: float,
+        noise_multiplier: float | None,
+        batch_size: int,
+        target: float = 0.5,
+        *,
+        lr: float = 0.2,
+        first: float = 0.0,
+        count_noise: float | None = None,
+        total_noise_multiplier: float | None = None,
+    ) -> None:
+        if (noise_multiplier is None) == (total_noise_multiplier is None):
+            raise ValueError(
+                "noise_multiplier or total_noise_multiplier must be given, and not both (got"
+                f" {noise_multiplier} and {total_noise_multiplier})"
+            )
+        self.target = check.open_interval(0.0, 1.0, target=target)
+        self.clip0 = check.between(_LEAST, _LARGEST, clip0=clip0)
+        self.lr = check.positive(lr=lr)
+        self.first = check.nonnegative(first=first)
+        self._step = 0
+        size = check.positive_count(batch_size=batch_size)
+        self.count_noise = check.between(
+            0.0, _MOST_NOISE, count_noise=size / 20 if count_noise is None else count_noise
+        )
+        self._unit = max(self.target, 1.0 - self.target)
+        z, total = self._multipliers(noise_multiplier, total_noise_multiplier)
+        super().__init__(z, size)
+        self._event = clipped_gaussian(total)
+        if z > self.count_noise / self._unit > 0:
+            warnings.warn(
+                f"the votes take more of the budget than the mean (count_noise {self.count_noise:g}"
+                f" for a noise multiplier of {z:.3g}): give a larger count_noise or batch_size",
+                UtilityWarning,
+                stacklevel=2,
+            )
+        # 4.5 = slope of the votes in log(norm), 4 u = rounding of 1/B, in at most 2 batch_size + 1024 rows (see
+        # `plan_summation`, also for the largest batch); then the roundings of the sum itself
+        self._count_error = (
+            4.5 * 4 * 2.0**-24 * (2 * size + 1024) + 4 * (2 * size + 65536) ** 2 * 2.0**-53
+        )
+        self._current = self.clip0
+        self._sum = 0.0
+        self._pending = 0.0
+        self._null = 0.0
+        self._unscaled = 1.0
+
+    def _multipliers(self, z: float | None, total: float | None) -> tuple[float, float]:
+        """Returns the noise multipliers of the mean and of the joint release, rounded towards privacy."""
+        if total is None:
+            z = check.nonnegative(noise_multiplier=z)
+            if 0.0 in (z, self.count_noise):
+                return z, 0.0
+            # PRIVACY: both releases in one number, rounded down (test_the_event_is_that_of_mean_and_votes_together)
+            return z, (1.0 - 2.0**-50) / math.hypot(1.0 / z, self._unit / self.count_noise)
+        total = check.nonnegative(total_noise_multiplier=total)
+        if total == 0:
+            return 0.0, 0.0
+        if total * self._unit > 0.99 * self.count_noise:
+            raise InfeasibleError(
+                f"count_noise must be >= {total * self._unit / 0.99:.4g} for a"
+                f" total_noise_multiplier of {total:g} (got {self.count_noise:g})"
+            )
+        share = total * self._unit / self.count_noise
+        # 2^-40 exceeds the rounding, of relative size below 2^-45 as the share is at most 0.99
+        return total / math.sqrt((1.0 - share) * (1.0 + share)) * (1.0 + 2.0**-40), total
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the threshold that releases so far have led to."""
+        return self._current
+
+    def count_sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns how far the sum of votes can move: u per row, and rounding."""
+        return CLIP_UNITS[adjacency] * with_grid(self._unit + self._count_error, self._exact)
+
+    def use_exact_noise(self) -> None:
+        """Draws the noise of means and votes in integers; see `MeanOracle.use_exact_noise`."""
+        super().use_exact_noise()
+        exact_grid(self.count_noise / self._unit, 1.0, 1)  # raises before anything is charged
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Fixes the threshold of the batch and forgets an unfinished one."""
+        super().open(query, step)
+        self._step = step
+        self._null = _NULL * math.sqrt(max(1, sum(shape.numel() for shape in self._shapes)))
+
+    def weights(self, norms: Tensor, clip: float) -> Tensor:
+        """Returns the clip's factors, and keeps the votes of the same rows for `observe`."""
+        self._pending = float(votes(norms, clip, self.target, self._null * self._unscaled).sum())
+        return clip_weights(norms, clip)
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Clips rows and adds them to the mean, and their votes to the count."""
+        self._unscaled = max(
+            1.0, rows._scale
+        )  # of gradient scaling, which multiplies the bound of a zero row
+        super().observe(rows, users)
+        # PRIVACY: after it, so that rows that were refused have no vote (test_refused_rows_have_no_vote)
+        self._sum += self._pending
+
+    def discard(self) -> None:
+        """Forgets the rows and votes since open."""
+        super().discard()
+        self._sum = 0.0
+
+    def release(self, generator: Source) -> Release:
+        """Releases the mean, and moves the threshold of the next batch by a noisy count."""
+        total = self._sum
+        answer = super().release(generator)  # ends the batch
+        # PRIVACY: scaled to the sensitivity, rounding included (test_the_votes_have_their_noise)
+        std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
+        if self._exact:
+            votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
+            total = float(
+                release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator)
+            )
+        else:
+            total += normal(std, generator)
+        fraction = self.target + total / self.batch_size
+        rate = max(self.lr, self.first / (self._step + 1))
+        moved = adaptive_clip_update(self.clip, fraction, self.target, rate)
+        self._current = min(max(moved, _LEAST), _LARGEST)
+        return answer
+
+    def state(self) -> dict[str, float]:
+        """Returns the threshold of the next batch: public."""
+        return {"clip": self._current}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Goes on from a saved threshold; drops an open batch."""
+        self.discard()
+        self._current = check.between(_LEAST, _LARGEST, clip=state["clip"])
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        first = {"first": self.first} if self.first else {}
+        return self._named(
+            "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
+        )
+
+
+def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
+    """Returns bound / (norm + offset), a little below it, and 0 for rows that must not count.
+
+    Args:
+        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf mark rows to drop.
+        bound: R > 0, which no row's contribution reaches.
+        offset: gamma > 0.
+
+    Returns:
+        (B,) float64 >= 0; weight * norm < bound also after rounding.
+    """
+    # 8 eps covers the roundings here and in the product with the row, as in `clip_weights`
+    scaled = (bound * (1.0 - 8 * torch.finfo(torch.float64).eps)) / (norms + offset)
+    # PRIVACY: R / inf = 0 and NaN becomes 0 (test_auto_weights_drop_what_has_no_norm)
+    return scaled.nan_to_num_(nan=0.0)
+
+
+class AutoClip(ClippedMean):
+    """Scales every row by R / (norm + gamma).
+
+    Args:
+        bound: R > 0, what a row's contribution stays below.
+        noise_multiplier: z >= 0, noise std on the sum over R.
+        batch_size: public divisor.
+        offset: gamma, at least R / 2^40: rows much shorter than it stay short.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: that of `ClippedMean` with clip R.
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock, GradBatch
+        >>> oracle = AutoClip(bound=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0]]))]))
+        >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
+        [0.3, 0.4]
+    """
+
+    def __init__(
+        self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
+    ) -> None:
+        super().__init__(noise_multiplier, batch_size)
+        self.fixed_clip = check.positive(bound=bound)
+        self.offset = check.positive(offset=offset)
+        if self.fixed_clip > self.offset * 2.0**40:
+            # PRIVACY: weights above 2^40 would lift float32's underflow (test_a_tiny_offset_is_refused)
+            raise ValueError(
+                f"offset must be >= bound / 2^40 (got {self.offset:g} for bound"
+                f" {self.fixed_clip:g})"
+            )
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns R."""
+        return self.fixed_clip
+
+    def weights(self, norms: Tensor, clip: float) -> Tensor:
+        """Returns the factor of each row: (B,)."""
+        # PRIVACY: every row is scaled below R (test_no_row_moves_the_mean_further_than_declared)
+        return auto_weights(norms, clip, self.offset)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return self._named("offset", "noise_multiplier", clip=self.fixed_clip)

@@ -1,1 +1,0 @@
-"""Means of users, each of them one person with all rows."""
