@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from torch_dpsco import estimators
-from torch_dpsco.algorithms import choose_clip as clip_selection
+from torch_dpsco.algorithms import choose_clip
 from torch_dpsco.audit import OneRunAudit, canaries, epsilon_of_guesses, loss_scores, mu_of_guesses
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
@@ -304,17 +304,17 @@ simple(
 )
 CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
 simple(
-    "clip_selection.adaptive_clip_update",
-    clip_selection.adaptive_clip_update,
+    "algorithms.choose_clip.adaptive_clip_update",
+    choose_clip.adaptive_clip_update,
     clip=1.0,
     fraction=0.5,
     target=0.5,
 )
-simple("clip_selection.pilot_size", clip_selection.pilot_size, n=1000)
-simple("clip_selection.rank_error", clip_selection.rank_error, epsilon=1.0, grid_size=50)
+simple("algorithms.choose_clip.pilot_size", choose_clip.pilot_size, n=1000)
+simple("algorithms.choose_clip.rank_error", choose_clip.rank_error, epsilon=1.0, grid_size=50)
 simple(
-    "clip_selection.target_quantile",
-    clip_selection.target_quantile,
+    "algorithms.choose_clip.target_quantile",
+    choose_clip.target_quantile,
     rule="theory",
     exchange_rate=0.1,
     pilot_size=200,

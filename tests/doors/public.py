@@ -19,7 +19,9 @@ DIRECTIVE = re.compile(
     r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)",
     re.MULTILINE,
 )
-_UNDOCUMENTED = tuple(f"torch_dpsco.{name}" for name in ("clip_selection", "estimators.solvers"))
+_UNDOCUMENTED = tuple(
+    f"torch_dpsco.{name}" for name in ("algorithms.choose_clip", "estimators.solvers")
+)
 _OBJECTIVES = {
     "objectives": ("LinearObjective", "SoftmaxObjective"),
     "robust": ("Adversarial", "Tilted"),

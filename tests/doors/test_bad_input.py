@@ -42,7 +42,7 @@ EXEMPT = {
         "statistics.[!p]*",
         "statistics.p_value",
         "audit.OneRunResult",
-        "plan.Plan",
+        "step.plan.Plan",
         "show.loggers.Numbers",
     ),
     *(
@@ -137,7 +137,7 @@ EXEMPT = {
     ),
     # of solvers and objectives
     *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
-    "clip_selection.warn_at_grid_end",
+    "algorithms.choose_clip.warn_at_grid_end",
     # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
     *(
         "integrations.engines.ray_partitions",
