@@ -13,7 +13,7 @@ the costs stays within a number fixed in advance, on every path. Then, whatever 
   D_a <= xi + rho a <= (xi + rho) a, and xi + rho is charged.
 * "rdp": sum of D_t(a) <= B(a) gives (a, B)-RDP (Feldman and Zrnic 2021), at each order fixed in advance. All orders
   must stay within their budgets. "Continue while SOME order does" is no filter: that order is chosen by the data.
-* "rdp-mixture": see `analysis.odometer`.
+* "rdp-mixture": see `budgets`.
 * "pure": see `ledger.store`.
 
 Failures. Let an event hold its cost except with probability p, in the sense of a coupling: both output laws mix, with
@@ -414,7 +414,7 @@ class RDPOrdersFilter(AdaptiveFilter):
 
 
 class RDPMixtureFilter(AdaptiveFilter):
-    """The mixture of Renyi orders of `analysis.odometer`: no order needs to be known, at a small overhead.
+    """The mixture of Renyi orders of `budgets`: no order needs to be known, at a small overhead.
 
     Raises:
         InfeasibleError: not even an empty run meets the target.
