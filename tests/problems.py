@@ -11,9 +11,10 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.oracles import Clipped, MeanOracle
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rules import SGD
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import MeanOracle
 
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum}
 

@@ -19,9 +19,9 @@ from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
 from tests.streams import Counted, seeded
 from torch_dpsco.noise import normal_
-from torch_dpsco.oracles import Clipped
 from torch_dpsco.rng import Repeatable
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
+from torch_dpsco.step.clipped import Clipped
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),

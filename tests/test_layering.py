@@ -44,8 +44,8 @@ ORDER = (
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
     "step.plan algorithms.choose_clip",
-    "oracles.base oracles.clipped step.phased algorithms.oracles algorithms.user_oracles"
-    " algorithms.user_filter_oracles",
+    "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
+    " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",
@@ -239,10 +239,10 @@ def test_nothing_inside_imports_the_outer_ring():
 
 
 def test_rules_and_oracles_do_not_know_each_other():
-    rules, oracles = f"{PACKAGE}.rules", f"{PACKAGE}.oracles"
-    alone = [name for name in FILES if name != PACKAGE and row(name) == row(f"{oracles}.base")]
-    assert offenders(lambda name: those_inside(reachable(name), oracles), below(rules)) == {}
-    assert offenders(lambda name: those_inside(reachable(name), rules), alone) == {}
+    rules = f"{PACKAGE}.rules"
+    gathered = imported(f"{PACKAGE}.oracles") - {PACKAGE}
+    assert offenders(lambda name: those_inside(reachable(name), *gathered), below(rules)) == {}
+    assert offenders(lambda name: those_inside(reachable(name), rules), gathered) == {}
 
 
 def test_opacus_is_imported_only_at_the_contact_points():

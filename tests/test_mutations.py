@@ -18,9 +18,8 @@ import torch_dpsco as dp
 from tests import checks
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Poisson
-from torch_dpsco.oracles import clipped
 from torch_dpsco.rows import batch
-from torch_dpsco.step import assembly
+from torch_dpsco.step import assembly, clipped
 from torch_dpsco.step.batch import LogicalBatch
 
 ROOT = Path(__file__).parent.parent

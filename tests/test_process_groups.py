@@ -19,7 +19,7 @@ import torch_dpsco as dp
 from tests.processes import DIM, N, backward, full, launch, layer, message, numbers, records, train
 from torch_dpsco import compat, distributed
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.clipped import ClippedMean
+from torch_dpsco.step.clipped import ClippedMean
 
 BUDGET = dp.Budget(1.0, 1e-3)
 KINDS = ("fsdp2", "a layer of fsdp2", "fsdp1", "a layer of fsdp1", "flat fsdp1", "tensor parallel")

@@ -46,10 +46,10 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
     UtilityWarning,
 )
-from torch_dpsco.oracles.base import Release
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
 from torch_dpsco.sampling.loader import capacity
+from torch_dpsco.step.oracle import Release
 
 FALSE_ALARM = 1e-6  # of each statistical check
 KINDS = ("poisson", "full", "allocated")

@@ -22,12 +22,12 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.distributed import World
 from torch_dpsco.errors import UnitError
-from torch_dpsco.oracles.base import Release
-from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.step import checks
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Release
 
 FALSE_ALARM = 1e-6  # of each statistical check
 KINDS = ("poisson", "full")

@@ -32,9 +32,9 @@ from torch_dpsco import distributed
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader
+from torch_dpsco.step.clipped import Clipped, ClippedMean
 
 FALSE_ALARM = 1e-6
 

@@ -17,8 +17,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
+from torch_dpsco.step.clipped import Clipped
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"

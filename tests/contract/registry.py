@@ -23,7 +23,7 @@ from torch_dpsco.algorithms.mechanisms import ShuffleParameters
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
 from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_search
-from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.step.oracle import MeanOracle
 
 INF = float("inf")
 ADD, REPLACE = "add_remove", "replace_one"

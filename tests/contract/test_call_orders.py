@@ -23,9 +23,10 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.oracles import Clipped, clipped
 from torch_dpsco.sampling import DrawLog
+from torch_dpsco.step import clipped
 from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.clipped import Clipped
 
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

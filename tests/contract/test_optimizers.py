@@ -24,7 +24,7 @@ from torch_dpsco.errors import (
     UnitError,
     UnknownSamplerError,
 )
-from torch_dpsco.oracles.base import MeanOracle
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.payments import planned_event
 
 # Seeds, momentum and Adam warn about utility in every test here.

@@ -30,9 +30,9 @@ from tests.doctor.scripts import (
 )
 from tests.doctor.scripts import with_opacus as opacus
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
 from torch_dpsco.sampling import PhysicalBatches
+from torch_dpsco.step.clipped import Clipped
 
 RATE = BATCH / N
 

@@ -43,8 +43,6 @@ from torch_dpsco.errors import (
     SequenceError,
     UnknownSamplerError,
 )
-from torch_dpsco.oracles import Clipped
-from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PrivateLoader
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
@@ -52,6 +50,8 @@ from torch_dpsco.step import checkpoint as saved
 from torch_dpsco.step import payments as charges
 from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
 N, T, Z = 24, 4, 2.0

@@ -34,8 +34,6 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
-from torch_dpsco.oracles import Clipped
-from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.rng import KeyedStream
 from torch_dpsco.sampling import FullSampler, PrivateLoader, one_pass
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler
@@ -45,6 +43,8 @@ from torch_dpsco.step import checkpoint as saved
 from torch_dpsco.step import payments as charges
 from torch_dpsco.step.assembly import Assembly, sizes_are_private
 from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
 N, T, Z, DELTA = 24, 4, 2.0, 1e-4

@@ -17,6 +17,8 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -25,7 +27,7 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
 )
-from torch_dpsco.oracles import AdaptiveClipped, Clipped, UserClipped
+from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.plan import Plan
 
 # Seeds warn in every test here.

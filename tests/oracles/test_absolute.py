@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
+from torch_dpsco.algorithms.holder_oracle import HolderAbsolute
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.oracles import HolderAbsolute
 
 LOSS = dp.losses.Squared()
 PROBLEM = LOSS.problem(bound_x=1.0, bound_y=3.0)

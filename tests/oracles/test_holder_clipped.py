@@ -13,8 +13,8 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.problems import released
+from torch_dpsco.algorithms.holder_oracle import HolderClipped
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.oracles import HolderClipped
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 INF = math.inf

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.oracles import clip_weights
+from torch_dpsco.step.oracle import clip_weights
 
 
 def oracle(weights) -> dp.oracles.ClippedMean:

@@ -14,8 +14,8 @@ import torch_dpsco as dp
 from tests.problems import Folded, TwoHeads, column, gradients, make_optimizer, released
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles import Clipped
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
+from torch_dpsco.step.clipped import Clipped
 
 
 def scores() -> nn.Linear:

@@ -14,13 +14,13 @@ import torch_dpsco as dp
 from tests.oracles.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
-from torch_dpsco.algorithms.holder import HolderClipped
+from torch_dpsco.algorithms.holder_oracle import HolderClipped
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
-from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.step.clipped import Clipped
 
 CLIP = 0.5
 BAD = [math.nan, math.inf, -math.inf, 3e38, 1e300, 5e-324]

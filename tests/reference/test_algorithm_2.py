@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.streams import gaussians, seeded
-from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rules import AVERAGES as AVERAGE_POWERS
 from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.step.clipped import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
 Vector = np.ndarray

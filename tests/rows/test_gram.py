@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torch_dpsco.oracles import clip_weights
 from torch_dpsco.rows import GradBatch, SequenceBlock, plan_summation
 from torch_dpsco.rows import blocks as gram
 from torch_dpsco.rows.blocks import CANCELLATION
+from torch_dpsco.step.oracle import clip_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

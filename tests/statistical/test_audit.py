@@ -17,8 +17,8 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.oracles import Clipped
 from torch_dpsco.rules import SGD
+from torch_dpsco.step.clipped import Clipped
 
 FALSE_ALARM = 1e-6
 STEPS = 2500

@@ -27,8 +27,6 @@ from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
 from torch_dpsco.algorithms.pilot import Pilot, PilotClipped, PilotPlan
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import AVERAGES, Accelerated, ScheduledSGD, UpdateRule
@@ -51,6 +49,8 @@ from torch_dpsco.step.chooser import (
     scale_of_clip,
     steps_of,
 )
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.pace import Pace
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise

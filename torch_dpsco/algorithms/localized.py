@@ -45,14 +45,14 @@ from torch_dpsco.algorithms.pilot import (
     minibatches,
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
-from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.clipped import Clipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed_adjacency, dimension, noise_for, release_noise
+from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import LABELS, PlannedOptimizer, StepPlan, costs
 

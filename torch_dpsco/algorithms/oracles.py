@@ -129,7 +129,11 @@ from torch_dpsco.algorithms.mechanisms import (
 )
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
 from torch_dpsco.noise import normal, normal_
-from torch_dpsco.oracles.base import (
+from torch_dpsco.rng import Source
+from torch_dpsco.rows import GradBatch
+from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.exact_noise import release_on_grid
+from torch_dpsco.step.oracle import (
     Charge,
     MeanOracle,
     Release,
@@ -137,10 +141,6 @@ from torch_dpsco.oracles.base import (
     require_places,
     split_like,
 )
-from torch_dpsco.oracles.clipped import ClippedMean
-from torch_dpsco.rng import Source
-from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.exact_noise import release_on_grid
 
 _UNITS = {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}  # clips that a record moves by
 

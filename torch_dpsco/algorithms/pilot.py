@@ -32,11 +32,11 @@ from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
-from torch_dpsco.oracles.base import MeanOracle, Release
-from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.step.chooser import noise_for
+from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import MeanOracle, Release
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.oracles.base import Release
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean
 from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
@@ -33,6 +31,8 @@ from torch_dpsco.step.chooser import (
     loudness,
     sampled,
 )
+from torch_dpsco.step.clipped import Clipped, ClippedMean
+from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.pace import Pace, noise_of_mean, relative_pace, relative_steps
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
 

@@ -54,13 +54,13 @@ from torch_dpsco.algorithms.user_localized_numbers import (
 )
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
-from torch_dpsco.oracles.base import MeanOracle, Release
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed_adjacency, dimension
+from torch_dpsco.step.oracle import MeanOracle, Release
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
 

@@ -19,9 +19,9 @@ from torch_dpsco.doctor.evidence import (
 from torch_dpsco.doctor.probe import in_place
 from torch_dpsco.doctor.script import Finding, Script, critical, error, is_ghost_loss_value, warning
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.oracles import ClippedMean
 from torch_dpsco.rows.carried import CarriedStateError
 from torch_dpsco.rows.supported import coarse_setting
+from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence

@@ -21,7 +21,6 @@ from torch_dpsco.accounting.report.figures import Run
 from torch_dpsco.accounting.report.statement import Statement
 from torch_dpsco.distributed import join, world_size
 from torch_dpsco.errors import SequenceError, UnitError
-from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import clear_rows, forget_wrappers, retire_forwards
@@ -43,6 +42,7 @@ from torch_dpsco.schedule import Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.payments import Payments, planned_event
 
 

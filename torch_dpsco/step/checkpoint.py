@@ -29,7 +29,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.ledger_file import read_state
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.oracles.base import Release
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.sampling import Partition
@@ -38,6 +37,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.payments import Paid, new_run, refuse_copy, refuse_load, refuse_lost
 from torch_dpsco.step.turn import in_turn
 

@@ -20,10 +20,10 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Ev
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
-from torch_dpsco.oracles.base import MeanOracle
 from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
 

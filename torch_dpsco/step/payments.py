@@ -27,7 +27,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.accounting.ledger_file import OPEN, OVER
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.oracles.base import Charge, MeanOracle
+from torch_dpsco.step.oracle import Charge, MeanOracle
 from torch_dpsco.step.phased import Phased
 
 

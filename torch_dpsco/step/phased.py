@@ -30,10 +30,10 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Adjacency, NonPrivate
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.secret import SecretState
+from torch_dpsco.step.oracle import Charge, MeanOracle, Release
 
 
 class Phased(MeanOracle):
@@ -47,7 +47,7 @@ class Phased(MeanOracle):
 
     Example:
         >>> import torch
-        >>> from torch_dpsco.oracles import Clipped
+        >>> from torch_dpsco.step.clipped import Clipped
         >>> oracle = Phased([(Clipped(1.0, 2.0, 10), 3), (Clipped(0.5, 4.0, 5), 2)])
         >>> oracle.open([torch.zeros(2)], step=3)
         >>> oracle.batch_size, oracle.event().sigma

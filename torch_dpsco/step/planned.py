@@ -28,8 +28,6 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, below_one
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.oracles.base import MeanOracle
-from torch_dpsco.oracles.clipped import ClippedMean
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
@@ -37,6 +35,8 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.assembly import sizes_are_private
 from torch_dpsco.step.chooser import noise_for, release_noise
+from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.payments import first_charges, planned_event
 from torch_dpsco.step.plan import Plan, exact_cost, passes
 from torch_dpsco.step.step import PrivateOptimizer

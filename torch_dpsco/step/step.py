@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.oracles.base import Release
 from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
 from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
@@ -31,6 +30,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.batch import show_zero_gradient, take_scale
 from torch_dpsco.step.checkpoint import Saved
 from torch_dpsco.step.common import check_call
+from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.turn import in_turn, seldom_watched
 
 _PRIVATE_MEAN = (

@@ -1,7 +1,7 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
-from torch_dpsco.algorithms.correlated import CorrelatedClipped
-from torch_dpsco.algorithms.holder import HolderAbsolute, HolderClipped
+from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
+from torch_dpsco.algorithms.holder_oracle import HolderAbsolute, HolderClipped
 from torch_dpsco.algorithms.oracles import (
     AdaptiveClipped,
     AutoClip,
@@ -12,8 +12,8 @@ from torch_dpsco.algorithms.oracles import (
 from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_oracles import UserClipped
-from torch_dpsco.oracles.base import Charge, MeanOracle, Release, clip_weights, joint_norm
-from torch_dpsco.oracles.clipped import Clipped, ClippedMean
+from torch_dpsco.step.clipped import Clipped, ClippedMean
+from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
 from torch_dpsco.step.phased import Exact, Phased
 
 __all__ = [

@@ -43,17 +43,6 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.errors import ConditionError, PrivacyError, SequenceError
 from torch_dpsco.noise import add_normal_, normal_
-from torch_dpsco.oracles.base import (
-    Cut,
-    MeanOracle,
-    Release,
-    clip_weights,
-    clipped_slopes,
-    cuts,
-    in_float32,
-    limit_of,
-    views,
-)
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import (
     FLOAT64,
@@ -64,6 +53,17 @@ from torch_dpsco.rows import (
     weighted_rows,
 )
 from torch_dpsco.step.exact_noise import release_on_grid
+from torch_dpsco.step.oracle import (
+    Cut,
+    MeanOracle,
+    Release,
+    clip_weights,
+    clipped_slopes,
+    cuts,
+    in_float32,
+    limit_of,
+    views,
+)
 
 __all__ = ["Clipped", "ClippedMean", "clip_weights"]
 
