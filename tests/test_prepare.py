@@ -19,7 +19,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnitError
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.estimators.own import NotFittedError
+from torch_dpsco.estimators.reading import NotFittedError
 from torch_dpsco.statistics import prepare
 from torch_dpsco.statistics.prepare import (
     PrivateImputer,

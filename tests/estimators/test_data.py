@@ -8,8 +8,13 @@ import pytest
 import scipy.sparse
 import torch
 
-from torch_dpsco.estimators.own import DataConversionWarning
-from torch_dpsco.estimators.reading import as_codes, as_column, as_features, require_dtype
+from torch_dpsco.estimators.reading import (
+    DataConversionWarning,
+    as_codes,
+    as_column,
+    as_features,
+    require_dtype,
+)
 
 CPU = torch.device("cpu")
 ROWS = np.arange(6.0).reshape(3, 2)

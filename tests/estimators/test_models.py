@@ -22,7 +22,7 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
-from torch_dpsco.estimators.own import NotFittedError
+from torch_dpsco.estimators.reading import NotFittedError
 
 NAMES = list(SETTINGS)
 SUMS = [

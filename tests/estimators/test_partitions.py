@@ -19,6 +19,7 @@ import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
 from tests.estimators.test_blocks import CHANGES, PARTED, in_one_buffer, table
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
+from torch_dpsco.step import exact_noise
 from torch_dpsco.streams.partitions import Partitions
 
 cloudpickle = pytest.importorskip("cloudpickle")  # as engines pickle functions
@@ -268,7 +269,7 @@ def test_neither_noise_nor_generators_travel(mechanism, same_noise, monkeypatch)
             size: int,
             std: float,
             source: Any,
-            draw: Any = dp.mechanisms.vector_noise.gaussian_vector,
+            draw: Any = exact_noise.gaussian_vector,
         ) -> Any:
             drawn.append(draw(size, std, source))
             return drawn[-1].clone()

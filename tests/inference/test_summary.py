@@ -15,7 +15,7 @@ from scipy import stats
 
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import LogisticRegression, QuantileRegressor
-from torch_dpsco.estimators.own import NotFittedError
+from torch_dpsco.estimators.reading import NotFittedError
 from torch_dpsco.statistics import debias, needed_eigenvalue, p_value, reach
 
 SETTINGS = {"epsilon": 4.0, "bound_x": math.sqrt(2), "classes": (0, 1)}

@@ -21,7 +21,7 @@ from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
 
 DRAWS = [
     f"torch_dpsco.{module}.gaussian_vector"
-    for module in ("estimators.least_squares", "mechanisms.vector_noise")
+    for module in ("estimators.least_squares", "step.exact_noise")
 ]
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf

@@ -42,7 +42,6 @@ from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
 from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.estimators.own import BaseEstimator, NotFittedError
 from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,
@@ -54,6 +53,8 @@ from torch_dpsco.estimators.preparation import (
     sum_level,
 )
 from torch_dpsco.estimators.reading import (
+    BaseEstimator,
+    NotFittedError,
     as_features,
     check_columns,
     read_columns,

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
-from torch_dpsco.estimators.own import ClassifierMixin
 from torch_dpsco.estimators.preparation import PrivatePreparation, residual_clip
-from torch_dpsco.estimators.reading import as_codes
+from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.statistics import Debiased

@@ -20,14 +20,13 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.least_squares import AdaSSPPlan
 from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.estimators.own import RegressorMixin
 from torch_dpsco.estimators.preparation import (
     NARROW,
     NARROW_OF_USERS,
     PrivatePreparation,
     robust_width,
 )
-from torch_dpsco.estimators.reading import as_column
+from torch_dpsco.estimators.reading import RegressorMixin, as_column
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.statistics import Debiased, least_squares

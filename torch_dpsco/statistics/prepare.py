@@ -39,8 +39,14 @@ from torch_dpsco.accounting.events import (
     check_adjacency,
 )
 from torch_dpsco.errors import AdjacencyError
-from torch_dpsco.estimators.own import BaseEstimator, NotFittedError, TransformerMixin
-from torch_dpsco.estimators.reading import as_features, check_columns, read_columns
+from torch_dpsco.estimators.reading import (
+    BaseEstimator,
+    NotFittedError,
+    TransformerMixin,
+    as_features,
+    check_columns,
+    read_columns,
+)
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.step.exact_noise import exact_release
 

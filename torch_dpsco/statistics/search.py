@@ -41,8 +41,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.estimators.own import BaseEstimator, NotFittedError
-from torch_dpsco.estimators.reading import as_features, require_dtype
+from torch_dpsco.estimators.reading import BaseEstimator, NotFittedError, as_features, require_dtype
 from torch_dpsco.estimators.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.statistics.held_out import CPU, split
