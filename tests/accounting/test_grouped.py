@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torch_dpsco.accounting.accountant import Accountant, replace_one_epsilon
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -17,7 +17,7 @@ from torch_dpsco.accounting.events import (
     Pure,
     Repeat,
 )
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import Ledger, replace_one_epsilon
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5

@@ -223,7 +223,7 @@ def test_part_of_a_plan_that_fits_is_not_decided_again(monkeypatch):
             accountant.authorize(wrong, 10**6)
     assert len(accountant) == 50
     accountant.record(events[60], 2)  # more than was planned
-    assert accountant._covered == -1
+    assert accountant._limit._covered == -1
     for event in events[50:60]:
         accountant.authorize(event)
 
@@ -243,9 +243,9 @@ def test_what_is_charged_besides_is_decided_anew(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(accountant, "_charge", more)
-        assert accountant._within_fixed(events[1], 1)
+        assert accountant._limit.within_fixed(events[1], 1)
         accountant.authorize(events[1])
-    assert not accountant._within_fixed(events[2], 1)
+    assert not accountant._limit.within_fixed(events[2], 1)
     with pytest.raises(BudgetExceeded):
         accountant.authorize(events[2])
 

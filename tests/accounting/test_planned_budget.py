@@ -312,7 +312,7 @@ def test_whatever_is_charged_is_within_one_set_of_events_that_fits(declared, req
             continue
     if not len(accountant):
         return
-    plan = accountant._plan()
+    plan = accountant._limit.plan()
     base = {
         event: n
         for (name, _), events in accountant.ledger.counts().items()

@@ -1,8 +1,6 @@
 """The accountant: charges events to a ledger before noise is drawn, and refuses those that would exceed the budget.
 
-replace_one from add_remove: a replaced record is one removed and one added, a group of two.
-
-Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
+Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters.
 """
 
 from __future__ import annotations
@@ -10,39 +8,48 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
-
-import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco._loaded import when_imported
-from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.rdp import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, below_one
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    Adjacency,
+    Event,
+    Parallel,
+    PoissonGaussian,
+    RandomAllocation,
+    Sequential,
+    below_one,
+    clipped_gaussian,
+)
 from torch_dpsco.accounting.filters import adaptive_epsilon, make_filter
-from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger import Ledger, locked
+from torch_dpsco.accounting.journal import NO_NOTE, Note, open_journal
+from torch_dpsco.accounting.ledger import LOCK, Ledger, locked, replace_one_epsilon
 from torch_dpsco.accounting.ledger_file import (
     FOREIGN,
-    Book,
+    MECHANISM,
     History,
-    LedgerFile,
     history_of,
     read_state,
     write_state,
 )
-from torch_dpsco.accounting.opacus import OpacusFace, epsilon_at_orders, foreign_book
+from torch_dpsco.accounting.opacus import OpacusSteps, epsilon_at_orders, foreign_book
+from torch_dpsco.accounting.phases import Phase, Phases
+from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report.figures import (
     PrivacyReport,
     attack_advantage,
     make_report,
     rounded_up,
 )
-from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError
+from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError, UnitError
 
 _CACHED_QUERIES = 256
 
@@ -59,7 +66,7 @@ class Spent(NamedTuple):
     delta: float
 
 
-class Accountant(OpacusFace):
+class Accountant:
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
@@ -110,7 +117,10 @@ class Accountant(OpacusFace):
             adjacency = budget.adjacency
             unit = budget.unit
             make_filter(budget)  # may raise, and must before a file is opened
-        super().__init__(_opened(adjacency, unit, ledger_path, must_exist), budget)
+        self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
+        self._limit = Limit(self._journal, budget)
+        self._phases = Phases()
+        self._opacus = OpacusSteps()
         # with the number of events that they are of
         self._answers: dict[
             tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
@@ -124,6 +134,356 @@ class Accountant(OpacusFace):
             "an accountant must not be pickled: a copy would spend unseen; save state_dict()"
             " instead"
         )
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of events charged."""
+        return len(self.ledger)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was charged."""
+        return self._journal.book.ledger
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        return self._journal.book.config
+
+    @property
+    def ledger_id(self) -> str:
+        """Random name of the ledger, the same in its file, in checkpoints and reports; that of a checkpoint is kept."""
+        return self._journal.book.id
+
+    @property
+    def ledger_path(self) -> str | None:
+        """Path of the ledger file, if there is one."""
+        return None if self._journal.file is None else self._journal.file.path
+
+    def marked(self, run: str) -> int:
+        """Returns how many releases a run may have made (see `Book.releases`)."""
+        return self._journal.book.releases.get(run, 0)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its file knows runs of earlier processes, of which an optimizer built now may resume one.
+
+        Then no optimizer is refused at construction for want of budget: every charge is decided when it comes.
+        """
+        return self._journal.interrupted
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        return str(self._config["unit"])
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Default of queries."""
+        return self._config["adjacency"] or REPLACE_ONE
+
+    @property
+    def suspicious_sampling(self) -> bool:
+        """Whether batches that were charged as Poisson looked fixed-size."""
+        return bool(self._config.get("suspicious"))
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether some parameter was, or may be, chosen from what was released before."""
+        return self._limit.adaptive
+
+    @property
+    def budget(self) -> Budget | None:
+        """What may be spent; None means no limit."""
+        return self._limit.budget
+
+    @budget.setter
+    @locked
+    def budget(self, budget: Budget | None) -> None:
+        self._limit.change(budget)
+
+    @typed
+    @locked
+    def require_unit(self, unit: str) -> None:
+        """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
+        if unit != self.unit:
+            raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
+        # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
+        self._config["adjacency"] = self.adjacency
+
+    @locked
+    def require_adaptive(self) -> None:
+        """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
+        self._limit.require_adaptive()
+
+    @typed
+    def phase(
+        self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
+    ) -> Phase:
+        """Charges the events inside of a block to one part of a partition of the records.
+
+        It belongs to the thread and the task (of asyncio and the like) that enter it. What others charge meanwhile
+        touches all records, and so does what threads, tasks and callbacks charge that are started inside of it: let
+        them enter phases of their own.
+
+        Args:
+            part: name of the part.
+            partition: name that identifies the partition (see `events.Parallel`).
+            kind: "positional" or "keyed".
+            key_public: whether a key is public and kept by a replacement.
+
+        Raises (when entered):
+            SequenceError: a phase is open already, or a generator would keep it open while its caller runs.
+
+        Example:
+            >>> from torch_dpsco.accounting.accountant import Accountant
+            >>> from torch_dpsco.accounting.events import Pure
+            >>> accountant = Accountant()
+            >>> for part in "ab":
+            ...     with accountant.phase(part, partition="halves"):
+            ...         accountant.authorize(Pure(0.5))
+            >>> accountant.get_epsilon(0.0)  # no record is in both
+            0.5
+        """
+        of = Parallel(
+            {str(part): ()}, partition, kind, key_public
+        )  # its checks, before anything runs
+        return Phase(self._phases, str(part), of)
+
+    @property
+    def place(self) -> str:
+        """What is charged to here, in words: a part of a partition; "" for all records."""
+        phase = self._phases.here()
+        return "" if phase is None else f" in part {phase.part} of {phase.partition.partition}"
+
+    @typed
+    @locked
+    def declare(self, event: Event, steps: int | None) -> None:
+        """Says before the first release what will be charged under a planned budget, as optimizers do when built.
+
+        With one kind of event nothing need be declared: it may be charged while the budget lasts. Of several plans all
+        but one need a number of steps, and all must fit the budget together. A budget with a schedule takes the steps
+        into it. Without a planned budget nothing is promised, and nothing kept.
+
+        Args:
+            event: of a step, or of a run.
+            steps: how often, >= 0; None for as long as the budget lasts.
+
+        Raises:
+            SequenceError: something was released already (for a budget with a schedule).
+            PrivacyError: something was released already, and the event was not planned then.
+            BudgetExceeded: the schedule would pass the budget.
+        """
+        self._limit.declare(event, steps)
+
+    @locked
+    def expect(self, event: Event, steps: int | None) -> None:
+        """Declares what an optimizer plans; a budget with a schedule, which its owner has written, stays as it is."""
+        self._limit.expect(event, steps)
+
+    @locked
+    def require_planned(self, event: Event) -> None:
+        """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
+        self._limit.require_planned(event)
+
+    # -- charging -----------------------------------------------------------------------------------------------------
+
+    @typed
+    @locked
+    def record(self, event: Event, count: int = 1, *, adaptive: bool = False) -> None:
+        """Charges an event that has happened already, even past the budget (truth wins over wishes).
+
+        Inside of another run's pass of random allocation, an event that may depend on what was released takes the
+        amplification of passes away: they are charged once more, as unsampled releases.
+
+        Args:
+            event: what happened.
+            count: how often, >= 0.
+            adaptive: whether its parameters were chosen from what was released before.
+        """
+        event = self._phases.placed(event)
+        count = check.count(count=count)
+        with self._limit.planning(event, count, count, refuse=False):
+            self._charge(event, count, Note(("adaptive",) if adaptive else ()))
+
+    def authorize(
+        self,
+        event: Event,
+        count: int = 1,
+        *,
+        planned: int = 1,
+        adaptive: bool = False,
+        releases: Mapping[str, int] | None = None,
+    ) -> None:
+        """Charges an event that is about to happen, or refuses it.
+
+        Args:
+            event: what is about to happen.
+            count: how often, >= 0.
+            planned: how many such events are planned from here on, this one included; only `count` are charged now, but
+                if all fit, they are decided at once.
+            adaptive: whether its parameters were chosen from what was released before.
+            releases: per run, how many of its releases may have been made from here on (see `Book.releases`); noted
+                even if the event is empty.
+
+        Raises:
+            BudgetExceeded: the event would pass the budget; the ledger is unchanged.
+            AdjacencyError: the event has no guarantee under the budget's adjacency; the ledger is unchanged.
+            PrivacyError: the ledger file could not be written; nothing may be released. Or parameters may be chosen on
+                the way, and another run is inside of a pass of random allocation.
+        """
+        if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
+            planned = check.positive_count(planned=planned)
+        adaptive = check.flag(adaptive=adaptive)
+        if not isinstance(releases, (Mapping, type(None))):
+            raise ValueError(
+                f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"
+            )
+        # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
+        with LOCK:
+            if adaptive:
+                self.require_adaptive()
+            self._authorize(
+                self._phases.placed(event),
+                count,
+                Note(("adaptive",) if adaptive else (), releases or {}),
+                planned,
+            )
+
+    def _authorize(self, event: Event, count: int, note: Note = NO_NOTE, planned: int = 1) -> None:
+        if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
+            count = check.count(count=count)
+        self._require_outside(event, count, note)
+        with self._limit.deciding(event, count, planned):
+            self._charge(event, count, note)
+
+    def _charge(self, event: Event, count: int, note: Note = NO_NOTE) -> None:
+        undecided = self._config["adjacency"] is None
+        if undecided:
+            # before the charge: the first line of a ledger file names it
+            self._config["adjacency"] = note.adjacency
+        added = 0
+        try:
+            added = self._journal.charge(event, count, note)
+        finally:
+            if undecided and not added and not note.releases:
+                self._config["adjacency"] = None
+        if self._is_inside(event, count, note):
+            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
+            # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
+            passes = [
+                (e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)
+            ]
+            for one, times in passes:
+                self._journal.charge(clipped_gaussian(one.noise), times)
+
+    def _is_inside(self, event: Event, count: int, note: Note) -> bool:
+        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
+        chosen = self.adaptive or "adaptive" in note.marks
+        return (
+            chosen
+            and count > 0
+            and event != Sequential(())
+            and self._journal.book.in_pass(note.releases)
+        )
+
+    def _require_outside(self, event: Event, count: int, note: Note) -> None:
+        """Raises PrivacyError if it may."""
+        if self._is_inside(event, count, note):
+            # PRIVACY: proved for events that are fixed before the pass
+            # (test_no_adaptive_event_is_charged_inside_a_pass)
+            raise PrivacyError(
+                "an event that may depend on what was released must not be charged while a pass of"
+                " random allocation is open: call finalize() on its optimizer first, or give it"
+                " Assigned(..., amplification=False)"
+            )
+
+    @typed
+    @locked
+    def admits(self, event: Event, count: int = 1) -> bool:
+        """Returns whether the budget (always, without one) would admit the event; charges nothing."""
+        return self._limit.admits(self._phases.placed(event), check.count(count=count))
+
+    @typed
+    @locked
+    def max_steps(self, event: Event) -> int:
+        """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
+        return self._limit.most(self._phases.placed(event))
+
+    # -- steps of Opacus ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Returns the accountant's name in Opacus' registry."""
+        return MECHANISM
+
+    @locked
+    def suspect(self) -> None:
+        """Notes that the sampling is probably not what was asserted."""
+        self._config["suspicious"] = True
+
+    def bind(self, loader: Any) -> Design:
+        """Returns the design of a loader, by which the steps of Opacus optimizers are charged from now on.
+
+        Poisson samplers (Opacus' and ours) give their own rate. Batches that are shuffled or cut in order claim no
+        amplification: each step is charged as an unsampled one, under zero_out and replace_one only.
+
+        Raises:
+            UnknownSamplerError: the law of its batches is not known; names the ways out.
+        """
+        return self._opacus.bind(loader)
+
+    @property
+    def sampling(self) -> str:
+        """How the sampling of steps that Opacus makes is known: "verified" or "asserted, not verified"."""
+        return "verified" if self._opacus.verified else "asserted, not verified"
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Charges one step that an Opacus optimizer has made.
+
+        Args:
+            noise_multiplier: noise std on the sum over the clip norm, >= 0.
+            sample_rate: Poisson rate in [0, 1].
+        """
+        self._spend_step(self._opacus.of_one_batch(noise_multiplier, sample_rate), happened=True)
+
+    @locked
+    def _spend_step(self, event: Event, *, happened: bool) -> None:
+        """Charges a step; even past the budget if it has happened."""
+        charge = self._charge if happened else self._authorize
+        charge(self._phases.placed(event), 1, self._opacus.note(event))
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """Returns a hook that charges a step of Opacus' optimizer before it moves the parameters.
+
+        A step that does not fit the budget raises BudgetExceeded; its gradients are dropped and nothing is released.
+
+        Args:
+            sample_rate: Poisson rate of one batch, in [0, 1].
+        """
+        # by this name the doctor finds it
+        sample_rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+
+        def hook(optimizer: Any) -> None:
+            try:
+                self._charge_for(optimizer, sample_rate)
+            except BaseException:
+                # PRIVACY: a later step must not release what was refused (test_a_refused_step_leaves_no_gradient)
+                for parameter in optimizer.params:
+                    parameter.summed_grad = None
+                optimizer.zero_grad(set_to_none=True)
+                raise
+
+        return hook
+
+    def _charge_for(self, optimizer: Any, rate: float) -> None:
+        event = self._opacus.of_optimizer(optimizer, rate)
+        self._spend_step(event, happened=False)
+        if isinstance(event, PoissonGaussian):
+            suspicion = self._opacus.suspicion(optimizer, event.q)
+            if suspicion:
+                self.suspect()
+                warnings.warn(suspicion, UserWarning, stacklevel=4)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -165,11 +525,11 @@ class Accountant(OpacusFace):
         return max(0.0, self._required_budget("remaining").epsilon - self.spent.epsilon)
 
     def _required_budget(self, asked: str) -> Budget:
-        if self._budget is None:
+        if self.budget is None:
             raise ValueError(
                 f"budget must be set to say what is {asked} (got None): ask get_epsilon(delta)"
             )
-        return self._budget
+        return self.budget
 
     def _so_far(self, delta: float) -> float:
         return (
@@ -180,8 +540,8 @@ class Accountant(OpacusFace):
     def __repr__(self) -> str:
         delta, limit = (
             (NO_BUDGET_DELTA, "")
-            if self._budget is None
-            else (self._budget.delta, f" of {self._budget.epsilon:g}")
+            if self.budget is None
+            else (self.budget.delta, f" of {self.budget.epsilon:g}")
         )
         try:
             epsilon = rounded_up(
@@ -262,9 +622,9 @@ class Accountant(OpacusFace):
 
     def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
         if self.adaptive and method == "best":
-            return adaptive_epsilon(self.ledger, delta, adjacency, self._rule)
+            return adaptive_epsilon(self.ledger, delta, adjacency, self._limit.rule)
         epsilon = self.ledger.epsilon(delta, adjacency, method)
-        return epsilon if self._budget is None else self._budget.quoted(epsilon, delta)
+        return epsilon if self.budget is None else self.budget.quoted(epsilon, delta)
 
     @typed
     @locked
@@ -350,15 +710,15 @@ class Accountant(OpacusFace):
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
         if delta is None:
-            if self._budget is None:
+            if self.budget is None:
                 raise ValueError("delta must be given when there is no budget (got None)")
-            delta = self._budget.quoted_delta
-            if self._budget.risk is not None and math.isinf(self.get_epsilon(delta)):
+            delta = self.budget.quoted_delta
+            if self.budget.risk is not None and math.isinf(self.get_epsilon(delta)):
                 delta = (
-                    self._budget.delta
+                    self.budget.delta
                 )  # events that are one point of a curve say nothing at another delta
         report = make_report(
-            self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._rule, ahead
+            self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._limit.rule, ahead
         )
         if self.adaptive:
             report = self._adaptive_report(report)
@@ -420,10 +780,10 @@ class Accountant(OpacusFace):
         self._journal.replace(
             foreign_book(history, secrets.token_hex(16), self._config["adjacency"], self.unit)
         )
-        self._forget_answers()
+        self._forget()
 
-    def _forget_answers(self) -> None:
-        self._reread()
+    def _forget(self) -> None:
+        self._limit.reread()
         self._answers.clear()
 
     @typed
@@ -477,7 +837,7 @@ class Accountant(OpacusFace):
                 )
         book.config["adjacency"] = book.config["adjacency"] or mine["adjacency"]
         self._journal.load(book)
-        self._forget_answers()
+        self._forget()
 
     @locked
     def continue_from(self, state_dict: Mapping[str, Any]) -> Mapping[str, int]:
@@ -495,28 +855,6 @@ class Accountant(OpacusFace):
             self._journal.file.close()
 
 
-def _opened(
-    adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool
-) -> Journal:
-    """Returns an empty journal, or that of a ledger file."""
-    book = Book(config={"adjacency": adjacency, "unit": unit})
-    if path is None:
-        if must_exist:
-            raise ValueError("ledger_path must be given with must_exist=True (got None)")
-        return Journal(book)
-    file = LedgerFile(path, must_exist=must_exist)
-    if file.is_empty:
-        return Journal(book, file)
-    known = file.book.config
-    if known.get("unit") != unit or (adjacency is not None and known.get("adjacency") != adjacency):
-        file.close()
-        raise ValueError(
-            f"ledger file must be for {adjacency or 'any adjacency'} and the unit {unit!r} (got "
-            f"{known.get('adjacency')!r} and {known.get('unit')!r} in {file.path!r})"
-        )
-    return Journal(file.book, file)
-
-
 def _register() -> None:
     from opacus.accountants import IAccountant, register_accountant
 
@@ -526,64 +864,3 @@ def _register() -> None:
 
 
 when_imported("opacus.accountants", _register)
-
-_LARGEST = 500.0  # epsilon of one record; twice that is no guarantee
-_TOLERANCE = 1e-6  # of the epsilon of one record
-
-
-def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
-    """Returns an epsilon under replace_one from the add_remove curve of a whole ledger.
-
-    Exact for unsampled Gaussians (2 mu); at delta = 0 twice the sum of pure epsilons. Else the least 2 e with
-    delta(e) (1 + exp(e)) <= delta, to 1e-6, rounded up. Where every event has a replace_one guarantee of its own, that
-    one is smaller: use `Ledger.epsilon`.
-
-    Args:
-        ledger: what was charged.
-        delta: in [0, 1).
-
-    Returns:
-        epsilon >= 0; inf if there is none up to 1000.
-
-    Raises:
-        AdjacencyError: some event has no guarantee under add_remove.
-        InfeasibleError: delta is 0 and some event has no pure epsilon.
-
-    Guarantee: (epsilon, delta)-DP under replace_one, if the ledger's parameters were fixed in advance.
-
-    Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
-
-    Example:
-        >>> from torch_dpsco.accounting.events import PoissonGaussian, Repeat
-        >>> ledger = Ledger([Repeat(PoissonGaussian(1.0, 256 / 60000), 235)])
-        >>> round(replace_one_epsilon(ledger, 1e-5), 3), round(ledger.epsilon(1e-5, "replace_one"), 3)
-        (0.884, 0.53)
-    """
-    delta = below_one(delta=delta)
-    if delta == 0:
-        return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
-    cost = ledger.cost(ADD_REMOVE)
-    if cost.mu_squared is not None and not cost.fails:
-        mu = group_gdp_mu(math.sqrt(cost.mu_squared), 2) * (
-            1.0 + 2.0**-50
-        )  # the square root rounds
-        return gaussian_epsilon(mu, delta)
-
-    def excess(epsilon: float) -> float:
-        spent = group_approx_dp_delta(epsilon, ledger.delta(epsilon, ADD_REMOVE), 2)
-        return max(-1e3, math.log(spent / delta)) if spent > 0 else -1e3
-
-    low = 0.0
-    high = min(_LARGEST, max(1e-3, ledger.epsilon(delta, ADD_REMOVE)))
-    if excess(low) <= 0:
-        return 0.0
-    while excess(high) > 0:
-        if high == _LARGEST:
-            return math.inf
-        low = high
-        high = min(_LARGEST, 1.5 * high)
-    single = (
-        float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
-    )
-    # PRIVACY: only what was seen to hold (test_a_replaced_record_is_one_removed_and_one_added)
-    return 2.0 * (single if single < high and excess(single) <= 0 else high)

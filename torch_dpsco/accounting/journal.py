@@ -6,12 +6,30 @@ import os
 import secrets
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from torch_dpsco.accounting.events import Event, Repeat
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.ledger_file import MARKS, Book, LedgerFile, charge_row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
+
+
+class Note(NamedTuple):
+    """What the ledger notes with a charge.
+
+    Args:
+        marks: facts, of `MARKS`.
+        releases: of `Book.releases`.
+        adjacency: default of queries from now on, if none is fixed yet.
+    """
+
+    marks: Collection[str] = ()
+    releases: Mapping[str, int] = MappingProxyType({})
+    adjacency: Adjacency = REPLACE_ONE
+
+
+NO_NOTE = Note()
 
 
 class Journal:
@@ -37,16 +55,14 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str] = (),
-        releases: Mapping[str, int] | None = None,
+        note: Note = NO_NOTE,
     ) -> int:
         """Adds an event; returns how many simple events that are.
 
         Args:
             event: to be charged.
             count: how often.
-            marks: facts about it, of `MARKS`.
-            releases: of `Book.releases`: what it pays for; noted even if the event is empty.
+            note: noted with it, its releases even if the event is empty.
 
         Raises:
             ValueError: bad event or count; nothing is changed.
@@ -56,27 +72,24 @@ class Journal:
         ledger = self.book.ledger
         start = len(ledger)
         if self.file is not None or not self._charging:
-            self._charge_first(event, count, marks, releases or {})
+            self._charge_first(event, count, note)
         # PRIVACY: on the disk before it is in the book, in the book before noise
         # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
         ledger.add(event, count)
         added = len(ledger) - start
-        if marks and added:
-            self.book.mark(marks, added)
-        if releases:
-            for run, number in releases.items():
-                self.book.release(run, number)
-        if (added or releases) and self.file is not None:
+        if note.marks and added:
+            self.book.mark(note.marks, added)
+        for run, number in note.releases.items():
+            self.book.release(run, number)
+        if (added or note.releases) and self.file is not None:
             self._filed = len(ledger)
             self.file.note(self.book.place)
         return added
 
-    def _charge_first(
-        self, event: Event, count: int, marks: Collection[str], releases: Mapping[str, int]
-    ) -> None:
+    def _charge_first(self, event: Event, count: int, note: Note) -> None:
         """Names the run, and writes the charge ahead; does nothing for a charge of nothing."""
         # the whole event is checked here, before the file sees it
-        if not len(Ledger([Repeat(event, count)])) and not releases:
+        if not len(Ledger([Repeat(event, count)])) and not note.releases:
             return
         at = len(self.book.ledger)
         run = None
@@ -91,7 +104,7 @@ class Journal:
             ):  # new file, new facts, a ledger added to by hand
                 self.file.append(self.book.to_row())
             self._filed, self._facts = -1, _facts(self.book)  # until the book has the charge too
-            self.file.append(charge_row(event, count, at, run, marks, releases))
+            self.file.append(charge_row(event, count, at, run, note.marks, note.releases))
         if run is not None:
             self.book.runs.append((run, at))
             self._charging = True
@@ -194,3 +207,25 @@ class Journal:
 def _facts(book: Book) -> dict[str, Any]:
     """Returns what is known besides the charges and their marks, which each have a line of their own."""
     return {name: value for name, value in book.config.items() if name not in MARKS}
+
+
+def open_journal(
+    adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool
+) -> Journal:
+    """Returns an empty journal, or that of a ledger file."""
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    if path is None:
+        if must_exist:
+            raise ValueError("ledger_path must be given with must_exist=True (got None)")
+        return Journal(book)
+    file = LedgerFile(path, must_exist=must_exist)
+    if file.is_empty:
+        return Journal(book, file)
+    known = file.book.config
+    if known.get("unit") != unit or (adjacency is not None and known.get("adjacency") != adjacency):
+        file.close()
+        raise ValueError(
+            f"ledger file must be for {adjacency or 'any adjacency'} and the unit {unit!r} (got "
+            f"{known.get('adjacency')!r} and {known.get('unit')!r} in {file.path!r})"
+        )
+    return Journal(file.book, file)

@@ -19,7 +19,6 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco._loaded import of_torch
 from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
-from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.curves import Cost, orders_at
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import (
@@ -32,10 +31,8 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.identify import RatePoisson, recognize
-from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger import locked
-from torch_dpsco.accounting.ledger_file import MECHANISM, Book
-from torch_dpsco.accounting.spending import Note, Spending
+from torch_dpsco.accounting.journal import Note
+from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
@@ -96,85 +93,50 @@ def foreign_book(
     return book
 
 
-class OpacusFace(Spending):
-    """What Opacus requires of an accountant, but for its questions; Opacus itself need not be imported.
+class OpacusSteps:
+    """What steps of Opacus optimizers cost, as far as is known how batches are drawn; Opacus need not be imported.
 
-    The hook of `get_optimizer_hook_fn` authorizes each step before the parameters move. What it is told about sampling
-    is "asserted, not verified" until `bind` has seen the loader; then steps are charged as the loader draws, whatever
-    the rate that Opacus says.
-
-    Args:
-        journal: what is charged so far.
-        budget: refuse what would pass it; None records without limit.
+    What Opacus says about sampling is "asserted, not verified" until `bind` has seen the loader; then steps cost what
+    the loader's draws do, whatever the rate that Opacus says.
     """
 
-    def __init__(self, journal: Journal, budget: Budget | None) -> None:
-        super().__init__(journal, budget)
+    def __init__(self) -> None:
         self._design: Design | None = None
-        self._step_event: tuple[float, float, Event] | None = None
+        self._known: tuple[float, float, Event] | None = None
         self._same_sizes = 0
         self._last_size = -1
         self._warned_of_several = False
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """Returns the accountant's name in Opacus' registry."""
-        return MECHANISM
-
-    @locked
-    def suspect(self) -> None:
-        """Notes that the sampling is probably not what was asserted."""
-        self._config["suspicious"] = True
-
     def bind(self, loader: Any) -> Design:
-        """Returns the design of a loader, by which the steps of Opacus optimizers are charged from now on.
-
-        Poisson samplers (Opacus' and ours) give their own rate. Batches that are shuffled or cut in order claim no
-        amplification: each step is charged as an unsampled one, under zero_out and replace_one only.
-
-        Raises:
-            UnknownSamplerError: the law of its batches is not known; names the ways out.
-        """
+        """Returns the design of a loader, by which steps are charged from now on."""
         self._design = recognize(loader)
-        self._step_event = None
+        self._known = None
         self._same_sizes = 0
         return self._design
 
     @property
-    def sampling(self) -> str:
-        """How the sampling of steps that Opacus makes is known: "verified" or "asserted, not verified"."""
-        return "asserted, not verified" if self._design is None else "verified"
+    def verified(self) -> bool:
+        """Whether a loader was seen."""
+        return self._design is not None
 
-    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Charges one step that an Opacus optimizer has made.
+    def note(self, event: Event) -> Note:
+        """Returns what the ledger notes with a step."""
+        marks = ("stepped",) if self.verified else ("stepped", "asserted")
+        adjacency = ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE
+        return Note(marks, adjacency=adjacency)
 
-        Args:
-            noise_multiplier: noise std on the sum over the clip norm, >= 0.
-            sample_rate: Poisson rate in [0, 1].
-        """
-        known = self._step_event
-        plain = (
-            type(noise_multiplier) is float and type(sample_rate) is float
-        )  # a tensor could change its value
-        if known is None or not plain or known[0] != noise_multiplier or known[1] != sample_rate:
-            event = self._event_of(
-                noise_multiplier, check.between(0.0, 1.0, sample_rate=sample_rate), 1
-            )
-            known = (noise_multiplier, sample_rate, event)
-            self._step_event = known if plain else None
-        self._spend_step(known[2], happened=True)
+    def of_one_batch(self, noise: float, rate: float) -> Event:
+        """Returns the event of a step over one batch; the same numbers are checked once."""
+        known = self._known
+        # a tensor could change its value
+        plain = type(noise) is float and type(rate) is float
+        if known is None or not plain or known[0] != noise or known[1] != rate:
+            event = self._event(noise, check.between(0.0, 1.0, sample_rate=rate), 1)
+            known = (noise, rate, event)
+            self._known = known if plain else None
+        return known[2]
 
-    @locked
-    def _spend_step(self, event: Event, *, happened: bool) -> None:
-        """Charges a step; even past the budget if it has happened."""
-        marks = ("stepped", "asserted") if self._design is None else ("stepped",)
-        note = Note(
-            marks, adjacency=ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE
-        )
-        charge = self._charge if happened else self._authorize
-        charge(self._placed(event), 1, note)
-
-    def _event_of(self, noise: float, rate: float, batches: int) -> Event:
+    def _event(self, noise: float, rate: float, batches: int) -> Event:
         """Returns the event of a step over accumulated batches, as the bound loader draws them."""
         design = self._design
         if design is None:
@@ -195,33 +157,10 @@ class OpacusFace(Spending):
             return base.only(ZERO_OUT, REPLACE_ONE)
         return design.draw_event(base, Draw(design.batch_size))
 
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """Returns a hook that charges a step of Opacus' optimizer before it moves the parameters.
-
-        A step that does not fit the budget raises BudgetExceeded; its gradients are dropped and nothing is released.
-
-        Args:
-            sample_rate: Poisson rate of one batch, in [0, 1].
-        """
-        sample_rate = check.between(
-            0.0, 1.0, sample_rate=sample_rate
-        )  # by this name the doctor finds it
-
-        def hook(optimizer: Any) -> None:
-            try:
-                self._charge_for(optimizer, sample_rate)
-            except BaseException:
-                # PRIVACY: a later step must not release what was refused (test_a_refused_step_leaves_no_gradient)
-                for parameter in optimizer.params:
-                    parameter.summed_grad = None
-                optimizer.zero_grad(set_to_none=True)
-                raise
-
-        return hook
-
-    def _charge_for(self, optimizer: Any, rate: float) -> None:
+    def of_optimizer(self, optimizer: Any, rate: float) -> Event:
+        """Returns the event of the step that an Opacus optimizer is about to make."""
         batches = check.positive_count(accumulated_iterations=optimizer.accumulated_iterations)
-        event = self._event_of(optimizer.noise_multiplier, rate, batches)
+        event = self._event(optimizer.noise_multiplier, rate, batches)
         if batches > 1 and not self._warned_of_several:
             self._warned_of_several = True
             warnings.warn(
@@ -229,14 +168,12 @@ class OpacusFace(Spending):
                 " a record, which costs more than one batch of their size and has no replace_one"
                 " guarantee; use BatchMemoryManager to split one large batch instead",
                 UtilityWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-        self._spend_step(event, happened=False)
-        if isinstance(event, PoissonGaussian):
-            self._watch(optimizer, event.q)
+        return event
 
-    def _watch(self, optimizer: Any, rate: float) -> None:
-        """Warns of batches whose sizes do not vary as those of Poisson sampling do.
+    def suspicion(self, optimizer: Any, rate: float) -> str:
+        """Returns what to warn of where the sizes of batches do not vary as those of Poisson sampling do; "" elsewhere.
 
         With a variance n q (1 - q) > 4 no size has probability above 0.25, so that 30 equal ones have below 1e-17.
         """
@@ -249,13 +186,11 @@ class OpacusFace(Spending):
             self._same_sizes + 1 if size >= 0 and size == self._last_size else int(size >= 0)
         )
         self._last_size = size
-        if self._same_sizes == _SAME_SIZES and size * (1.0 - rate) > _LEAST_VARIANCE:
-            self.suspect()
-            warnings.warn(
-                f"batches look fixed-size: {_SAME_SIZES} steps in a row had {size} rows each, which"
-                f" Poisson sampling at rate {rate:.6g} does not do; if they are, epsilon is"
-                " under-reported: call accountant.bind(loader), or make_private(...,"
-                " poisson_sampling=True)",
-                UserWarning,
-                stacklevel=5,
-            )
+        if self._same_sizes != _SAME_SIZES or size * (1.0 - rate) <= _LEAST_VARIANCE:
+            return ""
+        return (
+            f"batches look fixed-size: {_SAME_SIZES} steps in a row had {size} rows each, which"
+            f" Poisson sampling at rate {rate:.6g} does not do; if they are, epsilon is"
+            " under-reported: call accountant.bind(loader), or make_private(...,"
+            " poisson_sampling=True)"
+        )

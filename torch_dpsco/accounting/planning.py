@@ -1,7 +1,7 @@
 """Planned budgets: what a run will charge, declared before its first release and then enforced.
 
-Composition theorems for fixed parameters hold for events that no output has chosen. `Planning`, the part of the
-accountant that keeps what was planned, therefore closes with the first charge. What is planned is a multiset of events,
+Composition theorems for fixed parameters hold for events that no output has chosen. What was planned, which `Limit`
+keeps for the accountant, is therefore closed by the first charge. What is planned is a multiset of events,
 and at most one event more that may be repeated as often as the budget admits.
 
 Guarantee: let M be the fixed events with k repetitions of the open one, k the largest number for which M is within
@@ -24,9 +24,10 @@ from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
     Event,
     Parallel,
     Repeat,
@@ -37,7 +38,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.filters import Filter, make_filter
 from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger import Ledger, locked, size_of
+from torch_dpsco.accounting.ledger import Ledger, size_of
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]
@@ -174,6 +175,10 @@ def _shape(
     return dict(counts.get(("", ""), {})), list(partitions.values())
 
 
+def _has_room(fixed: _Counts, asked: _Counts) -> bool:
+    return all(times <= fixed.get(event, 0) for event, times in asked.items())
+
+
 def _has(slot: _Parts, event: SimpleEvent) -> bool:
     return any(event in held for held in slot.values())
 
@@ -208,29 +213,25 @@ def _renamed(event: Event, tag: str) -> Event:
 
 
 _ADAPTIVE = "mode='rdp' or 'rdp-mixture'; full batches: 'gdp'"
+_MOST = 2**40
 
 
-class Planning:
-    """A journal under a budget, and the plan that its first charge closes.
+class Limit:
+    """A budget over a journal: the plan that the first charge closes, and whether an event still fits.
 
     Args:
         journal: what is charged so far.
-        budget: what may be spent.
+        budget: what may be spent; None is no limit.
     """
 
     def __init__(self, journal: Journal, budget: Budget | None) -> None:
         self._journal = journal
-        self._budget = budget
+        self.budget = budget
         self._declared: list[tuple[Event, int | None]] = []  # before the first charge
-        self._reread()
-
-    def __len__(self) -> int:
-        """Number of events charged."""
-        return len(self._journal.book.ledger)
+        self.reread()
 
     @property
-    def ledger(self) -> Ledger:
-        """What was charged."""
+    def _ledger(self) -> Ledger:
         return self._journal.book.ledger
 
     @property
@@ -241,9 +242,15 @@ class Planning:
     def adaptive(self) -> bool:
         """Whether some parameter was, or may be, chosen from what was released before."""
         chosen = self._config.get("adaptive") or self._config.get("mode")
-        return bool(chosen) or (self._budget is not None and self._budget.adaptive)
+        return bool(chosen) or (self.budget is not None and self.budget.adaptive)
 
-    def _reread(self) -> None:
+    @property
+    def _ended(self) -> bool:
+        """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
+        adapted = bool(self._config.get("adaptive"))
+        return adapted and self.budget is not None and not self.budget.adaptive
+
+    def reread(self) -> None:
         """Follows a new budget or book."""
         self._closed: PlannedEvents | None = None  # the plan, as far as it is known
         # number of events of a ledger that is a part of the plan's fixed ones, these, and whether they fit the budget
@@ -252,164 +259,159 @@ class Planning:
         self._fixed_fits = False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
         self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
-        rule = self._budget
-        if (
-            rule is not None
-            and rule.delta > 0
-            and not rule.adaptive
-            and self._config.get("mode") == "gdp"
-        ):
+        rule = self.budget
+        turned = self._config.get("mode") == "gdp"
+        if turned and rule is not None and rule.delta > 0 and not rule.adaptive:
             rule = replace(rule, mode="gdp", schedule=None)
-        self._rule = rule  # the budget in the mode that it is in
+        self.rule = rule  # the budget in the mode that it is in
         self._filter: Filter | None = None if rule is None else make_filter(rule)
 
-    @locked
+    def change(self, budget: Budget | None) -> None:
+        """Takes another budget; raises PrivacyError where what was charged rests on this one."""
+        charged = len(self._ledger) > 0
+        for known in (self.rule, budget):
+            bound = known is not None and (known.adaptive or known.schedule)
+            if charged and budget != self.budget and bound:
+                # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
+                raise PrivacyError(
+                    f"budget must be fixed before the first event in this mode (got {budget})"
+                )
+        if charged and budget is None and self.budget is not None:
+            # PRIVACY: what is charged without it would keep no plan (test_a_budget_is_not_taken_away_once_charged)
+            raise PrivacyError(
+                "budget must not be taken away once something was charged: raise it, or make a"
+                " new one"
+            )
+        if budget is not None:
+            fixed = self._config["adjacency"]
+            unit = self._config["unit"]
+            if fixed not in (None, budget.adjacency) or budget.unit != unit:
+                raise PrivacyError(
+                    f"budget must be for {fixed or REPLACE_ONE!r} and {unit!r}, the accountant's"
+                )
+            make_filter(budget)  # may raise
+            self._config["adjacency"] = budget.adjacency
+        self.budget = budget
+        self.reread()
+
+    # -- what is planned ----------------------------------------------------------------------------------------------
+
     def require_adaptive(self) -> None:
-        """Signs an optimizer up whose events depend on what was released; raises PrivacyError for a planned budget."""
-        if self._rule is not None and not self._rule.adaptive:
+        """Raises PrivacyError if the budget is a planned one."""
+        if self.rule is not None and not self.rule.adaptive:
             # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
-            modes = _ADAPTIVE if self._rule.delta > 0 else "mode='pure'"
+            modes = _ADAPTIVE if self.rule.delta > 0 else "mode='pure'"
             raise PrivacyError(
                 "budget must be adaptive for events that depend on what was released before (got"
-                f" mode {self._rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon"
+                f" mode {self.rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon"
                 " is an odometer"
             )
 
-    @typed
-    @locked
     def declare(self, event: Event, steps: int | None) -> None:
-        """Says before the first release what will be charged under a planned budget, as optimizers do when built.
-
-        With one kind of event nothing need be declared: it may be charged while the budget lasts. Of several plans all
-        but one need a number of steps, and all must fit the budget together. A budget with a schedule takes the steps
-        into it. Without a planned budget nothing is promised, and nothing kept.
-
-        Args:
-            event: of a step, or of a run.
-            steps: how often, >= 0; None for as long as the budget lasts.
-
-        Raises:
-            SequenceError: something was released already (for a budget with a schedule).
-            PrivacyError: something was released already, and the event was not planned then.
-            BudgetExceeded: the schedule would pass the budget.
-        """
-        budget = self._budget
-        if budget is not None and budget.mode == "planned" and budget.schedule is not None:
-            if len(self):
-                raise SequenceError(
-                    f"steps must be declared before the first event ({len(self)} were charged)"
-                )
-            declaring = budget.declaring(event, check.count(steps=steps))
-            make_filter(declaring)  # may raise
-            self._budget = declaring
-            self._reread()
-        else:
+        """Notes what will be charged, in the budget's schedule if it has one."""
+        budget = self.budget
+        if budget is None or budget.mode != "planned" or budget.schedule is None:
             self.expect(event, steps)
+            return
+        if len(self._ledger):
+            raise SequenceError(
+                f"steps must be declared before the first event ({len(self._ledger)} were charged)"
+            )
+        declaring = budget.declaring(event, check.count(steps=steps))
+        make_filter(declaring)  # may raise
+        self.budget = declaring
+        self.reread()
 
-    @locked
     def expect(self, event: Event, steps: int | None) -> None:
-        """Declares what an optimizer plans; a budget with a schedule, which its owner has written, stays as it is."""
-        if (
-            not self._journal.interrupted
-        ):  # it may resume a run that was planned; each charge is checked again
+        """Notes what will be charged; a budget's schedule stays as it is."""
+        # an interrupted run that was planned may be resumed; each charge is checked again
+        if not self._journal.interrupted:
             self.require_planned(event)
         self._declared.append((event, steps if steps is None else check.count(steps=steps)))
 
-    @locked
     def require_planned(self, event: Event) -> None:
         """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
-        if not self._keeps_plan or not len(self):
+        if not self._has_closed:
             return
-        if not self._plan().names(event) and not self._gaussian(event):
+        if not self.plan().names(event) and not self._gaussian(event):
             # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
             raise PrivacyError(
-                f"event must be planned before the first release (got {event}, after {len(self)}"
-                " events of another plan): under mode 'planned' no output may choose what comes"
-                " next. Build all optimizers of the accountant, or call accountant.declare(event,"
-                f" steps), before anything is released; or take Budget(..., {_ADAPTIVE}), or no"
-                " budget"
+                f"event must be planned before the first release (got {event}, after"
+                f" {len(self._ledger)} events of another plan): under mode 'planned' no output may"
+                " choose what comes next. Build all optimizers of the accountant, or call"
+                " accountant.declare(event, steps), before anything is released; or take"
+                f" Budget(..., {_ADAPTIVE}), or no budget"
             )
 
     @property
     def _keeps_plan(self) -> bool:
         """Whether events must be planned; at delta = 0 the sum holds for events chosen on the way too."""
-        rule = self._rule
+        rule = self.rule
         return (
             rule is not None and rule.mode == "planned" and rule.schedule is None and rule.delta > 0
         )
 
-    def _plan(self) -> PlannedEvents:
+    @property
+    def _has_closed(self) -> bool:
+        return self._keeps_plan and len(self._ledger) > 0
+
+    def plan(self) -> PlannedEvents:
         """Returns the plan that the first charge closed."""
         if self._closed is None:
             row = self._config.get("plan")
             self._closed = (
-                PlannedEvents.of(self.ledger) if row is None else PlannedEvents.from_row(row)
+                PlannedEvents.of(self._ledger) if row is None else PlannedEvents.from_row(row)
             )
         return self._closed
 
     def _is_planned(self, event: Event, count: int) -> bool:
         """Returns whether the event, and all that is planned besides, fits the budget; before a charge anything may."""
-        if not self._keeps_plan or not len(self):
+        if not self._has_closed:
             return True
-        assert self._rule is not None
-        plan = self._plan()
+        assert self.rule is not None
+        plan = self.plan()
         if plan.is_plain:
             return plan.names(event)
-        if self._within_fixed(event, count):
+        if self.within_fixed(event, count):
             return self._fixed_fits
-        reserved = plan.reserved(self.ledger, event, count)
-        return reserved is not None and _fit_together(self._rule, reserved)
+        reserved = plan.reserved(self._ledger, event, count)
+        return reserved is not None and _fit_together(self.rule, reserved)
 
-    def _within_fixed(self, event: Event, count: int) -> bool:
+    def within_fixed(self, event: Event, count: int) -> bool:
         """Returns whether the ledger with the event is known to be a part of the plan's fixed events."""
-        if self._covered != len(self):
+        if self._covered != len(self._ledger):
             return False
-        fixed = self._fixed
-        changed = self.ledger.changed(event, count)
-        return all(not any(place) for place in changed) and all(
-            times <= fixed.get(simple, 0)
-            for counts in changed.values()
-            for simple, times in counts.items()
-        )
+        changed = self._ledger.changed(event, count)
+        if any(any(place) for place in changed):
+            return False
+        return all(_has_room(self._fixed, counts) for counts in changed.values())
 
     def _cover(self) -> None:
         """Notes whether the ledger as it is is a part of these, none of them on parts of the records."""
-        fixed, partitions = _shape(Ledger(self._plan().fixed))
-        asked, cut = _shape(self.ledger)
+        fixed, partitions = _shape(Ledger(self.plan().fixed))
+        asked, cut = _shape(self._ledger)
         self._covered = -1
         self._fixed = fixed
         self._fixed_fits = False
-        if (
-            not partitions
-            and not cut
-            and all(times <= fixed.get(event, 0) for event, times in asked.items())
-        ):
-            assert self._rule is not None
-            self._covered = len(self)
-            self._fixed_fits = _fit_together(self._rule, Sequential(self._plan().fixed))
-
-    def _deciding(self, event: Event, count: int) -> Filter:
-        """Returns the filter that decides about an event: of what was not planned, that of mode "gdp", or none."""
-        assert self._rule is not None
-        assert self._filter is not None
-        if self._is_planned(event, count):
-            return self._filter
-        mode: dict[str, Any] = {"mode": "gdp"} if self._gaussian(event) else {"schedule": ()}
-        return make_filter(replace(self._rule, **mode))
+        if not partitions and not cut and _has_room(fixed, asked):
+            assert self.rule is not None
+            self._covered = len(self._ledger)
+            self._fixed_fits = _fit_together(self.rule, Sequential(self.plan().fixed))
 
     @contextmanager
-    def _planning(self, event: Event, count: int, planned: int, *, refuse: bool) -> Iterator[None]:
+    def planning(self, event: Event, count: int, planned: int, *, refuse: bool) -> Iterator[None]:
         """Closes the plan for the first charge, which is inside; later refuses, or notes, what was not planned."""
         if not self._keeps_plan or not count:
             yield
             return
-        assert self._rule is not None
-        if len(self):
+        if len(self._ledger):
             # PRIVACY: a ledger that grows by more is no part of the plan (test_what_is_charged_besides_is_decided_anew)
-            after = len(self) + size_of(event, count) if self._within_fixed(event, count) else -1
+            after = -1
+            if self.within_fixed(event, count):
+                after = len(self._ledger) + size_of(event, count)
             if refuse:
                 self._adapt(event, count)
-            elif (plan := self._plan()).reserved(self.ledger, event, count) is None:
+            elif (plan := self.plan()).reserved(self._ledger, event, count) is None:
                 self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
             yield
             self._covered = after
@@ -423,12 +425,12 @@ class Planning:
             if len(plan.fixed) > 1:
                 self._cover()
         finally:
-            if not len(self):
+            if not len(self._ledger):
                 self._config.pop("plan", None)
                 self._closed = None
 
     def _require_room_for(self, plan: PlannedEvents) -> None:
-        assert self._rule is not None
+        assert self.rule is not None
         several = list(
             dict.fromkeys(unit_of(event) for event, steps in self._declared if steps is None)
         )
@@ -437,10 +439,10 @@ class Planning:
                 "steps must be given for all but one of several plans on one budget (without: "
                 f"{', '.join(map(str, several))})"
             )
-        if plan.fixed and not _fit_together(self._rule, Sequential(plan.fixed)):
+        if plan.fixed and not _fit_together(self.rule, Sequential(plan.fixed)):
             raise BudgetExceeded(
                 f"the {len(plan.fixed)} plans declared on this accountant would together exceed the"
-                f" budget of epsilon={self._rule.epsilon:g} at delta={self._rule.delta:g}; declare"
+                f" budget of epsilon={self.rule.epsilon:g} at delta={self.rule.delta:g}; declare"
                 " fewer steps, or make a new accountant if some of them are not wanted"
             )
 
@@ -456,22 +458,98 @@ class Planning:
         self.require_planned(event)
         if self._gaussian(event):
             run = self._deciding(event, count)
-            if not run.admits(self.ledger, event, count):
-                raise BudgetExceeded(run.refusal(self.ledger, event, count))
+            if not run.admits(self._ledger, event, count):
+                raise BudgetExceeded(run.refusal(self._ledger, event, count))
             self._config["mode"] = "gdp"
-            self._reread()
+            self.reread()
 
     def _gaussian(self, event: Event) -> bool:
         """Returns whether the event, and all that is planned, is unsampled Gaussian noise.
 
         Then every path is a sum of mu^2 within the same number, for which the filter "gdp" costs nothing.
         """
-        assert self._rule is not None
-        plan = self._plan()
-        cost = Ledger((*plan.fixed, *(e for e in (plan.open, event) if e is not None))).cost(
-            self._rule.adjacency
-        )
+        assert self.rule is not None
+        plan = self.plan()
+        once = (plan.open,) if plan.open is not None else ()
+        cost = Ledger((*plan.fixed, *once, event)).cost(self.rule.adjacency)
         return cost.mu_squared is not None and not cost.fails
+
+    # -- what fits ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def deciding(self, event: Event, count: int, planned: int) -> Iterator[None]:
+        """Refuses an event that does not fit; it is charged inside.
+
+        Args:
+            event: about to happen.
+            count: how often.
+            planned: of it, all decided at once if they fit.
+        """
+        if self.rule is None:
+            yield
+            return
+        if self._ended:
+            # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
+            self.require_adaptive()
+        known, left = self._allowance or (None, 0)
+        if known == (event, self.rule, len(self._ledger)) and count <= left:
+            yield  # equal events are decided once
+        else:
+            with self.planning(event, count, planned, refuse=True):
+                left = self._room(self.rule, event, count, planned)
+                yield
+        self._allowance = (event, self.rule, len(self._ledger)), left - count
+
+    def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
+        """Returns how many of the event are known to fit, at least those that are asked for, or refuses them."""
+        known, _ = self._allowance or (None, 0)
+        # whether the ledger as it is was within the budget
+        decided = known is not None and known[1:] == (budget, len(self._ledger))
+        alike = (
+            budget.mode == "planned" and budget.schedule is None and len(self._ledger.distinct) == 1
+        )
+        if decided and alike and self._ledger.adds_nothing(event, count):
+            return count
+        if planned > count and self.admits(event, planned, decided):
+            return planned
+        if not self.admits(event, count, decided):
+            assert self._filter is not None
+            if self._is_planned(event, count):
+                raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
+            raise BudgetExceeded(
+                f"{count} x {event}: the plan that was declared before the first release holds no"
+                " more of it"
+            )
+        return self.most(event) if known is not None and known[0] == event else count
+
+    def admits(self, event: Event, count: int, decided: bool = False) -> bool:
+        """Returns whether the event fits; `decided` where the ledger as it is is known to be within the budget."""
+        if self._filter is None:
+            return True
+        if self._ended:
+            return False
+        if self._keeps_plan and self.within_fixed(event, count):
+            # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
+            return self._fixed_fits
+        run = self._deciding(event, count)
+        return (run.admits_next if decided else run.admits)(self._ledger, event, count)
+
+    def most(self, event: Event) -> int:
+        """Returns how many more of the event fit, at most 2^40."""
+        if self._filter is None:
+            raise ValueError("budget must be set to count the steps left (got None)")
+        if self._has_closed and not self.plan().is_plain:
+            return largest(lambda count: -1.0 if self.admits(event, count) else 1.0, _MOST)
+        return 0 if self._ended else self._deciding(event, 1).max_steps(self._ledger, event)
+
+    def _deciding(self, event: Event, count: int) -> Filter:
+        """Returns the filter that decides about an event: of what was not planned, that of mode "gdp", or none."""
+        assert self.rule is not None
+        assert self._filter is not None
+        if self._is_planned(event, count):
+            return self._filter
+        mode: dict[str, Any] = {"mode": "gdp"} if self._gaussian(event) else {"schedule": ()}
+        return make_filter(replace(self.rule, **mode))
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._loaded import of_opacus
-from torch_dpsco.accounting.spending import Spending
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.attach import is_attached
@@ -380,7 +380,7 @@ def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
 
     Opacus' own hook is a closure over the two; a user's hook that calls it carries it in its own closure.
     """
-    if isinstance(hook, (Spending, *of_opacus("accountants.accountant.IAccountant"))):
+    if isinstance(hook, (Accountant, *of_opacus("accountants.accountant.IAccountant"))):
         return hook, None
     if depth > _MAX_DEPTH or not callable(hook):
         return None, None
