@@ -55,6 +55,12 @@ def test_the_type_marker_is_shipped(config):
     assert "py.typed" in config["options.package_data"]["torch_dpsco"].split()
 
 
+def test_files_of_data_beside_the_modules_are_shipped(config):
+    shipped = config["options.package_data"]["torch_dpsco"].split()
+    found = (ROOT / "torch_dpsco").rglob("*.toml")
+    assert {str(path.relative_to(ROOT / "torch_dpsco")) for path in found} <= {*shipped}
+
+
 def test_every_folder_with_modules_is_a_package_and_so_is_installed():
     # find: takes folders with an __init__.py only; a folder without one would be missing from the wheel.
     folders = {path.parent for path in (ROOT / "torch_dpsco").rglob("*.py")}

@@ -7,7 +7,10 @@ import json
 import math
 import re
 import secrets
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
 
 import mpmath
 import pytest
@@ -38,8 +41,12 @@ from torch_dpsco.accounting.events import (
     PoissonGaussian,
     clipped_gaussian,
 )
+from torch_dpsco.accounting.report import grounds
 from torch_dpsco.accounting.report.figures import Run, rounded_up
+from torch_dpsco.accounting.report.grounds import charged
 from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report.wording import DESIGNS as DRAWN
+from torch_dpsco.accounting.report.wording import words_of
 
 DELTA = 1e-5
 STEP = clipped_gaussian(5.0)
@@ -85,6 +92,27 @@ def section(statement: Statement, title: str) -> str:
 def forms(statement: Statement) -> list[str]:
     """Returns the statement as text (unwrapped), markdown and JSON."""
     return [" ".join(str(statement).split()), statement.markdown(), statement.json()]
+
+
+def test_every_word_and_every_blank_of_the_sentences_is_known():
+    """Words that are never asked for, behind one that is false, are known too."""
+    report = Accountant().report(DELTA)
+    words = words_of(report, Run("SomeSGD", Full(50), STEP, 0, None, False), "0")
+    ledger_only = charged((), REPLACE_ONE, ())
+    texts = tomllib.loads(Path(grounds.__file__).with_name("sentences.toml").read_text())
+    phrases = texts.pop("phrases")
+    for place, sentences in {**texts.pop("sections"), **phrases, **texts}.items():
+        truths = ledger_only if place == "assumed" else words.truths
+        for when, text, *each in sentences:
+            assert {word.lstrip("!") for word in when.split()} <= truths.keys(), text
+            assert {*each} <= words.figures.keys()
+            blanks = {
+                re.split(r"[.\[]", name)[0] for _, name, *_ in Formatter().parse(text) if name
+            }
+            assert blanks <= {*words.figures, *phrases, *(["each"] if each else [])}, text
+    cases = {"world": {*ADJACENCIES}, "sampling": {kind.__name__ for kind in DRAWN}}
+    for name, sentences in phrases.items():
+        assert sentences[-1][0] == "" or cases[name] <= {when for when, _ in sentences}
 
 
 # -- sentences of each configuration ----------------------------------------------------------------------------------

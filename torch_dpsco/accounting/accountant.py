@@ -11,7 +11,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -52,6 +52,7 @@ from torch_dpsco.accounting.report.figures import (
 from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError, UnitError
 
 _CACHED_QUERIES = 256
+_Question: TypeAlias = tuple[float, Adjacency, str, bool, Budget | None]
 
 
 class Spent(NamedTuple):
@@ -122,9 +123,7 @@ class Accountant:
         self._phases = Phases()
         self._opacus = OpacusSteps()
         # with the number of events that they are of
-        self._answers: dict[
-            tuple[float, Adjacency, str, bool, Budget | None], tuple[int, float]
-        ] = {}
+        self._answers: dict[_Question, tuple[int, float]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -538,15 +537,12 @@ class Accountant:
 
     @locked
     def __repr__(self) -> str:
-        delta, limit = (
-            (NO_BUDGET_DELTA, "")
-            if self.budget is None
-            else (self.budget.delta, f" of {self.budget.epsilon:g}")
-        )
+        budget = self.budget
+        delta = NO_BUDGET_DELTA if budget is None else budget.delta
+        limit = "" if budget is None else f" of {budget.epsilon:g}"
         try:
-            epsilon = rounded_up(
-                self._so_far(delta)
-            )  # PRIVACY: quoted (test_the_repr_never_shows_less_than_was_spent)
+            # PRIVACY: quoted (test_the_repr_never_shows_less_than_was_spent)
+            epsilon = rounded_up(self._so_far(delta))
         except DpscoError:
             epsilon = "not proved"
         return (

@@ -161,9 +161,8 @@ def noise_multiplier(
         return allocation_noise(
             epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes
         )
-    cheap = (
-        "rdp" if method in ("best", "pld") else method
-    )  # never below what the method says, and much faster
+    # never below what the method says, and much faster
+    cheap = "rdp" if method in ("best", "pld") else method
     high = 1.0
     while high < _HIGHEST and epsilon_at(high, cheap) > epsilon:
         high = min(2.0 * high, _HIGHEST)
@@ -179,12 +178,18 @@ def noise_multiplier(
         low = low / 2.0
         if low < _LOWEST:
             return high
+    return _least(epsilon_at, epsilon, low, high, rtol / 4.0)
+
+
+def _least(
+    epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
+) -> float:
+    """Returns the least noise that meets a target, which the higher one does and the lower one does not."""
 
     def excess(log_noise: float) -> float:
         spent = epsilon_at(math.exp(log_noise))
         return max(-50.0, min(50.0, math.log(spent / epsilon))) if spent > 0 else -50.0
 
-    tolerance = rtol / 4.0
     root = float(
         scipy.optimize.brentq(
             excess, math.log(low), math.log(high), xtol=tolerance, rtol=4.0 * 2.0**-52

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_dpsco.accounting.analysis.risk import percent
+from torch_dpsco.accounting.analysis.risk import Risk, percent
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
@@ -87,21 +87,30 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         yield plots.words("No guarantee", "epsilon is infinite")
         return
     risk = report.risk()
-    shares = [k / 100 for k in range(101)]
+    yield _found_out(report, risk)
+    yield _proved(report, risk)
+    if sum(count for _, count in report.spent) < 2:
+        return  # no more to see than in the headline
+    yield from _spent(report)
+
+
+_SHARES = [k / 100 for k in range(101)]
+
+
+def _found_out(report: PrivacyReport, risk: Risk) -> plots.Panel:
     found = {f: risk.true_positive(f) for f in _ALARMS}
-    even = (
-        0.5 - 0.5 * risk.advantage
-    )  # where the curve, which is symmetric, is nearest to no error at all
+    # where the curve, which is symmetric, is nearest to no error at all
+    even = 0.5 - 0.5 * risk.advantage
     curve = (*report.privacy_curve(), *risk.points)
-    places = sorted({*shares, *_ALARMS, even})
+    places = sorted({*_SHARES, *_ALARMS, even})
     missed = [trade_off(curve, place) for place in places]
-    yield plots.lines(
+    return plots.lines(
         f"What a test can find out about one {report.unit_name}",
         "share of false alarms",
         "share of misses, at least",
         [
             plots.Line("best possible test", places, missed),
-            plots.Line("blind guess", shares, shares[::-1]),
+            plots.Line("blind guess", _SHARES, _SHARES[::-1]),
             *(
                 plots.Line(f"{100 * f:g} % false alarms: {percent(t)} found", [f], [1.0 - t])
                 for f, t in found.items()
@@ -109,22 +118,22 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
         ],
         mark=(f"guesses right: {percent(1.0 - even)}", even, even),
     )
-    yield plots.lines(
+
+
+def _proved(report: PrivacyReport, risk: Risk) -> plots.Panel:
+    after = {f: [risk.posterior(share, f) for share in _SHARES] for f in _ALARMS}
+    return plots.lines(
         f"What an alarm proves about one {report.unit_name}",
         "thought likely before (share)",
         "likely after an alarm, at most",
         [
-            *(
-                plots.Line(
-                    f"{100 * f:g} % false alarms", shares, [risk.posterior(p, f) for p in shares]
-                )
-                for f in _ALARMS
-            ),
-            plots.Line("without a test", shares, shares),
+            *(plots.Line(f"{100 * f:g} % false alarms", _SHARES, y) for f, y in after.items()),
+            plots.Line("without a test", _SHARES, _SHARES),
         ],
     )
-    if sum(count for _, count in report.spent) < 2:
-        return  # no more to see than in the headline
+
+
+def _spent(report: PrivacyReport) -> Iterator[plots.Panel]:
     names, alone = _kinds(report)
     level = f"epsilon at delta {rounded_up(report.delta)}"
     target = None if report.budget is None or report.budget.risk else report.budget.epsilon

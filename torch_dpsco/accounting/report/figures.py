@@ -35,7 +35,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.grounds import ASSUMED, Charged
+from torch_dpsco.accounting.report.grounds import Words, charged
 from torch_dpsco.accounting.report.names import PROMISED, names_of, rows_of, whose
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
@@ -399,10 +399,9 @@ class PrivacyReport:
 def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, ...]:
     events = (event for _, _, event, _ in ledger.entries())
     parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
-    charged = Charged(
-        events, adjacency, {(event.partition, event.partition_kind) for event in parallel}
-    )
-    return (whose(unit, unit), *(line.text for line in ASSUMED if line.when(charged)))
+    partitions = {(event.partition, event.partition_kind) for event in parallel}
+    words = Words(charged(events, adjacency, partitions), {})
+    return (whose(unit, unit), *words.said("assumed"))
 
 
 def _charges(ledger: Ledger) -> tuple[Charge, ...]:

@@ -31,11 +31,10 @@ from torch_dpsco.accounting.report.wording import (
     GROUPS,
     Section,
     accuracy,
-    headline,
     odds_factor,
     sections,
     table,
-    warning_sentences,
+    words_of,
 )
 
 if TYPE_CHECKING:
@@ -183,8 +182,9 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
     # the package is loaded, or this module would not be; an import statement here would be a cycle
     version = str(importlib.import_module(__name__.partition(".")[0]).__version__)
     # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
-    words = sections(report, run, version)
-    return Statement(headline(report), warning_sentences(report, run), words, report, run, version)
+    words = words_of(report, run, version)
+    warnings = tuple(words.said("warnings"))
+    return Statement(words["headline"], warnings, tuple(sections(words)), report, run, version)
 
 
 def _wrapped(text: str, bullet: str) -> list[str]:
@@ -208,29 +208,25 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_GUARANTEE = (
+    "epsilon",
+    "delta",
+    "adjacency",
+    "unit",
+    "unit_name",
+    "rows_of_unit",
+    "method",
+)
+
+
 def _facts(statement: Statement) -> dict[str, Any]:
     report = statement.figures
-    run = statement.run
-    declared = not isinstance(run.design, Undeclared)
+    holds = math.isfinite(report.epsilon)
     return {
         "schema": _SCHEMA,
         "schema_version": _SCHEMA_VERSION,
         "library": {"name": "torch_dpsco", "version": statement.version},
-        "guarantee": {
-            "holds": math.isfinite(report.epsilon),
-            **{
-                name: getattr(report, name)
-                for name in (
-                    "epsilon",
-                    "delta",
-                    "adjacency",
-                    "unit",
-                    "unit_name",
-                    "rows_of_unit",
-                    "method",
-                )
-            },
-        },
+        "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
         "epsilons": dict(report.epsilons),
         "odds_factor": odds_factor(report.epsilon),
         "attack": {
@@ -240,39 +236,9 @@ def _facts(statement: Statement) -> dict[str, Any]:
                 attack_advantage(report.epsilon, report.delta)
             ),
         },
-        "groups": {
-            str(k): dict(
-                zip(
-                    ("epsilon", "delta"),
-                    group_guarantee(report.epsilon, report.delta, k),
-                    strict=True,
-                )
-            )
-            for k in GROUPS
-        },
-        "budget": (
-            None
-            if report.budget is None
-            else {
-                "epsilon": report.budget.epsilon,
-                "delta": report.budget.delta,
-                "adjacency": report.budget.adjacency,
-            }
-            | ({} if report.budget.risk is None else {"risk": report.budget.risk})
-        ),
-        "run": {
-            "optimizer": run.name,
-            "steps": run.steps,
-            "planned_steps": run.planned,
-            "planned_epsilon": report.planned_epsilon,
-            "finalized": run.finalized,
-            "step_event": event_to_json(run.event, exact=False),
-        },
-        "design": {
-            "type": type(run.design).__name__,
-            "batch_size": run.design.batch_size,
-            "n": run.design.n if declared else None,
-        },
+        "groups": {str(k): _group(report, k) for k in GROUPS},
+        "budget": _budget(report),
+        **_facts_of_run(statement.run, report.planned_epsilon),
         "charges": [
             {
                 "count": c.count,
@@ -286,7 +252,37 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "ledger_id": report.ledger_id,
         "headline": statement.headline,
         "warnings": statement.warnings,
-        "sections": [
-            {"title": title, "sentences": sentences} for title, sentences in statement.sections
-        ],
+        "sections": [section._asdict() for section in statement.sections],
+    }
+
+
+def _group(report: PrivacyReport, size: int) -> dict[str, float]:
+    epsilon, delta = group_guarantee(report.epsilon, report.delta, size)
+    return {"epsilon": epsilon, "delta": delta}
+
+
+def _budget(report: PrivacyReport) -> dict[str, Any] | None:
+    budget = report.budget
+    if budget is None:
+        return None
+    facts = {name: getattr(budget, name) for name in ("epsilon", "delta", "adjacency")}
+    return facts if budget.risk is None else {**facts, "risk": budget.risk}
+
+
+def _facts_of_run(run: Run, planned_epsilon: float | None) -> dict[str, Any]:
+    declared = not isinstance(run.design, Undeclared)
+    return {
+        "run": {
+            "optimizer": run.name,
+            "steps": run.steps,
+            "planned_steps": run.planned,
+            "planned_epsilon": planned_epsilon,
+            "finalized": run.finalized,
+            "step_event": event_to_json(run.event, exact=False),
+        },
+        "design": {
+            "type": type(run.design).__name__,
+            "batch_size": run.design.batch_size,
+            "n": run.design.n if declared else None,
+        },
     }
