@@ -17,7 +17,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.calibrate import (
     design_epsilon,
     epoch_steps,
-    max_steps,
     noise_multiplier,
 )
 from torch_dpsco.accounting.designs import Disjoint, Fixed, Full, Poisson, Shuffled, Undeclared
@@ -173,41 +172,11 @@ def test_steps_or_epochs_must_be_given(counts):
         noise_multiplier(1.0, DELTA, design=Poisson(50, 1000), adjacency=ADD_REMOVE, **counts)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- epsilon of steps ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(4, 2)
-@pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=cell_id)
-@pytest.mark.parametrize("target", [0.7, 3.0])
-def test_max_steps_is_the_last_number_of_steps_that_fits(design, adjacency, target):
-    def spent(steps: int) -> float:
-        return design_epsilon(2.0, DELTA, design=design, steps=steps, adjacency=adjacency)
-
-    most = max_steps(target, DELTA, noise_multiplier=2.0, design=design, adjacency=adjacency)
-    assert most == 0 or spent(most) <= target
-    if isinstance(design, Disjoint):
-        assert most in (0, design.steps_per_epoch)
-    else:
-        assert spent(most + 1) > target
-    if isinstance(design, Shuffled):
-        assert most % design.steps_per_epoch == 0
-
-
-def test_steps_and_noise_are_inverse_to_each_other():
-    query = {"design": Poisson(50, 1000), "adjacency": REPLACE_ONE}
-    noise = noise_multiplier(1.0, DELTA, steps=500, **query)
-    assert 500 <= max_steps(1.0, DELTA, noise_multiplier=noise, **query) <= 501
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 1000])
-def test_the_limit_of_steps_is_never_passed(limit):
-    query = {"noise_multiplier": 1e6, "design": Poisson(50, 1000), "adjacency": REPLACE_ONE}
-    assert max_steps(1.0, DELTA, limit=limit, **query) == limit
-
-
-def test_no_steps_fit_without_noise():
+def test_nothing_is_private_without_noise():
     for design in DESIGNS:
-        assert max_steps(1e6, 0.5, noise_multiplier=0.0, design=design, adjacency=REPLACE_ONE) == 0
         assert design_epsilon(0.0, 0.5, design=design, steps=1, adjacency=REPLACE_ONE) == math.inf
         assert design_epsilon(0.0, 0.5, design=design, steps=0, adjacency=REPLACE_ONE) == 0.0
 
@@ -270,7 +239,6 @@ def test_many_different_noises_are_bounded_by_their_extremes():
 def test_a_design_without_a_guarantee_there_is_not_calibrated(design):
     for call in (
         lambda: noise_multiplier(1.0, DELTA, design=design, steps=1, adjacency=ADD_REMOVE),
-        lambda: max_steps(1.0, DELTA, noise_multiplier=1.0, design=design, adjacency=ADD_REMOVE),
         lambda: design_epsilon(1.0, DELTA, design=design, steps=1, adjacency=ADD_REMOVE),
     ):
         with pytest.raises(AdjacencyError):
@@ -307,15 +275,8 @@ def test_a_bad_argument_is_named(change, message):
         noise_multiplier(**(arguments | change))
 
 
-def test_steps_are_checked_too():
+def test_the_noise_of_steps_is_checked_too():
     query = {"design": Poisson(50, 1000), "adjacency": REPLACE_ONE}
-    for change, message in (
-        ({"epsilon": -1.0}, "epsilon must be > 0"),
-        ({"limit": 0}, "limit must be an integer >= 1"),
-    ):
-        arguments = {"epsilon": 1.0, "delta": DELTA, "noise_multiplier": 1.0} | query | change
-        with pytest.raises(ValueError, match=message):
-            max_steps(**arguments)
     with pytest.raises(ValueError, match=r"noise_multiplier must be >= 0|sigma must be >= 0"):
         design_epsilon(-1.0, DELTA, steps=1, **query)
 

@@ -1,4 +1,4 @@
-"""Calibration: the least noise, or the most steps, that stay within a target.
+"""Calibration: the least noise that stays within a target, and searches for the largest count that does.
 
 Source: docs/proofs/accounting.md#figures-of-a-report.
 """
@@ -200,40 +200,3 @@ def _least(
     while noise < high and epsilon_at(noise) > epsilon:
         noise *= 1.0 + tolerance
     return min(noise, high)
-
-
-@typed
-def max_steps(
-    epsilon: float,
-    delta: float,
-    *,
-    noise_multiplier: float,
-    design: Design,
-    adjacency: Adjacency,
-    limit: int = 2**40,
-) -> int:
-    """Returns the largest number of draws that stays within (epsilon, delta), 0 if not even one does.
-
-    At most `limit`, and at most one pass for a one-pass design. Counts as `design_epsilon` does: for designs that cut
-    the data into parts, a started pass costs as much as a whole one.
-    """
-    check.positive(epsilon=epsilon)
-    most = check.positive_count(limit=limit)
-    if design.one_pass:
-        most = min(most, design.steps_per_epoch)
-
-    def excess(steps: int, method: str = "best") -> float:
-        return (
-            design_epsilon(
-                noise_multiplier,
-                delta,
-                design=design,
-                steps=steps,
-                adjacency=adjacency,
-                method=method,
-            )
-            - epsilon
-        )
-
-    by_renyi = largest(lambda steps: excess(steps, "rdp"), most)  # never more, and fast
-    return largest(excess, most, guess=by_renyi)

@@ -44,11 +44,9 @@ Renyi curve of the best of a random, secret number of releases.
 
 K is drawn, then K releases with one Renyi curve (fresh randomness each); the one that a public total order puts first
 leaves, and neither K nor the others. K has a truncated negative binomial law, P(K = k) proportional to
-(1-gamma)^k binom(k + eta - 1, k), k >= 1 (eta = 1: geometric, 0: logarithmic), or a Poisson law, where K = 0 leaves a
-public default.
+(1-gamma)^k binom(k + eta - 1, k), k >= 1 (eta = 1: geometric, 0: logarithmic).
 
-Source: docs/proofs/search.md; Papernot and Steinke 2022, theorems 2 and 6.
-Here K = 0 of the Poisson law is counted as an outcome of its own.
+Source: docs/proofs/search.md; Papernot and Steinke 2022, theorem 2.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from scipy.special import betaln, log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.convert import curve_of, rdp_delta
+from torch_dpsco.accounting.analysis.convert import curve_of
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 from torch_dpsco.accounting.analysis.rounding import upper
 
@@ -557,25 +555,6 @@ def negative_binomial_selection(
     others = min(-log_gamma, float(np.min((1 - 1 / order) * value - log_gamma / order)))
     found = value + (1 + eta) * others + math.log(expected_trials(eta, gamma)) / (order - 1)
     return _increasing(found)
-
-
-def poisson_selection(orders: ArrayLike, values: ArrayLike, mean: float) -> FloatArray:
-    """Returns the curve of the selection at the same orders, K = 0 included.
-
-    Args:
-        orders: each > 1, increasing.
-        values: bound of one release per order, both directions, >= 0 (inf for none).
-        mean: of K, >= 1.
-
-    Raises:
-        ValueError: a range or a shape.
-    """
-    order, value = curve_of(orders, values)
-    if check.positive(mean=mean) < 1:
-        raise ValueError(f"mean must be >= 1 (got {mean})")
-    deltas = np.array([rdp_delta(order, value, -math.log1p(-1 / one)) for one in order])
-    exponent = (order - 1) * (value + mean * deltas) + math.log(mean)
-    return _increasing(np.logaddexp(-mean, exponent) / (order - 1))
 
 
 def _increasing(bounds: FloatArray) -> FloatArray:
