@@ -176,3 +176,11 @@ def choice(allowed: Iterable[_T], **field: Any) -> _T:
         if isinstance(value, (str, Number, type(None))) and option == value:
             return option
     raise ValueError(f"{name} must be one of {', '.join(map(str, options))} (got {shown(value)})")
+
+
+def below_one(**field: Any) -> float:
+    """Returns the field, a delta or a failure probability, as a float; raises ValueError unless it is in [0, 1)."""
+    value = nonnegative(**field)
+    if value >= 1:
+        raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
+    return value + 0.0  # no negative zero, which prints as -0

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
-from torch_dpsco.accounting.events import below_one
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 from torch_dpsco.schedule import Phase, Schedule
 
@@ -178,7 +177,7 @@ class Momentum(UpdateRule):
 
     def __init__(self, average: str = "last", momentum: float = 0.9) -> None:
         super().__init__(average)
-        self.momentum = below_one(momentum=momentum)
+        self.momentum = check.below_one(momentum=momentum)
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns lr / (1 - momentum), the step size of the inner iterates."""

@@ -38,7 +38,6 @@ from torch_dpsco.accounting.analysis.allocation import (
     removed,
 )
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large, spread
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
@@ -47,6 +46,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_compose import Window
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 
 WAYS = ("remove", "add", "replace")
 

@@ -19,7 +19,7 @@ from torch_dpsco.accounting.analysis.pure import (
     rdp_pure,
     rho_pure,
 )
-from torch_dpsco.accounting.curves import METHODS, cost_of, orders_at
+from torch_dpsco.accounting.curves import METHODS, cost_of, laws_of, orders_at
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
@@ -46,7 +46,6 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.loss_laws import laws_of
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5

@@ -15,9 +15,10 @@ from scipy.optimize import brentq
 
 from tests.reference.papers.accounting import RDPFilter
 from torch_dpsco.accounting import budgets as odometer
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
 from torch_dpsco.accounting.analysis.rdp import (
+    rdp_epsilon,
+    rdp_epsilon_at_order,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
 )

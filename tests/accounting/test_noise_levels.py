@@ -11,14 +11,13 @@ import pytest
 from scipy.integrate import quad, trapezoid
 from scipy.stats import binom, norm
 
-from torch_dpsco.accounting import loss_laws as noise_levels
+from torch_dpsco.accounting import noise_levels
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.curves import cost_of, orders_at
+from torch_dpsco.accounting.curves import cost_of, orders_at, spread_of
 from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, Repeat, Sequential, WORGaussian
 from torch_dpsco.accounting.filters import make_filter
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.loss_laws import spread_of
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError
 
 CASES = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.reference.papers.objective import objpert_rdp_monotone
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.objective import (
     amp_delta_monotone,
     log_det,
@@ -13,6 +12,7 @@ from torch_dpsco.accounting.analysis.objective import (
     objpert_rdp_dominating,
     objpert_rdp_general,
 )
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 from torch_dpsco.accounting.curves import cost_of, objective_curve
 from torch_dpsco.errors import AdjacencyError
 

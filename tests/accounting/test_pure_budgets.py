@@ -525,11 +525,8 @@ def test_a_state_of_pure_events_comes_back_to_the_bit():
             1.0, 0.0, design=Full(10), steps=1, adjacency=REPLACE_ONE
         ),
         lambda: calibrate.design_epsilon(1.0, 0.0, design=Full(10), steps=0, adjacency=REPLACE_ONE),
-        lambda: calibrate.max_steps(
-            1.0, 0.0, noise_multiplier=1.0, design=Full(10), adjacency=REPLACE_ONE
-        ),
     ],
-    ids=["noise_multiplier", "design_epsilon", "max_steps"],
+    ids=["noise_multiplier", "design_epsilon"],
 )
 def test_no_gaussian_noise_is_calibrated_at_delta_0(call):
     with pytest.raises(ValueError, match=r"delta must be in \(0, 1\) \(got 0.0\)"):

@@ -17,7 +17,7 @@ from torch_dpsco.accounting.analysis.allocation import (
     allocation_noise,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.curves import cost_of
+from torch_dpsco.accounting.curves import cost_of, laws_of
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
@@ -33,7 +33,6 @@ from torch_dpsco.accounting.events import (
     scaled_noise,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.loss_laws import laws_of
 
 DELTA = 1e-5
 PASS = RandomAllocation(1.0, 100)

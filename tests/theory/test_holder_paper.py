@@ -15,8 +15,7 @@ from tests.reference.papers.holder import (
     gradient_noise_paper,
     search_gradient_noise_paper,
 )
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
-from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_wor_gaussian
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon, rdp_wor_gaussian
 from torch_dpsco.algorithms.holder_numbers import search_split_paper, unconstrained_split
 from torch_dpsco.errors import ConditionError, InfeasibleError
 

@@ -26,7 +26,6 @@ from torch_dpsco.accounting.events import (
     PoissonGaussian,
     RandomAllocation,
     Sequential,
-    below_one,
     clipped_gaussian,
 )
 from torch_dpsco.accounting.filters import adaptive_epsilon, make_filter
@@ -189,7 +188,8 @@ class Accountant:
     @property
     def adaptive(self) -> bool:
         """Whether some parameter was, or may be, chosen from what was released before."""
-        return self._limit.adaptive
+        chosen = self._config.get("adaptive") or self._config.get("mode")
+        return bool(chosen) or (self.budget is not None and self.budget.adaptive)
 
     @property
     def budget(self) -> Budget | None:
@@ -370,11 +370,9 @@ class Accountant:
         if self._is_inside(event, count, note):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
             # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
-            passes = [
-                (e, k) for _, _, e, k in self.ledger.entries() if isinstance(e, RandomAllocation)
-            ]
-            for one, times in passes:
-                self._journal.charge(clipped_gaussian(one.noise), times)
+            for _, _, one, times in list(self.ledger.entries()):
+                if isinstance(one, RandomAllocation):
+                    self._journal.charge(clipped_gaussian(one.noise), times)
 
     def _is_inside(self, event: Event, count: int, note: Note) -> bool:
         """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
@@ -595,7 +593,7 @@ class Accountant:
         adjacency = adjacency or self.adjacency
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
-        delta = below_one(delta=delta)
+        delta = check.below_one(delta=delta)
         if alphas is not None:
             return epsilon_at_orders(
                 lambda level: self.ledger.cost(adjacency, level), alphas, delta
@@ -714,7 +712,12 @@ class Accountant:
                     self.budget.delta
                 )  # events that are one point of a curve say nothing at another delta
         report = make_report(
-            self.ledger, below_one(delta=delta), self.adjacency, self.unit, self._limit.rule, ahead
+            self.ledger,
+            check.below_one(delta=delta),
+            self.adjacency,
+            self.unit,
+            self._limit.rule,
+            ahead,
         )
         if self.adaptive:
             report = self._adaptive_report(report)
@@ -824,10 +827,8 @@ class Accountant:
             book = read_state(state)
         for field in ("adjacency", "unit"):
             given = book.config.get(field)
-            if given != mine[field] and None not in (
-                given if field == "adjacency" else "",
-                mine[field],
-            ):
+            undecided = field == "adjacency" and None in (given, mine[field])
+            if given != mine[field] and not undecided:
                 raise ValueError(
                     f"{field} must be {mine[field]!r}, this accountant's (got {given!r})"
                 )

@@ -53,11 +53,12 @@ from numpy.typing import ArrayLike
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco._words import in_our_words
-from torch_dpsco.accounting.analysis.convert import curve_of, rdp_epsilon_at_order, zcdp_rho
+from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import curve_of, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, below_one
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event
 from torch_dpsco.errors import warn
 
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
@@ -142,7 +143,7 @@ class Budget:
             raise TypeError(f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr")
         check_fields(self)
         self._set_line(len(missing) == 2)
-        check.fields(self, epsilon=check.positive, delta=below_one)
+        check.fields(self, epsilon=check.positive, delta=check.below_one)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
         self._check_delta()
@@ -336,7 +337,7 @@ def within(spent: float, limit: float) -> bool:
 def renyi_budget(order: float, epsilon: float, delta: float) -> float:
     """Returns the largest Renyi cost D at one order that converts to (epsilon, delta), rounded down.
 
-    D = epsilon + (log(delta) + log(a)) / (a - 1) - log((a - 1) / a), the conversion of `analysis.convert` solved for D.
+    D = epsilon + (log(delta) + log(a)) / (a - 1) - log((a - 1) / a), the conversion of `analysis.rdp` solved for D.
 
     Raises:
         ValueError: the order is too small for the target (no budget is left), or an argument is out of range.
@@ -516,8 +517,8 @@ def mixture_filter_log_margin(
     Source: docs/proofs/accounting.md#odometer-and-mixture-filter.
 
     Example:
-        >>> h = mixture_filter_log_margin(1.0, [4.0], [0.1])  # one order: the conversion of `convert`
-        >>> from torch_dpsco.accounting.analysis.convert import rdp_delta
+        >>> h = mixture_filter_log_margin(1.0, [4.0], [0.1])  # one order: the conversion of `rdp`
+        >>> from torch_dpsco.accounting.analysis.rdp import rdp_delta
         >>> round(math.exp(-h) / rdp_delta([4.0], [0.1], 1.0), 8)
         1.0
     """

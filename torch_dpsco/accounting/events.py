@@ -72,14 +72,6 @@ def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def below_one(**field: Any) -> float:
-    """Returns the field, a delta or a failure probability, as a float; raises ValueError unless it is in [0, 1)."""
-    value = check.nonnegative(**field)
-    if value >= 1:
-        raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
-    return value + 0.0  # no negative zero, which prints as -0
-
-
 @dataclasses.dataclass(frozen=True)
 class Stated:
     """A guarantee that holds under the adjacencies for which it was proved."""
@@ -114,7 +106,7 @@ def _each(one: Callable[..., float], **field: Any) -> tuple[float, ...]:
 _CHECKS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("eps", "rho", "xi", "mu"), check.nonnegative),
     **dict.fromkeys(("dim", "p"), check.positive_count),
-    "delta": below_one,
+    "delta": check.below_one,
     "orders": partial(_each, check.order),
     "values": partial(_each, partial(check.nonnegative, allow_inf=True)),
     "adjacencies": _stated,
@@ -241,7 +233,7 @@ class Failure:
     kind: str = "coupling"
 
     def __post_init__(self) -> None:
-        check.fields(self, probability=below_one, kind=partial(check.choice, FAILURE_KINDS))
+        check.fields(self, probability=check.below_one, kind=partial(check.choice, FAILURE_KINDS))
 
 
 # where they have their default
@@ -287,7 +279,11 @@ class Gaussian(_Query, _Gaussian):
     def __post_init__(self) -> None:
         # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
         check.fields(
-            self, sens=sorted_sens, sigma=check.nonnegative, failure=below_one, exact=check.flag
+            self,
+            sens=sorted_sens,
+            sigma=check.nonnegative,
+            failure=check.below_one,
+            exact=check.flag,
         )
 
     def only(self, *adjacencies: Adjacency) -> Gaussian:

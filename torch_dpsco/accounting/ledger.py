@@ -50,7 +50,16 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.analysis.rdp import group_approx_dp_delta, group_gdp_mu
 from torch_dpsco.accounting.analysis.risk import Risk
-from torch_dpsco.accounting.curves import Cost, Evaluation, cost_of, delta_of, epsilon_of
+from torch_dpsco.accounting.curves import (
+    ComposedLaws,
+    Cost,
+    Evaluation,
+    cost_of,
+    delta_of,
+    epsilon_of,
+    laws_of,
+    spread_of,
+)
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,
@@ -60,11 +69,10 @@ from torch_dpsco.accounting.events import (
     Repeat,
     Sequential,
     SimpleEvent,
-    below_one,
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.loss_laws import MANY, ComposedLaws, Levels, laws_of, spread_of
+from torch_dpsco.accounting.noise_levels import MANY, Levels
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 
@@ -389,7 +397,7 @@ class Ledger:
         Raises:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
-        if below_one(delta=delta) > 0:
+        if check.below_one(delta=delta) > 0:
             if method == "best" and (choices := self._choices(adjacency, extra, count)):
                 found = [one.evaluate(delta, adjacency, enough=enough) for one in choices]
                 return max(found, key=lambda evaluation: evaluation.epsilon)
@@ -711,7 +719,7 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
         >>> round(replace_one_epsilon(ledger, 1e-5), 3), round(ledger.epsilon(1e-5, "replace_one"), 3)
         (0.884, 0.53)
     """
-    delta = below_one(delta=delta)
+    delta = check.below_one(delta=delta)
     if delta == 0:
         return 2.0 * ledger.epsilon(delta, ADD_REMOVE)
     cost = ledger.cost(ADD_REMOVE)

@@ -18,7 +18,7 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco._loaded import of_torch
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon_at_order
 from torch_dpsco.accounting.curves import Cost, orders_at
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import (

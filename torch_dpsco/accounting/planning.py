@@ -239,12 +239,6 @@ class Limit:
         return self._journal.book.config
 
     @property
-    def adaptive(self) -> bool:
-        """Whether some parameter was, or may be, chosen from what was released before."""
-        chosen = self._config.get("adaptive") or self._config.get("mode")
-        return bool(chosen) or (self.budget is not None and self.budget.adaptive)
-
-    @property
     def _ended(self) -> bool:
         """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
         adapted = bool(self._config.get("adaptive"))

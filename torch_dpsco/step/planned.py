@@ -26,7 +26,7 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
     Undeclared,
 )
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, below_one
+from torch_dpsco.accounting.events import ADD_REMOVE, Event
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
@@ -101,7 +101,7 @@ class StepPlan(BatchPlan):
         check.positive(lr=self.lr)
         check.positive(radius=self.radius, allow_inf=True)
         check.nonnegative(reg=self.reg)
-        below_one(momentum=self.momentum)
+        check.below_one(momentum=self.momentum)
         if self.steps is not None:
             check.positive_count(steps=self.steps)
 

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import poisson_group_delta
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.rdp import (
     group_approx_dp_delta,
     group_gdp_mu,
+    rdp_epsilon,
     rdp_poisson_gaussian_group,
 )
 

@@ -22,9 +22,8 @@ from tests.reference.papers.accounting import (
     knorm_second_moment,
     laplace_delta,
 )
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_l2_knorm, rdp_laplace, rdp_pure
-from torch_dpsco.accounting.analysis.rdp import default_orders
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon
 
 epsilons = st.floats(-9.0, 3.0).map(lambda x: 10**x)
 orders = st.floats(-6.0, 6.0).map(lambda x: 1 + 10**x)

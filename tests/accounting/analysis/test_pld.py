@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss
 from torch_dpsco.accounting.analysis import pld
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve
@@ -31,6 +30,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 )
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
+    rdp_epsilon,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,

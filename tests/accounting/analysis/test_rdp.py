@@ -21,10 +21,10 @@ from tests.reference.papers.accounting import (
     rdp_poisson_replace_one_profile,
     rdp_wor_gaussian_wbk,
 )
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     PoissonMixture,
     default_orders,
+    rdp_epsilon,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,

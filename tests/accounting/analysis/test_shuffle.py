@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from tests.reference.papers.accounting import rdp_binomial_shift
-from torch_dpsco.accounting.analysis.convert import rdp_delta, rdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import rdp_delta, rdp_epsilon
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 

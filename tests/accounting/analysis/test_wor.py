@@ -19,9 +19,9 @@ from tests.reference.papers.accounting import (
     rdp_wor_gaussian_closed_form,
     rdp_wor_gaussian_wbk,
 )
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
+    rdp_epsilon,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )

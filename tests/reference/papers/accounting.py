@@ -15,7 +15,6 @@ from scipy.special import gammaincinv, log_ndtr
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
@@ -39,6 +38,7 @@ from torch_dpsco.accounting.analysis.rdp import (
     MAX_NOISE,
     PoissonMixture,
     gaussian_divergence,
+    rdp_epsilon_at_order,
     sampled_divergence,
 )
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window

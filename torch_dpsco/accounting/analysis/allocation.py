@@ -54,7 +54,6 @@ from scipy.special import gammaln, log_ndtr
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import down, up
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large
-from torch_dpsco.accounting.analysis.convert import rdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
     gaussian_log_delta,
@@ -63,7 +62,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import UNIT, GaussianLoss, GridLaw, LossLaw, connected
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
-from torch_dpsco.accounting.analysis.rdp import gaussian_divergence
+from torch_dpsco.accounting.analysis.rdp import gaussian_divergence, rdp_epsilon
 
 _DIRECTIONS = ("remove", "add")
 _ORDERS = np.arange(2.0, 257.0)  # of Renyi divergences, where there are no losses

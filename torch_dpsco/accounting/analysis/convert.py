@@ -1,10 +1,4 @@
-"""Renyi curves to (epsilon, delta), with failure probabilities, and to Gaussian differential privacy.
-
-If D_a(P||Q) <= D for both orderings of every neighboring pair, the mechanism is (epsilon, delta)-DP with
-
-    epsilon = D + log((a - 1) / a) - (log(delta) + log(a)) / (a - 1)
-
-for any delta in (0, 1), and the best order may be chosen freely, as long as the curve was fixed in advance.
+"""Failure probabilities, and what Gaussian and zero-concentrated differential privacy say of (epsilon, delta).
 
 A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
 
@@ -19,9 +13,7 @@ A mechanism may be as private as its analysis says only up to an event of probab
 Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
 and per-side failures add up.
 
-Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation (per side),
-docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta; Balle, Barthe, Gaboardi, Hsu and
-Sato 2020; Canonne, Kamath and Steinke 2020.
+Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation (per side).
 
 Zero-concentrated differential privacy: rho-zCDP bounds the Renyi divergence of every order a by rho a. The conversion
 at order a = 1 + b is
@@ -42,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import scipy
@@ -51,7 +43,6 @@ from numpy.typing import ArrayLike
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
@@ -259,140 +250,7 @@ def _checked(
     return delta, failure, 1 + math.exp(epsilon) if epsilon < 700 else math.inf
 
 
-_LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
 _ROUNDING = 1e-14  # relative to the largest term of a sum: more than its rounding
-
-
-class RDPEpsilon(NamedTuple):
-    """An epsilon and the order at which it was obtained."""
-
-    epsilon: float
-    order: float
-
-
-def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:
-    """Returns the epsilon of one order, as the formula gives it: it may be negative, where 0 is the valid statement.
-
-    Args:
-        value: Renyi divergence D at the order, >= 0.
-        order: a > 1.
-        delta: in (0, 1).
-
-    Returns:
-        D + log((a - 1) / a) - (log(delta) + log(a)) / (a - 1).
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
-
-    Example:
-        >>> round(rdp_epsilon_at_order(value=0.1, order=10, delta=1e-5), 4)
-        1.018
-    """
-    value = check.nonnegative(value=value, allow_inf=True)
-    order = check.order(order=order)
-    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
-    return value + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
-
-
-def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilon:
-    """Returns the least epsilon over the orders of a Renyi curve, rounded up, and never negative.
-
-    Orders up to 1.01 are not converted. They still count in a second rule: a Renyi divergence of any order bounds the
-    Kullback-Leibler divergence, and total variation <= sqrt(1 - exp(-KL)), so that epsilon is 0 once
-    delta^2 >= 1 - exp(-D) at some order.
-
-    Args:
-        orders: (K,) orders, each > 1.
-        values: (K,) Renyi divergences, each >= 0 (inf allowed).
-        delta: in (0, 1).
-
-    Returns:
-        The epsilon and its order; epsilon is inf if no order is usable.
-
-    Raises:
-        ValueError: delta is not in (0, 1), or the arrays do not match or hold values out of range.
-
-    Guarantee: (epsilon, delta)-DP under the adjacency of the curve, if the curve was fixed in advance.
-
-    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
-
-    Example:
-        >>> rdp_epsilon(orders=[2.0, 8.0], values=[0.5, 2.0], delta=1e-5).order
-        8.0
-    """
-    order, value = curve_of(orders, values)
-    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
-    total_variation = np.sqrt(-np.expm1(-value))
-    if total_variation.min() <= delta * (1 - _ROUNDING):
-        return RDPEpsilon(0.0, float(order[np.argmin(total_variation)]))
-    shape = np.log1p(-1 / order)
-    correction = shape - (log_delta + np.log(order)) / (order - 1)
-    terms = (
-        value - shape + (np.log(order) - log_delta) / (order - 1)
-    )  # their sizes: the terms may cancel
-    # PRIVACY: rounded up by more than the error of the sum (test_delta_at_the_converted_epsilon_is_at_most_delta)
-    epsilon = value + correction + _ROUNDING * terms
-    epsilon[order <= _LEAST_ORDER] = math.inf
-    best = int(np.argmin(epsilon))
-    return RDPEpsilon(max(0.0, float(epsilon[best])), float(order[best]))
-
-
-def rdp_delta(orders: ArrayLike, values: ArrayLike, epsilon: float) -> float:
-    """Returns the least delta over the orders of a Renyi curve, rounded up: the inverse of `rdp_epsilon`.
-
-    delta = min_a exp((a - 1) (D_a - epsilon)) (1 - 1/a)^(a - 1) / a, and at most min_a sqrt(1 - exp(-D_a)), which
-    bounds the total variation distance, hence delta at every epsilon.
-
-    Args:
-        orders: (K,) orders, each > 1.
-        values: (K,) Renyi divergences, each >= 0 (inf allowed).
-        epsilon: >= 0.
-
-    Returns:
-        delta in [0, 1].
-
-    Raises:
-        ValueError: epsilon is negative or not finite, or the arrays do not match or hold values out of range.
-
-    Guarantee: (epsilon, delta)-DP under the adjacency of the curve, if the curve was fixed in advance.
-
-    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
-
-    Example:
-        >>> round(rdp_delta(orders=[2.0, 8.0], values=[0.5, 2.0], epsilon=4.0), 9)
-        4.1e-08
-    """
-    order, value = curve_of(orders, values)
-    epsilon = check.nonnegative(epsilon=epsilon)
-    excess = order - 1
-    shape = excess * np.log1p(-1 / order) - np.log(order)
-    log_delta = excess * (value - epsilon) + shape
-    # margin: rounded up, by less than what rdp_epsilon adds (docs/proofs/rounding.md#model-of-arithmetic)
-    log_delta = log_delta + _ROUNDING / 8 * (excess * (value + epsilon) + np.abs(shape))
-    log_delta[order <= _LEAST_ORDER] = math.inf
-    # margin: of the root (docs/proofs/rounding.md#model-of-arithmetic)
-    total_variation = up(math.sqrt(-math.expm1(-value.min())), _ROUNDING / 8)
-    return min(1.0, total_variation, math.exp(min(0.0, log_delta.min())))
-
-
-def curve_of(
-    orders: ArrayLike, values: ArrayLike, name: str = "values"
-) -> tuple[FloatArray, FloatArray]:
-    """Returns orders and values of a Renyi curve as arrays; raises ValueError for what is none, by the values' name."""
-    order = np.asarray(orders, dtype=np.float64)
-    value = np.asarray(values, dtype=np.float64)
-    if order.ndim != 1 or order.shape != value.shape or order.size == 0:
-        raise ValueError(
-            f"orders and {name} must be 1-d, of one length >= 1 (got {order.shape} and"
-            f" {value.shape})"
-        )
-    for bad in order[~((order > 1) & (order < math.inf))]:
-        check.order(orders=bad)
-    for bad in value[~(value >= 0)]:
-        check.nonnegative(**{name: bad}, allow_inf=True)
-    return order, value
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:

@@ -558,7 +558,8 @@ class Powers:
         self.grid = laws[0][0].grid
         self.tilt = view.tilt
         self._rise = view.rise
-        self._first, self._aim = math.floor(view.low / self.grid), round(aim / self.grid)
+        self._first = math.floor(view.low / self.grid)
+        self._aim = round(aim / self.grid)
         self._size = size = transform_size(view.width / self.grid + 4)
         self._last = self._first + size - 1
         parts = [tilted(law, view.tilt) for law, _ in laws]
@@ -575,7 +576,6 @@ class Powers:
         kept = np.asarray(ceiling > _LEAST_LOG)
         self.few = int(kept.sum()) * len(parts) <= _MOST_KEPT
         self._left_out = float((np.exp(ceiling) * times)[~kept].sum())
-        self._frequencies = np.flatnonzero(kept)
         self._times = times[kept]
         self._log_size = np.array([one.log_size[kept] for one in ones])
         self._angle = np.array([one.angle[kept] for one in ones])
@@ -584,17 +584,22 @@ class Powers:
             [one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)]
         )
         self._rounding = power_rounding(size, len(parts), rows)
-        step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
-        self._above, self._far = 1 / np.expm1(step), 1 / np.expm1(step + self.grid)
         self._weight = math.exp(log_geometric(view.tilt, self.grid, size))
+        self._frequencies = np.flatnonzero(kept)
+        step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
+        self._above = 1 / np.expm1(step)
+        self._far = 1 / np.expm1(step + self.grid)
         self._origins = [part.law.first + one.atom for part, one in zip(parts, ones, strict=True)]
-        # per release, of each law
-        self._norms = [part.log_norm for part in parts]
-        self._sizes = [2 + 2 * abs(part.log_norm) + math.log(part.mass.size) for part in parts]
-        self._moments = [log_moment(law, view.rise) for law, _ in laws]
-        self._infinite = [math.log1p(-law.infinite) for law, _ in laws]
+        self._note_releases(laws, parts, view.rise)
         if self.few:
             self._aim = self.curve([count for _, count in laws], log_delta).first
+
+    def _note_releases(self, laws: Counted, parts: list[TiltedLaw], rise: float) -> None:
+        """Notes what each release of a law adds to norms, sizes, moments and infinite losses."""
+        self._norms = [part.log_norm for part in parts]
+        self._sizes = [2 + 2 * abs(part.log_norm) + math.log(part.mass.size) for part in parts]
+        self._moments = [log_moment(law, rise) for law, _ in laws]
+        self._infinite = [math.log1p(-law.infinite) for law, _ in laws]
 
     def curve(self, counts: Sequence[int], log_delta: float) -> DeltaCurve:
         """Returns the curve of delta of a composition next to where it falls to a log delta: two points, or the end."""
@@ -605,26 +610,13 @@ class Powers:
         times = np.asarray(counts, dtype=np.float64)
         origin = sum(count * origin for count, origin in zip(counts, self._origins, strict=True))
 
-        def turned(index: int) -> npt.NDArray[np.complex128]:
-            turns: npt.NDArray[np.complex128] = np.exp(
-                2j * np.pi / size * (self._frequencies * (index % size) % size)
-            )
-            return turns
-
-        bound = np.exp(times @ self._log_bound) * self._times
-        power = (
-            np.exp(times @ self._log_size + 1j * (times @ self._angle))
-            * self._times
-            * turned(-origin)
-        )
+        power = np.exp(times @ self._log_size + 1j * (times @ self._angle))
+        power = power * self._times * self._turned(-origin)
         near = power * (self._above - self._far)
-        last_turn = turned(last)
+        last_turn = self._turned(last)
         beyond = float((power * self._above * last_turn).sum().real)
         farther = float((power * self._far * last_turn).sum().real)
-        # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
-        error = (float(bound @ (times @ self._slope + self._rounding)) + self._left_out) * 1.001
-        sums = 256 * UNIT * float(bound @ (np.abs(self._above) + np.abs(self._far)))
-        margin = error * self._weight + sums
+        margin = self._margin(times)
         log_scale = summed(counts, self._norms)
         largest = max(abs(self._first), abs(last)) * grid
         slack = 8 * UNIT * (8 + summed(counts, self._sizes) + tilt * largest)
@@ -636,7 +628,7 @@ class Powers:
         def log_value(index: int) -> tuple[float, float]:
             """Returns the bound on log delta at a point of the grid, and the log of its part for rounding."""
             rest = (last - index) * grid
-            inside = float((near * turned(index)).sum().real)
+            inside = float((near * self._turned(index)).sum().real)
             inside -= math.exp(-tilt * rest) * (beyond - math.exp(-rest) * farther)
             base = log_scale - tilt * index * grid - math.log(size)
             finite = base + math.log(max(inside, 0.0) + margin) + slack
@@ -652,6 +644,21 @@ class Powers:
         points = [index for index in (low, high) if index >= self._first]
         values = np.array([log_value(index) for index in points])
         return DeltaCurve(points[0], grid, values[:, 0], values[:, 1])
+
+    def _turned(self, index: int) -> npt.NDArray[np.complex128]:
+        size = self._size
+        turns: npt.NDArray[np.complex128] = np.exp(
+            2j * np.pi / size * (self._frequencies * (index % size) % size)
+        )
+        return turns
+
+    def _margin(self, times: FloatArray) -> float:
+        """Returns the bound on all errors of D."""
+        bound = np.exp(times @ self._log_bound) * self._times
+        # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
+        error = (float(bound @ (times @ self._slope + self._rounding)) + self._left_out) * 1.001
+        sums = 256 * UNIT * float(bound @ (np.abs(self._above) + np.abs(self._far)))
+        return error * self._weight + sums
 
 
 def crossing(
