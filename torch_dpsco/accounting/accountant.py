@@ -20,6 +20,7 @@ from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
     REPLACE_ONE,
+    ZERO_OUT,
     Adjacency,
     Event,
     Parallel,
@@ -78,7 +79,7 @@ class Accountant:
     Args:
         budget: refuse what would pass it; None records without limit.
         adjacency: default of queries; a budget's adjacency wins. None: "add_remove" if the first event comes from
-            Opacus (`step`, the hook, `history`), else "replace_one".
+            Opacus (`step`, the hook, `history`), else "zero_out".
         unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
         ledger_path: of the ledger file (see `ledger_file`); None keeps the ledger in memory and checkpoints only.
         must_exist: refuse to make a new ledger file: for all runs on some data but the first.
@@ -114,10 +115,12 @@ class Accountant:
     ) -> None:
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
-            adjacency = budget.adjacency
+            adjacency = budget.adjacency if budget.says_adjacency else adjacency
             unit = budget.unit
             make_filter(budget)  # may raise, and must before a file is opened
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
+        if budget is not None:
+            budget = budget.under(self._config["adjacency"])
         self._limit = Limit(self._journal, budget)
         self._phases = Phases()
         self._opacus = OpacusSteps()
@@ -178,7 +181,7 @@ class Accountant:
     @property
     def adjacency(self) -> Adjacency:
         """Default of queries."""
-        return self._config["adjacency"] or REPLACE_ONE
+        return self._config["adjacency"] or ZERO_OUT
 
     @property
     def suspicious_sampling(self) -> bool:
@@ -200,6 +203,15 @@ class Accountant:
     @locked
     def budget(self, budget: Budget | None) -> None:
         self._limit.change(budget)
+
+    @typed
+    @locked
+    def settle(self, adjacency: Adjacency) -> None:
+        """Takes this adjacency, unless budget, constructor, file or an earlier charge have said one."""
+        if self._config["adjacency"] is None:
+            self._config["adjacency"] = adjacency
+            if self.budget is not None:
+                self._limit.change(self.budget.under(adjacency))
 
     @typed
     @locked
@@ -360,7 +372,8 @@ class Accountant:
         undecided = self._config["adjacency"] is None
         if undecided:
             # before the charge: the first line of a ledger file names it
-            self._config["adjacency"] = note.adjacency
+            known = note if self.budget is None else self.budget
+            self._config["adjacency"] = known.adjacency
         added = 0
         try:
             added = self._journal.charge(event, count, note)

@@ -58,7 +58,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.quadrature import FloatArray
 from torch_dpsco.accounting.analysis.rdp import curve_of, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event
+from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
 from torch_dpsco.errors import warn
 
 _WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
@@ -91,8 +91,9 @@ class Budget:
         epsilon: > 0; chosen for a risk.
         delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: modes "planned" and "pure", and events with
             a pure epsilon.
-        adjacency: "replace_one" (default), "add_remove" or "zero_out". Budgets of different adjacencies are different
-            promises and are never compared.
+        adjacency: "zero_out" (a record is emptied; n is public), "replace_one" or "add_remove". None for "zero_out",
+            or for what the plan or ledger that takes this budget needs or names (see `under`). Budgets of different
+            adjacencies are different promises and are never compared.
         unit: what one record is; "example" or "user".
         mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "zcdp" (what
             has a rho), "rdp" (any event, Renyi orders fixed in advance), "rdp-mixture" (any event, order not known),
@@ -126,7 +127,7 @@ class Budget:
 
     epsilon: float = _MISSING
     delta: float = _MISSING
-    adjacency: Adjacency = REPLACE_ONE
+    adjacency: Adjacency = None  # type: ignore[assignment]  # "zero_out", unless a plan names another
     unit: str = "example"
     mode: str = "planned"
     orders: float | Iterable[float] | None = None
@@ -141,6 +142,10 @@ class Budget:
         missing = [name for name in ("epsilon", "delta") if getattr(self, name) is _MISSING]
         if missing and (self.advantage, self.tpr, self.fpr) == (None, None, None):
             raise TypeError(f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr")
+        unsaid = vars(self)["adjacency"] is None
+        object.__setattr__(self, "_unsaid", unsaid)
+        if unsaid:
+            object.__setattr__(self, "adjacency", ZERO_OUT)
         check_fields(self)
         self._set_line(len(missing) == 2)
         check.fields(self, epsilon=check.positive, delta=check.below_one)
@@ -298,6 +303,24 @@ class Budget:
             if self.delta == delta == 0 and within(epsilon, self.epsilon)
             else epsilon
         )
+
+    def under(self, adjacency: Adjacency | None) -> Budget:
+        """Returns this budget under an adjacency, if it was made without one; else, and for None, itself.
+
+        Example:
+            >>> Budget(1.0, 1e-5).under("replace_one").adjacency
+            'replace_one'
+            >>> Budget(1.0, 1e-5, "add_remove").under("replace_one").adjacency
+            'add_remove'
+        """
+        return (
+            self if adjacency is None or self.says_adjacency else replace(self, adjacency=adjacency)
+        )
+
+    @property
+    def says_adjacency(self) -> bool:
+        """Whether the budget was made with an adjacency; else that of a plan or ledger takes its place."""
+        return not vars(self)["_unsaid"]
 
     def declaring(self, event: Event, steps: int) -> Budget:
         """Returns a budget whose schedule holds `steps` more of the event.

@@ -42,9 +42,24 @@ ADD_REMOVE: Adjacency = "add_remove"
 ZERO_OUT: Adjacency = "zero_out"
 REPLACE_ONE: Adjacency = "replace_one"
 ADJACENCIES: tuple[Adjacency, ...] = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
+_CHANGES = {
+    ADD_REMOVE: "added or removed",
+    ZERO_OUT: "emptied",
+    REPLACE_ONE: "replaced by any other",
+}
 
 # L2 sensitivity of a sum of rows clipped at 1: a replaced row takes one vector of norm <= 1 away and adds another.
 CLIP_UNITS: Mapping[Adjacency, float] = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
+
+
+def in_words(adjacency: str) -> str:
+    """Returns an adjacency with what happens to the one record in which neighbors differ.
+
+    Example:
+        >>> in_words("zero_out")
+        'zero_out: emptied'
+    """
+    return f"{adjacency}: {_CHANGES[check_adjacency(adjacency)]}"
 
 
 def check_adjacency(adjacency: str) -> Adjacency:

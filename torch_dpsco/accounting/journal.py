@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency, Event, Repeat
+from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.ledger_file import MARKS, Book, LedgerFile, charge_row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
@@ -26,7 +26,7 @@ class Note(NamedTuple):
 
     marks: Collection[str] = ()
     releases: Mapping[str, int] = MappingProxyType({})
-    adjacency: Adjacency = REPLACE_ONE
+    adjacency: Adjacency = ZERO_OUT
 
 
 NO_NOTE = Note()

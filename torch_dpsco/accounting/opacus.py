@@ -122,7 +122,7 @@ class OpacusSteps:
     def note(self, event: Event) -> Note:
         """Returns what the ledger notes with a step."""
         marks = ("stepped",) if self.verified else ("stepped", "asserted")
-        adjacency = ADD_REMOVE if isinstance(event, PoissonGaussian) else REPLACE_ONE
+        adjacency = ADD_REMOVE if isinstance(event, PoissonGaussian) else ZERO_OUT
         return Note(marks, adjacency=adjacency)
 
     def of_one_batch(self, noise: float, rate: float) -> Event:

@@ -24,7 +24,7 @@ from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
 from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.prox import Prox
-from torch_dpsco.step.chooser import agreed_adjacency, given_noise
+from torch_dpsco.step.chooser import agreed, given_noise
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
 
 _BANDS = 32  # of which one vector of noise each is kept
@@ -133,13 +133,13 @@ class CorrelatedSGD(PlannedOptimizer):
             bands: b, at most the batches of a pass; b - 1 vectors of past noise are kept. Default 32, or what there is.
             average: "last", "uniform" or "weighted".
             radius: of the ball that the iterates stay in.
-            adjacency: "replace_one" (default) or "zero_out".
+            adjacency: "zero_out" (default) or "replace_one".
 
         Raises:
             AdjacencyError: nothing is proved under add_remove.
             InfeasibleError: the target cannot be reached.
         """
-        adjacency = agreed_adjacency(adjacency, budget)
+        budget, adjacency = agreed(budget, adjacency)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
                 "adjacency must be zero_out or replace_one: records keep their places (got"

@@ -35,7 +35,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     SAMPLING,
     Scale,
-    agreed_adjacency,
+    agreed,
     dimension,
     drawn,
     noise_for,
@@ -48,6 +48,7 @@ from torch_dpsco.step.chooser import (
     sampled,
     scale_of_clip,
     steps_of,
+    usual_adjacency,
 )
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
@@ -327,7 +328,7 @@ class HeavyTailed(PlannedOptimizer):
                 with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
                 `AcceleratedSGD` has an answer of its own.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model; needed where moments are promised, and by pilots.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
                 AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
@@ -342,14 +343,14 @@ class HeavyTailed(PlannedOptimizer):
         """
         problem = problem or Problem()
         dim = dimension(dim)
-        adjacency = agreed_adjacency(adjacency, budget)
+        if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
+            n = sampling.n if n is None else n
+        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n, mode))
         check_mode(mode, adjacency)
         check.choice((*AVERAGES, None), average=average)
         if distance is not None:
             check.positive(distance=distance)
         goal, noise = _goal(budget, noise_multiplier)
-        if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
-            n = sampling.n if n is None else n
         left = n if n is None else check.positive_count(n=n)
         if isinstance(clip, Pilot) and left is not None:
             if isinstance(sampling, Design):

@@ -45,13 +45,14 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     SAMPLING,
     Run,
-    agreed_adjacency,
+    agreed,
     dimension,
     drawn,
     loudness,
     noise_for,
     run_of,
     scale_of_problem,
+    usual_adjacency,
 )
 from torch_dpsco.step.pace import clip_share
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
@@ -235,7 +236,7 @@ class HolderSGD(PlannedOptimizer):
                 batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
@@ -264,7 +265,7 @@ class HolderSGD(PlannedOptimizer):
             n = None if isinstance(sampling, Undeclared) else sampling.n
             batch_size = sampling.batch_size
         noise = noise or ("paper" if paper else "adaptive")
-        adjacency = agreed_adjacency(adjacency, budget)
+        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n, mode))
         _require_paper(paper, adjacency, sampling, noise)
         _require_noise(noise, noise_multiplier, noise_std, budget)
         if noise_multiplier is not None:

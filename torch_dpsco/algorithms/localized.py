@@ -50,7 +50,7 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed_adjacency, dimension, noise_for, release_noise
+from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
@@ -390,7 +390,7 @@ class LocalizedSGD(PlannedOptimizer):
             sampling: "full" (all records of the phase in each step); "poisson", "fixed" or "allocated" (minibatches,
                 method "localized" only). With "allocated" each record is in one secretly drawn batch of each pass over
                 its phase; there is no risk bound, and small phases take all records in each step.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model; needed where the phases are chosen.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
             allow_infinite_variance: admits moment orders below 2.
@@ -403,7 +403,7 @@ class LocalizedSGD(PlannedOptimizer):
         """
         problem = problem or Problem()
         dim = dimension(dim)
-        adjacency = agreed_adjacency(adjacency, budget)
+        budget, adjacency = agreed(budget, adjacency)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
                 "adjacency must be replace_one or zero_out for phases on parts that are cut by"

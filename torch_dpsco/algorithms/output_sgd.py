@@ -46,6 +46,7 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import (
     REPLACE_ONE,
+    ZERO_OUT,
     Adjacency,
     ApproxDP,
     KNorm,
@@ -74,7 +75,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed_adjacency, dimension, sampled
+from torch_dpsco.step.chooser import agreed, dimension, sampled
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
@@ -223,7 +224,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).
-            adjacency: "replace_one" or "zero_out"; default the budget's, or "replace_one".
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
             mode: "tight" or "paper".
             distance: guess of |w*|; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
@@ -242,7 +243,9 @@ class HolderOutputSGD(RowFreeOptimizer):
             >>> round(plan.noise_scale, 3)
             0.093
         """
-        adjacency = agreed_adjacency(adjacency, budget)
+        budget, adjacency = agreed(
+            budget, adjacency, default=REPLACE_ONE if mode == "paper" else ZERO_OUT
+        )
         dim = check.positive_count(dim=dimension(dim))
         if isinstance(sampling, Design):
             sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
@@ -426,7 +429,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             reg: gamma >= 0 of the regularizer (gamma/2)|w|^2, all parameters included.
             average: "last" (default if reg > 0), "uniform" (default else) or "weighted" (by t).
             noise: "gaussian", or "knorm" (that of a budget with delta = 0, its default).
-            adjacency: "replace_one" or "zero_out"; default the budget's, or "replace_one".
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
             distance: guess of |w*|, for the default step size at reg = 0; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
                 computed mean gradient.
@@ -445,7 +448,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
             (0.02, 0.02)
         """
-        adjacency = agreed_adjacency(adjacency, budget)
+        budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         pure = budget is not None and budget.delta == 0
         noise = check.choice(_NOISES, noise=noise or ("knorm" if pure else "gaussian"))

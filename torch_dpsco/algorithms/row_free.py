@@ -147,7 +147,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self.prox = plan.prox()
         self.bounds = record_bounds(plan.problem, bias)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
-        self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant)
+        self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant, plan.design)
         self.accountant = accountant
         self.accountant.require_unit("example")
         checks.require_one_step(self.accountant, self.adjacency, self.event)

@@ -24,7 +24,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
-    agreed_adjacency,
+    agreed,
     dimension,
     drawn,
     given_noise,
@@ -244,7 +244,7 @@ class UserClippedSGD(PlannedOptimizer):
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
             min_items: rows that a user must have, public; others contribute 0.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
                 buries the signal.
             distance: guess of how far the parameters have to go, for the step rule; default 6.
@@ -255,7 +255,7 @@ class UserClippedSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        adjacency = agreed_adjacency(adjacency, budget, "user")
+        budget, adjacency = agreed(budget, adjacency, "user")
         dim = dimension(dim)
         n_users = check.positive_count(n_users=n_users)
         given: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}

@@ -59,7 +59,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed_adjacency, dimension
+from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import MeanOracle, Release
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
@@ -304,7 +304,7 @@ class UserFilteredSGD(FilterOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
         """
-        adjacency = agreed_adjacency(None, budget, "user")
+        budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
         if adjacency != REPLACE_ONE:
             raise AdjacencyError(
                 f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})"
@@ -579,7 +579,7 @@ class LocalizedUserSGD(FilterOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        adjacency = agreed_adjacency(None, budget, "user")
+        budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
         dim = dimension(dim)
         if adjacency != REPLACE_ONE:
             raise AdjacencyError(

@@ -36,7 +36,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.events import ADD_REMOVE, check_adjacency
+from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency, in_words
 from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError
@@ -66,11 +66,13 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids
 from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
 from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
+from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.estimator_blocks import as_blocks, dense_rows, is_sparse, record_weights
-from torch_dpsco.streams.partitions import Partitions
+from torch_dpsco.streams.partitions import Partitions, RawPartitions
 
 _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
+_MOST = 2**53  # records of a table
 _CLEAR = 1e30  # eigenvalue of a stand-in for a Hessian, above all noise
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
@@ -79,8 +81,8 @@ _HOW_TO_BOUND = (
     " sqrt(k); a one-hot group: 1); never its largest norm in the data"
 )
 _HOW_TO_COUNT = (
-    "a public number of records: the true one under replace_one; under add_remove, where the true"
-    " one is private, one of the size that was planned for (a power of ten will do). It sets the"
+    "a public number of records, for a plan without a table or under add_remove. There the true one"
+    " is private: give one of the size that was planned for (a power of ten will do). It sets the"
     " regularizer of some mechanisms and the cap n_max = 2 n, never the noise of a record"
 )
 _Model = TypeVar("_Model", bound="LinearModel")
@@ -93,8 +95,9 @@ class LinearModel(BaseEstimator):
     Args:
         epsilon: > 0, of the budget of each fit.
         delta: in [0, 1) of the budget; 0 for pure differential privacy. Choose it far below 1/n.
-        adjacency: "add_remove" (the number of records is private), "replace_one" or "zero_out" (it is n).
-        n: public number of records; required. It must be the true one but under add_remove.
+        adjacency: "zero_out" (a record is emptied), "replace_one", or "add_remove" (the number of records is private).
+        n: public number of records. None for that of the table that is fitted, which is public but under add_remove,
+            where it must be given: one of the size that was planned for.
         bound_x: B > 0, norm that rows are clipped to; required.
         prepare: "auto" measures privately what rows and targets look like where that pays by public numbers (needs
             delta > 0, an intercept, and neither feature_center, feature_scale, reg nor radius, which are in public
@@ -131,7 +134,7 @@ class LinearModel(BaseEstimator):
 
     epsilon: float = 1.0
     delta: float = 1e-6
-    adjacency: str = "add_remove"
+    adjacency: str = ZERO_OUT
     n: int | None = None
     bound_x: float | None = None
     feature_center: Any = None
@@ -220,7 +223,10 @@ class LinearModel(BaseEstimator):
         count, width = features.shape
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
-        plan = self.plan(width, "example" if groups is None else "user")
+        settings = self
+        if self.n is None and self.adjacency != ADD_REMOVE:
+            settings = self._unspent(n=_number_of_units(count if blocks is None else blocks, users))
+        plan = settings.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
         privacy = self._report_of(ledger)  # raises if the ledger will have no answer at this delta
@@ -317,6 +323,8 @@ class LinearModel(BaseEstimator):
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
+        if self.n is None:
+            raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
         n = check.positive_count(n=self.n)
         prepare = None
         warn_of_delta(budget, n, stacklevel=4)
@@ -354,7 +362,8 @@ class LinearModel(BaseEstimator):
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
-        return {"n": _HOW_TO_COUNT, "bound_x": _HOW_TO_BOUND}
+        counted = {"n": _HOW_TO_COUNT} if self.adjacency == ADD_REMOVE else {}
+        return counted | {"bound_x": _HOW_TO_BOUND}
 
     def _require_given(self) -> None:
         """Raises ValueError for all settings together that must be given and are not."""
@@ -525,7 +534,7 @@ class LinearModel(BaseEstimator):
         )
         names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
         return Summary.of(
-            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {task.adjacency}",
+            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {in_words(task.adjacency)}",
             (*map(str, names), "intercept")[: task.width],
             found,
             to_raw,
@@ -598,6 +607,15 @@ def _when_shown(plan: LinearPlan) -> str:
         f" {task.n} records as long as bound_x allows, in all directions alike, would give"
         f" {task.n * each:.3g}, others less: intervals may be refused after they were paid for"
     )
+
+
+def _number_of_units(records: int | RawBlocks | RawPartitions, users: Tensor | None) -> int:
+    """Returns the number of records, or of users, where it is public."""
+    if users is not None:
+        return len(users.unique())
+    if isinstance(records, RawBlocks):
+        return records.count(_MOST)
+    return records if isinstance(records, int) else records.count
 
 
 def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:

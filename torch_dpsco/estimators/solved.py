@@ -44,7 +44,7 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.sampling.one_by_one import one_by_one
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed_adjacency
+from torch_dpsco.step.chooser import agreed
 from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
@@ -99,7 +99,7 @@ def linear_task(
         bound_x: that rows are clipped to, without the one of a bias.
         budget: target, or None.
         noise_multiplier: in place of a budget's noise.
-        adjacency: default the budget's, or "replace_one".
+        adjacency: default the budget's, or "zero_out".
         bound_y: that targets are clipped to.
         reg: in sum form.
         radius: of the ball of answers.
@@ -107,6 +107,7 @@ def linear_task(
         residual_clip: share of the bound that gradients are clipped at.
     """
     scores, dim, bias = linear_shape(model)
+    budget, adjacency = agreed(budget, adjacency)
     task = LinearTask(
         loss=loss,
         preparation=Preparation(bound_x, intercept=float(bias)),
@@ -114,7 +115,7 @@ def linear_task(
         n=n,
         budget=budget,
         noise_multiplier=noise_multiplier,
-        adjacency=agreed_adjacency(adjacency, budget),
+        adjacency=adjacency,
         bound_y=bound_y,
         reg=reg,
         radius=radius,
@@ -201,7 +202,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._finalized = False
         self._solved: Any = None
         ledger.require_unit("example")
-        checks.agreed_adjacency(task.adjacency, ledger)
+        checks.agreed_adjacency(task.adjacency, ledger, Full(task.n))
         checks.require_one_step(ledger, task.adjacency, plan.event())
         ledger.expect(plan.event(), 1)
         self.accountant = ledger
@@ -409,7 +410,7 @@ class NoisyGD(SolvedOptimizer):
             budget: target; delta > 0.
             noise_multiplier: > 0 (a budget then only limits the run): std of a step's noise over the bound on a
                 record's gradient; needs reg.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             bound_y: Y > 0, public, that real targets are clipped to.
             reg: in sum form, > 0; None for that of objective perturbation.
             radius: of a ball that iterates are projected on.
@@ -499,7 +500,7 @@ class ObjectivePerturbation(SolvedOptimizer):
             budget: target; delta = 0 for a pure epsilon (one score only).
             noise_multiplier: > 0 (a budget then only limits the run): std of the random term over the bound on a
                 record's gradient, charged as a curve; needs reg.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             bound_y: Y > 0, public, that real targets are clipped to.
             reg: in sum form, > 0; None for the smallest sensible one, at which a quarter of epsilon pays for it.
             radius: of a ball that the answer is projected on.
@@ -601,7 +602,7 @@ class OutputPerturbation(SolvedOptimizer):
             budget: target; delta = 0 for a pure epsilon.
             noise_multiplier: > 0 (a budget then only limits the run): std of Gaussian noise over how far one record
                 moves the answer.
-            adjacency: default the budget's, or "replace_one".
+            adjacency: default the budget's, or "zero_out".
             bound_y: Y > 0, public, that real targets are clipped to.
             reg: in sum form, > 0; None for the least bound on the risk of a model of norm 5/B.
             radius: of a ball that the answer is in; needed for the squared loss under add_remove, or n_max.

@@ -31,7 +31,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, RDPCurve, Sequential
+from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.certificates import gradient_rounding
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
@@ -88,7 +88,7 @@ class LinearTask:
     n: int
     budget: Budget | None = None
     noise_multiplier: float | None = None
-    adjacency: Adjacency = REPLACE_ONE
+    adjacency: Adjacency = ZERO_OUT
     bound_y: float | None = None
     reg: float | None = None
     radius: float = math.inf

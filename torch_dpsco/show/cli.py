@@ -106,8 +106,7 @@ def _parser() -> _Parser:
     fit.add_argument("--delta", type=_value, default=1e-6, help="far below 1/n; default 1e-6")
     fit.add_argument(
         "--adjacency",
-        default="replace_one",
-        help="default replace_one, where the number of units is public",
+        help="default zero_out, where the number of units is public",
     )
     fit.add_argument("--n", type=_value, help="public number of units, needed under add_remove")
     fit.add_argument(
@@ -201,7 +200,7 @@ def _plan(args: argparse.Namespace) -> Result:
     }
     losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
 
-    def budget(epsilon: float, delta: float, adjacency: Any = "replace_one") -> dp.Budget:
+    def budget(epsilon: float, delta: float, adjacency: Any = None) -> dp.Budget:
         return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
 
     sources = [kind.plan, dp.Budget]

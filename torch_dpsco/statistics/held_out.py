@@ -74,6 +74,7 @@ def ledger_of(
         )
     ledger = Accountant(budget) if accountant is None else accountant
     ledger.require_unit(budget.unit)
+    ledger.settle(budget.adjacency)
     if ledger.adjacency != budget.adjacency:
         raise AdjacencyError(
             f"budget must have the adjacency of the accountant, {ledger.adjacency} (got"

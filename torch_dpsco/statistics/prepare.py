@@ -85,7 +85,7 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     upper: Any = None
     epsilon: float = 1.0
     delta: float = 1e-6
-    adjacency: Adjacency = ADD_REMOVE
+    adjacency: Adjacency = ZERO_OUT
     accountant: Accountant | None = None
     n_features_in_: ClassVar[int]  # set by a fit
 
@@ -146,6 +146,7 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         if ledger is None:
             ledger = Accountant(target)
         ledger.require_unit("example")
+        ledger.settle(self.adjacency)
         if ledger.adjacency != self.adjacency:
             # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
             raise AdjacencyError(

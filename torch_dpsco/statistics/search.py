@@ -28,7 +28,14 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rdp import expected_trials, negative_binomial_selection
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.curves import orders_at
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, RDPCurve, check_adjacency
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ZERO_OUT,
+    Event,
+    RDPCurve,
+    check_adjacency,
+    in_words,
+)
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.errors import (
@@ -121,7 +128,7 @@ class PrivateSearch(BaseEstimator):
     candidates: Mapping[str, LinearModel]
     epsilon: float = 1.0
     delta: float = 1e-6
-    adjacency: str = ADD_REMOVE
+    adjacency: str = ZERO_OUT
     n: int | None = None
     metric: str = "accuracy"
     bound: float | None = None
@@ -166,7 +173,7 @@ class PrivateSearch(BaseEstimator):
         trial = self._trial(budget, math.exp(root))
         found = event(trial.epsilon)
         words = [
-            f"PrivateSearch: {budget.target} ({budget.adjacency}), charged once, beforehand",
+            f"PrivateSearch: {budget.target} ({in_words(budget.adjacency)}), charged once, beforehand",
             (
                 f"  {self.law} number of trials, {self.trials:g} on average, among"
                 f" {len(self.candidates)} candidates"
@@ -201,6 +208,7 @@ class PrivateSearch(BaseEstimator):
         plan = self.plan(features.shape[1])
         ledger = Accountant(budget) if self.accountant is None else self.accountant
         ledger.require_unit("example")
+        ledger.settle(budget.adjacency)
         if ledger.adjacency != budget.adjacency:
             raise AdjacencyError(
                 f"accountant must have the adjacency {budget.adjacency!r} (got"

@@ -32,7 +32,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel
+from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
 from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
 from torch_dpsco.accounting.report.grounds import HELD
@@ -97,7 +97,7 @@ class StudyPlan:
             shown = [f"    {plan.shown}"] if plan.shown else []
         lines = [
             (
-                f"Study of {self.schema.target!r}: {self.budget.target} ({self.budget.adjacency}),"
+                f"Study of {self.schema.target!r}: {self.budget.target} ({in_words(self.budget.adjacency)}),"
                 f" for each {unit}"
             ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",

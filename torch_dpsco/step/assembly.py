@@ -85,7 +85,7 @@ class Assembly(CommonOptimizer):
         rule.check_schedule(self.schedule)
         self.prox = prox or Identity()
         self.reg = check.nonnegative(reg=reg)
-        self.adjacency = checks.agreed_adjacency(adjacency, accountant)
+        self.adjacency = checks.agreed_adjacency(adjacency, accountant, design)
         if (
             accountant is None
         ):  # not "if accountant": an empty one has length 0 and would count as false

@@ -16,7 +16,14 @@ from torch_dpsco._validate import positive_count, shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Parts, Poisson, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, Event, check_adjacency
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    Event,
+    check_adjacency,
+)
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
@@ -158,10 +165,14 @@ def one_device(params: Sequence[nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
-def agreed_adjacency(adjacency: Adjacency | None, accountant: Accountant | None) -> Adjacency:
+def agreed_adjacency(
+    adjacency: Adjacency | None, accountant: Accountant | None, design: Design
+) -> Adjacency:
     """Returns the adjacency of the guarantee; raises AdjacencyError if the accountant has another one."""
+    usual = REPLACE_ONE if isinstance(design, Undeclared) else ZERO_OUT
     if accountant is None:
-        return check_adjacency(adjacency or REPLACE_ONE)
+        return check_adjacency(adjacency or usual)
+    accountant.settle(adjacency or usual)
     if adjacency is not None and adjacency != accountant.adjacency:
         raise AdjacencyError(
             f"adjacency must be {accountant.adjacency!r}, the accountant's (got {adjacency!r})"
@@ -242,6 +253,7 @@ def require_budget(accountant: Accountant, budget: Budget) -> None:
         raise AdjacencyError(
             f"accountant must have the budget {budget}, or none (got {accountant.budget})"
         )
+    accountant.settle(budget.adjacency)
     if accountant.adjacency != budget.adjacency:
         raise AdjacencyError(
             f"accountant must have the budget's adjacency {budget.adjacency!r} (got"

@@ -26,7 +26,13 @@ from torch_dpsco.accounting.designs import (
     Poisson,
     Shuffled,
 )
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency, check_adjacency
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Adjacency,
+    check_adjacency,
+)
 from torch_dpsco.errors import AdjacencyError, UnitError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
@@ -240,26 +246,35 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
 }
 
 
-def agreed_adjacency(
-    adjacency: Adjacency | None, budget: Budget | None, unit: str = "example"
-) -> Adjacency:
-    """Returns the adjacency of a plan: the budget's, or "replace_one" where nothing is said.
+def usual_adjacency(n: int | None, mode: str = "tight") -> Adjacency:
+    """Returns the adjacency where none is said; without n, and in mode "paper", only replaced records are covered."""
+    return REPLACE_ONE if n is None or mode == "paper" else ZERO_OUT
+
+
+def agreed(
+    budget: Budget | None,
+    adjacency: Adjacency | None,
+    unit: str = "example",
+    default: Adjacency = ZERO_OUT,
+) -> tuple[Budget | None, Adjacency]:
+    """Returns budget and adjacency of a plan: what one of them says, or the default where neither does.
 
     Raises:
         UnitError: the budget protects another unit.
         AdjacencyError: it is of another adjacency.
     """
     if budget is None:
-        return check_adjacency(adjacency or REPLACE_ONE)
+        return None, check_adjacency(adjacency or default)
     if budget.unit != unit:
         raise UnitError(
             f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})"
         )
+    budget = budget.under(adjacency or default)
     if adjacency not in (None, budget.adjacency):
         raise AdjacencyError(
             f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})"
         )
-    return budget.adjacency
+    return budget, budget.adjacency
 
 
 def sampled(

@@ -40,6 +40,7 @@ from torch_dpsco.accounting.events import (
     Event,
     event_from_json,
     event_to_json,
+    in_words,
     scaled_noise,
 )
 from torch_dpsco.accounting.ledger import Ledger
@@ -87,6 +88,8 @@ class Plan(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.budget is not None:
+            object.__setattr__(self, "budget", self.budget.under(self.adjacency))
         promised = (
             (self.adjacency, self.unit)
             if self.budget is None
@@ -166,7 +169,7 @@ class Plan(ABC):
             >>> [axes.get_title() for axes in plan.plot().axes]
             ['Noise beside signal', 'What is spent']
         """
-        title = f"{type(self).__name__}: privacy for one {self.unit} ({self.adjacency})"
+        title = f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"
         return plots.figure(title, self._noise_panel(), self._epsilon_panel())
 
     def _noise_panel(self) -> plots.Panel:
@@ -239,7 +242,7 @@ class Plan(ABC):
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
         rows.sort(key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
-        out = [f"{type(self).__name__}: privacy for one {self.unit} ({self.adjacency})"]
+        out = [f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"]
         for label, text in rows:
             out += textwrap.wrap(
                 text,

@@ -55,7 +55,7 @@ def draw(report: PrivacyReport) -> Figure:
         f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one"
         f" {report.unit_name}"
     )
-    return plots.figure(f"{title} ({report.adjacency}){report.proviso}", *panels(report))
+    return plots.figure(f"{title} ({report.in_words}){report.proviso}", *panels(report))
 
 
 def save(

@@ -33,6 +33,7 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
     WORGaussian,
     clipped_gaussian,
+    in_words,
 )
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.grounds import Words, charged
@@ -280,6 +281,11 @@ class PrivacyReport:
     spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
     named_unit: tuple[str, ...] = ()
     rows_of_unit: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """The adjacency, with what happens to the one record in which neighbors differ."""
+        return in_words(self.adjacency)
 
     @property
     def unit_name(self) -> str:
