@@ -394,13 +394,17 @@ class Assembly(CommonOptimizer):
         self._abort()
 
     def _abort(self) -> None:
+        self._clear()
+        self._batch.drop()
+
+    def _clear(self) -> None:
+        """Forgets all rows, and the oracle's sum of them."""
         clear_rows(self._all_params())
         for p in self._all_params():
             reset = getattr(p, "dpsco_reset", None)
             if reset is not None:
                 reset()
         self.oracle.discard()
-        self._batch.drop()
 
     def _expect(self, chunk: Chunk) -> None:
         retire_forwards(self._all_params(), filled=None if chunk.slots is None else chunk.size)

@@ -38,7 +38,7 @@ from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.payments import Paid, new_run, refuse_copy, refuse_load, refuse_lost
+from torch_dpsco.step.payments import Paid, new_run, refuse_copy, refuse_load
 from torch_dpsco.step.turn import in_turn
 
 _KEY = "dpsco"
@@ -291,23 +291,24 @@ class Saved(Assembly):
             used = marked.get(self._batch.partition_name, partition.made)
             self._batch.resume(replace(partition, made=max(partition.made, used)))
         lost = 0 if self._finalized else max(0, marked.get(self.run, made) - made)
-        refuse_lost(
-            () if self._payments.in_passes else self._payments.sharing, lost
-        )  # batches of a pass share nothing but their charge
+        if lost:
+            self._payments.require_losable(lost)
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
-                halted = self.oracle.lose(
-                    self._steps, halted=self._payments.halt_mark(self._steps) in marked
-                )
-                self._payments.note_lost(
-                    self._steps, self._batch.partition_name, cut=self._batch.partition is not None
-                )
-                self._apply(self._trained(), Release([], halted=halted, still=True))
+                self._count_lost(halted=self._payments.halt_mark(self._steps) in marked)
         tell_of_lost(lost, made)
         if self._steps == self._planned:
             self.finalize()
         return lost
+
+    def _count_lost(self, *, halted: bool) -> None:
+        """Counts the next step, which was charged, as one whose release is lost."""
+        halted = self.oracle.lose(self._steps, halted=halted)
+        self._payments.note_lost(
+            self._steps, self._batch.partition_name, cut=self._batch.partition is not None
+        )
+        self._apply(self._trained(), Release([], halted=halted, still=True))
 
     def __getstate__(self) -> dict[str, Any]:
         self._require_private()

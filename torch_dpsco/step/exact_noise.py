@@ -50,7 +50,7 @@ Source: docs/proofs/exact_gaussian.md, docs/proofs/accounting.md#discrete-laplac
 Releases of one vector: Gaussian or K-norm noise, or exact noise on a public grid.
 
 Exact releases are rounded to a public grid, and discrete noise is added in integers. What numbers can occur does not
-depend on the data, and no law rests on the rounding of a sampler. See `theory.rounding` for what is charged,
+depend on the data, and no law rests on the rounding of a sampler. See `analysis.rounding` for what is charged,
 `step.exact_noise` for the draws.
 
 Others are Gaussian, or of the K-norm mechanism, which is purely epsilon-private:
@@ -388,7 +388,7 @@ def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
 
     Args:
         value: what is released.
-        event: with `exact=True` and the grid in its sensitivities (`theory.rounding.with_grid`).
+        event: with `exact=True` and the grid in its sensitivities (`analysis.rounding.with_grid`).
         source: of the bits.
 
     Guarantee: post-processing of the Gaussian release that the event says, up to a factor that no figure shows.

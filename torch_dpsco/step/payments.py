@@ -196,18 +196,6 @@ def refuse_load(sharing: Sequence[MeanOracle]) -> None:
         )
 
 
-def refuse_lost(sharing: Sequence[MeanOracle], lost: int) -> None:
-    """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
-    if lost and any(type(member).lose is MeanOracle.lose for member in sharing):
-        # PRIVACY: what later releases share with a lost one is lost with it
-        # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
-        raise SequenceError(
-            f"{lost} steps may have been made after the checkpoint, without which this oracle"
-            " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
-            " says by `lose` what they mean)"
-        )
-
-
 class Payments:
     """What the releases of one run are charged, each before its noise is drawn, with the mark of its number.
 
@@ -316,6 +304,29 @@ class Payments:
     def _note(self, charge: Charge, steps: int, where: str) -> None:
         event = charge.event if self.in_passes else None
         self.paid = Paid(steps + charge.covers, where, event)
+
+    @property
+    def marked(self) -> int:
+        """How many releases the run may have made, as the ledger knows."""
+        return self._accountant.marked(self.run)
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the run can go on without a release that was charged: by `lose`, or since it shares no secret."""
+        if self.in_passes:  # batches of a pass share nothing but their charge
+            return True
+        return all(type(member).lose is not MeanOracle.lose for member in self.sharing)
+
+    def require_losable(self, lost: int) -> None:
+        """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
+        if not self.can_lose:
+            # PRIVACY: what later releases share with a lost one is lost with it
+            # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
+            raise SequenceError(
+                f"{lost} steps may have been made after the checkpoint, without which this oracle"
+                " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
+                " says by `lose` what they mean)"
+            )
 
     def note_lost(self, steps: int, partition: str, *, cut: bool) -> None:
         """Notes what was charged with a lost step.

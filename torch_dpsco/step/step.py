@@ -125,6 +125,8 @@ class PrivateOptimizer(Saved):
     def _make(
         self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None
     ) -> None:
+        halted = False
+        marked = self._payments.marked
         try:
             params = self._trained()
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
@@ -134,17 +136,31 @@ class PrivateOptimizer(Saved):
             # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
             self._charge(draw)
             release = self._world.release(self.oracle, self._noise)
-            if release.halted and not self._halted:
+            halted = release.halted
+            if halted and not self._halted:
                 self._payments.note_halt(self._steps)
-        except BaseException:
+        except BaseException as error:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
-            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
-            self._abort()
+            if self._payments.marked > marked and self._payments.can_lose:
+                self._lose(error, halted=halted)
+            else:
+                # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+                self._abort()
             raise
         self._batch.finish(used=True)
         self._apply(params, release)
         if self._steps == self._planned:
             self._end()
+
+    def _lose(self, error: BaseException, *, halted: bool) -> None:
+        """Counts a step that failed after its charge, as `resume` does: its release may have been seen."""
+        self._clear()
+        self._batch.finish(used=True)
+        self._count_lost(halted=halted)
+        error.add_note(
+            f"step {self._steps} of this run was charged before it failed: it is lost, nothing was"
+            " moved, and the run goes on with the next one"
+        )
 
     def _charge(self, draw: Draw) -> None:
         self._payments.pay(draw, self._steps)
