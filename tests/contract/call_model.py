@@ -415,6 +415,9 @@ class Calls(RuleBasedStateMachine):
         assert all(torch.equal(a, b) for a, b in zip(before[0], now[0], strict=True)), (
             "a parameter has changed"
         )
+        s.steps += 1  # it is lost
+        assert s.opt.steps == s.steps, "a step that was charged and failed was not counted"
+        s.use_up()
         s.drop()
 
     def _after(self, s: Session, verdict: str, drawn: Drawn | None, partial: bool) -> None:
@@ -437,6 +440,7 @@ class Calls(RuleBasedStateMachine):
         self.truth.context = None, None, False
         before = self.world()
         released = len(self.truth.releases)
+        crashes = self.truth.crashes
         try:
             action()
         except (RuntimeError, ValueError, MemoryError):
@@ -448,7 +452,7 @@ class Calls(RuleBasedStateMachine):
         ]
         if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
             self.truth.charges[-1] = drawn.charge, drawn.records
-        if len(self.truth.releases) > released:
+        if len(self.truth.releases) > released or self.truth.crashes > crashes:
             s.use_up()
         s.opt.discard()
         s.drop()

@@ -6,7 +6,7 @@ import pytest
 
 import torch_dpsco as dp
 from tests.contract.registry import ROWS
-from tests.contract.runs import STEPS, Row, assert_unchanged, same, snapshot
+from tests.contract.runs import STEPS, Row, assert_unchanged, snapshot
 from torch_dpsco.errors import SequenceError
 
 # Adam warns about utility.
@@ -44,7 +44,7 @@ def test_an_interrupt_before_the_charge_spends_nothing(
 
 
 @pytest.mark.cases(5, 2)
-def test_an_interrupt_after_the_charge_has_spent_it_and_moves_nothing(
+def test_a_step_that_fails_after_its_charge_is_lost_and_the_run_goes_on(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = row.make()
@@ -54,18 +54,35 @@ def test_an_interrupt_after_the_charge_has_spent_it_and_moves_nothing(
         run.backward(batch)
         with monkeypatch.context() as patch:
             patch.setattr(type(run.opt.oracle), "release", interrupt)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                run.opt.step()
+        assert "step 1 of this run was charged before it failed" in caught.value.__notes__[0]
+        break
+    assert_unchanged(run, (before, run.ledger(), 1))
+    assert len(run.opt.accountant) == run.charged(1)
+    assert run.opt.outstanding_rows is None  # the draw is used up: no step makes it again
+    for batch in run.going_on(1) if run.opt.design.one_pass else loader:
+        run.backward(batch)
+        run.opt.step()
+        break
+    assert (len(run.opt.accountant), run.opt.steps) == (run.charged(2), 2)
+    assert run.opt.accountant.marked(run.opt.run) == 2
+
+
+def test_a_lost_last_step_leaves_a_run_to_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in ROWS if row.name == "clipped-full")
+    run = row.make()
+    for batch in run.loader(steps=STEPS):
+        run.backward(batch)
+        if run.opt.steps < STEPS - 1:
+            run.opt.step()
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(type(run.opt.oracle), "release", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run.opt.step()
-        break
-    assert (len(run.opt.accountant), run.opt.steps) == (run.charged(1), 0)
-    assert_unchanged(run, (before, run.ledger(), 0))
-    for batch in run.going_on(2) if run.opt.design.one_pass else loader:
-        run.backward(batch)
-        if "shared" in row.lacks:  # the answer that was lost had a secret in common with later ones
-            with pytest.raises(SequenceError, match="resume the run from its last checkpoint"):
-                run.opt.step()
-            assert same(run.parameters(), before)
-            break
+    assert (run.opt.steps, run.opt.finalized) == (STEPS, False)
+    with pytest.raises(SequenceError, match="call finalize"):
         run.opt.step()
-    else:
-        assert (len(run.opt.accountant), run.opt.steps) == (run.charged(3), 2)
+    run.opt.finalize()
+    assert len(run.opt.accountant) == run.charged(STEPS)
