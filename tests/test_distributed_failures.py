@@ -425,7 +425,7 @@ def test_a_rank_that_cannot_charge_makes_all_raise_and_ends_the_run(
     assert second[0] == "PrivacyError: no disk"
     assert "a rank could not charge or release this step" in first[0]
     for errors in (first, second):
-        assert "charges must be equal on all ranks (rank 1 differs from 0)" in errors[1]
+        assert "steps must be equal on all ranks (rank 1 differs from 0)" in errors[1]
 
 
 def test_a_rank_that_cannot_charge_is_sent_no_sum(failed: list[dict[str, Any]]) -> None:
