@@ -171,7 +171,7 @@ def failed_release(rank: int) -> list[str]:
 
 def over_budget(rank: int) -> dict[str, Any]:
     model = layer()
-    optimizer = full(model, noise=30.0, accountant=dp.Accountant(dp.Budget(1.0, 1e-3)))
+    optimizer = full(model, noise=15.0, accountant=dp.Accountant(dp.Budget(1.0, 1e-3)))
     errors = steps_of(model, optimizer, 50)
     facts = {
         "steps": optimizer.steps,
