@@ -51,8 +51,8 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.estimators.objectives import LinearObjective, norm_up
 from torch_dpsco.estimators.records import Objective, require_double
-from torch_dpsco.losses.classification import Hinge
-from torch_dpsco.losses.regression import Absolute, Pinball
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.losses.clipped import ResidualClipped
 
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
@@ -172,13 +172,10 @@ class BoxDual:
     of_margin: bool
 
     @classmethod
-    def of(cls, loss: object) -> BoxDual | None:
+    def of(cls, loss: TableLoss | ResidualClipped) -> BoxDual | None:
         """The description of a loss, or None if it is not such a maximum."""
-        if isinstance(loss, Hinge) and loss.power == 1:
-            return cls(0.0, 1.0, True)
-        if isinstance(loss, Pinball):
-            return cls(loss.quantile - 1, loss.quantile, False)
-        return cls(-1.0, 1.0, False) if isinstance(loss, Absolute) else None
+        ends = loss.dual_box
+        return None if ends is None else cls(*ends, loss.target_kind == "sign")
 
     @property
     def width(self) -> float:

@@ -39,8 +39,6 @@ from torch_dpsco.estimators.task import (
     make_records,
 )
 from torch_dpsco.estimators.users import plan_users, users_of
-from torch_dpsco.losses import Squared
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.partitions import Partitions, RawPartitions
@@ -96,13 +94,13 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     """
     if task.tilt or task.attack_radius:
         return "output"
-    if isinstance(task.loss, Squared) and task.residual_clip is None:
+    if task.loss.squared and task.residual_clip is None:
         if task.pure:
             return "output"
         return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
     if task.curvature:
         return "objective"
-    classes = isinstance(task.loss, SoftmaxCrossEntropy)
+    classes = task.num_scores > 1
     exact = asks_exact(secure)
     if classes and not task.pure:
         return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"

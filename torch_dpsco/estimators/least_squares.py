@@ -75,8 +75,6 @@ from torch_dpsco.estimators.gradient_descent import (
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.losses import Squared
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
@@ -253,7 +251,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
 
 
 def _require_covered(task: LinearTask) -> None:
-    known = isinstance(task.loss, (Squared, SoftmaxCrossEntropy))
+    known = task.loss.squared or task.num_scores > 1
     if not known or task.residual_clip is not None or task.tilt or task.attack_radius:
         raise ConditionError(
             f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})"
@@ -321,7 +319,7 @@ class BoostedPlan(PreconditionedGDPlan):
     @staticmethod
     def require_covered(task: LinearTask) -> None:
         """Raises ConditionError for another loss, and for delta = 0."""
-        if not isinstance(task.loss, Squared) or task.residual_clip is not None:
+        if not task.loss.squared or task.residual_clip is not None:
             raise ConditionError(
                 f"boosted AdaSSP needs the squared loss, as it is (got {task.loss!r})"
             )

@@ -135,8 +135,7 @@ class HuberRegressor(Regressor):
         plan = cast(ObjectivePlan, self.plan_)
         inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
         squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
-        assert isinstance(plan.task.loss, Huber)
-        return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.threshold), (
+        return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.knee), (
             (
                 "targets are a linear function of the features, and errors of one law (a skewed one"
                 " is in the intercept); records are independent"

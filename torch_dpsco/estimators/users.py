@@ -103,7 +103,7 @@ class UserGDPlan(LinearPlan):
             raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
         if self.last_std is not None:
             check.positive(last_std=self.last_std)
-            if not isinstance(self.task.loss, Logistic):
+            if not self.task.loss.log_odds:
                 raise ConditionError(
                     f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
                 )
@@ -294,7 +294,7 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
     draft = replace(draft, clip=clip, momentum=1.0 - friction)
     last = None
     if (
-        isinstance(task.loss, Logistic)
+        task.loss.log_odds
         and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL
     ):
         level *= 1 - 1e-12  # room for roundings
