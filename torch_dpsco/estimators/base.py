@@ -22,7 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -84,6 +84,20 @@ _HOW_TO_COUNT = (
     " regularizer of some mechanisms and the cap n_max = 2 n, never the noise of a record"
 )
 _Model = TypeVar("_Model", bound="LinearModel")
+
+
+class Facts(NamedTuple):
+    """What loss and task of a fit may depend on, besides the settings: all of it public.
+
+    Args:
+        prepare: what is measured before; None for nothing.
+        signal: n mu / sqrt(d), see `estimators.preparation.signal_to_noise`.
+        unit: "example", or "user" for a fit with groups.
+    """
+
+    prepare: PrivatePreparation | None
+    signal: float
+    unit: str
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -159,8 +173,8 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
-        """The loss, of public settings, in the units that are measured; see `signal_to_noise`."""
+    def make_loss(self, facts: Facts) -> TableLoss:
+        """The loss, of public settings, in the units that are measured."""
 
     @abstractmethod
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -176,10 +190,8 @@ class LinearModel(BaseEstimator):
         """Public labels; None where targets are numbers."""
         return None
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
-        """Further arguments of the `LinearTask`, as `_loss`."""
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`, as `make_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
@@ -333,13 +345,13 @@ class LinearModel(BaseEstimator):
             if budget.delta > 0
             else budget.epsilon / math.sqrt(dim)
         )
-        signal = signal_to_noise(mu, n, dim)
         rows = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if rows is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
+        facts = Facts(prepare, signal_to_noise(mu, n, dim), unit)
         return LinearTask(
-            loss=self._loss(prepare, signal, unit),
+            loss=self.make_loss(facts),
             preparation=replace(rows, intercept=constant, whole=rows is not given),
             prepare=prepare,
             dim=dim,
@@ -349,7 +361,7 @@ class LinearModel(BaseEstimator):
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
             curvature=intervals,
-            **self._options(prepare, signal, unit),
+            **self.task_options(facts),
         )
 
     def _required(self) -> dict[str, str]:
