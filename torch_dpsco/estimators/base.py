@@ -22,7 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +39,10 @@ from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import ADD_REMOVE, check_adjacency
 from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.acts import act
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.estimators.certificates import needed_eigenvalue
 from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
-from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,
@@ -64,8 +65,6 @@ from torch_dpsco.estimators.reading import (
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids
-from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
-from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
 from torch_dpsco.streams.estimator_blocks import as_blocks, dense_rows, is_sparse, record_weights
 from torch_dpsco.streams.partitions import Partitions
 
@@ -279,8 +278,8 @@ class LinearModel(BaseEstimator):
         unit: str = "example",
         epsilons: Sequence[float] | None = None,
         runs: int = 10,
-    ) -> Preview:
-        """Returns what a fit will lose, before anything is spent: `print(model.preview(X_public, y_public))`.
+    ) -> Any:
+        """Returns what a fit will lose (`show.preview.Preview`): `print(model.preview(X_public, y_public))`.
 
         The data given MUST be public, or made up: they are read without noise, and no ledger is charged. They should
         look like the private table; what they differ in, a preview does not see. It makes len(epsilons) * runs fits
@@ -300,18 +299,9 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together at one of the epsilons.
             ValueError: a setting, a shape, or a value, since the data are public.
         """
-        chosen = epsilons_of(self.epsilon, epsilons, runs)
-        require_one(X_like, y_like, groups, dim)
-        unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
-        features = None if X_like is None else as_features(X_like)
-        width = check.positive_count(dim=dim) if features is None else features.shape[1]
-        plans = [self._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
-        if features is None:
-            return of_plans(type(self).__name__, plans)
-        require_finite(features)
-        targets, factors = self._read(y_like, len(features), features.device)
-        ids = None if groups is None else user_ids(groups, len(features))
-        return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
+        return act("model.preview")(
+            self, X_like, y_like, groups, dim=dim, unit=unit, epsilons=epsilons, runs=runs
+        )
 
     def _unspent(self: _Model, **changes: Any) -> _Model:
         """A copy of these settings, without the ledger."""
@@ -500,8 +490,8 @@ class LinearModel(BaseEstimator):
         run = OneFit(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
-    def summary(self, level: float = 0.95) -> Summary:
-        """Returns estimates, standard errors, p-values and intervals of the coefficients for raw features.
+    def summary(self, level: float = 0.95) -> Any:
+        """Returns estimates, standard errors, p-values and intervals for raw features: `statistics.Summary`.
 
         The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
 
@@ -515,7 +505,10 @@ class LinearModel(BaseEstimator):
         name = type(self).__name__
         check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "intervals"):
-            raise self._without_intervals()
+            raise ConditionError(
+                f"{name} has no summary: confidence intervals are proved for LogisticRegression,"
+                " HuberRegressor and Ridge (intervals=)"
+            )
         if not hasattr(self, "coef_"):
             raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
@@ -523,65 +516,7 @@ class LinearModel(BaseEstimator):
                 f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y)"
                 " spends 0.3 of the same budget on what they need (got a fit without)"
             )
-        task = self.plan_.task
-        dim = self.plan_.task.dim
-        budget = cast(Budget, self.plan_.budget)
-        given = task.preparation
-        center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
-        # coefficients for raw features, as a linear map of prepared ones, and back
-        to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
-        to_raw[dim:, :dim] = -center / scale
-        released = np.concatenate([np.ravel(self.coef_), np.ravel(self.intercept_)])[: task.width]
-        found, assumed = self._debiased(
-            np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"])
-        )
-        names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
-        return Summary.of(
-            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {task.adjacency}",
-            (*map(str, names), "intercept")[: task.width],
-            found,
-            to_raw,
-            released,
-            level,
-            *assumed,
-            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the"
-            " model",
-            "all settings, and which features are in the model, were chosen without a look at these"
-            " records",
-            "enough records for a normal law: see docs/inference.md for where the coverage was"
-            " measured",
-        )
-
-    def _debiased(
-        self, prepared: NDArray[np.float64], hessian: Tensor
-    ) -> tuple[Debiased, tuple[str, ...]]:
-        """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
-        raise self._without_intervals()
-
-    def _newton_step(
-        self,
-        prepared: NDArray[np.float64],
-        hessian: Tensor,
-        variance: float = 1.0,
-        width: float = 1.0,
-    ) -> Debiased:
-        """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
-        plan = cast(ObjectivePlan, self.plan_)
-        stds = {
-            "noise_std": plan.noise_scale,
-            "output_std": plan.output_scale,
-            "hessian_std": plan.hessian_scale,
-        }
-        rate = plan.task.preparation.bound / width
-        return debias(
-            torch.from_numpy(prepared), hessian, reg=plan.reg, variance=variance, rate=rate, **stds
-        )
-
-    def _without_intervals(self) -> ConditionError:
-        return ConditionError(
-            f"{type(self).__name__} has no summary: confidence intervals are proved for"
-            " LogisticRegression, HuberRegressor and Ridge (intervals=)"
-        )
+        return act("model.summary")(self, level)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it

@@ -54,6 +54,7 @@ from torch_dpsco.estimators.records import Objective, require_double
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.clipped import ResidualClipped
 
+_CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
 
@@ -514,3 +515,20 @@ def _count(steps: float, name: str) -> int:
     if not steps * (1 + _ROUNDING) < 2.0**63:
         raise InfeasibleError(f"{name} would take {steps:g} steps: use a larger {name}")
     return max(1, math.ceil(steps * (1 + _ROUNDING)))
+
+
+def needed_eigenvalue(size: int, std: float) -> float:
+    """Returns what the least eigenvalue of a noisy Hessian must exceed for intervals: a number that a plan knows.
+
+    Args:
+        size: number of coefficients, the intercept among them.
+        std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
+
+    Source:
+        docs/proofs/inference.md#the-limit
+
+    Example:
+        >>> needed_eigenvalue(4, 7.0)
+        42.0
+    """
+    return _CLEAR * check.nonnegative(std=std) * math.sqrt(check.positive_count(size=size))

@@ -23,7 +23,6 @@ from torch_dpsco.estimators.preparation import residual_clip
 from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.statistics import Debiased
 
 Array = NDArray[np.float64]
 
@@ -196,14 +195,6 @@ class LogisticRegression(BinaryClassifier):
             clip = residual_clip(facts.signal) if facts.unit == "example" else None
             return {"residual_clip": clip}
         return {"residual_clip": self.residual_clip}
-
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        return self._newton_step(prepared, hessian), (
-            (
-                "the log-odds are linear in the features, and records are independent: else"
-                " standard errors may be small"
-            ),
-        )
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
         """Returns probabilities (n, 2) of public rows.

@@ -467,7 +467,8 @@ class PreconditionedGDPlan(DescentPlan):
             gradient = (noisy + self.reg * w).view(size)
             if task.num_scores > 1:  # the noise of what adds up to 0 over classes
                 gradient = gradient - gradient.mean(0)
-            return (gradient @ inverse).flatten()
+            along: Tensor = gradient @ inverse
+            return along.flatten()
 
         return descend(
             lambda w: self.gradient(solved, w.view(size)).flatten(),

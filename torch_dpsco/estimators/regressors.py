@@ -7,7 +7,7 @@ targets if they lie far from 0, and divide them by a public scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,10 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import Facts, LinearModel
-from torch_dpsco.estimators.least_squares import AdaSSPPlan
-from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.estimators.preparation import NARROW, NARROW_OF_USERS, robust_width
 from torch_dpsco.estimators.reading import RegressorMixin, as_column
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.statistics import Debiased, least_squares
 
 Array = NDArray[np.float64]
 
@@ -120,18 +117,6 @@ class HuberRegressor(Regressor):
             )
         return super().task_options(facts)
 
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        plan = cast(ObjectivePlan, self.plan_)
-        inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
-        squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
-        return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.knee), (
-            (
-                "targets are a linear function of the features, and errors of one law (a skewed one"
-                " is in the intercept); records are independent"
-            ),
-            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
-        )
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
@@ -221,27 +206,6 @@ class Ridge(Regressor):
                 "fit_intercept must be True for intervals under add_remove: it counts the records"
             )
         return super().task_options(facts)
-
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        plan = cast(AdaSSPPlan, self.plan_)
-        task = plan.task
-        given = plan.constants
-        constant = task.preparation.intercept
-        found = least_squares(
-            hessian,
-            torch.from_numpy(vars(self)["moments_"]),
-            float(hessian[-1, -1]) / constant**2 if constant else task.n,
-            gram_std=given.std_xtx_diag,
-            moment_std=given.std_xty,
-            total_std=plan.total_scale,
-        )
-        return found, (
-            (
-                "the mean of targets is linear in the features, their variance is one, and records"
-                " are independent"
-            ),
-            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
-        )
 
 
 def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:

@@ -33,11 +33,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.estimators.choose import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Preparation, Units
+from torch_dpsco.estimators.reading import as_features, require_finite
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import lbfgs, newton
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball, Squared
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
+from torch_dpsco.sampling.loader import user_ids
 from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
@@ -170,6 +172,32 @@ class Preview:
             axes.autoscale(axis="y")
 
         return zoomed
+
+
+def preview(
+    model: Any,
+    X_like: Any,
+    y_like: Any,
+    groups: Any,
+    *,
+    dim: int | None,
+    unit: str,
+    epsilons: Sequence[float] | None,
+    runs: int,
+) -> Preview:
+    """Returns what fits of a model will lose; see `LinearModel.preview`."""
+    chosen = epsilons_of(model.epsilon, epsilons, runs)
+    require_one(X_like, y_like, groups, dim)
+    unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
+    features = None if X_like is None else as_features(X_like)
+    width = check.positive_count(dim=dim) if features is None else features.shape[1]
+    plans = [model._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
+    if features is None:
+        return of_plans(type(model).__name__, plans)
+    require_finite(features)
+    targets, factors = model._read(y_like, len(features), features.device)
+    ids = None if groups is None else user_ids(groups, len(features))
+    return simulated(type(model).__name__, plans, Sample(features, targets, factors, ids), runs)
 
 
 def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[float]:

@@ -158,12 +158,15 @@ class StudyPlan:
             raise ConditionError(
                 "a preview is of one model: plan a study without candidates for each of them"
             )
+        found: Preview
         if frame is None:
-            return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+            found = self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+            return found
         table = self.schema.read(frame)
         whole = np.isfinite(table.X).all(1)
         groups = None if table.groups is None else table.groups[whole]
-        return self.model.preview(table.X[whole], table.y[whole], groups, **options)
+        found = self.model.preview(table.X[whole], table.y[whole], groups, **options)
+        return found
 
     @typed
     def run(
@@ -335,7 +338,7 @@ class Study:
         Raises:
             ConditionError: the study did not pay for intervals, or noise buries them.
         """
-        found = self.model.summary(level)
+        found: Summary = self.model.summary(level)
         return replace(
             found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :])
         )
