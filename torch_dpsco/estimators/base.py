@@ -58,15 +58,16 @@ from torch_dpsco.estimators.reading import (
     NotFittedError,
     as_features,
     check_columns,
+    dense_rows,
+    is_sparse,
     read_columns,
+    record_weights,
     require_dtype,
     require_finite,
 )
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids
-from torch_dpsco.streams.estimator_blocks import as_blocks, dense_rows, is_sparse, record_weights
-from torch_dpsco.streams.partitions import Partitions
 
 _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
@@ -204,8 +205,8 @@ class LinearModel(BaseEstimator):
             X: rows (n, d): numpy array, torch tensor on any device, data frame, lists, or sparse rows of scipy. A row
                 with a non-finite value counts as a record without influence. Or, for a table that no memory holds, a
                 callable that returns a fresh iterator over blocks (X, y) or (X, y, sample_weight) at each call, the
-                same records in the same order, of one dtype; a fit calls it tens of times. Or `linear.Partitions`, of
-                a table on an engine, where each partition is read so.
+                same records in the same order, of one dtype; a fit calls it tens of times. Or
+                `streams.partitions.Partitions`, of a table on an engine, where each partition is read so.
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise. None beside blocks.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
@@ -225,8 +226,7 @@ class LinearModel(BaseEstimator):
             UnitError: X has not n rows, where n is public.
         """
         # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
-        read = self._unspent()._read if isinstance(X, Partitions) else self._read
-        blocks = as_blocks(X, y, sample_weight, read)
+        blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")

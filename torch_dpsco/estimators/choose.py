@@ -29,29 +29,23 @@ from torch_dpsco.estimators.preparation import (
     Units,
     signal_to_noise,
 )
-from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.records import Records, Stored
 from torch_dpsco.estimators.solvers import SOLVERS
 from torch_dpsco.estimators.task import (
     LinearPlan,
     LinearTask,
-    make_parted_records,
-    make_partitioned_records,
     make_records,
+    make_stored_records,
 )
 from torch_dpsco.estimators.users import plan_users, users_of
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.partitions import Partitions, RawPartitions
 
 __all__ = [
     "MECHANISMS",
     "LinearFit",
     "LinearTask",
-    "Partitions",
     "Preparation",
     "PrivatePreparation",
-    "RawBlocks",
-    "RawPartitions",
     "choose_mechanism",
     "fit_linear",
     "plan_linear",
@@ -242,7 +236,7 @@ def require_sums(plan: LinearPlan) -> None:
 
 def fit_linear(
     plan: LinearPlan,
-    features: Tensor | RawBlocks | RawPartitions,
+    features: Tensor | Stored,
     targets: Tensor | None = None,
     weights: Tensor | None = None,
     *,
@@ -295,10 +289,8 @@ def fit_linear(
         weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
 
     def records_in(measured: Units | None) -> Records:
-        if isinstance(features, RawBlocks):
-            return make_parted_records(task, features, measured)
-        if isinstance(features, RawPartitions):
-            return make_partitioned_records(task, features, measured)
+        if isinstance(features, Stored):
+            return make_stored_records(task, features, measured)
         assert targets is not None
         return make_records(task, features, targets, weights, measured, users=codes)
 

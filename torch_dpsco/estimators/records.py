@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Objective(ABC):
         """Second derivative, shape (dim, dim), one-sided at kinks of the gradient."""
 
 
+RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
@@ -373,6 +374,30 @@ def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> nati
         else numbers(dim)
     )
     return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
+
+
+class Prepare(Protocol):
+    """Makes records in memory of a raw part; it may travel."""
+
+    def __call__(self, raw: RawPart, block_rows: int | None = None) -> Records:
+        """Returns them, in blocks of so many rows."""
+
+
+class Stored(ABC):
+    """Raw records that are not in memory as rows, of which a fit reads sums; `streams` has blocks and partitions."""
+
+    @abstractmethod
+    def empty(self) -> RawPart:
+        """Returns a part (features, targets, weights) without rows, of the dtypes and widths of all of them."""
+
+    @abstractmethod
+    def records(self, prepared: Prepare, most: int) -> Records:
+        """Returns records of which sums are all that is known.
+
+        Args:
+            prepared: makes records of a raw part.
+            most: public cap on their number, beyond which they are not counted on.
+        """
 
 
 def as_records(

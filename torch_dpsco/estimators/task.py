@@ -37,7 +37,7 @@ from torch_dpsco.estimators.certificates import gradient_rounding
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
 from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
-from torch_dpsco.estimators.records import Objective, Records
+from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
 from torch_dpsco.estimators.robust import Adversarial, Tilted, margin_loss
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
@@ -45,9 +45,6 @@ from torch_dpsco.losses.clipped import ResidualClipped
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.step.plan import Plan
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
-from torch_dpsco.streams.parts import PartedRecords
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,24 +515,15 @@ def make_records(
     return _prepared(task, features, targets, weights, units)
 
 
-def make_parted_records(
-    task: LinearTask, blocks: RawBlocks, units: Units | None = None
-) -> PartedRecords:
-    """Returns the records of a task that are read in blocks, as `make_records`."""
-    count = blocks.count(task.most_records)
-    empty = blocks.empty()
-    _require_number(task, count, "record")
-    return PartedRecords(blocks.parts, lambda raw: _prepared(task, *raw, units), empty, count)
+def make_stored_records(task: LinearTask, stored: Stored, units: Units | None = None) -> Records:
+    """Returns the records of a task that are not in memory as rows, as `make_records`."""
 
+    def prepared(raw: RawPart, block_rows: int | None = None) -> Records:
+        return _prepared(task, *raw, units, block_rows)
 
-def make_partitioned_records(
-    task: LinearTask, partitions: RawPartitions, units: Units | None = None
-) -> PartitionedRecords:
-    """Returns the records of a task that live in partitions on an engine, as `make_records`."""
-    _require_number(task, partitions.count, "record")
-    # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
-    # (test_records_know_how_many_additions_there_are)
-    return PartitionedRecords(partitions, lambda raw: _prepared(task, *raw, units, PARTITION_ROWS))
+    records = stored.records(prepared, task.most_records)
+    _require_number(task, records.count, "record")
+    return records
 
 
 def _require_number(task: LinearTask, count: int, unit: str) -> None:
