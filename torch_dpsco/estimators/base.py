@@ -323,18 +323,12 @@ class LinearModel(BaseEstimator):
         prepare = None
         warn_of_delta(budget, n, stacklevel=4)
         intervals = self._level_of_intervals(budget)
-        measured = (
-            check.choice(("auto", None), prepare=self.prepare)
-            and budget.delta > 0
-            and self.secure is None
-        )
-        if measured and not intervals:  # measured units clip rows and targets
-            prepare = self._measurements(given, n, dim, budget)
-        mu = (
-            gaussian_mu(budget.epsilon, budget.delta)
-            if budget.delta > 0
-            else budget.epsilon / math.sqrt(dim)
-        )
+        wanted = check.choice(("auto", None), prepare=self.prepare)
+        mu = budget.epsilon / math.sqrt(dim)
+        if budget.delta > 0:
+            mu = gaussian_mu(budget.epsilon, budget.delta)
+            if wanted and self.secure is None and not intervals:  # units clip rows and targets
+                prepare = self._measurements(given, n, dim, budget)
         rows = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if rows is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling

@@ -269,18 +269,7 @@ def fit_linear(
     if not isinstance(features, Tensor):
         require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
-    ledger.require_unit(plan.unit)
-    if ledger.adjacency != task.adjacency:
-        # PRIVACY: a cost under one adjacency bounds nothing under another
-        # (test_a_ledger_of_another_adjacency_is_refused)
-        raise AdjacencyError(
-            f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})"
-        )
-    if (users is None) != (plan.unit == "example"):
-        raise UnitError(
-            "users must be given with a plan for users, and with it only (the plan's unit is"
-            f" {plan.unit!r})"
-        )
+    _require_unit(plan, ledger, users)
     codes = None
     units = Units(task.preparation)
     if users is not None and isinstance(features, Tensor):
@@ -307,11 +296,31 @@ def fit_linear(
         answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
     else:
         answer = plan.release(plan.solve(records), ledger, source)
-    weight = answer[: task.parameters]
-    entries = answer[task.parameters :]
-    weights = weight.reshape(task.num_scores, task.width)
-    squares = task.width**2
+    return _fit_of(task, units, answer)
+
+
+def _require_unit(plan: LinearPlan, ledger: Accountant, users: Tensor | None) -> None:
+    """Raises UnitError and AdjacencyError for a ledger or records of another unit or adjacency than the plan's."""
+    ledger.require_unit(plan.unit)
+    if ledger.adjacency != plan.task.adjacency:
+        # PRIVACY: a cost under one adjacency bounds nothing under another
+        # (test_a_ledger_of_another_adjacency_is_refused)
+        raise AdjacencyError(
+            f"accountant must have the adjacency {plan.task.adjacency!r} (got {ledger.adjacency!r})"
+        )
+    if (users is None) != (plan.unit == "example"):
+        raise UnitError(
+            "users must be given with a plan for users, and with it only (the plan's unit is"
+            f" {plan.unit!r})"
+        )
+
+
+def _fit_of(task: LinearTask, units: Units, answer: Tensor) -> LinearFit:
+    """Returns what a release is made of, of the vector that it draws."""
+    weights = answer[: task.parameters].reshape(task.num_scores, task.width)
     if not task.curvature:
         return LinearFit(weights, units)
+    entries = answer[task.parameters :]
+    squares = task.width**2
     hessian = entries[:squares].reshape(task.width, task.width)
     return LinearFit(weights, units, hessian, entries[squares:] if len(entries) > squares else None)

@@ -113,11 +113,6 @@ def _labels(classes: Sequence[Any]) -> NDArray[Any]:
 class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
 
-    def _required(self) -> dict[str, str]:
-        return super()._required() | {
-            "classes": "the public labels, as (0, 1); which occur is private"
-        }
-
     def _classes(self) -> list[Any]:
         classes = super()._classes()
         if len(classes) != 2:

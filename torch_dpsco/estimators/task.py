@@ -123,6 +123,31 @@ class LinearTask:
             check.positive(bound_y=self.bound_y)
         if self.n_min is not None:
             check.positive_count(n_min=self.n_min)
+        self._require_shape()
+        self._require_one_variant()
+        if self.prepare is not None:
+            self._require_preparable(self.prepare)
+        if check.nonnegative(curvature=self.curvature):
+            self._require_intervals()
+
+    def _require_shape(self) -> None:
+        """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
+        given = (
+            [self.preparation] if self.prepare is None else [self.preparation, self.prepare.given]
+        )
+        for one in given:
+            for name, length in (("center", one.center), ("scale", one.scale)):
+                if length is not None and len(length) != self.dim:
+                    raise ValueError(
+                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
+                    )
+        if self.num_scores > 1 and not isinstance(self.loss, SoftmaxCrossEntropy):
+            raise ConditionError(
+                f"loss must be of one score, or the softmax cross-entropy (got {self.loss!r})"
+            )
+
+    def _require_one_variant(self) -> None:
+        """Raises ConditionError for two of tilt, attack and clip, or for one that is not proved for the loss."""
         check.finite(tilt=self.tilt)
         check.nonnegative(attack_radius=self.attack_radius)
         check.choice((2.0, math.inf), attack_norm=self.attack_norm)
@@ -131,10 +156,6 @@ class LinearTask:
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
                 raise ValueError(f"residual_clip must be in (0, 1] (got {self.residual_clip})")
             self.clipped  # noqa: B018  raises if this loss cannot be clipped
-        if self.num_scores > 1 and not isinstance(self.loss, SoftmaxCrossEntropy):
-            raise ConditionError(
-                f"loss must be of one score, or the softmax cross-entropy (got {self.loss!r})"
-            )
         if self.attack_radius:
             margin_loss(self.loss)
         if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
@@ -143,16 +164,6 @@ class LinearTask:
             )
         if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
             raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
-        for given in (self.preparation, *(() if self.prepare is None else (self.prepare.given,))):
-            for name, length in (("center", given.center), ("scale", given.scale)):
-                if length is not None and len(length) != self.dim:
-                    raise ValueError(
-                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
-                    )
-        if self.prepare is not None:
-            self._require_preparable(self.prepare)
-        if check.nonnegative(curvature=self.curvature):
-            self._require_intervals()
 
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""

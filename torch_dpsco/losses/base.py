@@ -17,14 +17,6 @@ from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.trial.loss import Traced, apply_as_one
 
-_RENAMED = {
-    f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")
-}  # hooks, by their old names
-_RENAMED |= {f"_{name}": name for name in ("curve", "slope", "bend", "corner")} | {
-    "_exponent": "holder_exponent"
-}
-
-
 _Number = TypeVar("_Number", float, Tensor)
 
 
@@ -199,15 +191,6 @@ class TableLoss(Loss):
     squared: ClassVar[bool] = False
     log_odds: ClassVar[bool] = False
     intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.keys() & _RENAMED.keys():
-            if hasattr(cls, _RENAMED[name]):
-                # PRIVACY: constants of a base would hold (test_hooks_of_losses_under_their_old_names_are_refused)
-                raise TypeError(
-                    f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public"
-                )
 
     def problem(
         self,
