@@ -302,7 +302,6 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {
 } | {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
-    "adassp, paper": of_task("adassp", REAL, mode="paper"),
     "adassp, intervals": of_task("adassp", {**REAL, "curvature": 0.05}),
     "objective, intervals": of_task("objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}),
     "objective, Huber's intervals": of_task(

@@ -11,9 +11,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.step.plan import Plan
@@ -80,6 +82,19 @@ def test_a_loss_of_several_scores_that_is_not_the_softmax_is_refused() -> None:
         LinearTask(
             loss=Other(), preparation=Preparation(1.0), dim=2, n=9, budget=dp.Budget(1.0, 1e-6)
         )
+
+
+def test_the_bound_on_slopes_is_that_for_the_targets_there_are(theirs: ModuleType) -> None:
+    class Wide(theirs.CappedPoisson):  # type: ignore[misc,name-defined]
+        def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+            return bound_x * max(self.cap, bound_y)
+
+        def derivative(self, score: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return score.exp().clamp(max=self.cap) - target
+
+    targets = torch.tensor([50.0, 0.0])
+    wide = LinearObjective(Wide(cap=2.0), torch.eye(2), targets, reg=1.0, normalizer=1.0)
+    assert wide.constants.slope_mass(1e9) >= 50 + 2
 
 
 def test_promises_of_a_loss_decide_which_mechanisms_take_it(theirs: ModuleType) -> None:

@@ -157,7 +157,7 @@ def plan_linear(
     Args:
         task: public numbers.
         mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
-        mode: "tight" or "paper" (output, adassp).
+        mode: "tight" or "paper" (output).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `estimators.solvers.solve`; never trusted.
 
@@ -180,7 +180,7 @@ def plan_linear(
         plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
         return replace(plan, reason=_reason(task, chosen))
     if mechanism == "adassp":
-        return plan_adassp(task, mode, secure)
+        return plan_adassp(task, secure)
     if mechanism == "boosted_adassp":
         return plan_boosted(task, secure=secure)
     if mechanism == "preconditioned_gd":

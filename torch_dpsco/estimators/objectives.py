@@ -75,7 +75,8 @@ class RowBounds:
         ones = torch.ones_like(norms)
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
         label = targets.clamp(min=1.0) if table.target_kind == "sign" else ones
-        slope = label * (math.inf if problem.lipschitz is None else problem.lipschitz)
+        largest = float(targets.max()) if len(targets) else 1.0
+        slope = label * table.grad_bound(math.inf, 1.0, max(largest, 1.0))
         slope = torch.minimum(slope, loss.limits(records.norms))
         start = torch.minimum(table.derivative(zero, records.targets).abs(), slope)
         self.bend: Tensor | None = None

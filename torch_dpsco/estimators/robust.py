@@ -94,7 +94,8 @@ class Tilted(Objective):
         self.tilt = finite(tilt=tilt)
         self.reg = nonnegative(reg=reg)
         self.dim, self.device = self.records.dim, self.records.device
-        self._slope = problem.lipschitz
+        largest = float(self.records.targets.abs().max())
+        self._slope = checked.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 counts as a longer row
         labels = self.records.targets.abs().clamp(min=1.0) if checked.target_kind == "sign" else 1.0
