@@ -447,28 +447,3 @@ def test_far_scores_keep_their_derivatives_finite_and_accurate(loss: Loss) -> No
     assert Logistic().value(f64(25.0), f64(1)).item() == pytest.approx(
         math.log1p(math.exp(-25)), rel=1e-14
     )
-
-
-@pytest.mark.parametrize(
-    ("base", "old", "new"),
-    [
-        (Huber, "_exponent", "holder_exponent"),
-        (Huber, "_grad_bound", "grad_bound"),
-        (Huber, "_holder_constant", "holder_constant"),
-        (TableLoss, "_loss_at_zero", "loss_at_zero"),
-        (Logistic, "_curve", "curve"),
-        (MarginLoss, "_slope", "slope"),
-        (Squared, "_bend", "bend"),
-        (Huber, "_corner", "corner"),
-    ],
-)
-def test_hooks_of_losses_under_their_old_names_are_refused(
-    base: type[TableLoss], old: str, new: str
-) -> None:
-    with pytest.raises(TypeError, match=f"^{old} of Mine must be called {new}: "):
-        type("Mine", (base,), {old: lambda *_: 0.0})
-    type("Mine", (base,), {new: lambda *_: 0.0})
-
-
-def test_a_name_of_ones_own_is_no_old_hook() -> None:
-    type("Mine", (TableLoss,), {"_slope": lambda *_: 0.0})  # has no curve

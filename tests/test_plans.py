@@ -416,7 +416,7 @@ def test_only_what_a_plan_wrote_is_read() -> None:
     with pytest.raises(ValueError, match="type must be one of"):
         Plan.from_dict(row | {"problem": {"type": "Popen"}})
     own = dp.Problem(exact_grad_bound=lambda radius: 1.0)
-    with pytest.raises(ValueError, match="a plan is saved with values of the library alone"):
+    with pytest.raises(ValueError, match="a plan is saved with values of the library, and losses"):
         holder(problem=own, budget=BUDGET, lr=0.1)().to_dict()
 
 

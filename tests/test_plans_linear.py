@@ -29,7 +29,7 @@ from torch_dpsco.accounting.analysis.objective import (
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
-from torch_dpsco.estimators import preparation
+from torch_dpsco.estimators import gradient_descent, preparation
 from torch_dpsco.estimators.choose import plan_linear
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, PreconditionedGDPlan
 from torch_dpsco.estimators.least_squares import AdaSSPPlan, BoostedPlan
@@ -302,7 +302,6 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {
 } | {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
-    "adassp, paper": of_task("adassp", REAL, mode="paper"),
     "adassp, intervals": of_task("adassp", {**REAL, "curvature": 0.05}),
     "objective, intervals": of_task("objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}),
     "objective, Huber's intervals": of_task(
@@ -340,7 +339,8 @@ class Draws:
         self.distance, self.reg = math.inf, math.nan
         module = sys.modules[type(plan).draw.__module__]
         for name in ("gaussian_vector", "knorm_vector"):
-            monkeypatch.setattr(module, name, self._vector, raising=False)
+            for place in (module, gradient_descent):
+                monkeypatch.setattr(place, name, self._vector, raising=False)
         monkeypatch.setattr(module, "symmetric_noise", self._symmetric, raising=False)
         monkeypatch.setattr(module, "exact_release", self._exact, raising=False)
         monkeypatch.setattr(module, "solve", self._solve, raising=False)

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torch_dpsco import errors, losses, oracles, prox, rules, sampling
+from torch_dpsco import statistics as statistics
+from torch_dpsco import streams as streams
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import (

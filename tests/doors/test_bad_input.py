@@ -135,6 +135,8 @@ EXEMPT = {
         "sampling.RecordIds.*",
         "sampling.PrivateLoader.read_only",
     ),
+    # hooks of estimators, which plan and fit call
+    *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
     *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
     "algorithms.choose_clip.warn_at_grid_end",

@@ -14,9 +14,8 @@ import torch
 import torch_dpsco as dp
 from tests.estimators.models import N, make, rows, targets
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
-from torch_dpsco.estimators import LogisticRegression
+from torch_dpsco.estimators import LogisticRegression, reading
 from torch_dpsco.estimators import records as base
-from torch_dpsco.streams import estimator_blocks as blocks
 from torch_dpsco.streams import parts
 
 SIZES = {"one block": [N], "single rows": [1], "odd": [7, 31], "empty ones": [0, 50, 0, 0, 9]}
@@ -367,15 +366,15 @@ def test_sparse_rows_release_what_dense_ones_do(name, kind, same_noise):
 
 @pytest.mark.weekly
 def test_sparse_rows_become_dense_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(blocks, "_DENSE_ENTRIES", 3 * 5)
+    monkeypatch.setattr(reading, "_DENSE_ENTRIES", 3 * 5)
     seen = []
-    read = blocks.as_features
+    read = reading.as_features
 
     def noted(X: Any) -> torch.Tensor:
         seen.append(X.shape)
         return read(X)
 
-    monkeypatch.setattr(blocks, "as_features", noted)
+    monkeypatch.setattr(reading, "as_features", noted)
     X = rows()
     model = make("LogisticRegression").fit(
         scipy.sparse.csr_matrix(X), targets("LogisticRegression", X)

@@ -142,10 +142,8 @@ def check_logistic() -> None:
                 objective = LinearObjective(loss, records, reg=0.0, normalizer=1.0)
                 point = torch.full((d,), size / math.sqrt(d), dtype=DOUBLE)
                 value, gradient = objective.value_and_gradient(point)
-                of_rows = (
-                    loss.of_norms(records.norms) if isinstance(loss, ResidualClipped) else loss
-                )
-                limits = getattr(of_rows, "limits", torch.full((n,), INF, dtype=DOUBLE))
+                of_rows = loss.of_norms(records.norms)
+                limits = loss.limits(records.norms)
                 exact = exact_gradient(rows, targets, limits, weights, point)
                 assert (
                     float((gradient - exact).norm()) <= objective.gradient_error(point) + 1e-16 * n

@@ -19,7 +19,7 @@ from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
 from torch_dpsco.estimators.records import PairwiseSum, Records
-from torch_dpsco.estimators.task import build_objective, make_partitioned_records, make_records
+from torch_dpsco.estimators.task import build_objective, make_records, make_stored_records
 from torch_dpsco.streams import partitions as module
 from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
 from torch_dpsco.streams.parts import RawPart
@@ -42,7 +42,7 @@ def partitioned(
         [(x, y, torch.ones(len(y), dtype=torch.float64))]
         for x, y in zip(features.split(list(sizes)), targets.split(list(sizes)), strict=True)
     ]
-    return make_partitioned_records(given, RawPartitions(Listed(parts), iter))
+    return make_stored_records(given, RawPartitions(Listed(parts), iter))
 
 
 # -- the number of additions ------------------------------------------------------------------------------------------

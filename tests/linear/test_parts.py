@@ -17,8 +17,8 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import (
     LinearTask,
     build_objective,
-    make_parted_records,
     make_records,
+    make_stored_records,
 )
 from torch_dpsco.losses import Logistic, Squared
 from torch_dpsco.streams import parts
@@ -78,7 +78,7 @@ def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(
         patch.setattr(base, "_BLOCK_ROWS", 2)
         patch.setattr(parts, "_PART_ENTRIES", 2 * (DIM + 1) * blocks)
         memory = make_records(task(), features, torch.ones(count))
-        parted = make_parted_records(task(), blocks_of(features, torch.ones(count), size))
+        parted = make_stored_records(task(), blocks_of(features, torch.ones(count), size))
         found = parted.sum(sums_of)
     assert parted.part_rows == 2 * blocks
     assert (parted.count, parted.dim, parted.depth) == (memory.count, memory.dim, memory.depth)
@@ -91,7 +91,7 @@ def test_parts_of_another_length_would_add_in_another_order():
     """The test above sees orders: three blocks to a part are not those of the binary counter."""
     features = torch.randn(64, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     memory = make_records(task(), features, torch.ones(64))
-    parted = make_parted_records(task(), blocks_of(features, torch.ones(64), 5))
+    parted = make_stored_records(task(), blocks_of(features, torch.ones(64), 5))
     total = lambda records: (records.total(records.norms**3),)  # noqa: E731
     assert torch.equal(parted.sum(total)[0], memory.sum(total)[0])
     parted.part_rows = 6
@@ -118,7 +118,7 @@ def test_no_record_in_blocks_moves_a_gradient_by_more_than_planned(place, label)
     ):
         one, other = (
             build_objective(
-                plan.task, plan.reg, make_parted_records(plan.task, blocks_of(*data, 9))
+                plan.task, plan.reg, make_stored_records(plan.task, blocks_of(*data, 9))
             ).value_and_gradient(w.double())[1]
             for data in ((features, signs), (joined, labels))
         )
@@ -138,7 +138,7 @@ def test_no_record_in_blocks_moves_a_clipped_sum_by_more_than_the_clip(target):
     w = torch.full((1, DIM + 1), -target * 1e4, dtype=torch.float64)
     sums = [
         plan.gradient(
-            make_parted_records(given, blocks_of(rows, torch.full((len(rows),), target), 4)), w
+            make_stored_records(given, blocks_of(rows, torch.full((len(rows),), target), 4)), w
         )
         for rows in (features, extra)
     ]
@@ -149,7 +149,7 @@ def test_no_record_in_blocks_moves_a_clipped_sum_by_more_than_the_clip(target):
 @pytest.mark.usefixtures("short")
 def test_a_first_guess_holds_every_step_th_record_of_all_parts(monkeypatch):
     features = torch.randn(50, DIM, generator=torch.Generator().manual_seed(4))
-    parted = make_parted_records(task(), blocks_of(features, torch.ones(50), 11))
+    parted = make_stored_records(task(), blocks_of(features, torch.ones(50), 11))
     memory = make_records(task(), features, torch.ones(50))
     for step in (3, 4, 16):
         assert torch.equal(parted.thinned(step).norms, memory.thinned(step).norms)
@@ -159,7 +159,7 @@ def test_a_first_guess_holds_every_step_th_record_of_all_parts(monkeypatch):
 
 
 def test_what_needs_a_number_for_each_record_is_refused():
-    records = make_parted_records(task(), blocks_of(torch.ones(4, DIM), torch.ones(4), 2))
+    records = make_stored_records(task(), blocks_of(torch.ones(4, DIM), torch.ones(4), 2))
     assert isinstance(records, PartedRecords)
     with pytest.raises(dp.errors.ConditionError, match="in memory"):
         records.scores(torch.zeros(DIM + 1, dtype=torch.float64))

@@ -24,6 +24,7 @@ from torch_dpsco.estimators import (
     Ridge,
     SoftmaxRegression,
     choose,
+    gradient_descent,
     preparation,
     users,
 )
@@ -269,7 +270,7 @@ def test_each_sum_over_users_gets_its_noise(
         drawn.append(std)
         return torch.zeros(dim, dtype=torch.float64)
 
-    monkeypatch.setattr(users, "gaussian_vector", counted)
+    monkeypatch.setattr(gradient_descent, "gaussian_vector", counted)
     features, labels, ids = rows()
     count = len(ids.unique())
     plan = plan_users(task(adjacency, n=count, n_max=count), steps=30)
@@ -416,7 +417,7 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
 ) -> None:
     """All users are clipped, and vote for 0 four to one: rates are those of a mean loss all the same."""
     monkeypatch.setattr(
-        users, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64)
+        gradient_descent, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64)
     )
     draws = torch.Generator().manual_seed(3)
     ids = torch.arange(2000) % 500
@@ -449,7 +450,7 @@ def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
         seen.append(ledger.get_epsilon(1e-6))
         return gaussian_vector(dim, std, source)
 
-    monkeypatch.setattr(users, "gaussian_vector", watched)
+    monkeypatch.setattr(gradient_descent, "gaussian_vector", watched)
     monkeypatch.setattr(preparation, "gaussian_vector", watched)
     features, labels, ids = rows()
     fit_linear(plan, features, labels, users=ids, accountant=ledger)

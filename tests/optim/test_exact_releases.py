@@ -352,7 +352,6 @@ def test_what_has_no_exact_form_refuses_by_name():
         (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
         (lambda: holder("exact", sampling="fixed"), "sampling='shuffled'"),
         (lambda: dp.HolderOutputSGD.plan(**paper), "sampling='shuffled'"),
-        (lambda: plan_adassp(squares(), "paper", "exact"), "mode='tight'"),
     ]
     for refused, words in refusals:
         with pytest.raises(ConditionError, match="secure must be None here") as error:

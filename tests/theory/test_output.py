@@ -46,11 +46,11 @@ from torch_dpsco.estimators.output_numbers import (
     certified_sensitivity,
     erm_sensitivity,
     expected_suboptimal_sensitivity,
-    logistic_gradient_diameter,
     minimizer_radius,
     noise_norms,
     suboptimal_sensitivity,
 )
+from torch_dpsco.losses.classification import logistic_gradient_diameter
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)
 counts = st.integers(1, 10**7)

@@ -14,6 +14,8 @@
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
+One of your own is a `Regressor` or a `BinaryClassifier` that says its loss in `make_loss` (docs/your_own.md).
+
 Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
 has the public numbers, and `choose` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent`,
 `users` or `least_squares`; `objectives` and `solvers` are what is solved, and how.
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from torch_dpsco.estimators.base import Facts as Facts
     from torch_dpsco.estimators.classifiers import (
         AdversarialClassifier,
         LinearSVC,
@@ -41,23 +44,27 @@ if TYPE_CHECKING:
         SoftmaxRegression,
         TiltedClassifier,
     )
+    from torch_dpsco.estimators.classifiers import BinaryClassifier as BinaryClassifier
     from torch_dpsco.estimators.columns import Category as Category
     from torch_dpsco.estimators.columns import Number as Number
     from torch_dpsco.estimators.columns import Ordered as Ordered
     from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
+    from torch_dpsco.estimators.regressors import Regressor as Regressor
     from torch_dpsco.estimators.released import Released as Released
     from torch_dpsco.estimators.schema import Schema as Schema
     from torch_dpsco.estimators.schema import Table as Table
 else:  # or type checkers would take every name for one that exists
     _HOMES = {
-        **dict.fromkeys(__all__, "classifiers"),
-        **dict.fromkeys(("HuberRegressor", "QuantileRegressor", "Ridge"), "regressors"),
-        **dict.fromkeys(("Category", "Number", "Ordered"), "columns"),
-        **dict.fromkeys(("Schema", "Table"), "schema"),
-        "Released": "released",
+        "base": ("Facts",),
+        "classifiers": (*__all__, "BinaryClassifier"),
+        "columns": ("Category", "Number", "Ordered"),
+        "regressors": ("HuberRegressor", "QuantileRegressor", "Regressor", "Ridge"),
+        "released": ("Released",),
+        "schema": ("Schema", "Table"),
     }
+    _HOME = {name: place for place, names in _HOMES.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

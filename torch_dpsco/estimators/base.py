@@ -22,7 +22,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,12 +36,13 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency, in_words
+from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency
 from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.acts import act
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.estimators.certificates import needed_eigenvalue
 from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
-from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,
@@ -57,18 +58,17 @@ from torch_dpsco.estimators.reading import (
     NotFittedError,
     as_features,
     check_columns,
+    dense_rows,
+    is_sparse,
     read_columns,
+    record_weights,
     require_dtype,
     require_finite,
 )
+from torch_dpsco.estimators.records import Stored
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids
-from torch_dpsco.show.preview import Preview, Sample, epsilons_of, of_plans, require_one, simulated
-from torch_dpsco.statistics import Debiased, Summary, debias, needed_eigenvalue
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.estimator_blocks import as_blocks, dense_rows, is_sparse, record_weights
-from torch_dpsco.streams.partitions import Partitions, RawPartitions
 
 _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others, which are shrunk with their targets
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
@@ -86,6 +86,20 @@ _HOW_TO_COUNT = (
     " regularizer of some mechanisms and the cap n_max = 2 n, never the noise of a record"
 )
 _Model = TypeVar("_Model", bound="LinearModel")
+
+
+class Facts(NamedTuple):
+    """What loss and task of a fit may depend on, besides the settings: all of it public.
+
+    Args:
+        prepare: what is measured before; None for nothing.
+        signal: n mu / sqrt(d), see `estimators.preparation.signal_to_noise`.
+        unit: "example", or "user" for a fit with groups.
+    """
+
+    prepare: PrivatePreparation | None
+    signal: float
+    unit: str
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -162,8 +176,8 @@ class LinearModel(BaseEstimator):
     # -- what a subclass says ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
-        """The loss, of public settings, in the units that are measured; see `signal_to_noise`."""
+    def make_loss(self, facts: Facts) -> TableLoss:
+        """The loss, of public settings, in the units that are measured."""
 
     @abstractmethod
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -179,10 +193,8 @@ class LinearModel(BaseEstimator):
         """Public labels; None where targets are numbers."""
         return None
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
-        """Further arguments of the `LinearTask`, as `_loss`."""
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        """Further arguments of the `LinearTask`, as `make_loss`."""
         return {}
 
     # -- fitting -----------------------------------------------------------------------------------------------------
@@ -196,8 +208,8 @@ class LinearModel(BaseEstimator):
             X: rows (n, d): numpy array, torch tensor on any device, data frame, lists, or sparse rows of scipy. A row
                 with a non-finite value counts as a record without influence. Or, for a table that no memory holds, a
                 callable that returns a fresh iterator over blocks (X, y) or (X, y, sample_weight) at each call, the
-                same records in the same order, of one dtype; a fit calls it tens of times. Or `linear.Partitions`, of
-                a table on an engine, where each partition is read so.
+                same records in the same order, of one dtype; a fit calls it tens of times. Or
+                `streams.partitions.Partitions`, of a table on an engine, where each partition is read so.
             y: (n,) targets; labels that are none of the classes, and non-finite ones, likewise. None beside blocks.
             sample_weight: (n,) weights of the losses, a private part of the records, clipped to [0, 1], since a larger
                 one would count for more than the noise hides; NaN makes a null record. None for ones.
@@ -217,8 +229,7 @@ class LinearModel(BaseEstimator):
             UnitError: X has not n rows, where n is public.
         """
         # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
-        read = self._unspent()._read if isinstance(X, Partitions) else self._read
-        blocks = as_blocks(X, y, sample_weight, read)
+        blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
@@ -273,8 +284,8 @@ class LinearModel(BaseEstimator):
         unit: str = "example",
         epsilons: Sequence[float] | None = None,
         runs: int = 10,
-    ) -> Preview:
-        """Returns what a fit will lose, before anything is spent: `print(model.preview(X_public, y_public))`.
+    ) -> Any:
+        """Returns what a fit will lose (`show.preview.Preview`): `print(model.preview(X_public, y_public))`.
 
         The data given MUST be public, or made up: they are read without noise, and no ledger is charged. They should
         look like the private table; what they differ in, a preview does not see. It makes len(epsilons) * runs fits
@@ -294,18 +305,9 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together at one of the epsilons.
             ValueError: a setting, a shape, or a value, since the data are public.
         """
-        chosen = epsilons_of(self.epsilon, epsilons, runs)
-        require_one(X_like, y_like, groups, dim)
-        unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
-        features = None if X_like is None else as_features(X_like)
-        width = check.positive_count(dim=dim) if features is None else features.shape[1]
-        plans = [self._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
-        if features is None:
-            return of_plans(type(self).__name__, plans)
-        require_finite(features)
-        targets, factors = self._read(y_like, len(features), features.device)
-        ids = None if groups is None else user_ids(groups, len(features))
-        return simulated(type(self).__name__, plans, Sample(features, targets, factors, ids), runs)
+        return act("model.preview")(
+            self, X_like, y_like, groups, dim=dim, unit=unit, epsilons=epsilons, runs=runs
+        )
 
     def _unspent(self: _Model, **changes: Any) -> _Model:
         """A copy of these settings, without the ledger."""
@@ -329,25 +331,19 @@ class LinearModel(BaseEstimator):
         prepare = None
         warn_of_delta(budget, n, stacklevel=4)
         intervals = self._level_of_intervals(budget)
-        measured = (
-            check.choice(("auto", None), prepare=self.prepare)
-            and budget.delta > 0
-            and self.secure is None
-        )
-        if measured and not intervals:  # measured units clip rows and targets
-            prepare = self._measurements(given, n, dim, budget)
-        mu = (
-            gaussian_mu(budget.epsilon, budget.delta)
-            if budget.delta > 0
-            else budget.epsilon / math.sqrt(dim)
-        )
-        signal = signal_to_noise(mu, n, dim)
+        wanted = check.choice(("auto", None), prepare=self.prepare)
+        mu = budget.epsilon / math.sqrt(dim)
+        if budget.delta > 0:
+            mu = gaussian_mu(budget.epsilon, budget.delta)
+            if wanted and self.secure is None and not intervals:  # units clip rows and targets
+                prepare = self._measurements(given, n, dim, budget)
         rows = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if rows is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
+        facts = Facts(prepare, signal_to_noise(mu, n, dim), unit)
         return LinearTask(
-            loss=self._loss(prepare, signal, unit),
+            loss=self.make_loss(facts),
             preparation=replace(rows, intercept=constant, whole=rows is not given),
             prepare=prepare,
             dim=dim,
@@ -357,7 +353,7 @@ class LinearModel(BaseEstimator):
             radius=check.positive(radius=self.radius, allow_inf=True),
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
             curvature=intervals,
-            **self._options(prepare, signal, unit),
+            **self.task_options(facts),
         )
 
     def _required(self) -> dict[str, str]:
@@ -497,8 +493,8 @@ class LinearModel(BaseEstimator):
         run = OneFit(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
         return make_statement(self.privacy_, run)
 
-    def summary(self, level: float = 0.95) -> Summary:
-        """Returns estimates, standard errors, p-values and intervals of the coefficients for raw features.
+    def summary(self, level: float = 0.95) -> Any:
+        """Returns estimates, standard errors, p-values and intervals for raw features: `statistics.Summary`.
 
         The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
 
@@ -512,7 +508,10 @@ class LinearModel(BaseEstimator):
         name = type(self).__name__
         check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "intervals"):
-            raise self._without_intervals()
+            raise ConditionError(
+                f"{name} has no summary: confidence intervals are proved for LogisticRegression,"
+                " HuberRegressor and Ridge (intervals=)"
+            )
         if not hasattr(self, "coef_"):
             raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
@@ -520,65 +519,7 @@ class LinearModel(BaseEstimator):
                 f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y)"
                 " spends 0.3 of the same budget on what they need (got a fit without)"
             )
-        task = self.plan_.task
-        dim = self.plan_.task.dim
-        budget = cast(Budget, self.plan_.budget)
-        given = task.preparation
-        center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
-        # coefficients for raw features, as a linear map of prepared ones, and back
-        to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
-        to_raw[dim:, :dim] = -center / scale
-        released = np.concatenate([np.ravel(self.coef_), np.ravel(self.intercept_)])[: task.width]
-        found, assumed = self._debiased(
-            np.linalg.solve(to_raw, released), torch.from_numpy(vars(self)["hessian_"])
-        )
-        names = getattr(self, "feature_names_in_", [f"x{k}" for k in range(dim)])
-        return Summary.of(
-            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {in_words(task.adjacency)}",
-            (*map(str, names), "intercept")[: task.width],
-            found,
-            to_raw,
-            released,
-            level,
-            *assumed,
-            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the"
-            " model",
-            "all settings, and which features are in the model, were chosen without a look at these"
-            " records",
-            "enough records for a normal law: see docs/inference.md for where the coverage was"
-            " measured",
-        )
-
-    def _debiased(
-        self, prepared: NDArray[np.float64], hessian: Tensor
-    ) -> tuple[Debiased, tuple[str, ...]]:
-        """Returns the estimate in prepared units, of answer and Hessian there, and what its level rests on besides."""
-        raise self._without_intervals()
-
-    def _newton_step(
-        self,
-        prepared: NDArray[np.float64],
-        hessian: Tensor,
-        variance: float = 1.0,
-        width: float = 1.0,
-    ) -> Debiased:
-        """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
-        plan = cast(ObjectivePlan, self.plan_)
-        stds = {
-            "noise_std": plan.noise_scale,
-            "output_std": plan.output_scale,
-            "hessian_std": plan.hessian_scale,
-        }
-        rate = plan.task.preparation.bound / width
-        return debias(
-            torch.from_numpy(prepared), hessian, reg=plan.reg, variance=variance, rate=rate, **stds
-        )
-
-    def _without_intervals(self) -> ConditionError:
-        return ConditionError(
-            f"{type(self).__name__} has no summary: confidence intervals are proved for"
-            " LogisticRegression, HuberRegressor and Ridge (intervals=)"
-        )
+        return act("model.summary")(self, level)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()  # type: ignore[misc]  # asked for by scikit-learn only, whose base has it
@@ -609,13 +550,11 @@ def _when_shown(plan: LinearPlan) -> str:
     )
 
 
-def _number_of_units(records: int | RawBlocks | RawPartitions, users: Tensor | None) -> int:
+def _number_of_units(records: int | Stored, users: Tensor | None) -> int:
     """Returns the number of records, or of users, where it is public."""
     if users is not None:
         return len(users.unique())
-    if isinstance(records, RawBlocks):
-        return records.count(_MOST)
-    return records if isinstance(records, int) else records.count
+    return records if isinstance(records, int) else records.count(_MOST)
 
 
 def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:

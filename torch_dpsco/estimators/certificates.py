@@ -51,9 +51,10 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.estimators.objectives import LinearObjective, norm_up
 from torch_dpsco.estimators.records import Objective, require_double
-from torch_dpsco.losses.classification import Hinge
-from torch_dpsco.losses.regression import Absolute, Pinball
+from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.losses.clipped import ResidualClipped
 
+_CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
 
@@ -172,13 +173,10 @@ class BoxDual:
     of_margin: bool
 
     @classmethod
-    def of(cls, loss: object) -> BoxDual | None:
+    def of(cls, loss: TableLoss | ResidualClipped) -> BoxDual | None:
         """The description of a loss, or None if it is not such a maximum."""
-        if isinstance(loss, Hinge) and loss.power == 1:
-            return cls(0.0, 1.0, True)
-        if isinstance(loss, Pinball):
-            return cls(loss.quantile - 1, loss.quantile, False)
-        return cls(-1.0, 1.0, False) if isinstance(loss, Absolute) else None
+        ends = loss.dual_box
+        return None if ends is None else cls(*ends, loss.target_kind == "sign")
 
     @property
     def width(self) -> float:
@@ -517,3 +515,20 @@ def _count(steps: float, name: str) -> int:
     if not steps * (1 + _ROUNDING) < 2.0**63:
         raise InfeasibleError(f"{name} would take {steps:g} steps: use a larger {name}")
     return max(1, math.ceil(steps * (1 + _ROUNDING)))
+
+
+def needed_eigenvalue(size: int, std: float) -> float:
+    """Returns what the least eigenvalue of a noisy Hessian must exceed for intervals: a number that a plan knows.
+
+    Args:
+        size: number of coefficients, the intercept among them.
+        std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
+
+    Source:
+        docs/proofs/inference.md#the-limit
+
+    Example:
+        >>> needed_eigenvalue(4, 7.0)
+        42.0
+    """
+    return _CLEAR * check.nonnegative(std=std) * math.sqrt(check.positive_count(size=size))

@@ -29,31 +29,23 @@ from torch_dpsco.estimators.preparation import (
     Units,
     signal_to_noise,
 )
-from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.records import Records, Stored
 from torch_dpsco.estimators.solvers import SOLVERS
 from torch_dpsco.estimators.task import (
     LinearPlan,
     LinearTask,
-    make_parted_records,
-    make_partitioned_records,
     make_records,
+    make_stored_records,
 )
 from torch_dpsco.estimators.users import plan_users, users_of
-from torch_dpsco.losses import Squared
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.partitions import Partitions, RawPartitions
 
 __all__ = [
     "MECHANISMS",
     "LinearFit",
     "LinearTask",
-    "Partitions",
     "Preparation",
     "PrivatePreparation",
-    "RawBlocks",
-    "RawPartitions",
     "choose_mechanism",
     "fit_linear",
     "plan_linear",
@@ -96,13 +88,13 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     """
     if task.tilt or task.attack_radius:
         return "output"
-    if isinstance(task.loss, Squared) and task.residual_clip is None:
+    if task.loss.squared and task.residual_clip is None:
         if task.pure:
             return "output"
         return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
     if task.curvature:
         return "objective"
-    classes = isinstance(task.loss, SoftmaxCrossEntropy)
+    classes = task.num_scores > 1
     exact = asks_exact(secure)
     if classes and not task.pure:
         return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
@@ -165,7 +157,7 @@ def plan_linear(
     Args:
         task: public numbers.
         mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
-        mode: "tight" or "paper" (output, adassp).
+        mode: "tight" or "paper" (output).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
         solver: of output and objective perturbation, see `estimators.solvers.solve`; never trusted.
 
@@ -188,7 +180,7 @@ def plan_linear(
         plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
         return replace(plan, reason=_reason(task, chosen))
     if mechanism == "adassp":
-        return plan_adassp(task, mode, secure)
+        return plan_adassp(task, secure)
     if mechanism == "boosted_adassp":
         return plan_boosted(task, secure=secure)
     if mechanism == "preconditioned_gd":
@@ -244,7 +236,7 @@ def require_sums(plan: LinearPlan) -> None:
 
 def fit_linear(
     plan: LinearPlan,
-    features: Tensor | RawBlocks | RawPartitions,
+    features: Tensor | Stored,
     targets: Tensor | None = None,
     weights: Tensor | None = None,
     *,
@@ -277,19 +269,7 @@ def fit_linear(
     if not isinstance(features, Tensor):
         require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
-    ledger.require_unit(plan.unit)
-    ledger.settle(task.adjacency)
-    if ledger.adjacency != task.adjacency:
-        # PRIVACY: a cost under one adjacency bounds nothing under another
-        # (test_a_ledger_of_another_adjacency_is_refused)
-        raise AdjacencyError(
-            f"accountant must have the adjacency {task.adjacency!r} (got {ledger.adjacency!r})"
-        )
-    if (users is None) != (plan.unit == "example"):
-        raise UnitError(
-            "users must be given with a plan for users, and with it only (the plan's unit is"
-            f" {plan.unit!r})"
-        )
+    _require_unit(plan, ledger, users)
     codes = None
     units = Units(task.preparation)
     if users is not None and isinstance(features, Tensor):
@@ -298,10 +278,8 @@ def fit_linear(
         weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
 
     def records_in(measured: Units | None) -> Records:
-        if isinstance(features, RawBlocks):
-            return make_parted_records(task, features, measured)
-        if isinstance(features, RawPartitions):
-            return make_partitioned_records(task, features, measured)
+        if isinstance(features, Stored):
+            return make_stored_records(task, features, measured)
         assert targets is not None
         return make_records(task, features, targets, weights, measured, users=codes)
 
@@ -318,11 +296,32 @@ def fit_linear(
         answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
     else:
         answer = plan.release(plan.solve(records), ledger, source)
-    weight = answer[: task.parameters]
-    entries = answer[task.parameters :]
-    weights = weight.reshape(task.num_scores, task.width)
-    squares = task.width**2
+    return _fit_of(task, units, answer)
+
+
+def _require_unit(plan: LinearPlan, ledger: Accountant, users: Tensor | None) -> None:
+    """Raises UnitError and AdjacencyError for a ledger or records of another unit or adjacency than the plan's."""
+    ledger.require_unit(plan.unit)
+    ledger.settle(plan.task.adjacency)
+    if ledger.adjacency != plan.task.adjacency:
+        # PRIVACY: a cost under one adjacency bounds nothing under another
+        # (test_a_ledger_of_another_adjacency_is_refused)
+        raise AdjacencyError(
+            f"accountant must have the adjacency {plan.task.adjacency!r} (got {ledger.adjacency!r})"
+        )
+    if (users is None) != (plan.unit == "example"):
+        raise UnitError(
+            "users must be given with a plan for users, and with it only (the plan's unit is"
+            f" {plan.unit!r})"
+        )
+
+
+def _fit_of(task: LinearTask, units: Units, answer: Tensor) -> LinearFit:
+    """Returns what a release is made of, of the vector that it draws."""
+    weights = answer[: task.parameters].reshape(task.num_scores, task.width)
     if not task.curvature:
         return LinearFit(weights, units)
+    entries = answer[task.parameters :]
+    squares = task.width**2
     hessian = entries[:squares].reshape(task.width, task.width)
     return LinearFit(weights, units, hessian, entries[squares:] if len(entries) > squares else None)

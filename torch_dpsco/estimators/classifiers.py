@@ -18,12 +18,11 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.base import LinearModel
-from torch_dpsco.estimators.preparation import PrivatePreparation, residual_clip
+from torch_dpsco.estimators.base import Facts, LinearModel
+from torch_dpsco.estimators.preparation import residual_clip
 from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.statistics import Debiased
 
 Array = NDArray[np.float64]
 
@@ -114,11 +113,6 @@ def _labels(classes: Sequence[Any]) -> NDArray[Any]:
 class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
 
-    def _required(self) -> dict[str, str]:
-        return super()._required() | {
-            "classes": "the public labels, as (0, 1); which occur is private"
-        }
-
     def _classes(self) -> list[Any]:
         classes = super()._classes()
         if len(classes) != 2:
@@ -179,12 +173,10 @@ class LogisticRegression(BinaryClassifier):
     residual_clip: float | str | None = "auto"
     intervals: float | None = None
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         return Logistic()
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
+    def task_options(self, facts: Facts) -> dict[str, Any]:
         if isinstance(self.residual_clip, str):
             check.choice(("auto",), residual_clip=self.residual_clip)
         if self.intervals is not None:
@@ -195,16 +187,9 @@ class LogisticRegression(BinaryClassifier):
             return {"residual_clip": None if self.residual_clip == "auto" else self.residual_clip}
         if isinstance(self.residual_clip, str):
             # of users, mean gradients are clipped
-            return {"residual_clip": residual_clip(signal) if unit == "example" else None}
+            clip = residual_clip(facts.signal) if facts.unit == "example" else None
+            return {"residual_clip": clip}
         return {"residual_clip": self.residual_clip}
-
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        return self._newton_step(prepared, hessian), (
-            (
-                "the log-odds are linear in the features, and records are independent: else"
-                " standard errors may be small"
-            ),
-        )
 
     def predict_proba(self, X: Any, link: str = "logistic") -> Array:
         """Returns probabilities (n, 2) of public rows.
@@ -259,7 +244,7 @@ class SoftmaxRegression(Classifier):
         docs/proofs/heads.md; docs/proofs/objective.md
     """
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         return SoftmaxCrossEntropy(num_classes=len(self._classes()))
 
     def _coded(self, codes: Tensor) -> Tensor:
@@ -309,7 +294,7 @@ class LinearSVC(BinaryClassifier):
     loss: str = "smoothed_hinge"
     width: float = 1.0
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         chosen = check.choice(("smoothed_hinge", "hinge"), loss=self.loss)
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
@@ -349,12 +334,10 @@ class TiltedClassifier(BinaryClassifier):
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         return Logistic()
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
+    def task_options(self, facts: Facts) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
@@ -392,12 +375,10 @@ class AdversarialClassifier(BinaryClassifier):
     def _measurements(self, *public: Any) -> None:
         """Measures nothing: the constants of a tilt or an attack are in public units."""
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         return Logistic()
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
+    def task_options(self, facts: Facts) -> dict[str, Any]:
         return {
             "attack_radius": check.positive(attack_radius=self.attack_radius),
             "attack_norm": self.attack_norm,

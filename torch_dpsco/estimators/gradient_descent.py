@@ -45,6 +45,7 @@ Source: docs/proofs/heads.md#what-is-released, docs/proofs/heads.md#steps-that-k
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,33 +87,106 @@ _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that bal
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyGDPlan(LinearPlan):
-    """Public numbers of one run.
+class DescentPlan(LinearPlan):
+    """Public numbers of noisy steps on all records: what all such plans share.
 
     Args:
         steps: T.
-        noise_std: of the noise on the sum of gradients.
-        momentum: in [0, 1), where all sums are released; None where the last iterate is.
+        noise_std: of the noise on each sum of gradients.
     """
 
     steps: int
     noise_std: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_covered(self.task)
+        check.positive_count(steps=self.steps)
+        check.positive(noise_std=self.noise_std)
+
+    @staticmethod
+    def require_covered(task: LinearTask) -> None:
+        """Raises ConditionError for a task that the steps are not for."""
+        smooth_constants(task)
+
+    @property
+    def reg(self) -> float:
+        """Regularizer of the answer, in sum form; 0 for none."""
+        return self.task.reg or 0.0
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """Bound on what a record adds to a sum."""
+
+    @property
+    def noise_and_signal(self) -> tuple[float, float, str]:
+        """As in `LinearPlan`."""
+        std = self.noise_std / math.sqrt(self.steps)
+        return std, self.task.n * self.largest, "the mean of all steps"
+
+
+def descend(
+    total: Callable[[Tensor], Tensor],
+    start: Tensor,
+    std: float,
+    generator: Source,
+    *,
+    steps: int,
+    lr: float,
+    radius: float,
+    momentum: float = 0.0,
+    averaged: int | None = None,
+    direction: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Makes steps with momentum along noisy sums, in a ball: returns the average of the last iterates.
+
+    Args:
+        total: sum over the records, at an iterate: NOT private.
+        start: public.
+        std: of the noise on each sum.
+        generator: of the noise.
+        steps: T.
+        lr: eta.
+        radius: of the ball.
+        momentum: in [0, 1).
+        averaged: number of iterates; None for the later half.
+        direction: of a step, made of a noisy sum and the iterate; None for the sum itself.
+    """
+    w = start
+    moved = torch.zeros_like(w)
+    last = steps - steps // 2 if averaged is None else averaged
+    answer = torch.zeros_like(w)
+    for step in range(steps):
+        # PRIVACY: to the sum over all records or users, in each step (test_a_step_without_its_noise_is_caught,
+        # test_a_preconditioned_step_without_noise_is_caught, test_each_sum_over_users_gets_its_noise)
+        noisy = total(w) + gaussian_vector(len(w), std, generator)
+        along = noisy if direction is None else direction(noisy, w)
+        moved = momentum * moved - lr * along
+        w = project(w + moved, radius)
+        if step >= steps - last:
+            answer += w
+    return answer / last
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyGDPlan(DescentPlan):
+    """Public numbers of one run.
+
+    Args:
+        momentum: in [0, 1), where all sums are released; None where the last iterate is.
+    """
+
     momentum: float | None = None
 
     mechanism = "noisy_gd"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smooth_constants(self.task)
-        check.positive_count(steps=self.steps)
-        check.positive(noise_std=self.noise_std)
-        if self.momentum is not None and not 0 <= check.finite(momentum=self.momentum) < 1:
-            raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
-
-    @property
-    def reg(self) -> float:
-        """Regularizer of the objective, in sum form; 0 for none, where all sums are released."""
-        return super().reg if self.momentum is None else self.task.reg or 0.0
+        if self.momentum is None:
+            check.positive(reg=self.task.reg)
+        else:
+            check_momentum(self.momentum)
 
     @property
     def lr(self) -> float:
@@ -155,13 +229,9 @@ class NoisyGDPlan(LinearPlan):
         return GDP(noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,))
 
     @property
-    def noise_and_signal(self) -> tuple[float, float, str]:
-        """As in `LinearPlan`."""
-        return (
-            self.noise_std / math.sqrt(self.steps),
-            self.task.n * smooth_constants(self.task)[0],
-            "the mean of all steps",
-        )
+    def largest(self) -> float:
+        """Bound on the gradient of a record."""
+        return smooth_constants(self.task)[0]
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -177,38 +247,23 @@ class NoisyGDPlan(LinearPlan):
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         objective = build_objective(self.task, self.reg, solved)
+        return descend(
+            lambda w: objective.value_and_gradient(w)[1],
+            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            self.noise_std,
+            generator,
+            steps=self.steps,
+            lr=self.lr,
+            radius=self.radius,
+            momentum=self.momentum or 0.0,
+            averaged=1 if self.momentum is None else None,
+        )
 
-        def noisy(w: Tensor) -> Tensor:
-            # PRIVACY: to the gradient of all records, in each step (test_a_step_without_its_noise_is_caught)
-            return objective.value_and_gradient(w)[1] + gaussian_vector(
-                objective.dim, self.noise_std, generator
-            )
 
-        w = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        averaged = 1 if self.momentum is None else None
-        momentum = self.momentum or 0.0
-        return descend(w, noisy, self.steps, self.lr, momentum, self.radius, averaged)
-
-
-def descend(
-    w: Tensor,
-    noisy: Callable[[Tensor], Tensor],
-    steps: int,
-    lr: float,
-    momentum: float,
-    radius: float,
-    averaged: int | None = None,
-) -> Tensor:
-    """Makes steps with momentum along noisy gradients, in a ball: returns the average of the last; None for a half."""
-    last = steps - steps // 2 if averaged is None else averaged
-    moved = torch.zeros_like(w)
-    total = torch.zeros_like(w)
-    for step in range(steps):
-        moved = momentum * moved - lr * noisy(w)
-        w = project(w + moved, radius)
-        if step >= steps - last:
-            total += w
-    return total / last
+def check_momentum(momentum: float) -> None:
+    """Raises ValueError unless it is in [0, 1)."""
+    if not 0 <= check.finite(momentum=momentum) < 1:
+        raise ValueError(f"momentum must be in [0, 1) (got {momentum})")
 
 
 def way_guess(task: LinearTask) -> float:
@@ -246,16 +301,21 @@ def plan_noisy_gd(
         "NoisyGD hides all its noisy steps but the last; use OutputPerturbation,"
         " mechanism='output'",
     )
-    lipschitz, smoothness = smooth_constants(task)
+    _, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
         return _all_sums(task, steps)
     if task.reg is None:
         task = replace(task, reg=objpert_reg(task.target.epsilon, smoothness))
     draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0)
     converged = min(math.ceil(3 * draft._smoothness / draft.reg), _MOST_STEPS)
-    draft = replace(draft, steps=converged if steps is None else steps)
+    return _with_noise(replace(draft, steps=converged if steps is None else steps))
+
+
+def _with_noise(draft: NoisyGDPlan) -> NoisyGDPlan:
+    """Returns the plan with the noise that is given, or uses the level of its task up."""
+    task = draft.task
     if task.noise_multiplier is not None:
-        return replace(draft, noise_std=task.noise_multiplier * lipschitz)
+        return replace(draft, noise_std=task.noise_multiplier * draft.largest)
     return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
 
 
@@ -271,10 +331,8 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
         once = task.noise_multiplier * lipschitz / math.sqrt(steps)
     horizon = way_guess(task) / (once * math.sqrt(task.parameters))
     steps = steps_to(horizon, curvature) if steps is None else steps
-    draft = replace(draft, steps=steps, momentum=smooth_pace(horizon, steps, curvature).momentum)
-    if task.noise_multiplier is not None:
-        return replace(draft, noise_std=task.noise_multiplier * lipschitz)
-    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
+    momentum = smooth_pace(horizon, steps, curvature).momentum
+    return _with_noise(replace(draft, steps=steps, momentum=momentum))
 
 
 def smooth_constants(task: LinearTask) -> tuple[float, float]:
@@ -297,19 +355,15 @@ _Plan = TypeVar("_Plan", bound="PreconditionedGDPlan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreconditionedGDPlan(LinearPlan):
+class PreconditionedGDPlan(DescentPlan):
     """Public numbers of one run, all of whose iterates are private.
 
     Args:
-        steps: T.
         clip: C > 0, on the norm of a record's gradient.
-        noise_std: of the noise on each sum of gradients.
         gram_std: of the noise on X'X, in an orthonormal basis of the symmetric matrices.
     """
 
-    steps: int
     clip: float
-    noise_std: float
     gram_std: float
 
     mechanism = "preconditioned_gd"
@@ -317,10 +371,7 @@ class PreconditionedGDPlan(LinearPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_covered(self.task)
-        check.positive_count(steps=self.steps)
         check.positive(clip=self.clip)
-        check.positive(noise_std=self.noise_std)
         check.positive(gram_std=self.gram_std)
 
     @staticmethod
@@ -332,9 +383,9 @@ class PreconditionedGDPlan(LinearPlan):
         require_plain_sum(task, name)
 
     @property
-    def reg(self) -> float:
-        """Regularizer of the answer, in sum form; 0 for none."""
-        return self.task.reg or 0.0
+    def largest(self) -> float:
+        """C."""
+        return self.clip
 
     @property
     def ridge(self) -> float:
@@ -381,15 +432,6 @@ class PreconditionedGDPlan(LinearPlan):
         level = preconditioned_mu(gram, self.gram_std, moved, self.noise_std, self.steps)
         return GDP(level, (self.task.adjacency,))
 
-    @property
-    def noise_and_signal(self) -> tuple[float, float, str]:
-        """As in `LinearPlan`."""
-        return (
-            self.noise_std / math.sqrt(self.steps),
-            self.task.n * self.clip,
-            "the mean of all steps",
-        )
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
@@ -421,22 +463,23 @@ class PreconditionedGDPlan(LinearPlan):
         values, vectors = torch.linalg.eigh(noisy_gram)  # of the lower triangle
         inverse = (vectors / (values.clamp(min=0) + self.ridge + self.reg)) @ vectors.T
 
-        def noisy(w: Tensor) -> Tensor:
-            # PRIVACY: to the sum of all records, in each step (test_a_preconditioned_step_without_noise_is_caught)
-            total = self.gradient(solved, w.view(size)).flatten() + gaussian_vector(
-                len(w), self.noise_std, generator
-            )
-            gradient = (total + self.reg * w).view(size)
-            if task.num_scores > 1:
-                gradient = gradient - gradient.mean(
-                    0
-                )  # the noise of what adds up to 0 over classes
-            step: Tensor = gradient @ inverse
-            return step.flatten()
+        def direction(noisy: Tensor, w: Tensor) -> Tensor:
+            gradient = (noisy + self.reg * w).view(size)
+            if task.num_scores > 1:  # the noise of what adds up to 0 over classes
+                gradient = gradient - gradient.mean(0)
+            along: Tensor = gradient @ inverse
+            return along.flatten()
 
-        start = torch.zeros(task.parameters, dtype=torch.float64, device=solved.device)
         return descend(
-            start, noisy, self.steps, self.step_size(values), 0.0, self.radius, self._averaged
+            lambda w: self.gradient(solved, w.view(size)).flatten(),
+            torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
+            self.noise_std,
+            generator,
+            steps=self.steps,
+            lr=self.step_size(values),
+            radius=self.radius,
+            averaged=self._averaged,
+            direction=direction,
         )
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:

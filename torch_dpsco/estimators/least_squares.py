@@ -5,8 +5,8 @@
 For K classes the targets are the K indicators less 1/K, all solved with one X'X; the scores are K times the solution,
 which is a step of Newton's method from 0 on the softmax cross-entropy: so are the probabilities that they make.
 
-Differs from the paper (Wang 2018) in: mode "tight" shares one Gaussian budget out and has noise in an orthonormal basis
-of the symmetric matrices; mode "paper" is checked, since its proof for each part alone fails for small delta.
+Differs from the paper (Wang 2018) in: one Gaussian budget is shared out, with noise in an orthonormal basis of the
+symmetric matrices; the published proof for each part alone fails for small delta.
 
 Source: docs/proofs/output.md#least-squares-from-noisy-statistics
 
@@ -30,8 +30,8 @@ record changes them by at most B^2, B^2 (in the Frobenius norm) and B Y; replaci
 Noise on X'X that is isotropic in an orthonormal basis of the symmetric matrices has the std s on the diagonal and
 s / sqrt(2) off it. The three levels mu = sensitivity / std add in squares; everything else is post-processing.
 
-Differs from the paper in: 1. The budget is that of the joint release, with any split (`weights`): less noise. 2. Mode
-"paper" is checked: its steps are not (epsilon/3, delta/3)-DP each, but together they are usually (epsilon, delta)-DP.
+Differs from the paper in: the budget is that of the joint release, with any split (`weights`), which is less noise; its
+steps are not (epsilon/3, delta/3)-DP each, but together they are usually (epsilon, delta)-DP (tests/reference/papers).
 
 Source: docs/proofs/output.md#least-squares-from-noisy-statistics; Wang 2018, Revisiting differentially private linear
 regression.
@@ -50,7 +50,6 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import (
-    gaussian_log_delta,
     gaussian_mu,
     sensitivity_factor,
 )
@@ -64,7 +63,7 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, Gaussian
-from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import project, sum_terms
 from torch_dpsco.estimators.gradient_descent import (
     PreconditionedGDPlan,
@@ -75,8 +74,6 @@ from torch_dpsco.estimators.gradient_descent import (
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.losses import Squared
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
@@ -202,17 +199,16 @@ class AdaSSPPlan(LinearPlan):
         return torch.cat([answer, noisy.flatten(), moment, total + noise])
 
 
-def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None) -> AdaSSPPlan:
+def plan_adassp(task: LinearTask, secure: str | None = None) -> AdaSSPPlan:
     """Returns the numbers of AdaSSP for a task with the squared loss, or the softmax cross-entropy.
 
     Args:
         task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
-        mode: "tight" or "paper".
-        secure: "exact" for noise drawn in integers (mode "tight"), on the three statistics over their stds, as one
+        secure: "exact" for noise drawn in integers, on the three statistics over their stds, as one
             vector: its event is a Gaussian of std 1.
 
     Raises:
-        ConditionError: another loss, delta = 0, or a published noise that is not private enough.
+        ConditionError: another loss, or delta = 0.
 
     Guarantee:
         The event of the plan, for the task's adjacency, for everything computed from the three statistics.
@@ -221,28 +217,9 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
     epsilon = task.target.epsilon
     delta = task.target.delta
     exact = asks_exact(secure)
-    if task.curvature and mode != "tight":
-        raise ConditionError("mode must be 'tight' where intervals are paid for")
-    if check.choice(("tight", "paper"), mode=mode) == "tight":
-        constants = adassp_constants(
-            epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured
-        )
-    else:
-        require_gaussian(secure, "mode='paper' is the published algorithm; use mode='tight'")
-        if task.adjacency == "replace_one":
-            raise AdjacencyError(
-                "mode 'paper' is proved for add_remove and zero_out: use mode='tight'"
-            )
-        delta *= 1 - 1e-9  # a ledger needs some left to round with
-        paper = adassp_constants_paper(epsilon, delta, *_bounds(task))
-        constants = AdaSSPConstants(
-            paper.std_lmin,
-            paper.std_xtx,
-            paper.std_xtx,
-            paper.std_xty,
-            paper.lam_cap,
-            paper.shift_lmin,
-        )
+    constants = adassp_constants(
+        epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured
+    )
     constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
     plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
     if exact:
@@ -253,7 +230,7 @@ def plan_adassp(task: LinearTask, mode: str = "tight", secure: str | None = None
 
 
 def _require_covered(task: LinearTask) -> None:
-    known = isinstance(task.loss, (Squared, SoftmaxCrossEntropy))
+    known = task.loss.squared or task.num_scores > 1
     if not known or task.residual_clip is not None or task.tilt or task.attack_radius:
         raise ConditionError(
             f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})"
@@ -321,7 +298,7 @@ class BoostedPlan(PreconditionedGDPlan):
     @staticmethod
     def require_covered(task: LinearTask) -> None:
         """Raises ConditionError for another loss, and for delta = 0."""
-        if not isinstance(task.loss, Squared) or task.residual_clip is not None:
+        if not task.loss.squared or task.residual_clip is not None:
             raise ConditionError(
                 f"boosted AdaSSP needs the squared loss, as it is (got {task.loss!r})"
             )
@@ -384,16 +361,6 @@ class AdaSSPConstants(NamedTuple):
     lmin_shift: float
 
 
-class AdaSSPPaperConstants(NamedTuple):
-    """Those of the paper: std_xtx is that of every entry of the upper triangle."""
-
-    std_lmin: float
-    std_xtx: float
-    shift_lmin: float
-    std_xty: float
-    lam_cap: float
-
-
 def adassp_constants(
     epsilon: float,
     delta: float,
@@ -445,52 +412,6 @@ def adassp_constants(
     off_diagonal = scaled_up(xtx / math.sqrt(2), 2)
     return AdaSSPConstants(
         lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * d) + tail), lmin * tail
-    )
-
-
-def adassp_constants_paper(
-    epsilon: float, delta: float, bound_x: float, bound_y: float, dim: int, failure: float = 0.05
-) -> AdaSSPPaperConstants:
-    """Returns the published noise, with epsilon/3 and log(6/delta) for each release, once its joint curve is checked.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        bound_x: B > 0.
-        bound_y: Y > 0.
-        dim: d >= 1.
-        failure: in (0, 1), for utility only.
-
-    Raises:
-        ValueError: an argument is out of range.
-        ConditionError: the joint release is not (epsilon, delta)-DP.
-
-    Guarantee: (epsilon, delta)-DP under add_remove and zero_out.
-
-    Source: docs/proofs/output.md#published-noise-of-adassp; Wang 2018, algorithm 2.
-
-    Example:
-        >>> round(adassp_constants_paper(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10).std_xty, 6)
-        11.851811
-    """
-    third = check.positive(epsilon=epsilon) / 3
-    log_term = math.log(6) - math.log(check.open_interval(0.0, 1.0, delta=delta))
-    square = check.positive(bound_x=bound_x) ** 2
-    product = bound_x * check.positive(bound_y=bound_y)
-    d = check.positive_count(dim=dim)
-    failure = check.open_interval(0.0, 1.0, failure=failure)
-    # PRIVACY: three equal levels; the published proof treats each alone (test_the_published_noise_is_checked);
-    # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
-    mu = up(math.sqrt(3) * third / math.sqrt(log_term), 1e-14)
-    if gaussian_log_delta(epsilon, mu) > math.log(delta):
-        raise ConditionError(
-            f"the published noise is not ({epsilon:g}, {delta:g})-DP: its three releases are"
-            f" {mu:g}-GDP; use mode='tight'"
-        )
-    std = scaled_up(math.sqrt(log_term) / third, 8)
-    cap = math.sqrt(d * log_term * math.log(2 * d * d / failure)) * square / third
-    return AdaSSPPaperConstants(
-        std * square, std * square, log_term / third * square, std * product, cap
     )
 
 

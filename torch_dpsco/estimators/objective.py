@@ -46,8 +46,6 @@ from torch_dpsco.estimators.certificates import amp_tolerance, project, sum_term
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
-from torch_dpsco.losses.regression import Huber
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
 
@@ -72,7 +70,7 @@ class ObjectivePlan(LinearPlan):
         super().__post_init__()
         check.choice(("approx", "curve"), charge=self.charge)
         check.positive(noise_scale=self.noise_scale)
-        if isinstance(self.task.loss, SoftmaxCrossEntropy) and (self.curve or self.task.pure):
+        if self.task.num_scores > 1 and (self.curve or self.task.pure):
             raise ConditionError(
                 "charge must be 'approx' for softmax, of a budget with delta > 0 (use output"
                 " perturbation for others): no curve and no pure epsilon is proved for several"
@@ -170,12 +168,10 @@ class ObjectivePlan(LinearPlan):
 
     @property
     def _threshold(self) -> float | None:
-        """Of Huber's loss, where intervals are paid for."""
-        return (
-            self.task.loss.threshold
-            if isinstance(self.task.loss, Huber) and self.task.curvature
-            else None
-        )
+        """Bound on the slopes whose squares are summed, of Huber's loss, where intervals are paid for."""
+        loss = self.task.loss
+        squares = loss.intervals == "squares" and self.task.curvature
+        return loss.grad_bound(math.inf, 1.0, 1.0) if squares else None
 
     def _scale(self, moved: float, share: float) -> float:
         """Returns the std of noise with a share of the level of intervals, on a sum that a record moves so far."""
@@ -218,13 +214,14 @@ class ObjectivePlan(LinearPlan):
     def _curvature(self, answer: Tensor, records: Records) -> tuple[Tensor, ...]:
         """Returns the Hessian of the sum of losses; of Huber's with ramps for jumps, and the sum of squared slopes."""
         loss = self.task.loss
-        if not isinstance(loss, Huber):
+        if loss.intervals != "squares":
             return (build_objective(self.task, 0.0, records).hessian(answer),)
 
         def sums(part: Records) -> tuple[Tensor, ...]:
-            residuals = part.targets - part.scores(answer)
-            squares = part.weights * loss.slope(residuals).square()
-            return part.gram(part.weights * loss.ramp(residuals)), part.total(squares)
+            scores = part.scores(answer)
+            squares = part.weights * loss.derivative(scores, part.targets).square()
+            ramps = part.weights * loss.ramp(part.targets - scores)
+            return part.gram(ramps), part.total(squares)
 
         return records.sum(sums)
 
@@ -397,8 +394,8 @@ def _delta(task: LinearTask, reg: float, noise: float) -> float:
 def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:
     """Returns the bound on the determinants, how far a record moves the gradients, and in how many dimensions."""
     (lipschitz, smoothness), sides = _constants(task), 1 + (task.adjacency == REPLACE_ONE)
-    if isinstance(task.loss, SoftmaxCrossEntropy):
-        classes = task.loss.num_classes
+    classes = task.num_scores
+    if classes > 1:
         return (
             softmax_log_det(task.preparation.bound, reg, classes),
             sides * lipschitz,

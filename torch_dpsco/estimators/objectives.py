@@ -18,7 +18,7 @@ from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.records import Objective, Records, as_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.classification import Logistic, MarginLoss, SoftmaxCrossEntropy
+from torch_dpsco.losses.classification import Logistic, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
@@ -37,8 +37,7 @@ class RowConstants:
     """
 
     def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
-        table = loss.loss if isinstance(loss, ResidualClipped) else loss
-        self.smooth = table.problem(bound_x=1.0).smoothness is not None
+        self.smooth = loss.unclipped.problem(bound_x=1.0).smoothness is not None
         sums = records.sum(lambda part: RowBounds(loss, part).sums())
         up = 1 + gamma(records.depth + 8)
         self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (
@@ -68,26 +67,24 @@ class RowBounds:
     """
 
     def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
-        table = loss.loss if isinstance(loss, ResidualClipped) else loss
+        table = loss.unclipped
         problem = table.problem(bound_x=1.0)
         norms = records.norms * (1 + gamma(records.dim + 8))
         targets = records.targets.abs()
         zero = torch.zeros_like(norms)
         ones = torch.ones_like(norms)
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
-        label = targets.clamp(min=1.0) if isinstance(table, MarginLoss) else ones
-        slope = label * (math.inf if problem.lipschitz is None else problem.lipschitz)
-        if isinstance(loss, ResidualClipped):
-            slope = torch.minimum(slope, loss.of_norms(records.norms).limits)
+        label = targets.clamp(min=1.0) if table.target_kind == "sign" else ones
+        largest = float(targets.max()) if len(targets) else 1.0
+        slope = label * table.grad_bound(math.inf, 1.0, max(largest, 1.0))
+        slope = torch.minimum(slope, loss.limits(records.norms))
         start = torch.minimum(table.derivative(zero, records.targets).abs(), slope)
         self.bend: Tensor | None = None
         if problem.smoothness is not None:
             self.bend = label * label * problem.smoothness
-            if isinstance(loss, ResidualClipped) and isinstance(table, Logistic):
-                limit = slope.clamp(
-                    max=0.5
-                )  # sup of sigma(1 - sigma) over sigma <= limit, for labels +-1
-                self.bend = torch.where(targets == 1, limit * (1 - limit), self.bend)
+            bend = table.clipped_bend(slope, ones)
+            if bend is not None:  # for labels +-1
+                self.bend = torch.where((targets == 1) & (slope <= 0.5), bend, self.bend)
         self._records = records
         self._norms = norms
         self._targets = targets
@@ -289,17 +286,12 @@ def _value_and_gradient(
 
 def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
     """Those of `native.logistic`, for that loss and records that C can read; else None."""
-    table = loss.loss if isinstance(loss, ResidualClipped) else loss
+    table = loss.unclipped
     if type(table) is not Logistic or not part.in_c:
         return None
 
     def made() -> Tensor:
-        clipped = _loss_of(loss, part, slice(None))
-        limits = (
-            clipped.limits
-            if isinstance(clipped, ClippedRows)
-            else torch.full_like(part.weights, math.inf)
-        )
+        limits = loss.limits(part.norms)
         corners = table.corner(limits)
         return torch.stack([part.weights, part.targets, limits, corners, table.curve(corners)])
 
@@ -318,10 +310,8 @@ def _terms(
 def _loss_of(
     loss: TableLoss | ResidualClipped, part: Records, rows: slice
 ) -> TableLoss | ClippedRows:
-    if not isinstance(loss, ResidualClipped):
-        return loss
-    clipped = part.once(loss, lambda: loss.of_norms(part.norms))
-    return clipped.part(rows)
+    of_part: TableLoss | ClippedRows = part.once(loss, lambda: loss.of_norms(part.norms))
+    return of_part.part(rows)
 
 
 def norm_up(point: Tensor) -> float:

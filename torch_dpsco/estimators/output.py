@@ -60,13 +60,11 @@ from torch_dpsco.estimators.output_numbers import (
     certified_sensitivity,
     erm_sensitivity,
     expected_suboptimal_sensitivity,
-    logistic_gradient_diameter,
 )
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity, tilted_strong_convexity
-from torch_dpsco.losses import Logistic
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.plan import exact_cost
@@ -413,16 +411,15 @@ def _sensitivity(task: LinearTask, reg: float) -> tuple[float, float]:
     if task.attack_radius:
         bound = task.preparation.bound
         rho = task.attack_reach
-        spread = adversarial_gradient_diameter(bound, rho)
-        return (
-            erm_sensitivity(adversarial_lipschitz(bound, rho), reg, 1, task.adjacency, spread),
-            reg,
-        )
+        link = task.loss.grad_bound(math.inf, 1.0, 1.0)
+        spread = adversarial_gradient_diameter(bound, rho, link)
+        steepest = adversarial_lipschitz(bound, rho, link)
+        return erm_sensitivity(steepest, reg, 1, task.adjacency, spread), reg
     lipschitz = task.lipschitz_at_minimizers(reg)
-    diameter = None
-    if isinstance(task.loss, Logistic) and task.clipped is None and task.adjacency == REPLACE_ONE:
-        radius = task.minimizer_radius(reg)
-        diameter = min(2 * lipschitz, logistic_gradient_diameter(task.preparation.bound, radius))
+    diameter = 2 * lipschitz
+    if task.clipped is None and task.adjacency == REPLACE_ONE:
+        own = task.loss.gradient_diameter(task.minimizer_radius(reg), task.preparation.bound)
+        diameter = min(diameter, own)
     return erm_sensitivity(lipschitz, reg, 1, task.adjacency, diameter), reg
 
 

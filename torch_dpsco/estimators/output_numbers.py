@@ -32,7 +32,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_sigma,
     sensitivity_factor,
 )
-from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
+from torch_dpsco.accounting.analysis.rounding import safe
 from torch_dpsco.errors import MissingConstantError
 
 
@@ -212,31 +212,6 @@ def minimizer_radius(
             " n_max), or radius"
         )
     return min(bounds)
-
-
-def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
-    """Returns 2 B / (1 + e^(-rho B)): bounds the distance of the logistic gradients of two records with |x| <= B.
-
-    At |w| <= rho each gradient has a norm of at most B / (1 + e^(-rho B)).
-
-    Args:
-        bound_x: B > 0.
-        radius: rho >= 0.
-
-    Source: docs/proofs/output.md#diameter-of-logistic-gradients
-
-    Example:
-        >>> round(logistic_gradient_diameter(bound_x=1.0, radius=2.0), 9)
-        1.761594156
-    """
-    bound = check.positive(bound_x=bound_x)
-    radius = check.nonnegative(radius=radius)
-    product = radius * bound
-    return (
-        min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12))
-        if product
-        else bound
-    )
 
 
 def adversarial_lipschitz(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -302,3 +302,33 @@ def require_finite(rows: Tensor) -> None:
     """Raises ValueError for rows to predict that hold NaN or infinity; not for training data."""
     if not bool(rows.isfinite().all()):
         raise ValueError("Input X contains NaN or infinity: there is nothing to predict from")
+
+
+_DENSE_ENTRIES = 2**22
+
+
+def is_sparse(X: Any) -> bool:
+    """Whether these are sparse rows of scipy."""
+    return hasattr(X, "toarray") and hasattr(X, "tocsr") and len(X.shape) == 2
+
+
+def dense_rows(X: Any) -> Iterator[Tensor]:
+    """Yields rows as `as_features` reads them: all at once, or a few sparse ones at a time; at least once."""
+    if not is_sparse(X):
+        yield as_features(X)
+        return
+    rows = X.tocsr()
+    step = max(1, _DENSE_ENTRIES // max(1, X.shape[1]))
+    for start in range(0, max(1, X.shape[0]), step):
+        yield as_features(rows[start : start + step].toarray())
+
+
+def record_weights(
+    given: Any, factors: Tensor | None, count: int, device: torch.device
+) -> Tensor | None:
+    """Returns the weights of records in [0, 1], times factors by class; None for ones."""
+    if given is None:
+        return factors
+    # PRIVACY: clipped before it meets a factor (test_a_large_sample_weight_counts_as_one)
+    weights = as_column(given, "sample_weight", count, device).double().clamp(0.0, 1.0)
+    return weights if factors is None else weights * factors

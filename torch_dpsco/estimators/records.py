@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Objective(ABC):
         """Second derivative, shape (dim, dim), one-sided at kinks of the gradient."""
 
 
+RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 _BLOCK_ROWS = 1024
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
@@ -161,23 +162,16 @@ class Records:
         self._prepare = prepare
         self.num_classes = num_classes
         self._table = _table(self._features, prepare)
-        self.count, self.dim = (
-            len(features),
-            self._read(features.new_zeros(1, features.shape[1])).shape[1],
-        )
+        self.count = len(features)
+        self.dim = self._read(features.new_zeros(1, features.shape[1])).shape[1]
         self.device = features.device
-        integer = not (
-            targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool
-        )
-        if num_classes is not None and not integer:
-            raise ValueError(
-                f"targets must be class numbers of an integer dtype (got {targets.dtype})"
-            )
+        if num_classes is not None:
+            _require_integers(targets)
         self._rows = max(1, min(block_rows or _BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
         targets = self._column("targets", targets)
-        weights = self._column(
-            "weights", torch.ones(self.count, device=self.device) if weights is None else weights
-        )
+        if weights is None:
+            weights = torch.ones(self.count, device=self.device)
+        weights = self._column("weights", weights)
         norms = self._measure()
         used = norms.isfinite() & targets.isfinite() & weights.isfinite() & (weights > 0)
         if num_classes is not None:
@@ -189,9 +183,8 @@ class Records:
         self.norms = torch.where(used, norms, 0.0)
         self._used = used
         self._known = dict[Any, Any]()
-        self._clean = (
-            [bool(part.all()) for part in torch.split(used, self._rows)] if self.count else []
-        )
+        parts = torch.split(used, self._rows) if self.count else ()
+        self._clean = [bool(part.all()) for part in parts]
 
     @property
     def depth(self) -> int:
@@ -373,6 +366,40 @@ def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> nati
         else numbers(dim)
     )
     return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
+
+
+def _require_integers(targets: Tensor) -> None:
+    kind = targets.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise ValueError(f"targets must be class numbers of an integer dtype (got {kind})")
+
+
+class Prepare(Protocol):
+    """Makes records in memory of a raw part; it may travel."""
+
+    def __call__(self, raw: RawPart, block_rows: int | None = None) -> Records:
+        """Returns them, in blocks of so many rows."""
+
+
+class Stored(ABC):
+    """Raw records that are not in memory as rows, of which a fit reads sums; `streams` has blocks and partitions."""
+
+    @abstractmethod
+    def empty(self) -> RawPart:
+        """Returns a part (features, targets, weights) without rows, of the dtypes and widths of all of them."""
+
+    @abstractmethod
+    def count(self, most: int) -> int:
+        """Returns the number of records; one that exceeds `most` where there are more."""
+
+    @abstractmethod
+    def records(self, prepared: Prepare, most: int) -> Records:
+        """Returns records of which sums are all that is known.
+
+        Args:
+            prepared: makes records of a raw part.
+            most: public cap on their number, beyond which they are not counted on.
+        """
 
 
 def as_records(

@@ -7,7 +7,7 @@ targets if they lie far from 0, and divide them by a public scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +17,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.base import LinearModel
-from torch_dpsco.estimators.least_squares import AdaSSPPlan
-from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.estimators.preparation import (
-    NARROW,
-    NARROW_OF_USERS,
-    PrivatePreparation,
-    robust_width,
-)
+from torch_dpsco.estimators.base import Facts, LinearModel
+from torch_dpsco.estimators.preparation import NARROW, NARROW_OF_USERS, robust_width
 from torch_dpsco.estimators.reading import RegressorMixin, as_column
 from torch_dpsco.losses import Huber, Pinball, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.statistics import Debiased, least_squares
 
 Array = NDArray[np.float64]
 
@@ -49,10 +41,8 @@ class Regressor(RegressorMixin, LinearModel):
 
     bound_y: float | None = None
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
-        return {"bound_y": self._bound() if prepare is None else prepare.most}
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        return {"bound_y": self._bound() if facts.prepare is None else facts.prepare.most}
 
     def _required(self) -> dict[str, str]:
         return super()._required() | {"bound_y": _HOW_TO_BOUND_TARGETS}
@@ -63,11 +53,11 @@ class Regressor(RegressorMixin, LinearModel):
     def _wanted(self) -> tuple[float | None, bool, float] | None:
         return None, False, self._bound()
 
-    def _kink(self, signal: float, unit: str) -> float:
+    def _kink(self, facts: Facts) -> float:
         """Threshold of Huber's loss in spreads of the targets, where none is given."""
-        if unit == "user":
+        if facts.unit == "user":
             return NARROW_OF_USERS
-        return NARROW if self.mechanism in ("auto", "noisy_gd") else robust_width(signal)
+        return NARROW if self.mechanism in ("auto", "noisy_gd") else robust_width(facts.signal)
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -116,33 +106,16 @@ class HuberRegressor(Regressor):
     def _wanted(self) -> tuple[float | None, bool, float]:
         return 0.5, self.threshold == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
-        spreads = self._kink(signal, unit)
-        return Huber(
-            threshold=_width("threshold", self.threshold, spreads, self._bound() / 20, prepare)
-        )
+    def make_loss(self, facts: Facts) -> TableLoss:
+        spreads = self._kink(facts)
+        return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
+    def task_options(self, facts: Facts) -> dict[str, Any]:
         if self.intervals is not None and not self.fit_intercept:
             raise ConditionError(
                 "fit_intercept must be True for intervals: it counts the errors below the threshold"
             )
-        return super()._options(prepare, signal, unit)
-
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        plan = cast(ObjectivePlan, self.plan_)
-        inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
-        squares = max(float(vars(self)["moments_"][0]), plan.squares_scale)
-        assert isinstance(plan.task.loss, Huber)
-        return self._newton_step(prepared, hessian, squares / inside, plan.task.loss.threshold), (
-            (
-                "targets are a linear function of the features, and errors of one law (a skewed one"
-                " is in the intercept); records are independent"
-            ),
-            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
-        )
+        return super().task_options(facts)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -175,18 +148,14 @@ class QuantileRegressor(Regressor):
     def _wanted(self) -> tuple[float | None, bool, float]:
         return self.quantile, self.width == "auto", self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         least = 2 * min(
             self.quantile, 1 - self.quantile
         )  # smoothing moves other quantiles towards the median
-        spreads = 2 * least * self._kink(signal, unit)
+        spreads = 2 * least * self._kink(facts)
         public = least * self._bound() / 10
-        width = _width("width", self.width, spreads, public, prepare)
-        return (
-            SmoothedPinball(quantile=self.quantile, width=width)
-            if width
-            else Pinball(quantile=self.quantile)
-        )
+        width = _width("width", self.width, spreads, public, facts)
+        return SmoothedPinball(self.quantile, width) if width else Pinball(self.quantile)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -228,45 +197,21 @@ class Ridge(Regressor):
             )  # the noise of the others is for the bound on targets, in any units
         return 0.5, True, self._bound()
 
-    def _loss(self, prepare: PrivatePreparation | None, signal: float, unit: str) -> TableLoss:
+    def make_loss(self, facts: Facts) -> TableLoss:
         return Squared()
 
-    def _options(
-        self, prepare: PrivatePreparation | None, signal: float, unit: str
-    ) -> dict[str, Any]:
+    def task_options(self, facts: Facts) -> dict[str, Any]:
         if self.intervals is not None and not self.fit_intercept and self.adjacency == ADD_REMOVE:
             raise ConditionError(
                 "fit_intercept must be True for intervals under add_remove: it counts the records"
             )
-        return super()._options(prepare, signal, unit)
-
-    def _debiased(self, prepared: Array, hessian: Tensor) -> tuple[Debiased, tuple[str, ...]]:
-        plan = cast(AdaSSPPlan, self.plan_)
-        task = plan.task
-        given = plan.constants
-        constant = task.preparation.intercept
-        found = least_squares(
-            hessian,
-            torch.from_numpy(vars(self)["moments_"]),
-            float(hessian[-1, -1]) / constant**2 if constant else task.n,
-            gram_std=given.std_xtx_diag,
-            moment_std=given.std_xty,
-            total_std=plan.total_scale,
-        )
-        return found, (
-            (
-                "the mean of targets is linear in the features, their variance is one, and records"
-                " are independent"
-            ),
-            f"no target is larger than bound_y={self.bound_y:g} in size; a larger one is clipped",
-        )
+        return super().task_options(facts)
 
 
-def _width(
-    name: str, given: float | str, spreads: float, unit: float, prepare: PrivatePreparation | None
-) -> float:
+def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:
     """Returns a number in units of targets; where it is "auto", so many spreads, or a unit if none are measured."""
     if isinstance(given, str):
         check.choice(("auto",), **{name: given})
+        prepare = facts.prepare
         return spreads if prepare is not None and prepare.quantile is not None else unit
     return check.between(0.0, 1e100, **{name: given})

@@ -20,6 +20,7 @@ evaluated, but not solved.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.objectives import EVALUATION, SumObjective, norm_up
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records, as_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.classification import Logistic, MarginLoss, SmoothedHinge
-from torch_dpsco.losses.clipped import ResidualClipped, scalar_loss
+from torch_dpsco.losses.classification import MarginLoss
+from torch_dpsco.losses.clipped import scalar_loss
 
 
 @typed
@@ -73,7 +74,7 @@ class Tilted(Objective):
         bound_x: float | None = None,
     ) -> None:
         checked = scalar_loss(loss)
-        if isinstance(checked, ResidualClipped):
+        if checked is not checked.unclipped:
             raise ConditionError(
                 "a residual-clipped loss cannot be tilted: its range depends on the record"
             )
@@ -93,12 +94,11 @@ class Tilted(Objective):
         self.tilt = finite(tilt=tilt)
         self.reg = nonnegative(reg=reg)
         self.dim, self.device = self.records.dim, self.records.device
-        self._slope = problem.lipschitz
+        largest = float(self.records.targets.abs().max())
+        self._slope = checked.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 counts as a longer row
-        labels = (
-            self.records.targets.abs().clamp(min=1.0) if isinstance(checked, MarginLoss) else 1.0
-        )
+        labels = self.records.targets.abs().clamp(min=1.0) if checked.target_kind == "sign" else 1.0
         self._largest = float((self.records.norms * labels).max()) * (1 + gamma(self.dim + 8))
         lipschitz = self._slope * self._largest
         curvature = self._bend * self._largest**2
@@ -210,12 +210,23 @@ class Tilted(Objective):
         return self._slope * scores + gamma(EVALUATION) * self._loss_bound(size)
 
 
+def margin_loss(loss: TableLoss) -> MarginLoss:
+    """The loss itself; raises ConditionError unless it is a smooth margin loss with bounded gradients."""
+    link = loss.problem(bound_x=1.0)
+    if not isinstance(loss, MarginLoss) or None in (link.lipschitz, link.smoothness):
+        raise ConditionError(
+            "loss must be a smooth margin loss with bounded gradients under attack, as Logistic"
+            f" and SmoothedHinge are (got {loss!r})"
+        )
+    return loss
+
+
 @typed
 class Adversarial(SumObjective):
     """(1/N) sum_i c_i phi(y_i <w, x_i> - rho ||w||_*) + (reg/2) ||w||^2.
 
     Args:
-        loss: Logistic or SmoothedHinge.
+        loss: a smooth margin loss with bounded gradients, as Logistic and SmoothedHinge.
         features: (n, d) floating point; or Records; read in blocks.
         targets: (n,) labels +-1 (|y| <= 1).
         attack_radius: rho >= 0, public.
@@ -252,11 +263,8 @@ class Adversarial(SumObjective):
         smoothing: float = 0.0,
         weights: Tensor | None = None,
     ) -> None:
-        if not isinstance(loss, (Logistic, SmoothedHinge)):
-            raise ConditionError(
-                f"loss must be Logistic or SmoothedHinge, smooth and Lipschitz (got {loss!r})"
-            )
-        self.loss = loss
+        self.loss = margin_loss(loss)
+        link = loss.problem(bound_x=1.0)
         records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer)
         self.attack_radius = nonnegative(attack_radius=attack_radius)
@@ -268,16 +276,17 @@ class Adversarial(SumObjective):
         reach = (steep + self.attack_radius * math.sqrt(self._copies)) * (1 + gamma(self.dim + 8))
         up = 1 + gamma(records.depth + 16)
         self._widest = float(reach.max()) if records.count else 0.0
-        bends = records.weights * (0.25 if isinstance(loss, Logistic) else 1 / loss.width)
+        bends = records.weights * cast(float, link.smoothness)
         self._reach_bend = float(records.total(bends * reach)) * up
         self._reach_mass = (
-            float(records.total(records.weights * reach)) * up
-        )  # |phi'| <= 1 for both losses
+            float(records.total(records.weights * reach)) * up * cast(float, link.lipschitz)
+        )
         self.smoothness = None
         if self.smoothing > 0 or self.attack_radius == 0:
             curvature = float(records.total(bends * reach * reach)) * up
             weight = float(records.total(records.weights)) * up
             kink = weight * self.attack_radius / self.smoothing if self.attack_radius else 0.0
+            kink *= cast(float, link.lipschitz)
             self.smoothness = ((curvature + kink) / self.normalizer + self.reg) * up
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.report.names import names_of
+from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators import frames
 from torch_dpsco.estimators.columns import (
@@ -38,7 +39,6 @@ from torch_dpsco.estimators.columns import (
 )
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
-from torch_dpsco.show.look import Check, look
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ class Schema:
         columns = {name: frames.column(frame, name) for name in self.columns}
         return self._features(columns, _one_length(columns))
 
-    def check(self, frame: Any) -> Check:
-        """Returns what looks wrong in a table, before anything is spent. NOT private: for your eyes, on your machine.
+    def check(self, frame: Any) -> Any:
+        """Returns what looks wrong in a table (`show.look.Check`). NOT private: for your eyes, on your machine.
 
         Args:
             frame: as for `read`, which raises what is wrong with names, lengths and dtypes.
@@ -229,7 +229,7 @@ class Schema:
         wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, None)
         columns = {name: frames.column(frame, name) for name in wanted}
-        return look(
+        return act("schema.check")(
             self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame)
         )
 

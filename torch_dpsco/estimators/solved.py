@@ -173,13 +173,10 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         ledger = self._ledger(plan, moved, accountant)
         task: LinearTask = plan.task
         given = checks.listed(params)
-        scores, features, bias = linear_shape(given)
+        shape = linear_shape(given)
         wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
-        if (scores, features, bias) != wanted:
-            raise ValueError(
-                f"params must have (scores, features, bias) = {wanted} (got"
-                f" {(scores, features, bias)})"
-            )
+        if shape != wanted:
+            raise ValueError(f"params must have (scores, features, bias) = {wanted} (got {shape})")
         if inner is not None and not self._loops:
             raise ValueError(
                 f"inner must not be given: {type(self).__name__} solves by itself (got"
@@ -195,8 +192,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             raise ValueError(
                 f"inner must return a torch optimizer (got {type(self._inner).__name__})"
             )
-        device = checks.one_device(self._params)
-        self._noise = noise_generator(device, generator)
+        self._noise = noise_generator(checks.one_device(self._params), generator)
         self._seeded = generator is not None
         self._steps = 0
         self._finalized = False
@@ -261,29 +257,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         )
 
     def _records(self, dataset: Dataset[Any]) -> Records:
-        if (
-            type(dataset) is TensorDataset and len(dataset.tensors) == 2
-        ):  # a subclass may override __getitem__
-            # PRIVACY: what is read at the release is what was bounded here
-            # (test_a_data_set_that_changes_after_solve_changes_nothing)
-            features, targets = (column.clone() for column in dataset.tensors)
-        else:
-            # PRIVACY: the record that is read last would be all of them
-            # (test_a_data_set_that_fills_one_tensor_is_solved_record_by_record)
-            records = one_by_one(dataset)
-            pairs = [records[i] for i in range(checks.number_of_records(dataset))]
-            if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-                raise ValueError(
-                    f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})"
-                )
-            # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
-            features = torch.zeros(0, self._plan.task.dim)
-            targets = torch.zeros(0, dtype=torch.int64)
-            if pairs:
-                features, targets = (
-                    torch.stack([*map(torch.as_tensor, column)])
-                    for column in zip(*pairs, strict=True)
-                )
+        features, targets = _columns(dataset, self._plan.task.dim)
         if features.dim() < 2:
             raise ValueError(
                 f"features must be of shape (n, {self._plan.task.dim}) (got"
@@ -349,6 +323,30 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._plan.event()}, finalized={self._finalized})"
+
+
+def _columns(dataset: Dataset[Any], dim: int) -> tuple[Tensor, Tensor]:
+    """Returns copies of the features and targets of a data set."""
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:  # others have a __getitem__
+        # PRIVACY: what is read at the release is what was bounded here
+        # (test_a_data_set_that_changes_after_solve_changes_nothing)
+        features, targets = (column.clone() for column in dataset.tensors)
+        return features, targets
+    # PRIVACY: the record that is read last would be all of them
+    # (test_a_data_set_that_fills_one_tensor_is_solved_record_by_record)
+    records = one_by_one(dataset)
+    pairs = [records[i] for i in range(checks.number_of_records(dataset))]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            f"dataset must give (features, target) pairs (got {type(pairs[0]).__name__})"
+        )
+    if not pairs:
+        # PRIVACY: no record is a neighbor of one record (test_an_empty_data_set_is_solved_too)
+        return torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+    features, targets = (
+        torch.stack([*map(torch.as_tensor, column)]) for column in zip(*pairs, strict=True)
+    )
+    return features, targets
 
 
 class NoisyGD(SolvedOptimizer):

@@ -37,18 +37,14 @@ from torch_dpsco.estimators.certificates import gradient_rounding
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
 from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
-from torch_dpsco.estimators.records import Objective, Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, SmoothedPinball, Squared
+from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
+from torch_dpsco.estimators.robust import Adversarial, Tilted, margin_loss
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.rng import Source
 from torch_dpsco.step.plan import Plan
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
-from torch_dpsco.streams.parts import PartedRecords
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +123,31 @@ class LinearTask:
             check.positive(bound_y=self.bound_y)
         if self.n_min is not None:
             check.positive_count(n_min=self.n_min)
+        self._require_shape()
+        self._require_one_variant()
+        if self.prepare is not None:
+            self._require_preparable(self.prepare)
+        if check.nonnegative(curvature=self.curvature):
+            self._require_intervals()
+
+    def _require_shape(self) -> None:
+        """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
+        given = (
+            [self.preparation] if self.prepare is None else [self.preparation, self.prepare.given]
+        )
+        for one in given:
+            for name, length in (("center", one.center), ("scale", one.scale)):
+                if length is not None and len(length) != self.dim:
+                    raise ValueError(
+                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
+                    )
+        if self.num_scores > 1 and not isinstance(self.loss, SoftmaxCrossEntropy):
+            raise ConditionError(
+                f"loss must be of one score, or the softmax cross-entropy (got {self.loss!r})"
+            )
+
+    def _require_one_variant(self) -> None:
+        """Raises ConditionError for two of tilt, attack and clip, or for one that is not proved for the loss."""
         check.finite(tilt=self.tilt)
         check.nonnegative(attack_radius=self.attack_radius)
         check.choice((2.0, math.inf), attack_norm=self.attack_norm)
@@ -135,33 +156,19 @@ class LinearTask:
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
                 raise ValueError(f"residual_clip must be in (0, 1] (got {self.residual_clip})")
             self.clipped  # noqa: B018  raises if this loss cannot be clipped
-        if self.attack_radius and not isinstance(self.loss, (Logistic, SmoothedHinge)):
-            raise ConditionError(
-                f"loss must be Logistic or SmoothedHinge under attack (got {self.loss!r})"
-            )
+        if self.attack_radius:
+            margin_loss(self.loss)
         if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
             raise ConditionError(
                 f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})"
             )
         if sum((self.tilt != 0, self.attack_radius > 0, self.residual_clip is not None)) > 1:
             raise ConditionError("tilt, attack_radius and residual_clip must not be combined")
-        for given in (self.preparation, *(() if self.prepare is None else (self.prepare.given,))):
-            for name, length in (("center", given.center), ("scale", given.scale)):
-                if length is not None and len(length) != self.dim:
-                    raise ValueError(
-                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
-                    )
-        if self.prepare is not None:
-            self._require_preparable(self.prepare)
-        if check.nonnegative(curvature=self.curvature):
-            self._require_intervals()
 
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         refused = {
-            "loss must be Logistic, Huber or Squared": not isinstance(
-                self.loss, (Logistic, Huber, Squared)
-            ),
+            "loss must be Logistic, Huber or Squared": self.loss.intervals is None,
             "residual_clip must be None (a clipped gradient has another mean)": (
                 self.residual_clip is not None
             ),
@@ -250,7 +257,7 @@ class LinearTask:
     @property
     def monotone(self) -> bool:
         """Whether the derivative keeps its sign for each record: a margin loss."""
-        return isinstance(self.loss, (Logistic, SmoothedHinge, Hinge)) and not self.attack_radius
+        return self.loss.monotone and not self.attack_radius
 
     @cached_property
     def smoothness(self) -> float | None:
@@ -293,13 +300,11 @@ class LinearTask:
     def loss_range(self, mean_reg: float) -> float:
         """Length of an interval that holds the loss of every record at every possible minimizer of a tilted mean."""
         radius = self._minimizer_radius(mean_reg)
-        reach = round_up(radius * self.preparation.bound)
-        if isinstance(self.loss, Logistic):
-            return reach  # log((1 + e^t)/(1 + e^-t)) = t
+        own = self.loss.loss_range(round_up(radius * self.preparation.bound))
         # losses are >= 0, at most l0 at w = 0, and L-Lipschitz
         assert self.lipschitz is not None
         assert self.problem.loss_at_zero is not None
-        return round_up(self.problem.loss_at_zero + self.lipschitz * radius)
+        return min(own, round_up(self.problem.loss_at_zero + self.lipschitz * radius))
 
     def _minimizer_radius(self, mean_reg: float) -> float:
         at_zero = self.problem.loss_at_zero
@@ -370,7 +375,7 @@ class LinearPlan(Plan):
             self, "budget", self.task.budget if self.search is None else self.search.budget
         )
         object.__setattr__(self, "adjacency", self.task.adjacency)
-        wanted = "adassp" if isinstance(self.task.loss, Squared) else "objective"
+        wanted = "adassp" if self.task.loss.squared else "objective"
         if (
             self.task.curvature and self.mechanism != wanted
         ):  # what is paid for would not be released
@@ -521,24 +526,15 @@ def make_records(
     return _prepared(task, features, targets, weights, units)
 
 
-def make_parted_records(
-    task: LinearTask, blocks: RawBlocks, units: Units | None = None
-) -> PartedRecords:
-    """Returns the records of a task that are read in blocks, as `make_records`."""
-    count = blocks.count(task.most_records)
-    empty = blocks.empty()
-    _require_number(task, count, "record")
-    return PartedRecords(blocks.parts, lambda raw: _prepared(task, *raw, units), empty, count)
+def make_stored_records(task: LinearTask, stored: Stored, units: Units | None = None) -> Records:
+    """Returns the records of a task that are not in memory as rows, as `make_records`."""
 
+    def prepared(raw: RawPart, block_rows: int | None = None) -> Records:
+        return _prepared(task, *raw, units, block_rows)
 
-def make_partitioned_records(
-    task: LinearTask, partitions: RawPartitions, units: Units | None = None
-) -> PartitionedRecords:
-    """Returns the records of a task that live in partitions on an engine, as `make_records`."""
-    _require_number(task, partitions.count, "record")
-    # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
-    # (test_records_know_how_many_additions_there_are)
-    return PartitionedRecords(partitions, lambda raw: _prepared(task, *raw, units, PARTITION_ROWS))
+    records = stored.records(prepared, task.most_records)
+    _require_number(task, records.count, "record")
+    return records
 
 
 def _require_number(task: LinearTask, count: int, unit: str) -> None:
@@ -577,7 +573,7 @@ def _prepared(
             )
         # PRIVACY: all constants are those of weight 1 (test_weights_above_one_are_clipped); NaN makes a null record
         weights = weights.double().clamp(0.0, 1.0)
-    classes = task.loss.num_classes if isinstance(task.loss, SoftmaxCrossEntropy) else None
+    classes = task.num_scores if task.num_scores > 1 else None
     prepare, measured = (task.preparation, None) if units is None else (units.rows, task.prepare)
     if units is None and task.prepare is not None:
         prepare = task.prepare.given
@@ -618,10 +614,10 @@ def build_objective(
             attack_norm=task.attack_norm,
             smoothing=_KINK,
         )
-    if isinstance(task.loss, SoftmaxCrossEntropy):
+    if task.num_scores > 1:
         return SoftmaxObjective(
             records,
-            num_classes=task.loss.num_classes,
+            num_classes=task.num_scores,
             reg=reg,
             normalizer=1.0,
             linear_term=linear_term,
@@ -635,10 +631,6 @@ def weight_guess(task: LinearTask) -> float:
 
     Rows in private units have a norm of about 1, others of about half their bound.
     """
-    unit = 1.0
     prepare = task.prepare
-    if isinstance(task.loss, (Huber, SmoothedPinball)) and not (
-        prepare and prepare.quantile and prepare.spreads
-    ):
-        unit = task.loss.threshold if isinstance(task.loss, Huber) else task.loss.width
+    unit = 1.0 if prepare and prepare.quantile and prepare.spreads else task.loss.knee
     return _DISTANCE * unit / task.preparation.bound * (1 if prepare and prepare.rows else 2)

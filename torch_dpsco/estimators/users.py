@@ -29,6 +29,8 @@ from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import gradient_rounding, project
 from torch_dpsco.estimators.gradient_descent import (
+    DescentPlan,
+    check_momentum,
     descend,
     far_radius,
     smooth_constants,
@@ -37,10 +39,9 @@ from torch_dpsco.estimators.gradient_descent import (
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.task import LinearPlan, LinearTask
+from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses import Logistic
 from torch_dpsco.rng import Source
-from torch_dpsco.step.exact_noise import gaussian_vector
 from torch_dpsco.step.pace import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
@@ -73,12 +74,10 @@ _LAST_SIGNAL = 15.0  # n mu / sqrt(2) of these sums, below which noise does more
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserGDPlan(LinearPlan):
-    """Public numbers of one run on users, whose number is the task's n.
+class UserGDPlan(DescentPlan):
+    """Public numbers of one run on users, whose number is the task's n; sums are over users.
 
     Args:
-        steps: T.
-        noise_std: of the noise on the sum over users.
         momentum: m in [0, 1).
         clip: C > 0.
         last_std: of the noise on the sums for scale and intercept, of the logistic loss; None for no such sums.
@@ -87,31 +86,25 @@ class UserGDPlan(LinearPlan):
     unit: ClassVar[str] = "user"
     mechanism = "noisy_gd"
 
-    steps: int
-    noise_std: float
     momentum: float
     clip: float
     last_std: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smooth_constants(self.task)
-        check.positive_count(steps=self.steps)
-        check.positive(noise_std=self.noise_std)
         check.positive(clip=self.clip)
-        if not 0 <= check.finite(momentum=self.momentum) < 1:
-            raise ValueError(f"momentum must be in [0, 1) (got {self.momentum})")
+        check_momentum(self.momentum)
         if self.last_std is not None:
             check.positive(last_std=self.last_std)
-            if not isinstance(self.task.loss, Logistic):
+            if not self.task.loss.log_odds:
                 raise ConditionError(
                     f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
                 )
 
     @property
-    def reg(self) -> float:
-        """Regularizer of the objective, in sum form; 0 for none."""
-        return self.task.reg or 0.0
+    def largest(self) -> float:
+        """C."""
+        return self.clip
 
     @property
     def lr(self) -> float:
@@ -159,15 +152,6 @@ class UserGDPlan(LinearPlan):
         )
         return most * (mean + _LAST_CLIP * gamma(most + 18))
 
-    @property
-    def noise_and_signal(self) -> tuple[float, float, str]:
-        """As in `LinearPlan`."""
-        return (
-            self.noise_std / math.sqrt(self.steps),
-            self.task.n * self.clip,
-            "the mean of all steps",
-        )
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
@@ -198,19 +182,20 @@ class UserGDPlan(LinearPlan):
         records, users = solved
         loss = self.task.loss if self.task.clipped is None else self.task.clipped
         objective = LinearObjective(loss, records, reg=0.0, normalizer=1.0)
-
-        def noisy(w: Tensor) -> Tensor:
-            total = self._sum(objective, users, w, self.clip)
-            # PRIVACY: to the sum over all users, in each step (test_each_sum_over_users_gets_its_noise)
-            return total + gaussian_vector(len(w), self.noise_std, generator) + self.reg * w
-
-        start = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
-        w = descend(start, noisy, self.steps, self.lr, self.momentum, far_radius(self.task))
-        return (
-            w
-            if self.last_std is None
-            else self._scaled(w, self.last_std, records, users, generator)
+        w = descend(
+            lambda w: self._sum(objective, users, w, self.clip),
+            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            self.noise_std,
+            generator,
+            steps=self.steps,
+            lr=self.lr,
+            radius=far_radius(self.task),
+            momentum=self.momentum,
+            direction=lambda noisy, w: noisy + self.reg * w,
         )
+        if self.last_std is None:
+            return w
+        return self._scaled(w, self.last_std, records, users, generator)
 
     def _scaled(
         self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
@@ -218,14 +203,17 @@ class UserGDPlan(LinearPlan):
         """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
         slopes, unit = self._slopes_and_unit(w)
         objective = self._pairs(slopes / unit, records)
-
-        def noisy(v: Tensor) -> Tensor:
-            # PRIVACY: as to the others (test_each_sum_over_users_gets_its_noise)
-            return self._sum(objective, users, v, _LAST_CLIP) + gaussian_vector(2, std, generator)
-
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
-        start = torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device)
-        scale, shift = descend(start, noisy, _LAST_STEPS, pace.lr, pace.momentum, _FAR).tolist()
+        scale, shift = descend(
+            lambda v: self._sum(objective, users, v, _LAST_CLIP),
+            torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device),
+            std,
+            generator,
+            steps=_LAST_STEPS,
+            lr=pace.lr,
+            radius=_FAR,
+            momentum=pace.momentum,
+        ).tolist()
         answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
         if self.task.preparation.intercept:
             answer[-1] = shift / self.task.preparation.intercept
@@ -294,7 +282,7 @@ def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None)
     draft = replace(draft, clip=clip, momentum=1.0 - friction)
     last = None
     if (
-        isinstance(task.loss, Logistic)
+        task.loss.log_odds
         and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL
     ):
         level *= 1 - 1e-12  # room for roundings

@@ -114,7 +114,7 @@ def _require_table(method: str, kind: str, **table: Any) -> None:
 
 @dataclass(frozen=True)
 class _Dask:
-    """`linear.Partitions` of delayed pandas frames."""
+    """`streams.partitions.Partitions` of delayed pandas frames."""
 
     frames: list[Any]
     columns: Columns
@@ -129,7 +129,7 @@ class _Dask:
 
 @dataclass(frozen=True)
 class _Ray:
-    """`linear.Partitions` of Arrow tables in the object store."""
+    """`streams.partitions.Partitions` of Arrow tables in the object store."""
 
     tables: list[Any]
     columns: Columns
@@ -145,7 +145,7 @@ class _Ray:
 
 @dataclass(frozen=True)
 class _Spark:
-    """`linear.Partitions` of a data frame."""
+    """`streams.partitions.Partitions` of a data frame."""
 
     frame: Any
     columns: Columns

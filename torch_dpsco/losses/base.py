@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,7 @@ from torch_dpsco.losses.labels import read
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.trial.loss import Traced, apply_as_one
 
-_RENAMED = {
-    f"_{name}": name for name in ("holder_constant", "loss_at_zero", "grad_bound")
-}  # hooks, by their old names
-_RENAMED |= {f"_{name}": name for name in ("curve", "slope", "bend", "corner")} | {
-    "_exponent": "holder_exponent"
-}
+_Number = TypeVar("_Number", float, Tensor)
 
 
 class Loss(ABC):
@@ -179,18 +174,23 @@ class TableLoss(Loss):
 
     Attributes:
         interpolates: whether the row holds for every exponent in [0, 1], not only for its own.
+
+    What else a mechanism may ask has an answer that claims nothing; a loss that knows better overrides it:
+
+    Attributes:
+        monotone: whether the derivative keeps its sign for each record, at every score.
+        squared: whether it is r^2/2, which sums of products of the records solve.
+        log_odds: whether its scores are log odds, whose scale logistic regression of them mends.
+        intervals: what is released beside an answer for confidence intervals that are proved (docs/inference.md): a
+            "hessian"; that and a sum of "squares" of slopes; or "moments" of the squared loss. None if nothing is, as
+            of losses of your own: what a release costs was counted for each.
     """
 
     interpolates: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.keys() & _RENAMED.keys():
-            if hasattr(cls, _RENAMED[name]):
-                # PRIVACY: constants of a base would hold (test_hooks_of_losses_under_their_old_names_are_refused)
-                raise TypeError(
-                    f"{name} of {cls.__name__} must be called {_RENAMED[name]}: hooks are public"
-                )
+    monotone: ClassVar[bool] = False
+    squared: ClassVar[bool] = False
+    log_odds: ClassVar[bool] = False
+    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = None
 
     def problem(
         self,
@@ -276,9 +276,66 @@ class TableLoss(Loss):
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         """G(radius) of the row; an upper bound also in floating point at radius 0 (M) and inf (Lipschitz constant)."""
 
+    # -- what else mechanisms ask, with answers that claim nothing ---------------------------------------------------
+
+    @property
+    def knee(self) -> float:
+        """Residual or margin from which on the loss is about straight: for guesses of steps, which promise nothing."""
+        return 1.0
+
+    @property
+    def dual_box(self) -> tuple[float, float] | None:
+        """The interval of a, if the loss is the maximum of a z: of z = 1 - y s for signs, z = y - s for numbers."""
+        return None
+
+    def loss_range(self, reach: float) -> float:
+        """Bound on the range of the loss of all records over scores of size <= reach, beside what M0 and G say."""
+        return math.inf
+
+    def gradient_diameter(self, radius: float, bound_x: float) -> float:
+        """Bound on the distance of the gradients of two records at one w, |w| <= radius, beside 2 G."""
+        return math.inf
+
+    def clipped_bend(self, slope: _Number, bound: _Number) -> _Number | None:
+        """Bound on phi'' B^2 where |phi'| B <= slope <= B/2, B = bound; None for that of the row."""
+        return None
+
+    def ramp(self, residual: Tensor) -> Tensor:
+        """Phi'' with its jumps smoothed, as intervals of kind "squares" release it."""
+        raise ConditionError(f"no confidence intervals are proved for {self!r}")
+
+    @property
+    def unclipped(self) -> TableLoss:
+        """The loss itself; of one with clipped gradients, the loss whose they are."""
+        return self
+
+    def limits(self, norms: Tensor) -> Tensor:
+        """The largest |phi'| of records with these norms that is let through: none is clipped."""
+        return torch.full_like(norms, math.inf)
+
+    def of_norms(self, norms: Tensor) -> TableLoss:
+        """The loss of records with these norms."""
+        return self
+
+    def part(self, rows: slice) -> TableLoss:
+        """The loss of some of the records that it is of."""
+        return self
+
 
 class ScalarLoss(TableLoss):
     """phi of a margin or a residual, which is linear in the one score."""
+
+    @abstractmethod
+    def place(self, score: Tensor, target: Tensor) -> Tensor:
+        """The margin or the residual of a score."""
+
+    @abstractmethod
+    def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
+        """The nearest place at which |phi'| does not exceed what it is at the `corner`."""
+
+    def value(self, score: Tensor, target: Tensor) -> Tensor:
+        """Loss at the margin or residual; score and target of one shape."""
+        return self.curve(self.place(score, target))
 
     @abstractmethod
     def curve(self, place: Tensor) -> Tensor:

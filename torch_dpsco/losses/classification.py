@@ -12,24 +12,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_dpsco._validate import between, positive, positive_count
-from torch_dpsco.accounting.analysis.rounding import upper
+from torch_dpsco._validate import between, nonnegative, positive, positive_count
+from torch_dpsco.accounting.analysis.rounding import safe, scaled_up, upper
 from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up
+
+_Number = TypeVar("_Number", float, Tensor)
 
 
 class MarginLoss(ScalarLoss):
     """phi(m) of the margin m = y s, phi convex and nonincreasing, with a slope in (-inf, 0]."""
 
     target_kind: ClassVar[Literal["sign", "real", "class"]] = "sign"
+    monotone: ClassVar[bool] = True
 
-    def value(self, score: Tensor, target: Tensor) -> Tensor:
-        """Loss phi(y s); score and target of one shape."""
-        return self.curve(target * score)
+    def place(self, score: Tensor, target: Tensor) -> Tensor:
+        """Margin y s; score and target of one shape."""
+        return target * score
+
+    def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
+        """Margin cut off below."""
+        return torch.maximum(place, corner)
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative y phi'(y s); score and target of one shape."""
@@ -62,6 +69,10 @@ class Hinge(MarginLoss):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+
+    @property
+    def dual_box(self) -> tuple[float, float] | None:
+        return (0.0, 1.0) if self.power == 1 else None
 
     def curve(self, margin: Tensor) -> Tensor:
         return (1 - margin).clamp(min=0) ** self.power
@@ -106,6 +117,17 @@ class Logistic(MarginLoss):
     """
 
     interpolates: ClassVar[bool] = True
+    log_odds: ClassVar[bool] = True
+    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "hessian"
+
+    def loss_range(self, reach: float) -> float:
+        return reach  # log((1 + e^t)/(1 + e^-t)) = t
+
+    def gradient_diameter(self, radius: float, bound_x: float) -> float:
+        return logistic_gradient_diameter(bound_x, radius)
+
+    def clipped_bend(self, slope: _Number, bound: _Number) -> _Number:
+        return slope * (bound - slope)  # sigma(1 - sigma) B^2 at sigma B = slope, where it grows
 
     def curve(self, margin: Tensor) -> Tensor:
         return (-margin).clamp(min=0) + torch.log1p(torch.exp(-margin.abs()))
@@ -131,6 +153,28 @@ class Logistic(MarginLoss):
 
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         return bound_x / (1.0 + math.exp(-bound_x * radius))  # exact at 0 and at infinity
+
+
+def logistic_gradient_diameter(bound_x: float, radius: float) -> float:
+    """Returns 2 B / (1 + e^(-rho B)): bounds the distance of the logistic gradients of two records with |x| <= B.
+
+    At |w| <= rho each gradient has a norm of at most B / (1 + e^(-rho B)).
+
+    Args:
+        bound_x: B > 0.
+        radius: rho >= 0.
+
+    Source: docs/proofs/output.md#diameter-of-logistic-gradients
+
+    Example:
+        >>> round(logistic_gradient_diameter(bound_x=1.0, radius=2.0), 9)
+        1.761594156
+    """
+    bound = positive(bound_x=bound_x)
+    product = nonnegative(radius=radius) * bound
+    if not product:
+        return bound
+    return min(2 * bound, safe(2 * bound / (1 + math.exp(-scaled_up(product, 1))), 12))
 
 
 @dataclass(frozen=True)

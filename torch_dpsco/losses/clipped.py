@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import ScalarLoss, TableLoss, record_bounds
-from torch_dpsco.losses.classification import Logistic, MarginLoss
+from torch_dpsco.losses.classification import Logistic as Logistic  # of the example
 
 _BLOCK_ROWS = 4096
 
@@ -163,15 +163,10 @@ class ClippedRows:
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi before the corner, its tangent beyond; shapes (B,)."""
-        corner = self.corners
-        if isinstance(self.loss, MarginLoss):
-            margin = target * score
-            kept = torch.maximum(margin, corner)
-        else:
-            margin = target - score
-            kept = torch.clamp(margin, -corner, corner)
+        place = self.loss.place(score, target)
+        kept = self.loss.up_to(place, self.corners)
         # 0 where nothing is clipped: inf * 0 would be NaN
-        beyond = torch.where(kept == margin, 0.0, self.limits * (kept - margin).abs())
+        beyond = torch.where(kept == place, 0.0, self.limits * (kept - place).abs())
         return self.loss.curve(kept) + beyond
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
@@ -211,6 +206,8 @@ class ResidualClipped:
     loss: ScalarLoss
     clip: float
 
+    num_scores: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "clip", positive(clip=self.clip))
         if not isinstance(self.loss, ScalarLoss):
@@ -222,10 +219,23 @@ class ResidualClipped:
         """As of the loss: "sign" or "real"."""
         return self.loss.target_kind
 
-    def of_norms(self, norms: Tensor) -> ClippedRows:
-        """The loss of records with these feature norms, shape (B,); a record of norm 0 is not clipped."""
+    @property
+    def unclipped(self) -> ScalarLoss:
+        """The loss whose gradients are clipped."""
+        return self.loss
+
+    @property
+    def dual_box(self) -> None:
+        """No clipped loss is a maximum of slopes in an interval."""
+
+    def limits(self, norms: Tensor) -> Tensor:
+        """The largest |phi'| of records with these feature norms, shape (B,); inf at norm 0, which is not clipped."""
         # PRIVACY: rounded down, so that limit * ||x|| never exceeds C (test_clipped_gradients_never_exceed_the_clip)
-        return ClippedRows(self.loss, self.clip * (1 - _GUARD) / norms)
+        return self.clip * (1 - _GUARD) / norms
+
+    def of_norms(self, norms: Tensor) -> ClippedRows:
+        """The loss of records with these feature norms, shape (B,)."""
+        return ClippedRows(self.loss, self.limits(norms))
 
     def lipschitz(self) -> float:
         """C."""
@@ -237,8 +247,10 @@ class ResidualClipped:
         C(B - C) grows with B up to C < B/2, and sigma(1 - sigma) B^2 <= B^2/4 always.
         """
         bound_x = positive(bound_x=bound_x)
-        if isinstance(self.loss, Logistic) and self.clip < bound_x / 2:
-            return self.clip * (bound_x - self.clip)
+        if self.clip < bound_x / 2:
+            clipped = self.loss.clipped_bend(self.clip, bound_x)
+            if clipped is not None:
+                return clipped
         smoothness = self.loss.problem(bound_x=bound_x).smoothness
         assert smoothness is not None  # losses with a corner are C^1
         return smoothness
@@ -246,6 +258,6 @@ class ResidualClipped:
 
 def scalar_loss(loss: object) -> TableLoss | ResidualClipped:
     """The loss itself; raises ConditionError unless it is one of a single score."""
-    if isinstance(loss, (ScalarLoss, ResidualClipped)):
+    if isinstance(loss, (TableLoss, ResidualClipped)) and loss.num_scores == 1:
         return loss
     raise ConditionError(f"loss must be one of torch_dpsco.losses of a single score (got {loss!r})")

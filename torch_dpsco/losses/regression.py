@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +19,13 @@ from torch_dpsco.problem import round_up
 class ResidualLoss(ScalarLoss):
     """phi(r) of the residual r = y - s, phi convex."""
 
-    def value(self, score: Tensor, target: Tensor) -> Tensor:
-        """Loss phi(y - s); score and target of one shape."""
-        return self.curve(target - score)
+    def place(self, score: Tensor, target: Tensor) -> Tensor:
+        """Residual y - s; score and target of one shape."""
+        return target - score
+
+    def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
+        """Residual cut off on both sides."""
+        return torch.clamp(place, -corner, corner)
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative -phi'(y - s); score and target of one shape."""
@@ -96,6 +100,10 @@ class Absolute(ResidualLoss):
         1.0
     """
 
+    @property
+    def dual_box(self) -> tuple[float, float]:
+        return -1.0, 1.0
+
     def curve(self, residual: Tensor) -> Tensor:
         return residual.abs()
 
@@ -128,6 +136,9 @@ class Squared(ResidualLoss):
         >>> Squared().problem(bound_x=2.0).smoothness
         4.0
     """
+
+    squared: ClassVar[bool] = True
+    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "moments"
 
     def curve(self, residual: Tensor) -> Tensor:
         return residual * residual / 2
@@ -173,11 +184,16 @@ class Huber(ResidualLoss):
     """
 
     interpolates: ClassVar[bool] = True
+    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "squares"
 
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", positive(threshold=self.threshold))
+
+    @property
+    def knee(self) -> float:
+        return self.threshold
 
     def curve(self, residual: Tensor) -> Tensor:
         size = residual.abs()
@@ -235,6 +251,10 @@ class Pinball(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
 
+    @property
+    def dual_box(self) -> tuple[float, float]:
+        return self.quantile - 1, self.quantile
+
     def curve(self, residual: Tensor) -> Tensor:
         return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)
 
@@ -286,6 +306,10 @@ class SmoothedPinball(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
         object.__setattr__(self, "width", positive(width=self.width))
+
+    @property
+    def knee(self) -> float:
+        return self.width
 
     def curve(self, residual: Tensor) -> Tensor:
         slope = self.slope(residual)

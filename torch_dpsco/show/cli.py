@@ -75,7 +75,13 @@ def _parser() -> _Parser:
         prog="dpsco", description="Plans and checks of differentially private fitting."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_plan, _add_fit, _add_predict, _add_ledger, _add_scripts):
+        add(commands)
+    return parser
 
+
+def _add_plan(commands: Any) -> None:
+    """Adds `dpsco plan`."""
     plan = _command(
         commands,
         _plan,
@@ -88,6 +94,9 @@ def _parser() -> _Parser:
         "options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help"
     )
 
+
+def _add_fit(commands: Any) -> None:
+    """Adds `dpsco fit`."""
     fit = _command(commands, _fit, "fit table.csv --schema schema.toml --epsilon 1 --out study")
     fit.add_argument("table", metavar="TABLE", help="private, .csv or .parquet (needs pyarrow)")
     fit.add_argument(
@@ -124,6 +133,10 @@ def _parser() -> _Parser:
     )
     for name in ("metric", "holdout", "level", "intervals"):
         fit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study")
+
+
+def _add_predict(commands: Any) -> None:
+    """Adds `dpsco predict`."""
     predict = _command(commands, _predict, "predict study/model.json new.csv --out predictions.csv")
     predict.add_argument("model", metavar="MODEL.json", help="as dpsco fit writes it")
     predict.add_argument("table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)")
@@ -131,6 +144,9 @@ def _parser() -> _Parser:
         "--out", metavar="FILE", help="new .csv file; else predictions are printed"
     )
 
+
+def _add_ledger(commands: Any) -> None:
+    """Adds `dpsco report` and `dpsco ledger check`."""
     report = _command(commands, _report, "report run.ledger --delta 1e-6")
     report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
     report.add_argument("--adjacency", help="default that of the ledger")
@@ -143,7 +159,11 @@ def _parser() -> _Parser:
     )
     for command in (report, check):
         command.add_argument("ledger", metavar="LEDGER", help="the file")
+    report.add_argument("--json", action="store_true", help="print JSON")
 
+
+def _add_scripts(commands: Any) -> None:
+    """Adds `dpsco doctor` and `dpsco audit`."""
     doctor = _command(commands, _doctor, "doctor script.py:parts")
     audit = _command(commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1")
     for command in (doctor, audit):
@@ -165,9 +185,8 @@ def _parser() -> _Parser:
         metavar="EPSILON",
         help="exit with 1 if the bound refutes this epsilon",
     )
-    for command in (report, doctor, audit):
+    for command in (doctor, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _command(

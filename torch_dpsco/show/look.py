@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_dpsco.estimators import frames
 from torch_dpsco.estimators.columns import ROW, Number, Ordered, key, number, unit_id
@@ -201,6 +202,12 @@ def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
         yield Finding(name, f"{lost / rows:.1%} of values are {what}", advice, stops)
     if not len(known):
         return
+    yield from _range(name, kind, known)
+    yield from _unit(name, kind, known)
+
+
+def _range(name: str, kind: Number, known: NDArray[np.float64]) -> Iterator[Finding]:
+    """Yields what looks wrong with the range of a column."""
     outside = float(((known < kind.low) | (known > kind.high)).mean())
     if outside > _SHARE:
         low = known.min()
@@ -218,6 +225,10 @@ def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
             f"{outside:.2%} of values are {shown}, out of range",
             "If it is a code, make it missing",
         )
+
+
+def _unit(name: str, kind: Number, known: NDArray[np.float64]) -> Iterator[Finding]:
+    """Yields what looks wrong with the unit of a column."""
     different, counts = np.unique(known, return_counts=True)
     if len(different) == 1:
         yield Finding(name, "all values are one", "Leave the column out")

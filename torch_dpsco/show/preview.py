@@ -26,6 +26,7 @@ import numpy as np
 import scipy
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 from torch import Tensor
 
@@ -33,11 +34,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.estimators.choose import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Preparation, Units
+from torch_dpsco.estimators.reading import as_features, require_finite
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import lbfgs, newton
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball, Squared
-from torch_dpsco.losses.classification import SoftmaxCrossEntropy
+from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball
+from torch_dpsco.losses.base import ScalarLoss, TableLoss
+from torch_dpsco.sampling.loader import user_ids
 from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
@@ -170,6 +173,32 @@ class Preview:
             axes.autoscale(axis="y")
 
         return zoomed
+
+
+def preview(
+    model: Any,
+    X_like: Any,
+    y_like: Any,
+    groups: Any,
+    *,
+    dim: int | None,
+    unit: str,
+    epsilons: Sequence[float] | None,
+    runs: int,
+) -> Preview:
+    """Returns what fits of a model will lose; see `LinearModel.preview`."""
+    chosen = epsilons_of(model.epsilon, epsilons, runs)
+    require_one(X_like, y_like, groups, dim)
+    unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
+    features = None if X_like is None else as_features(X_like)
+    width = check.positive_count(dim=dim) if features is None else features.shape[1]
+    plans = [model._unspent(epsilon=epsilon).plan(width, unit) for epsilon in chosen]
+    if features is None:
+        return of_plans(type(model).__name__, plans)
+    require_finite(features)
+    targets, factors = model._read(y_like, len(features), features.device)
+    ids = None if groups is None else user_ids(groups, len(features))
+    return simulated(type(model).__name__, plans, Sample(features, targets, factors, ids), runs)
 
 
 def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[float]:
@@ -389,9 +418,11 @@ def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
 def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]:
     """Returns the scores of answers (n,), or (n, K), for the targets of a loss."""
     loss = task.loss
+    if loss.num_scores == 1 and not isinstance(loss, ScalarLoss):
+        return {"mean loss": _mean_loss(loss, answer, truth)}
     if loss.target_kind == "real":
         errors = truth - answer
-        if isinstance(loss, Squared):
+        if loss.squared:
             return {"mean squared error": float(np.mean(errors**2))}
         if isinstance(loss, (Pinball, SmoothedPinball)) and loss.quantile != 0.5:
             return {
@@ -418,15 +449,23 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
     return {"log-loss": float(np.mean(np.logaddexp(0.0, -signs * answer))), "AUC": area}
 
 
+def _mean_loss(loss: TableLoss, answer: _Array, truth: _Array) -> float:
+    """Returns the mean of a loss that is of neither margins nor residuals."""
+    return float(loss.value(torch.tensor(answer), torch.tensor(truth)).mean())
+
+
 def _best(task: LinearTask, truth: _Array) -> Any:
     """Returns the best constant answer for targets."""
     loss = task.loss
-    if isinstance(loss, Squared):
+    if loss.num_scores == 1 and not isinstance(loss, ScalarLoss):
+        at = minimize_scalar(lambda s: _mean_loss(loss, np.full_like(truth, s), truth))
+        return float(at.x)
+    if loss.squared:
         return truth.mean()
     if loss.target_kind == "real":
         return np.quantile(truth, getattr(loss, "quantile", 0.5))
-    classes = loss.num_classes if isinstance(loss, SoftmaxCrossEntropy) else 2
-    places = truth if isinstance(loss, SoftmaxCrossEntropy) else truth > 0
+    classes = max(loss.num_scores, 2)
+    places = truth if loss.num_scores > 1 else truth > 0
     counts = np.log(np.bincount(places.astype(np.int64), minlength=classes) + 0.5)
     scores = counts - logsumexp(counts)
     return scores if classes > 2 else scores[1] - scores[0]
@@ -456,7 +495,7 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     weights = torch.from_numpy(1.0 / np.bincount(users)[users]).to(targets.device)
     if sample.weights is not None:
         weights = weights * sample.weights[rows]
-    classes = loss.num_classes if isinstance(loss, SoftmaxCrossEntropy) else None
+    classes = loss.num_scores if loss.num_scores > 1 else None
     records = Records(sample.features[rows], targets, weights, num_classes=classes, prepare=given)
     bare = replace(
         task,

@@ -6,8 +6,12 @@
 * `debiased`: estimate and covariance, of what was released; * `summary`: the table. All of it is post-processing.
 """
 
-from torch_dpsco.statistics.debiased import Debiased, debias, least_squares, needed_eigenvalue
-from torch_dpsco.statistics.summary import Summary, p_value, reach
+from torch_dpsco.acts import register
+from torch_dpsco.estimators.certificates import needed_eigenvalue
+from torch_dpsco.statistics.debiased import Debiased, debias, least_squares
+from torch_dpsco.statistics.summary import Summary, p_value, reach, summarize
+
+register("model.summary", summarize)
 
 __all__ = [
     "Debiased",

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.estimators.certificates import needed_eigenvalue
 
-_CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _MARGIN = 0.25  # standard errors of the least eigenvalue, below which intervals are more than seven times as wide
 
 
@@ -149,23 +149,6 @@ def least_squares(
     hidden = math.sqrt(total_std**2 + 4 * moment_std**2 * length + 2 * here * length**2)
     sampling = max(squares, hidden) / (count - size) * inverse
     return _clear(theta, sampling, inverse @ error @ inverse, gram, gram_std, 0.0)
-
-
-def needed_eigenvalue(size: int, std: float) -> float:
-    """Returns what the least eigenvalue of a noisy Hessian must exceed for intervals: a number that a plan knows.
-
-    Args:
-        size: number of coefficients, the intercept among them.
-        std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
-
-    Source:
-        docs/proofs/inference.md#the-limit
-
-    Example:
-        >>> needed_eigenvalue(4, 7.0)
-        42.0
-    """
-    return _CLEAR * check.nonnegative(std=std) * math.sqrt(check.positive_count(size=size))
 
 
 def _inverse(hessian: Tensor, std: float) -> Tensor:

@@ -158,12 +158,15 @@ class StudyPlan:
             raise ConditionError(
                 "a preview is of one model: plan a study without candidates for each of them"
             )
+        found: Preview
         if frame is None:
-            return self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+            found = self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+            return found
         table = self.schema.read(frame)
         whole = np.isfinite(table.X).all(1)
         groups = None if table.groups is None else table.groups[whole]
-        return self.model.preview(table.X[whole], table.y[whole], groups, **options)
+        found = self.model.preview(table.X[whole], table.y[whole], groups, **options)
+        return found
 
     @typed
     def run(
@@ -335,7 +338,7 @@ class Study:
         Raises:
             ConditionError: the study did not pay for intervals, or noise buries them.
         """
-        found = self.model.summary(level)
+        found: Summary = self.model.summary(level)
         return replace(
             found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :])
         )
@@ -480,14 +483,7 @@ def plan_study(
             f"budget must be of mode 'planned', as all of a study is (got {budget.mode!r})"
         )
     classes = len(schema.labels or ())
-    usual = (
-        ("accuracy", "auc")
-        if classes == 2
-        else ("accuracy",)
-        if classes
-        else ("absolute_error", "squared_error")
-    )
-    metric = usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
+    metric = _metric(classes, metric)
     count = check.positive_count(n=n)
     warn_of_delta(budget, count)
     held = round(check.open_interval(0.0, 1.0, holdout=holdout) * count)
@@ -495,10 +491,41 @@ def plan_study(
         raise ValueError(
             f"n must leave {_LEAST} units or more in each part (got {count} with holdout={holdout})"
         )
+    kind = _kind(schema, budget, model)
+    target = {"epsilon": budget.epsilon, "delta": budget.delta}
+    given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
+    if candidates is None and trials is not None:
+        raise ValueError(f"trials must be given with candidates only (got {trials})")
+    fitted: LinearModel | PrivateSearch
+    if candidates is None:
+        fitted = _settled(kind, schema, given, settings)
+    else:
+        models = _candidates(kind, schema, given, settings, candidates)
+        fitted = _searched(schema, budget, models, given, metric, trials)
+    if budget.risk is not None or (classes and not hasattr(kind, "predict_proba")):
+        level = None
+    elif level is not None:
+        check.open_interval(0.0, 1.0, level=level)
+    plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
+    plan.fit_event()  # raises before anything is spent
+    return plan
+
+
+def _metric(classes: int, metric: str | None) -> str:
+    """Returns the metric that was chosen, or the usual one for so many labels; 0 for a real target."""
+    usual: tuple[str, ...] = ("absolute_error", "squared_error")
+    if classes:
+        usual = ("accuracy", "auc") if classes == 2 else ("accuracy",)
+    return usual[classes == 2] if metric is None else check.choice(usual, metric=metric)
+
+
+def _kind(schema: Schema, budget: Budget, model: type[LinearModel] | None) -> type[LinearModel]:
+    """Returns the class of the model; raises ValueError for one that does not take what the schema has."""
     if model is not None and not issubclass(model, LinearModel):
         raise ValueError(
             f"model must be a class of torch_dpsco.estimators, as Ridge (got {model.__name__})"
         )
+    classes = len(schema.labels or ())
     if model is None:
         regressor = HuberRegressor if budget.unit == "user" else Ridge
         model = {0: regressor, 2: LogisticRegression}.get(classes, SoftmaxRegression)
@@ -508,39 +535,49 @@ def plan_study(
             f"model must be one for {what}, as the schema has (got {model.__name__}, which takes no"
             f" {min(missing)})"
         )
-    target = {"epsilon": budget.epsilon, "delta": budget.delta}
-    given: dict[str, Any] = {**target, "adjacency": budget.adjacency, "n": count - held}
-    if candidates is None and trials is not None:
-        raise ValueError(f"trials must be given with candidates only (got {trials})")
-    several = {"": {}} if candidates is None else candidates
-    if not all(isinstance(more, Mapping) for more in several.values()):
+    return model
+
+
+def _candidates(
+    kind: type[LinearModel],
+    schema: Schema,
+    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    candidates: Mapping[str, Mapping[str, Any]],
+) -> dict[str, LinearModel]:
+    """Returns a model for each candidate's settings."""
+    if not all(isinstance(more, Mapping) for more in candidates.values()):
         raise ValueError(
             "candidates must map names to settings, as {'little': {'reg': 30.0}} (got"
             f" {candidates})"
         )
     models = {
-        name: _settled(model, schema, given, {**settings, **more}) for name, more in several.items()
+        name: _settled(kind, schema, given, {**settings, **more})
+        for name, more in candidates.items()
     }
     if not models:
         raise ValueError("candidates must be one or more settings by name (got none)")
-    fitted: LinearModel | PrivateSearch = next(iter(models.values()))
-    if candidates is not None:
-        if budget.unit == "user":
-            raise UnitError(
-                "candidates must be of rows: a search among fits of users is not proved (got unit"
-                " 'user')"
-            )
-        own = {name: one.set_params(**_UNSET) for name, one in models.items()}
-        bound = None if classes else _most(schema, metric)
-        average = 10.0 if trials is None else trials
-        fitted = PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=average)
-    if budget.risk is not None or (classes and not hasattr(model, "predict_proba")):
-        level = None
-    elif level is not None:
-        check.open_interval(0.0, 1.0, level=level)
-    plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
-    plan.fit_event()  # raises before anything is spent
-    return plan
+    return models
+
+
+def _searched(
+    schema: Schema,
+    budget: Budget,
+    models: Mapping[str, LinearModel],
+    given: Mapping[str, Any],
+    metric: str,
+    trials: float | None,
+) -> PrivateSearch:
+    """Returns the search among models, at one price."""
+    if budget.unit == "user":
+        raise UnitError(
+            "candidates must be of rows: a search among fits of users is not proved (got unit"
+            " 'user')"
+        )
+    own = {name: one.set_params(**_UNSET) for name, one in models.items()}
+    bound = None if schema.labels else _most(schema, metric)
+    average = 10.0 if trials is None else trials
+    return PrivateSearch(candidates=own, **given, metric=metric, bound=bound, trials=average)
 
 
 def _settled(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from torch_dpsco.accounting.events import in_words
 from torch_dpsco.show import plots
-from torch_dpsco.statistics.debiased import Debiased
+from torch_dpsco.statistics.debiased import Debiased, debias, least_squares
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,3 +193,103 @@ def reach(level: float, distance: float) -> float:
         else:
             high = middle
     return high
+
+
+def summarize(model: Any, level: float) -> Summary:
+    """Returns the summary of a fitted model that paid for intervals; see `LinearModel.summary`."""
+    task = model.plan_.task
+    dim = task.dim
+    budget = model.plan_.budget
+    given = task.preparation
+    center, scale = (np.broadcast_to(part.numpy(), dim) for part in given.shift_and_scale)
+    # coefficients for raw features, as a linear map of prepared ones, and back
+    to_raw = np.diag([*(1 / scale), *[given.intercept] * (task.width - dim)])
+    to_raw[dim:, :dim] = -center / scale
+    released = np.concatenate([np.ravel(model.coef_), np.ravel(model.intercept_)])[: task.width]
+    prepared = torch.from_numpy(np.linalg.solve(to_raw, released))
+    found, assumed = _DEBIASED[task.loss.intervals](
+        model.plan_, prepared, torch.from_numpy(model.hessian_), vars(model).get("moments_")
+    )
+    if task.bound_y is not None:
+        size = f"bound_y={task.bound_y:g} in size"
+        assumed = (*assumed, f"no target is larger than {size}; a larger one is clipped")
+    names = getattr(model, "feature_names_in_", [f"x{k}" for k in range(dim)])
+    name = type(model).__name__
+    return Summary.of(
+        f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {in_words(task.adjacency)}",
+        (*map(str, names), "intercept")[: task.width],
+        found,
+        to_raw,
+        released,
+        level,
+        *assumed,
+        f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the"
+        " model",
+        "all settings, and which features are in the model, were chosen without a look at these"
+        " records",
+        "enough records for a normal law: see docs/inference.md for where the coverage was"
+        " measured",
+    )
+
+
+def _of_logistic(
+    plan: Any, prepared: Tensor, hessian: Tensor, moments: Array | None
+) -> tuple[Debiased, tuple[str, ...]]:
+    assumed = (
+        "the log-odds are linear in the features, and records are independent: else standard"
+        " errors may be small"
+    )
+    return _newton_step(plan, prepared, hessian, 1.0, 1.0), (assumed,)
+
+
+def _of_huber(
+    plan: Any, prepared: Tensor, hessian: Tensor, moments: Array | None
+) -> tuple[Debiased, tuple[str, ...]]:
+    assert moments is not None
+    inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
+    squares = max(float(moments[0]), plan.squares_scale)
+    assumed = (
+        "targets are a linear function of the features, and errors of one law (a skewed one is in"
+        " the intercept); records are independent"
+    )
+    step = _newton_step(plan, prepared, hessian, squares / inside, plan.task.loss.knee)
+    return step, (assumed,)
+
+
+def _newton_step(
+    plan: Any, prepared: Tensor, hessian: Tensor, variance: float, width: float
+) -> Debiased:
+    """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
+    return debias(
+        prepared,
+        hessian,
+        reg=plan.reg,
+        noise_std=plan.noise_scale,
+        output_std=plan.output_scale,
+        hessian_std=plan.hessian_scale,
+        variance=variance,
+        rate=plan.task.preparation.bound / width,
+    )
+
+
+def _of_squared(
+    plan: Any, prepared: Tensor, hessian: Tensor, moments: Array | None
+) -> tuple[Debiased, tuple[str, ...]]:
+    assert moments is not None
+    constant = plan.task.preparation.intercept
+    found = least_squares(
+        hessian,
+        torch.from_numpy(moments),
+        float(hessian[-1, -1]) / constant**2 if constant else plan.task.n,
+        gram_std=plan.constants.std_xtx_diag,
+        moment_std=plan.constants.std_xty,
+        total_std=plan.total_scale,
+    )
+    assumed = (
+        "the mean of targets is linear in the features, their variance is one, and records are"
+        " independent"
+    )
+    return found, (assumed,)
+
+
+_DEBIASED = {"hessian": _of_logistic, "squares": _of_huber, "moments": _of_squared}

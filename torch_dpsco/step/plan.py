@@ -326,7 +326,8 @@ class Plan(ABC):
 
     @classmethod
     def _kinds(cls) -> dict[str, type]:
-        return {kind.__name__: kind for kind in (cls, *cls.values, *_VALUES)}
+        own = (kind for kind in _subclasses(losses.TableLoss) if is_dataclass(kind))
+        return {kind.__name__: kind for kind in (*own, cls, *cls.values, *_VALUES)}
 
 
 def exact_cost(secure: str | None) -> tuple[str, str]:
@@ -368,7 +369,8 @@ def _encoded(value: Any, kinds: Mapping[str, type]) -> Any:
     kind = type(value)
     if kinds.get(kind.__name__) is not kind:
         raise ValueError(
-            f"a plan is saved with values of the library alone (got {kind.__name__}: {value!r})"
+            "a plan is saved with values of the library, and losses that are dataclasses (got"
+            f" {kind.__name__}: {value!r})"
         )
     own = {
         field.name: _encoded(getattr(value, field.name), kinds)

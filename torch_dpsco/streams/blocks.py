@@ -14,10 +14,11 @@ import torch
 
 from torch_dpsco._owned import owned
 from torch_dpsco.errors import NotCertifiedError
-from torch_dpsco.streams.parts import RawPart
+from torch_dpsco.estimators.records import Prepare, RawPart, Stored
+from torch_dpsco.streams.parts import PartedRecords
 
 
-class RawBlocks:
+class RawBlocks(Stored):
     """Records of a source that can be read again.
 
     Args:
@@ -53,6 +54,11 @@ class RawBlocks:
                 )
             self._empty = block[0][:0].clone(), block[1][:0].clone(), block[2][:0].clone()
         return self._empty
+
+    def records(self, prepared: Prepare, most: int) -> PartedRecords:
+        """Returns records that are read part by part."""
+        count = self.count(most)
+        return PartedRecords(self.parts, prepared, self.empty(), count)
 
     def parts(self, rows: int) -> Iterator[RawPart]:
         """Yields parts of so many rows, but for the last, and at least one.

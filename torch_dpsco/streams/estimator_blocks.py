@@ -4,7 +4,7 @@
 |---|---|
 | a callable | at each call a fresh iterator over blocks (X, y) or (X, y, sample_weight), the same records each time |
 | scipy sparse rows | one such block |
-| `linear.Partitions` | blocks of each partition of a table, read where an engine holds it |
+| `streams.partitions.Partitions` | blocks of each partition of a table, read where an engine holds it |
 
 Rows of a sparse block are made dense a few at a time, 2^22 numbers at most.
 """
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import shown
-from torch_dpsco.estimators.reading import as_column, as_features
+from torch_dpsco.estimators.reading import dense_rows, is_sparse, record_weights
+from torch_dpsco.estimators.records import RawPart
 from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.partitions import Partitions, RawPartitions
-from torch_dpsco.streams.parts import RawPart
 
-_DENSE_ENTRIES = 2**22
 _ADAPTERS = {
     "pyarrow": "parquet_blocks.parquet_blocks",
     "dask": "engines.dask_partitions",
@@ -64,33 +63,6 @@ def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | Ra
             else RawPartitions(X, partial(_tensors, read))
         )
     return RawBlocks(lambda: _tensors(read, [(X, y, sample_weight)])) if is_sparse(X) else None
-
-
-def is_sparse(X: Any) -> bool:
-    """Whether these are sparse rows of scipy."""
-    return hasattr(X, "toarray") and hasattr(X, "tocsr") and len(X.shape) == 2
-
-
-def dense_rows(X: Any) -> Iterator[Tensor]:
-    """Yields rows as `as_features` reads them: all at once, or a few sparse ones at a time; at least once."""
-    if not is_sparse(X):
-        yield as_features(X)
-        return
-    rows = X.tocsr()
-    step = max(1, _DENSE_ENTRIES // max(1, X.shape[1]))
-    for start in range(0, max(1, X.shape[0]), step):
-        yield as_features(rows[start : start + step].toarray())
-
-
-def record_weights(
-    given: Any, factors: Tensor | None, count: int, device: torch.device
-) -> Tensor | None:
-    """Returns the weights of records in [0, 1], times factors by class; None for ones."""
-    if given is None:
-        return factors
-    # PRIVACY: clipped before it meets a factor (test_a_large_sample_weight_counts_as_one)
-    weights = as_column(given, "sample_weight", count, device).double().clamp(0.0, 1.0)
-    return weights if factors is None else weights * factors
 
 
 def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch_dpsco import native
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import BLOCK_ROWS
-from torch_dpsco.estimators.records import PairwiseSum, Records
+from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
 from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.parts import PartedRecords, RawPart
+from torch_dpsco.streams.parts import PartedRecords
 
 PARTITION_ROWS = BLOCK_ROWS // 2  # of a block
 _NO_PART = torch.zeros(0, 0), torch.zeros(0), torch.zeros(0)
@@ -64,7 +64,7 @@ class _Reading:
     arithmetic: tuple[str, ...]
 
 
-class RawPartitions:
+class RawPartitions(Stored):
     """Raw records of a table in partitions.
 
     Args:
@@ -87,9 +87,8 @@ class RawPartitions:
         """Numbers of records of the partitions, of the first reading."""
         return [reading.noted[0] for reading in self._readings()]
 
-    @property
-    def count(self) -> int:
-        """Number of records."""
+    def count(self, most: int) -> int:
+        """Returns the number of records."""
         return sum(self.sizes)
 
     def empty(self) -> RawPart:
@@ -107,6 +106,12 @@ class RawPartitions:
                 f" {sorted(map(str, kinds))})"
             )
         return found[0]
+
+    def records(self, prepared: Prepare, most: int) -> PartitionedRecords:
+        """Returns records that stay in their partitions."""
+        # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
+        # (test_records_know_how_many_additions_there_are)
+        return PartitionedRecords(self, partial(prepared, block_rows=PARTITION_ROWS))
 
     def sums(self, of: Callable[[RawBlocks], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """Returns what each partition that has records sums up to; of the first one, where none has any.
@@ -159,7 +164,7 @@ class PartitionedRecords(PartedRecords):
 
     def __init__(self, raw: RawPartitions, prepared: Callable[[RawPart], Records]) -> None:
         like = prepared(raw.empty())
-        self.count = raw.count
+        self.count = sum(raw.sizes)
         self.dim = like.dim
         self.device = like.device
         self.num_classes = like.num_classes

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.records import PairwiseSum, Records
+from torch_dpsco.estimators.records import PairwiseSum, RawPart, Records
 
 _PART_ENTRIES = 2**22  # 32 MiB of float64
 _SAMPLE_ENTRIES = 2**22  # of a first guess
-
-RawPart = tuple[Tensor, Tensor, Tensor]
 
 
 class PartedRecords(Records):

@@ -22,19 +22,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
-from torch_dpsco.accounting.analysis.gaussian import zhao_constant
+from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_constant
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
+from torch_dpsco.estimators.least_squares import (
+    AdaSSPConstants,
+    AdaSSPPlan,
+    _bounds,
+    _rounding,
+)
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.output_numbers import _attack_length, erm_sensitivity, noise_norms
+from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.estimators.tilted_numbers import _spread
 from torch_dpsco.losses.classification import Hinge
 
@@ -718,3 +727,75 @@ def tilted_smoothness(
     """
     tilt, beta = check.finite(tilt=tilt), check.nonnegative(smoothness=smoothness)
     return scaled_up(beta + max(tilt, 0.0) * _spread(lipschitz, gradient_diameter), 6)
+
+
+class AdaSSPPaperConstants(NamedTuple):
+    """Those of the paper: std_xtx is that of every entry of the upper triangle."""
+
+    std_lmin: float
+    std_xtx: float
+    shift_lmin: float
+    std_xty: float
+    lam_cap: float
+
+
+def adassp_constants_paper(
+    epsilon: float, delta: float, bound_x: float, bound_y: float, dim: int, failure: float = 0.05
+) -> AdaSSPPaperConstants:
+    """Returns the published noise, with epsilon/3 and log(6/delta) for each release, once its joint curve is checked.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1).
+        bound_x: B > 0.
+        bound_y: Y > 0.
+        dim: d >= 1.
+        failure: in (0, 1), for utility only.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: the joint release is not (epsilon, delta)-DP.
+
+    Guarantee: (epsilon, delta)-DP under add_remove and zero_out.
+
+    Source: docs/proofs/output.md#published-noise-of-adassp; Wang 2018, algorithm 2.
+
+    Example:
+        >>> round(adassp_constants_paper(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10).std_xty, 6)
+        11.851811
+    """
+    third = check.positive(epsilon=epsilon) / 3
+    log_term = math.log(6) - math.log(check.open_interval(0.0, 1.0, delta=delta))
+    square = check.positive(bound_x=bound_x) ** 2
+    product = bound_x * check.positive(bound_y=bound_y)
+    d = check.positive_count(dim=dim)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    # PRIVACY: three equal levels; the published proof treats each alone (test_the_published_noise_is_checked);
+    # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+    mu = up(math.sqrt(3) * third / math.sqrt(log_term), 1e-14)
+    if gaussian_log_delta(epsilon, mu) > math.log(delta):
+        raise ConditionError(
+            f"the published noise is not ({epsilon:g}, {delta:g})-DP: its three releases are"
+            f" {mu:g}-GDP"
+        )
+    std = scaled_up(math.sqrt(log_term) / third, 8)
+    cap = math.sqrt(d * log_term * math.log(2 * d * d / failure)) * square / third
+    return AdaSSPPaperConstants(
+        std * square, std * square, log_term / third * square, std * product, cap
+    )
+
+
+def adassp_plan_of_the_paper(task: LinearTask) -> AdaSSPPlan:
+    """Returns the plan with the published noise, more by the roundings; of delta less what a ledger rounds with."""
+    delta = task.target.delta * (1 - 1e-9)
+    paper = adassp_constants_paper(task.target.epsilon, delta, *_bounds(task))
+    up_to = (
+        paper.std_lmin,
+        paper.std_xtx,
+        paper.std_xtx,
+        paper.std_xty,
+        paper.lam_cap,
+        paper.shift_lmin,
+    )
+    more = _rounding(task, False)
+    return AdaSSPPlan(task=task, constants=AdaSSPConstants(*(value * more for value in up_to)))
