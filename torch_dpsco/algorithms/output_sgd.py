@@ -74,7 +74,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed_adjacency, dimension, sampled
+from torch_dpsco.step.chooser import Given, agreed_adjacency, dimension
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
@@ -245,7 +245,8 @@ class HolderOutputSGD(RowFreeOptimizer):
         adjacency = agreed_adjacency(adjacency, budget)
         dim = check.positive_count(dim=dimension(dim))
         if isinstance(sampling, Design):
-            sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
+            given_design = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
+            given_design.sampled()  # raises for other numbers
             n = sampling.n
             batch_size = sampling.batch_size
             sampling = type(sampling).__name__.lower()
