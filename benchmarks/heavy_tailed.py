@@ -51,6 +51,7 @@ from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.algorithms import clip_numbers as clipping
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    OnePass,
     accelerated_plan,
     proximal_pl_plan,
     strongly_convex_plan,
@@ -282,20 +283,20 @@ LARGE = (10**6, 10**7, 10**8, 10**9)
 def planned(name: str, k: float, n: int) -> float:
     """Returns a planned bound: D = 2, r_k = 1, smoothness 1, curvature 1/4."""
     common = {"n": n, "dim": BOUND_DIM, "rho": RHO, "allow_infinite_variance": k < 2}
-    moments = {"moment": 1.0, "moment_order": k}
+    data = OnePass(**common, moment=1.0, moment_order=k)
     if name == "clipped mean":  # RMSE, of n records at once
         weight = clipping.exchange_rate_mean(n, BOUND_DIM, RHO)
         clip = clipping.clip_threshold_linear(1.0, k, weight)
         noise = math.sqrt(BOUND_DIM) * clipping.mean_noise_std(clip, n, RHO)
         return math.hypot(clipping.clip_bias(1.0, k, clip) + noise, n**-0.5)
     if name == "AcceleratedSGD":
-        return accelerated_plan(**common, **moments, smoothness=1.0, diameter=2.0).bound
+        return accelerated_plan(data, smoothness=1.0, diameter=2.0).bound
     curves = {"smoothness": 1.0, "strong_convexity": 0.25}
     if name == "ClippedSGD":
-        return strongly_convex_plan(**common, **moments, **curves, diameter=2.0).bound
+        return strongly_convex_plan(data, **curves, diameter=2.0).bound
     if name == "ProximalSGD":
         curves = {"smoothness": 1.0, "pl_constant": 0.25}
-        return proximal_pl_plan(**common, **moments, **curves, initial_gap=2.0).bound
+        return proximal_pl_plan(data, **curves, initial_gap=2.0).bound
     many = {"second_moment": 1.0, "max_steps": None}
     if name == "LocalizedSGD":
         return localized_schedule_ballfree(
@@ -311,7 +312,8 @@ def planned(name: str, k: float, n: int) -> float:
             diameter=2.0,
         ).risk_bound
     assert name == "LocalizedSGD, boosted"
-    return boosted_localized_schedule(**common, **many, **moments, diameter=2.0).bound
+    many |= {"moment": 1.0, "moment_order": k, "diameter": 2.0}
+    return boosted_localized_schedule(**common, **many).bound
 
 
 EXPONENTS: dict[str, Callable[[float], float]] = {

@@ -214,7 +214,6 @@ def test_nothing_is_said_of_published_numbers_nor_where_no_scale_is_public() -> 
     plan = dp.HolderSGD.plan(n=60, dim=100, **paper)
     assert plan.noise_multiplier * math.sqrt(60) > 2 * plan.batch_size * math.sqrt(plan.steps)
     law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
-    dp.ClippedSGD.plan(problem=law, dim=10**6, mode="paper", **fixed)
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
     output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3)}

@@ -106,9 +106,6 @@ def test_a_theorem_that_chooses_the_clip_keeps_the_batches_of_its_bound() -> Non
         plan = heavy(cls, problem=law, dim=4, clip=None, lr=None, n=2000)
         assert isinstance(plan.design, dp.Disjoint)
         assert plan.risk_bound is not None
-        assert isinstance(
-            heavy(cls, problem=law, dim=4, lr=None, n=2000, mode="paper").design, dp.Disjoint
-        )
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------

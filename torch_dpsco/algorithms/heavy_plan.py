@@ -24,7 +24,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
-from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
+from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePass, OnePassPlan
 from torch_dpsco.algorithms.pilot import Pilot, PilotClipped, PilotPlan
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
@@ -255,12 +255,13 @@ class Theorem(ABC):
 
     @abstractmethod
     def chosen(
-        self, promised: dict[str, Any], problem: Problem, distance: float | None
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
     ) -> OnePassPlan:
         """Returns what the theorem chooses.
 
         Args:
-            promised: the constants that it needs, and what was given.
+            data: records, privacy and moments.
+            given: the other constants that the theorem needs, and steps and clip where they are given.
             problem: that promises them.
             distance: bound on |w_0 - w*|.
         """
@@ -343,7 +344,6 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
     adjacency: Adjacency | None = None,
     dim: Any = None,
     distance: float | None = None,
-    mode: str = "tight",
     allow_infinite_variance: bool = False,
     secure: str | None = None,
 ) -> ClippedPlan:
@@ -368,7 +368,7 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
         sampling: one pass, "assigned" (default; each record draws its batch secretly: `Assigned`) or "shuffled",
             with several times the noise (default under replace_one and zero_out where the theorem chooses the clip,
-            since its bound is for these batches, and in mode "paper"). `ClippedSGD` makes many passes too:
+            since its bound is for these batches). `ClippedSGD` makes many passes too:
             "poisson" (their default; all records where a batch holds them), "allocated" (passes like "assigned", at
             the price of Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
             dp.Poisson(batch_size, n).
@@ -380,18 +380,16 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         dim: number of parameters, or the model; needed where moments are promised, and by pilots.
         distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
             AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
-        mode: "tight", or "paper": the published number of steps and clip (replace_one).
         allow_infinite_variance: admits moment_order < 2.
         secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Raises:
         MissingConstantError: a promise is missing; says which, and how to do without.
-        AdjacencyError: mode "paper" or batches cut by position, under add_remove.
+        AdjacencyError: batches cut by position, under add_remove.
         ValueError: an argument is out of range.
     """
     theorem: Theorem = cls.theorem
     adjacency = agreed_adjacency(adjacency, budget)
-    check_mode(mode, adjacency)
     check.choice((*AVERAGES, None), average=average)
     if distance is not None:
         check.positive(distance=distance)
@@ -407,19 +405,17 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         epochs=epochs,
         noise_multiplier=noise_multiplier,
     )
-    chooses = clip is None or mode == "paper"
     task = _Task(
         theorem=theorem,
         problem=problem or Problem(),
         n=n,
         budget=budget,
-        given=replace(given, sampling=theorem.sampling(given, chooses)),
+        given=replace(given, sampling=theorem.sampling(given, chooses=clip is None)),
         clip=clip,
         lr=lr,
         average=average,
         dim=dimension(dim),
         distance=distance,
-        mode=mode,
         allow_infinite_variance=allow_infinite_variance,
     )
     return task.plan(cls.plans, secure)
@@ -462,7 +458,6 @@ class _Task:
     average: str | None
     dim: int | None
     distance: float | None
-    mode: str
     allow_infinite_variance: bool
 
     @property
@@ -473,8 +468,8 @@ class _Task:
     @property
     def follows_rule(self) -> bool:
         """Whether the step rule takes what no theorem chooses."""
-        free = self.lr is None and self.mode != "paper"
-        return free and self.theorem.momentum is not None and self.goal is not None
+        ruled = self.theorem.momentum is not None
+        return ruled and self.lr is None and self.goal is not None
 
     def plan(self, kind: type[ClippedPlan], secure: str | None) -> ClippedPlan:
         """Returns the plan, stage by stage."""
@@ -514,7 +509,7 @@ class _Task:
 
     def _in_one_pass(self, n: int) -> _Chosen:
         goal = self.goal
-        secret = self.mode != "paper" and _is_secret(self.given.sampling)
+        secret = _is_secret(self.given.sampling)
         noise = self._noise_of_release()
         asked = self._steps_asked(n)
         theory = self._tried(n, asked, noise, secret)
@@ -587,22 +582,24 @@ class _Task:
             raise MissingConstantError(
                 "dim must be given where moments are promised: the model, or its parameters"
             )
-        names = ("moment", "moment_order", "smoothness", *self.theorem.needs)
-        asked = {
-            "n": n,
-            "dim": self.dim,
-            "clip": self.clip,
-            "adjacency": self.given.adjacency,
-            "mode": self.mode,
-            "allow_infinite_variance": self.allow_infinite_variance,
-            "steps": steps,
-            "rho": zcdp_of(noise, self.given.adjacency),
-            "second_moment": problem.second_moment,
-        }
+        needs = ("smoothness", *self.theorem.needs)
         try:
-            values = problem.require(*names, by=self.theorem.by)
-            promised = dict(zip(names, values, strict=True))
-            return self.theorem.chosen(promised | asked, problem, self.distance)
+            moment, order, *constants = problem.require(
+                "moment", "moment_order", *needs, by=self.theorem.by
+            )
+            assert self.dim is not None  # with a moment
+            data = OnePass(
+                n,
+                self.dim,
+                zcdp_of(noise, self.given.adjacency),
+                moment,
+                order,
+                problem.second_moment,
+                self.given.adjacency,
+                self.allow_infinite_variance,
+            )
+            given = dict(zip(needs, constants, strict=True)) | {"steps": steps, "clip": self.clip}
+            return self.theorem.chosen(data, given, problem, self.distance)
         except MissingConstantError:
             if self.clip is None:
                 raise
@@ -666,7 +663,7 @@ class _Task:
 
     def _warn_if_buried(self, chosen: _Chosen) -> None:
         goal = self.goal
-        if goal and self.n and self.dim and chosen.steps and self.mode != "paper":
+        if goal and self.n and self.dim and chosen.steps:
             noise = chosen.noise / chosen.design.batch_size / math.sqrt(chosen.steps)
             checks.warn_if_buried(noise, n=self.n, dim=self.dim, epsilon=goal.epsilon)
 

@@ -41,6 +41,7 @@ from torch_dpsco.algorithms.heavy_plan import (
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
+    OnePass,
     OnePassPlan,
     accelerated_plan,
     averaging_schedule,
@@ -62,12 +63,12 @@ class _Averaged(Theorem):
     momentum = True
 
     def chosen(
-        self, promised: dict[str, Any], problem: Problem, distance: float | None
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
     ) -> OnePassPlan:
         """Returns what the theorem chooses."""
         unbounded = distance is None and math.isinf(problem.radius)
         diameter = math.inf if unbounded else scale_of(problem, distance, self.by)
-        return strongly_convex_plan(diameter=diameter, **promised)
+        return strongly_convex_plan(data, diameter=diameter, **given)
 
     def exchange_rate(
         self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
@@ -98,10 +99,10 @@ class _Accelerated(Theorem):
     most = 4.0
 
     def chosen(
-        self, promised: dict[str, Any], problem: Problem, distance: float | None
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
     ) -> OnePassPlan:
         """Returns what the theorem chooses."""
-        return accelerated_plan(diameter=scale_of(problem, distance, self.by), **promised)
+        return accelerated_plan(data, diameter=scale_of(problem, distance, self.by), **given)
 
     def exchange_rate(
         self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
@@ -118,12 +119,12 @@ class _Proximal(Theorem):
     momentum = False
 
     def chosen(
-        self, promised: dict[str, Any], problem: Problem, distance: float | None
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
     ) -> OnePassPlan:
         """Returns what the theorem chooses."""
         # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
-        gap = promised["moment"] * scale_of(problem, distance, self.by)
-        return proximal_pl_plan(initial_gap=gap, **promised)
+        gap = data.moment * scale_of(problem, distance, self.by)
+        return proximal_pl_plan(data, initial_gap=gap, **given)
 
     def exchange_rate(
         self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str

@@ -37,7 +37,7 @@ from torch_dpsco.algorithms.holder_oracle import (
     require_share,
     shared_bound,
 )
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
@@ -415,7 +415,10 @@ class _Task:
             spread = std if isinstance(std, float) else max(std)
             return 1.0 / smoothness if smoothness else self._balanced_lr(steps, bound, spread)
         if smoothness and check.positive(lr=self.lr) > 2.0 / smoothness:
-            warn(f"lr={self.lr:g} is above 2/smoothness={2.0 / smoothness:g}: steps may diverge")
+            message = (
+                f"lr={self.lr:g} is above 2/smoothness={2.0 / smoothness:g}: steps may diverge"
+            )
+            warn(message, stacklevel=outside())
         return self.lr
 
     def _balanced_lr(self, steps: int | None, bound: float, noise_std: float) -> float:
