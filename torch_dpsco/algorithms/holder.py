@@ -6,9 +6,9 @@ C_t is the gradient bound that the loss promises (at the public iterate, over W,
 with true constants the clip never acts, and with false ones privacy still holds.
 
 Differs from the paper (Wang, Lei, Ying, Zhang, Algorithm 2) in: 1. batches of any size, Poisson or fixed, not one
-record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3 (mode "tight"; "paper" keeps theirs and
-checks its conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5);
-4. averages weight the iterates before their update, as theirs, but the last iterate may be the answer.
+record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3; 3. the bound may follow the iterate, which
+also settles unbounded domains (their Remark 5); 4. averages weight the iterates before their update, as theirs, but the
+last iterate may be the answer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from typing import Any
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
-    search_split_paper,
 )
 from torch_dpsco.algorithms.holder_oracle import (
     NOISES,
@@ -37,7 +36,7 @@ from torch_dpsco.algorithms.holder_oracle import (
     require_share,
     shared_bound,
 )
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, outside, warn
+from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
@@ -72,10 +71,8 @@ class HolderPlan(StepPlan):
         noise_multiplier: noise std on the sum of rows over the bound; None with "absolute".
         noise_std: of the noise on the mean: with "absolute" as given; else at `grad_bound`.
         grad_bound: clip at the radius, or at the start on an unbounded domain.
-        mode: "tight" or "paper".
         clip: share of the promised bound past which rows are clipped; 1 where none is.
         risk_bound: on the expected excess risk of the average; None where no theorem applies.
-        split: the paper's beta (mode "paper").
     """
 
     problem: Problem
@@ -83,10 +80,8 @@ class HolderPlan(StepPlan):
     noise_multiplier: float | None
     noise_std: float | tuple[float, ...]
     grad_bound: float
-    mode: str = "tight"
     clip: float = 1.0
     risk_bound: float | None = None
-    split: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +107,7 @@ class HolderPlan(StepPlan):
 
     def otherwise(self) -> str:
         """Returns what other batches would cost; see `step.planned.otherwise`."""
-        if self.noise_multiplier is None or self.mode == "paper":
+        if self.noise_multiplier is None:
             return ""
         return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
 
@@ -199,7 +194,6 @@ class HolderSGD(PlannedOptimizer):
         noise: str | None = None,
         average: str | None = None,
         adjacency: Adjacency | None = None,
-        mode: str = "tight",
         dim: Any = None,
         distance: float | None = None,
         clip: float | None = None,
@@ -227,8 +221,8 @@ class HolderSGD(PlannedOptimizer):
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `algorithms.holder_numbers.balanced_lr`.
-            sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records
-                and "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once per pass, secretly:
+            sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records),
+                "fixed", "shuffled", "allocated" (each record once per pass, secretly:
                 `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a design such as
                 dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
@@ -238,7 +232,6 @@ class HolderSGD(PlannedOptimizer):
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
             adjacency: default the budget's, or "replace_one".
-            mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
@@ -250,15 +243,12 @@ class HolderSGD(PlannedOptimizer):
         Raises:
             InfeasibleError: the target cannot be reached; names the way out.
             MissingConstantError: lr cannot be chosen without `distance` or `dim`.
-            AdjacencyError: sampling, mode and adjacency do not go together.
+            AdjacencyError: sampling and adjacency do not go together.
         """
-        check.choice(("tight", "paper"), mode=mode)
         check.choice((*AVERAGES, None), average=average)
         check.choice((*NOISES, "absolute", None), noise=noise)
         dim = dimension(dim)
-        if sampling is None and mode == "paper":
-            sampling = "fixed"
-        elif sampling is None and noise == "absolute":  # a pass of such noise is not amplified
+        if sampling is None and noise == "absolute":  # a pass of such noise is not amplified
             sampling = "poisson"
         if isinstance(sampling, Design):
             n = None if isinstance(sampling, Undeclared) else sampling.n
@@ -276,9 +266,8 @@ class HolderSGD(PlannedOptimizer):
             problem=problem,
             budget=budget,
             given=given,
-            noise=noise or ("paper" if mode == "paper" else "adaptive"),
+            noise=noise or "adaptive",
             noise_std=noise_std,
-            paper=mode == "paper",
             dim=dim,
             distance=distance,
             lr=lr,
@@ -298,7 +287,6 @@ class _Task:
     given: Given
     noise: str
     noise_std: float | Sequence[float] | None
-    paper: bool
     dim: int | None
     distance: float | None
     lr: float | None
@@ -318,7 +306,6 @@ class _Task:
 
     def check(self) -> None:
         """Raises for what does not go together."""
-        _require_paper(self.paper, self.given.adjacency, self.given.sampling, self.noise)
         multiplier = self.given.noise_multiplier
         _require_noise(self.noise, multiplier, self.noise_std, self.budget)
         if multiplier is not None:
@@ -334,7 +321,7 @@ class _Task:
         """Returns the plan, stage by stage."""
         clip, scale = self._promises()
         draws = self._design(scale)
-        multiplier, split = self._noise(draws)
+        multiplier = self._noise(draws)
         bound = _bound(self.problem, self.noise, self.radius, clip)
         batch_size = draws.design.batch_size
         std = _stds(self.noise_std) if multiplier is None else multiplier * bound / batch_size
@@ -362,16 +349,14 @@ class _Task:
             noise_multiplier=multiplier,
             noise_std=std,
             grad_bound=bound,
-            mode="paper" if self.paper else "tight",
             clip=clip,
             risk_bound=risk,
-            split=split,
         )
 
     def _promises(self) -> tuple[float, Scale | None]:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
-        by_hand = self.lr is not None or self.is_noise_given or self.paper or by_theorem
+        by_hand = self.lr is not None or self.is_noise_given or by_theorem
         share = None if self.clip is None else require_share(clip=self.clip)
         n = self.given.n
         if not by_hand and n is not None and self.budget is not None:
@@ -394,19 +379,17 @@ class _Task:
         """Returns the size of batches without the step rule."""
         given = self.given
         assert given.n is not None
-        usual = self.problem.smoothness is not None or self.paper or self.is_noise_given
+        usual = self.problem.smoothness is not None or self.is_noise_given
         if usual or self.budget is None or given.sampling not in (None, "poisson", "fixed"):
             return min(_DEFAULT_BATCH, given.n)
         epochs = _DEFAULT_EPOCHS if given.epochs is None else given.epochs
         return _balanced_batch(given.n, self.budget, given.word, epochs)
 
-    def _noise(self, draws: Draws) -> tuple[float | None, float | None]:
-        """Returns the noise multiplier, None of "absolute" noise, and the paper's split."""
+    def _noise(self, draws: Draws) -> float | None:
+        """Returns the noise multiplier, None of "absolute" noise."""
         if self.noise == "absolute" or (self.given.noise_multiplier is None and not draws.steps):
-            return None, None
-        if self.paper and self.given.noise_multiplier is None:
-            return _published_noise(draws, self.budget)
-        return choose_noise(self.budget, *draws, self.given), None
+            return None
+        return choose_noise(self.budget, *draws, self.given)
 
     def _lr(self, steps: int | None, bound: float, std: float | tuple[float, ...]) -> float:
         """Returns the step size without the step rule."""
@@ -440,7 +423,7 @@ class _Task:
         if scale is not None:
             return "weighted"
         smooth = self.problem.smoothness is not None
-        return "last" if self.is_noise_given or (smooth and not self.paper) else "uniform"
+        return "last" if self.is_noise_given or smooth else "uniform"
 
     def _risk(self, draws: Draws, lr: float, multiplier: float | None) -> float | None:
         """Returns the bound on the excess risk of the average of all iterates; None where there is none."""
@@ -455,24 +438,12 @@ class _Task:
         return average_risk_bound(radius, draws.steps, lr, bound, self.dim, noise, size)
 
     def _warn_if_buried(self, draws: Draws, multiplier: float | None) -> None:
-        if self.is_noise_given or self.paper or self.budget is None:
+        if self.is_noise_given or self.budget is None:
             return
         n = self.given.n
         if multiplier and draws.steps and n and self.dim:
             noise = multiplier / draws.design.batch_size / math.sqrt(draws.steps)
             checks.warn_if_buried(noise, n=n, dim=self.dim, epsilon=self.budget.epsilon)
-
-
-def _require_paper(paper: bool, adjacency: str, sampling: str | Design | None, noise: str) -> None:
-    if paper and (
-        adjacency != REPLACE_ONE
-        or noise != "paper"
-        or not (sampling == "fixed" or isinstance(sampling, Fixed))
-    ):
-        raise AdjacencyError(
-            "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
-            f"(got {adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
-        )
 
 
 def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budget | None) -> None:
@@ -511,16 +482,6 @@ def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...
     if isinstance(noise_std, Sequence):
         return tuple(float(std) for std in noise_std)
     return check.positive(noise_std=noise_std)
-
-
-def _published_noise(draws: Draws, budget: Budget | None) -> tuple[float, float]:
-    assert budget is not None
-    assert draws.steps is not None
-    design = draws.design
-    found = search_split_paper(
-        design.n, design.batch_size, draws.steps, budget.epsilon, budget.delta
-    )
-    return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 
 def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int:

@@ -42,17 +42,14 @@ class GradBound:
     """r -> G(r) of a problem, as a value that compares: bound methods compare by identity."""
 
     problem: Problem
-    paper: bool = False
 
     def __call__(self, radius: float) -> float:
         """Returns G(radius)."""
-        return (
-            self.problem.paper_grad_bound(radius) if self.paper else self.problem.grad_bound(radius)
-        )
+        return self.problem.grad_bound(radius)
 
 
 def loss_promises(
-    problem: Problem, *, by: str, gradient_error: float | None = None, paper: bool = False
+    problem: Problem, *, by: str, gradient_error: float | None = None
 ) -> LossPromises:
     """Returns the promises of a problem as theory takes them.
 
@@ -60,7 +57,6 @@ def loss_promises(
         problem: needs holder_exponent, holder_constant, and score_offset if its score is a scalar.
         by: name of the optimizer that asks, for messages.
         gradient_error: certified bound on the error of the computed mean gradient, for losses of several scores.
-        paper: whether gradients are bounded as in the paper.
 
     Raises:
         MissingConstantError: a promise is missing.
@@ -75,8 +71,7 @@ def loss_promises(
     return LossPromises(
         holder_exponent=exponent,
         holder_constant=constant,
-        grad_bound=GradBound(problem, paper),
-        grad_at_zero=problem.grad_at_zero,
+        grad_bound=GradBound(problem),
         loss_at_zero=problem.loss_at_zero,
         radius=problem.radius,
         glm=problem.is_glm,
