@@ -49,9 +49,9 @@ from torch_dpsco.algorithms.user_filtered_numbers import (
     schedule,
 )
 from torch_dpsco.algorithms.user_localized_numbers import (
-    LocalizedUserPlan,
     UserPhase,
-    localized_user_plan,
+    UserPhases,
+    plan_phases,
 )
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
@@ -581,7 +581,7 @@ class LocalizedUserSGD(FilterOptimizer):
         *,
         n_users: int | None = None,
         budget: Budget | None = None,
-        phases: int | LocalizedUserPlan | None = None,
+        phases: int | UserPhases | None = None,
         problem: Problem | None = None,
         reg: float = 0.0,
         min_items: int = 1,
@@ -591,7 +591,6 @@ class LocalizedUserSGD(FilterOptimizer):
         filter: str = "best",
         score_share: float = 0.99,
         halt_probability: float = 0.01,
-        schedule: str = "explicit",
         reach: float = 1000.0,
         dim: Any = None,
     ) -> UserLocalizedPlan:
@@ -601,8 +600,8 @@ class LocalizedUserSGD(FilterOptimizer):
             n_users: public number of users.
             budget: of unit "user", replace_one.
             phases: their number; None for the largest that is feasible; or phases of yours, from
-                `localized.localized_user_plan`, in place of n_users and all that chooses them. The budget then
-                only limits the run.
+                `algorithms.user_localized_numbers.plan_phases`, in place of n_users and all that chooses them. The
+                budget then only limits the run.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
             reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
             min_items: rows that a user must have, public: m of the theory.
@@ -612,7 +611,6 @@ class LocalizedUserSGD(FilterOptimizer):
             filter: see `calibrate.calibrate_filter`.
             score_share: public guess of the score over the users of a phase.
             halt_probability: of each phase.
-            schedule: "explicit", or "theorem_4_1" with the paper's step sizes.
             reach: users farther than reach * pair_radius from the center are isolated.
             dim: number of parameters, or the model; needed unless phases are given.
 
@@ -628,10 +626,9 @@ class LocalizedUserSGD(FilterOptimizer):
             "halt_probability": halt_probability,
             "filter": filter,
             "max_steps": max_steps,
-            "schedule": schedule,
         }
         _check_ranges(asked, reg, distance)
-        if isinstance(phases, LocalizedUserPlan):
+        if isinstance(phases, UserPhases):
             made = _of_caller(phases, n_users)
         else:
             asked |= {"items_per_user": min_items, "radius": distance, "phases": phases}
@@ -661,14 +658,13 @@ def _check_ranges(asked: dict[str, Any], reg: float, distance: float | None) -> 
     check.positive_count(max_steps=asked["max_steps"])
     check.between(0.0, 1.0, score_share=asked["score_share"])
     check.open_interval(0.0, 1.0, halt_probability=asked["halt_probability"])
-    check.choice(("explicit", "theorem_4_1"), schedule=asked["schedule"])
     check.choice(("best", "same", "two"), filter=asked["filter"])
     for name, value in {"pair_radius": asked["pair_radius"], "distance": distance}.items():
         if value is not None:
             check.positive(**{name: value})
 
 
-def _of_caller(phases: LocalizedUserPlan, n_users: int | None) -> LocalizedUserPlan:
+def _of_caller(phases: UserPhases, n_users: int | None) -> UserPhases:
     if n_users is not None:
         raise ValueError(f"n_users must be None beside phases, which have it (got {n_users})")
     return phases
@@ -681,16 +677,16 @@ def _chosen_phases(
     dim: int | None,
     reg: float,
     asked: dict[str, Any],
-) -> LocalizedUserPlan:
-    """Returns phases for the budget; `asked` is what `localized_user_plan` takes beside it and the promises."""
+) -> UserPhases:
+    """Returns phases for the budget; `asked` is what `plan_phases` takes beside it and the promises."""
     if n_users is None or budget is None or problem is None or dim is None:
-        way = ", or phases=, a algorithms.user_numbers.LocalizedUserPlan"
+        way = ", or phases=, a algorithms.user_localized_numbers.UserPhases"
         check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
     lipschitz, convexity = _constants(problem, reg)
     check.positive_count(min_items=asked["items_per_user"])
     if asked["radius"] is None:
         asked = asked | {"radius": 2 * problem.radius}
-    return localized_user_plan(
+    return plan_phases(
         n_users=n_users,
         dim=dim,
         epsilon=budget.epsilon,
