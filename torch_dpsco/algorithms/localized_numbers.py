@@ -659,13 +659,11 @@ def boosted_localized_schedule(
     made = [tuned(m) for m in _groups(n, copies, phases)]
     root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
     regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
-    parts = phases_of(
-        made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
-    )
+    radii = [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
+    parts = phases_of(made, regs, radii)
     if ball:
         warn_if_capped(parts)
     first = second if first_moment is None else check.positive(first_moment=first_moment)
-    enough = made[-1].n >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
     return LocalizedSchedule(
         phases=parts,
         rho=rho,
@@ -673,11 +671,15 @@ def boosted_localized_schedule(
         bound=diameter * root if reg is None else None,
         tail=c.reach * first * made[-1].error / regs[-1] if reg is None else None,
         diameter=diameter,
-        proved=conservative
-        and reg is None
-        and enough
-        and boosted_failure(copies, len(made), made[-1].n) < 1.0,
+        proved=conservative and reg is None and _is_proved(made),
     )
+
+
+def _is_proved(made: Sequence[Tuned]) -> bool:
+    """Returns whether groups are large, steps enough, and the bound fails with a probability below 1."""
+    if made[-1].n < _SMALLEST_GROUP or any(one.steps < 2 for one in made):
+        return False
+    return boosted_failure(made[0].copies, len(made), made[-1].n) < 1.0
 
 
 def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:

@@ -180,41 +180,22 @@ def output_path(
         MissingConstantError: loss_at_zero on an unbounded domain, or gradient_error unless `glm`.
     """
     sizes = np.asarray(lr, dtype=np.float64)
-    bounded = math.isfinite(promises.radius)
-    alpha = promises.holder_exponent
-    L = promises.holder_constant
-    at_zero = promises.loss_at_zero
-    arithmetic = None
+    arithmetic: Arithmetic | None = None
     if unit_roundoff is not None:
-        offset = promises.score_offset
-        error = promises.gradient_error
         arithmetic = Arithmetic(
-            dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error
+            dim,
+            batch_size,
+            unit_roundoff,
+            promises.score_offset,
+            projected=math.isfinite(promises.radius),
+            gradient_error=promises.gradient_error,
         )
-    radii: ArrayLike
-    bounds: ArrayLike
-    if bounded:
-        radii = promises.radius if arithmetic is None else arithmetic.norm_bound(promises.radius)
-        bounds = promises.grad_bound(
-            radii + (0.0 if arithmetic is None else arithmetic.score_error(radii))
-        )
-    elif at_zero is None:
-        raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
-    else:
-        bound = promises.grad_bound
-        radii, bounds = iterate_bounds(
-            sizes,
-            bound,
-            holder_exponent=alpha,
-            holder_constant=L,
-            loss_at_zero=at_zero,
-            arithmetic=arithmetic,
-        )
+    radii, bounds = _bounds_along(promises, sizes, arithmetic)
     return run_path(
         sizes,
         bounds,
-        holder_exponent=alpha,
-        holder_constant=L,
+        holder_exponent=promises.holder_exponent,
+        holder_constant=promises.holder_constant,
         batch_size=batch_size,
         hit_constant=hit_constant,
         weights=weights,
@@ -222,6 +203,27 @@ def output_path(
         radius=promises.radius,
         arithmetic=arithmetic,
         radii=radii,
+    )
+
+
+def _bounds_along(
+    promises: LossPromises, sizes: FloatArray, arithmetic: Arithmetic | None
+) -> tuple[ArrayLike, ArrayLike]:
+    """Returns radii of the iterates, and bounds on gradients there."""
+    if math.isfinite(promises.radius):
+        if arithmetic is None:
+            return promises.radius, promises.grad_bound(promises.radius)
+        radius = arithmetic.norm_bound(promises.radius)
+        return radius, promises.grad_bound(radius + arithmetic.score_error(radius))
+    if promises.loss_at_zero is None:
+        raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
+    return iterate_bounds(
+        sizes,
+        promises.grad_bound,
+        holder_exponent=promises.holder_exponent,
+        holder_constant=promises.holder_constant,
+        loss_at_zero=promises.loss_at_zero,
+        arithmetic=arithmetic,
     )
 
 

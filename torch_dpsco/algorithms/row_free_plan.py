@@ -229,25 +229,10 @@ class RowFreePlan(BatchPlan):
         over = passes(self.steps / -(-self.n // self.batch_size))
         lr = self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
-        yield (
-            "steps",
-            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
-        )
+        answer = f"answer: {ANSWERS[self.average]}"
+        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, {answer}"
         yield LABELS
-        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
-        moved = (
-            ""
-            if self.sensitivity is None
-            else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
-        )
-        norm = self.noise_std * math.sqrt(self.dim)
-        yield (
-            "noise",
-            (
-                f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm"
-                f" {far}{moved}"
-            ),
-        )
+        yield "noise", self._noise_in_words()
         yield (
             "assumed",
             (
@@ -267,6 +252,16 @@ class RowFreePlan(BatchPlan):
             )
         if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
             yield exact_cost(self.secure)
+
+    def _noise_in_words(self) -> str:
+        norm = self.noise_std * math.sqrt(self.dim)
+        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
+        noise = (
+            f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
+        )
+        if self.sensitivity is None:
+            return noise
+        return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
 
 
 def numbers_of(run: OutputRun) -> dict[str, Any]:

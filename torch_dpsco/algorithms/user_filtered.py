@@ -41,7 +41,7 @@ from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import scale_of
 from torch_dpsco.algorithms.user_clipped import UserPlan
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, UserSearched
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_filtered_numbers import (
     UserSchedule,
     calibrate_filter,
@@ -96,7 +96,7 @@ class FilterPlan(UserPlan):
         search: PairRadiusSearch | None = None,
     ) -> UserFiltered:
         """Returns the oracle of a filter, with a search in its first release if there is one."""
-        kept = Filter(
+        kept = UserFilter(
             plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure
         )
         test = ("steps", "threshold", "threshold_scale", "query_scale")
