@@ -57,6 +57,7 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     strongly_convex_plan,
 )
 from torch_dpsco.algorithms.localized_numbers import (
+    PhaseTask,
     boosted_localized_schedule,
     localized_schedule_ballfree,
     reduction_schedule,
@@ -297,23 +298,16 @@ def planned(name: str, k: float, n: int) -> float:
     if name == "ProximalSGD":
         curves = {"smoothness": 1.0, "pl_constant": 0.25}
         return proximal_pl_plan(data, **curves, initial_gap=2.0).bound
-    many = {"second_moment": 1.0, "max_steps": None}
+    common |= {"second_moment": 1.0, "diameter": 2.0, "max_steps": None}
     if name == "LocalizedSGD":
-        return localized_schedule_ballfree(
-            **common, **many, moment_order=2.0 * k, moment_2k=1.0, diameter=2.0
-        ).risk_bound
+        task = PhaseTask(**common, moment_order=2.0 * k)
+        return localized_schedule_ballfree(task, moment_2k=1.0).risk_bound
     if name == "LocalizedSGD, reduction":
-        return reduction_schedule(
-            **common,
-            **many,
-            moment_order=2.0 * k,
-            moment_2k=1.0,
-            strong_convexity=0.25,
-            diameter=2.0,
-        ).risk_bound
+        task = PhaseTask(**common, moment_order=2.0 * k)
+        return reduction_schedule(task, strong_convexity=0.25, moment_2k=1.0).risk_bound
     assert name == "LocalizedSGD, boosted"
-    many |= {"moment": 1.0, "moment_order": k, "diameter": 2.0}
-    return boosted_localized_schedule(**common, **many).bound
+    task = PhaseTask(**common, moment_order=k)
+    return boosted_localized_schedule(task, moment=1.0).bound
 
 
 EXPONENTS: dict[str, Callable[[float], float]] = {

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
+    PhaseTask,
     boosted_localized_schedule,
     halved_sizes,
     localized_schedule,
@@ -255,54 +256,66 @@ class _Task:
         promised = self._promises()
         order = promised["moment_order"]
         method = self._method(order)
-        common: dict[str, Any] = {
-            "n": self.n,
-            "dim": self.dim,
-            "max_steps": self.max_steps,
-            "reg": self.reg,
-            "adjacency": budget.adjacency,
-            "allow_infinite_variance": self.allow_infinite_variance,
-            "rho": zcdp_of(release_noise(budget), budget.adjacency),
-            "second_moment": promised["second_moment"],
-            "diameter": promised["diameter"],
-        }
+        moment = promised["moment"]
+        task = PhaseTask(
+            n=self.n,
+            dim=self.dim or 1,
+            rho=zcdp_of(release_noise(budget), budget.adjacency),
+            moment_order=order if method == "boosted" else order / 2.0,
+            second_moment=promised["second_moment"],
+            diameter=promised["diameter"],
+            max_steps=self.max_steps,
+            reg=self.reg,
+            adjacency=budget.adjacency,
+            allow_infinite_variance=self.allow_infinite_variance,
+        )
         if method == "boosted":
-            phases = boosted_localized_schedule(
-                **common,
-                moment_order=order,
-                moment=promised["moment"],
-                copies=self.copies,
-                ball=False,
-            )
-        elif order < 4 and not self.allow_infinite_variance:
-            raise ConditionError(
-                f"moment_order must be >= 4 for method {method!r}, which needs twice the moments"
-                f" that its bound is about (got {order:g}): use method='boosted'"
-            )
+            phases = boosted_localized_schedule(task, moment=moment, copies=self.copies, ball=False)
         else:
-            halved = {
-                "moment_order": order / 2.0,
-                "moment_2k": promised["moment"],
-                "min_phase": self.min_phase,
-            }
-            phases = self._localized(method, common | halved)
+            phases = self._localized(method, task, moment)
             if self.sampling != "full":
-                phases = _in_minibatches(phases, common | halved, budget, self.kind)
+                phases = self._in_minibatches(phases, task, moment, budget)
         if self.clip is None:
             return phases
         # noise in units of the clip: privacy stays as it is
         return phases.clipped_at(1.0 if isinstance(self.clip, Pilot) else self.clip)
 
-    def _localized(self, method: str, given: dict[str, Any]) -> LocalizedSchedule:
+    def _localized(self, method: str, task: PhaseTask, moment: float) -> LocalizedSchedule:
         """Returns the phases of a method without groups."""
         if method == "ball":
-            return localized_schedule(**given)
+            return localized_schedule(task, moment_2k=moment, min_phase=self.min_phase)
         if method == "localized":
-            return localized_schedule_ballfree(**given)
+            return localized_schedule_ballfree(task, moment_2k=moment, min_phase=self.min_phase)
         (curvature,) = self.problem.require(
             "strong_convexity", by="LocalizedSGD(method='reduction')"
         )
-        return reduction_schedule(**given, strong_convexity=curvature)
+        return reduction_schedule(
+            task, strong_convexity=curvature, moment_2k=moment, min_phase=self.min_phase
+        )
+
+    def _in_minibatches(
+        self, full: LocalizedSchedule, task: PhaseTask, moment: float, budget: Budget
+    ) -> LocalizedSchedule:
+        """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
+        drawn: list[tuple[Full | Minibatches, int]] = []
+        for size, phase in zip(halved_sizes(self.n, self.min_phase), full.phases, strict=True):
+            batch = minibatch_size(size, check.positive(rho=task.rho), phase.steps)
+            if self.kind is Assigned and batch == 1:
+                batch = size  # more than the rate asks for: passes would cost what all records do
+            if batch == size:
+                drawn.append((Full(size), phase.steps))
+            else:
+                drawn.append(minibatches(self.kind, batch, size, phase.steps))
+        phases = localized_schedule_minibatch(
+            replace(task, rho=None, adjacency=REPLACE_ONE),
+            batch_sizes=[design.batch_size for design, _ in drawn],
+            steps=[steps for _, steps in drawn],
+            noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
+            moment_2k=moment,
+            min_phase=self.min_phase,
+        )
+        # the theorem is of batches that do not depend on those before
+        return phases.without_bound() if self.kind is Assigned else phases
 
     def _method(self, order: float) -> str:
         """Returns the method, that of the moments where none is given."""
@@ -319,6 +332,11 @@ class _Task:
         if self.sampling != "full" and method != "localized":
             raise ValueError(
                 f"sampling must be 'full' for method {method!r} (got {self.sampling!r})"
+            )
+        if method != "boosted" and order < 4 and not self.allow_infinite_variance:
+            raise ConditionError(
+                f"moment_order must be >= 4 for method {method!r}, which needs twice the moments"
+                f" that its bound is about (got {order:g}): use method='boosted'"
             )
         return method
 
@@ -339,37 +357,6 @@ class _Task:
             "second_moment": problem.second_moment or problem.moment,
             "diameter": scale_of(problem, self.distance, "LocalizedSGD"),
         }
-
-
-def _in_minibatches(
-    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Minibatches]
-) -> LocalizedSchedule:
-    """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
-    drawn: list[tuple[Full | Minibatches, int]] = []
-    for size, phase in zip(halved_sizes(given["n"], given["min_phase"]), full.phases, strict=True):
-        batch = minibatch_size(size, given["rho"], phase.steps)
-        if (
-            kind is Assigned and batch == 1
-        ):  # more than the rate asks for: passes would cost what all records do
-            batch = size
-        drawn.append(
-            (Full(size), phase.steps)
-            if batch == size
-            else minibatches(kind, batch, size, phase.steps)
-        )
-    own = {
-        name: value
-        for name, value in given.items()
-        if name not in ("rho", "max_steps", "adjacency")
-    }
-    phases = localized_schedule_minibatch(
-        **own,
-        batch_sizes=[design.batch_size for design, _ in drawn],
-        steps=[steps for _, steps in drawn],
-        noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
-    )
-    # the theorem is of batches that do not depend on those before
-    return phases.without_bound() if kind is Assigned else phases
 
 
 _SAMPLING: dict[str, type[Minibatches]] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.algorithms import localized_numbers
 from torch_dpsco.algorithms.clip_numbers import (
     _log_bias_constant,
     _rounded_up,
@@ -24,11 +25,16 @@ from torch_dpsco.algorithms.clip_numbers import (
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePass,
-    OnePassPlan,
     accelerated_plan,
     strongly_convex_coefficients,
 )
-from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, _gap, _parts, halved_sizes
+from torch_dpsco.algorithms.localized_numbers import (
+    LocalizedPhase,
+    PhaseTask,
+    _gap,
+    _parts,
+    halved_sizes,
+)
 from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
     FloatArray,
@@ -688,14 +694,14 @@ def proximal_clip_paper(data: OnePass, T: int) -> float:
     return safe_exp(math.log(data.moment) + log_signal / data.moment_order)
 
 
-def flat(planner: Callable[..., OnePassPlan]) -> Callable[..., OnePassPlan]:
-    """Returns a one-pass plan that takes the fields of `OnePass` beside its own keywords."""
-    names = {field.name for field in fields(OnePass)}
+def flat(planner: Callable[..., Any], inputs: Any = OnePass) -> Callable[..., Any]:
+    """Returns a plan that takes the fields of its inputs beside its own keywords."""
+    names = {field.name for field in fields(inputs)}
 
-    def planned(**task: Any) -> OnePassPlan:
+    def planned(**task: Any) -> Any:
         own = {name: value for name, value in task.items() if name in names}
         rest = {name: value for name, value in task.items() if name not in names}
-        return planner(OnePass(**own), **rest)
+        return planner(inputs(**own), **rest)
 
     return planned
 
@@ -712,3 +718,10 @@ def accelerated_numbers(**task: Any) -> dict[str, float]:
         "eta": 1.0 / (2.0 * plan.lr),
         "bound": plan.bound,
     }
+
+
+localized_schedule = flat(localized_numbers.localized_schedule, PhaseTask)
+localized_schedule_ballfree = flat(localized_numbers.localized_schedule_ballfree, PhaseTask)
+localized_schedule_minibatch = flat(localized_numbers.localized_schedule_minibatch, PhaseTask)
+boosted_localized_schedule = flat(localized_numbers.boosted_localized_schedule, PhaseTask)
+reduction_schedule = flat(localized_numbers.reduction_schedule, PhaseTask)
