@@ -253,9 +253,10 @@ class HolderSGD(PlannedOptimizer):
         if isinstance(sampling, Design):
             n = None if isinstance(sampling, Undeclared) else sampling.n
             batch_size = sampling.batch_size
+        adjacency = agreed_adjacency(adjacency, budget)
         given = Given(
             n=n,
-            adjacency=agreed_adjacency(adjacency, budget),
+            adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
             steps=steps,

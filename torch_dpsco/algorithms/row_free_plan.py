@@ -327,7 +327,8 @@ class Backwards:
         """Forgets gradients and backwards."""
         for p in self._params:
             p.grad = None
-        self._counts[:], self._hooked = [0] * len(self._params), ""
+        self._counts[:] = [0] * len(self._params)
+        self._hooked = ""
 
     def note(self, k: int, gradient: Tensor | None) -> None:
         """Notes what a backward has left on parameter k."""

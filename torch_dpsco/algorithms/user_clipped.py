@@ -255,9 +255,10 @@ class UserClippedSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: sampling and adjacency do not go together.
         """
+        adjacency = agreed_adjacency(adjacency, budget, "user")
         given = Given(
-            adjacency=agreed_adjacency(adjacency, budget, "user"),
             n=check.positive_count(n_users=n_users),
+            adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
             steps=steps,
@@ -279,18 +280,17 @@ class UserClippedSGD(PlannedOptimizer):
         draws = _design(scale if by_rule else None, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        if noise_multiplier is None:
-            _warn_if_buried(draws, noise, scale.dim, budget)
+        _warn_if_buried(draws, noise, scale.dim, budget if given.noise_multiplier is None else None)
         return UserClippedPlan(
             budget=budget,
-            adjacency=given.adjacency,
+            adjacency=adjacency,
             design=draws.design,
             steps=draws.steps,
             lr=check.positive(lr=pace.lr),
             momentum=pace.momentum,
             average=average or ("weighted" if lr is None else "last"),
             secure=secure,
-            clip=_START if clip is None else clip,
+            clip=_START if clip is None else units,
             noise_multiplier=noise,
             search=ClipSearch.within(noise, draws.design.batch_size) if clip is None else None,
             min_items=min_items,
