@@ -51,11 +51,13 @@ from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.algorithms import clip_numbers as clipping
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    OnePass,
     accelerated_plan,
     proximal_pl_plan,
     strongly_convex_plan,
 )
 from torch_dpsco.algorithms.localized_numbers import (
+    PhaseTask,
     boosted_localized_schedule,
     localized_schedule_ballfree,
     reduction_schedule,
@@ -282,36 +284,30 @@ LARGE = (10**6, 10**7, 10**8, 10**9)
 def planned(name: str, k: float, n: int) -> float:
     """Returns a planned bound: D = 2, r_k = 1, smoothness 1, curvature 1/4."""
     common = {"n": n, "dim": BOUND_DIM, "rho": RHO, "allow_infinite_variance": k < 2}
-    moments = {"moment": 1.0, "moment_order": k}
+    data = OnePass(**common, moment=1.0, moment_order=k)
     if name == "clipped mean":  # RMSE, of n records at once
         weight = clipping.exchange_rate_mean(n, BOUND_DIM, RHO)
         clip = clipping.clip_threshold_linear(1.0, k, weight)
         noise = math.sqrt(BOUND_DIM) * clipping.mean_noise_std(clip, n, RHO)
         return math.hypot(clipping.clip_bias(1.0, k, clip) + noise, n**-0.5)
     if name == "AcceleratedSGD":
-        return accelerated_plan(**common, **moments, smoothness=1.0, diameter=2.0).bound
+        return accelerated_plan(data, smoothness=1.0, diameter=2.0).bound
     curves = {"smoothness": 1.0, "strong_convexity": 0.25}
     if name == "ClippedSGD":
-        return strongly_convex_plan(**common, **moments, **curves, diameter=2.0).bound
+        return strongly_convex_plan(data, **curves, diameter=2.0).bound
     if name == "ProximalSGD":
         curves = {"smoothness": 1.0, "pl_constant": 0.25}
-        return proximal_pl_plan(**common, **moments, **curves, initial_gap=2.0).bound
-    many = {"second_moment": 1.0, "max_steps": None}
+        return proximal_pl_plan(data, **curves, initial_gap=2.0).bound
+    common |= {"second_moment": 1.0, "diameter": 2.0, "max_steps": None}
     if name == "LocalizedSGD":
-        return localized_schedule_ballfree(
-            **common, **many, moment_order=2.0 * k, moment_2k=1.0, diameter=2.0
-        ).risk_bound
+        task = PhaseTask(**common, moment_order=2.0 * k)
+        return localized_schedule_ballfree(task, moment_2k=1.0).risk_bound
     if name == "LocalizedSGD, reduction":
-        return reduction_schedule(
-            **common,
-            **many,
-            moment_order=2.0 * k,
-            moment_2k=1.0,
-            strong_convexity=0.25,
-            diameter=2.0,
-        ).risk_bound
+        task = PhaseTask(**common, moment_order=2.0 * k)
+        return reduction_schedule(task, strong_convexity=0.25, moment_2k=1.0).risk_bound
     assert name == "LocalizedSGD, boosted"
-    return boosted_localized_schedule(**common, **many, **moments, diameter=2.0).bound
+    task = PhaseTask(**common, moment_order=k)
+    return boosted_localized_schedule(task, moment=1.0).bound
 
 
 EXPONENTS: dict[str, Callable[[float], float]] = {

@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,8 +33,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
 import torch_dpsco as dp
-from torch_dpsco.algorithms.holder_numbers import lr_theorem
+from tests.reference.papers.holder import lr_theorem, output_sigma_paper, search_split_paper
 from torch_dpsco.algorithms.output_sgd import HolderOutputPlan
 
 DELTA = 1e-6
@@ -72,10 +75,12 @@ def print_noise() -> None:
             "lr": lr,
         }
         plans = [
-            dp.HolderOutputSGD.plan(**request, epochs=1, mode=mode, sampling=sampling)
-            for mode, sampling in (("paper", "fixed"), ("tight", "fixed"), ("tight", "shuffled"))
+            dp.HolderOutputSGD.plan(**request, epochs=1, sampling=sampling)
+            for sampling in ("fixed", "shuffled")
         ]
-        sigmas = "".join(f"{plan.noise_scale:>10.4g}" for plan in plans)
+        constants = (power - 1, power, power, 1.0, 1.0)
+        paper = output_sigma_paper(*constants, lr, n, n, 1.0, DELTA, "bounded")
+        sigmas = "".join(f"{sigma:>10.4g}" for sigma in (paper, *(p.noise_scale for p in plans)))
         print(f"{power:>4g}{n:>9}{lr:>11.3g}{sigmas}{plans[-1].rounding_share:>16.1e}")
     print(
         "\ngradient perturbation: std of the noise on the sum over 2G, T = n, batches of 1 without replacement,"
@@ -88,14 +93,9 @@ def print_noise() -> None:
             "budget": dp.Budget(epsilon, n**-2.0),
             "dim": 20,
         }
-        ratios = [
-            dp.HolderSGD.plan(
-                **request, batch_size=1, epochs=1, sampling="fixed", mode=mode
-            ).noise_multiplier
-            / 2
-            for mode in ("paper", "tight")
-        ]
-        print(f"{n:>13}{epsilon:>9g}" + "".join(f"{ratio:>10.4g}" for ratio in ratios))
+        paper = search_split_paper(n, 1, n, epsilon, n**-2.0).ratio_squared ** 0.5
+        tight = dp.HolderSGD.plan(**request, batch_size=1, epochs=1, sampling="fixed")
+        print(f"{n:>13}{epsilon:>9g}{paper:>10.4g}{tight.noise_multiplier / 2:>10.4g}")
     print(
         "\ndimension: n = 10,000, q = 1.5, batches of 10, balanced step sizes, epsilon 1, replace_one: expected norm of"
     )

@@ -26,7 +26,7 @@ import timing
 import torch
 from torch import Tensor
 
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
 
 SIZES = "1000x100,5000x100,20000x100,1000x1000,5000x1000,20000x1000"
@@ -67,7 +67,7 @@ def variant(name: str, n: int, dim: int) -> Callable[[], object]:
 
 def filter_call(rows: Tensor, tau: float) -> Callable[[], None]:
     (n, dim), generator = rows.shape, torch.Generator().manual_seed(0)
-    chosen = Filter(n, 0.9 * n, 3 * n // 4)
+    chosen = UserFilter(n, 0.9 * n, 3 * n // 4)
     numbers = {"steps": 99, "threshold": 0.95 * n, "threshold_scale": 1.0, "query_scale": 2.0}
     oracle = UserFiltered(chosen, 1.2 * tau, 1.0, **numbers)
     oracle.open([torch.zeros(dim)])

@@ -21,15 +21,19 @@ import argparse
 import itertools
 import math
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
 import torch_dpsco as dp
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter, published_noise_std
+from tests.reference.papers.user_level import published_noise_std
+from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
 from torch_dpsco.algorithms.user_numbers import break_even_clip, clipping_noise_std
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 

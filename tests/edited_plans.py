@@ -36,7 +36,6 @@ def _others(name: Any, value: Any) -> list[Any]:
         ("exact", None),
         ("uniform", "last"),
         ("gaussian", "knorm"),
-        ("tight", "paper"),
     )
     return [other for pair in words if value in pair for other in pair if other != value]
 

@@ -20,7 +20,7 @@ from tests.contract.runs import records
 from tests.streams import Bytes, gaussians, seeded
 from torch_dpsco import noise
 from torch_dpsco.algorithms.mechanisms import draw_quantile
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.noise import add_normal_, exponential_sum, normal, normal_, uniform, words
 from torch_dpsco.rng import Keystream, Stream, noise_generator
@@ -335,7 +335,7 @@ def trained(name: str, run: Any = None) -> None:
 
 
 def filtered_by_users() -> None:
-    chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
+    chosen = UserFilter(n_users=8, score_floor=7.0, ramp_end=6)
     oracle = UserFiltered(
         chosen, 1.0, 0.1, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01
     )

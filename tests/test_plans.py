@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan
+from torch_dpsco.algorithms.user_localized_numbers import UserPhases
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
 from torch_dpsco.step.plan import Plan
@@ -159,14 +159,10 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         ),
     ),
     "LocalizedUserSGD": (dp.LocalizedUserSGD, localized_users()),
-    "LocalizedUserSGD, paper": (
-        dp.LocalizedUserSGD,
-        localized_users(schedule="theorem_4_1", phases=2),
-    ),
     "LocalizedUserSGD, noise": (
         dp.LocalizedUserSGD,
         lambda: dp.LocalizedUserSGD.plan(
-            phases=LocalizedUserPlan(phases=localized_users()().phases, n_users=2500)
+            phases=UserPhases(phases=localized_users()().phases, n_users=2500)
         ),
     ),
     "ClippedSGD": (dp.ClippedSGD, heavy(dp.ClippedSGD, steps=4)),

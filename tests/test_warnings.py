@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger_file import LedgerFile
-from torch_dpsco.algorithms.user_filtered_numbers import published_noise_std
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rng import sampling_generator
 
@@ -153,7 +152,6 @@ def with_a_large_delta_at_the_end() -> None:
         (lambda: sampling_generator(3), "seed= makes the"),
         (with_a_large_delta, "delta must be far below 1/n"),
         (with_a_large_delta_at_the_end, "delta must be far below 1/n"),
-        (lambda: published_noise_std(2000, 100, 1.0, 1e-6, 1.0), "the published noise"),
     ],
 )
 def test_what_concerns_privacy_is_said_each_time(make: Callable[[], Any], words: str) -> None:

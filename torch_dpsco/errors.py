@@ -13,7 +13,11 @@ out. No message depends on private data unless its docstring says that it is out
 
 from __future__ import annotations
 
+import os
+import sys
 from warnings import warn as _warn
+
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 class DpscoError(Exception):
@@ -75,3 +79,14 @@ class UtilityWarning(UserWarning):
 def warn(message: str, stacklevel: int = 2) -> None:
     """Gives a UtilityWarning; `stacklevel` counts from the function that calls this one, as in `warnings.warn`."""
     _warn(message, UtilityWarning, stacklevel + 1)
+
+
+def outside() -> int:
+    """Returns the `stacklevel` of who called into the package, for a warning of the function that calls this one."""
+    level = 1
+    frame = sys._getframe(1)
+    # "<string>": the __init__ of a dataclass
+    while frame.f_back and frame.f_code.co_filename.startswith((_HERE, "<string>")):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -10,7 +10,7 @@ from torch_dpsco.algorithms.oracles import (
     ShuffledMedian,
 )
 from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, UserSearched
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
@@ -25,7 +25,6 @@ __all__ = [
     "Coordinatewise",
     "CorrelatedClipped",
     "Exact",
-    "Filter",
     "HolderAbsolute",
     "HolderClipped",
     "MeanOracle",
@@ -36,6 +35,7 @@ __all__ = [
     "ShuffledClipped",
     "ShuffledMedian",
     "UserClipped",
+    "UserFilter",
     "UserFiltered",
     "UserSearched",
     "clip_weights",

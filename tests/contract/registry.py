@@ -21,7 +21,7 @@ from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import ShuffleParameters
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_search
 from torch_dpsco.step.oracle import MeanOracle
 
@@ -251,7 +251,7 @@ def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
     phase = UserPhase(
         index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, uncapped_steps=STEPS, bound=None
     )
-    plan = dp.LocalizedUserSGD.plan(phases=LocalizedUserPlan(phases=(phase,), n_users=200))
+    plan = dp.LocalizedUserSGD.plan(phases=UserPhases(phases=(phase,), n_users=200))
     return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 

@@ -237,7 +237,7 @@ simple("dp.Pilot", dp.Pilot, rule="balanced", size=50)
 # -- oracles ----------
 
 FILTER = {
-    "filter": lambda: dp.oracles.Filter(USERS, 150.0, 120),
+    "filter": lambda: dp.oracles.UserFilter(USERS, 150.0, 120),
     "steps": 4,
     "threshold": 1.0,
     "threshold_scale": 1.0,
@@ -276,7 +276,9 @@ simple(
     groups=3,
 )
 simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
-simple("dp.oracles.Filter", dp.oracles.Filter, n_users=USERS, score_floor=300.0, ramp_end=280)
+simple(
+    "dp.oracles.UserFilter", dp.oracles.UserFilter, n_users=USERS, score_floor=300.0, ramp_end=280
+)
 simple(
     "dp.oracles.HolderAbsolute",
     dp.oracles.HolderAbsolute,

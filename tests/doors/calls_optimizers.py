@@ -27,7 +27,7 @@ from tests.doors.shared import (
 )
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
@@ -91,11 +91,11 @@ def phases() -> LocalizedSchedule:
     return LocalizedSchedule(phases=(phase,), rho=None)
 
 
-def user_phases() -> LocalizedUserPlan:
+def user_phases() -> UserPhases:
     phase = UserPhase(
         index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, uncapped_steps=4, bound=None
     )
-    return LocalizedUserPlan(phases=(phase,), n_users=USERS)
+    return UserPhases(phases=(phase,), n_users=USERS)
 
 
 for _cls in (dp.ClippedSGD, dp.AcceleratedSGD, dp.ProximalSGD):

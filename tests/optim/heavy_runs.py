@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.heavy_plan import HeavyTailed
+from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling import OnePassSampler, PrivateLoader, make_sampler
 
@@ -69,7 +69,7 @@ def made(cls: Any, params: Iterable[Any], **kind: Any) -> Any:
     """Returns an optimizer of this plan; what is no number of a plan is given to the class."""
     names = ("rule", "prox", "reg", "accountant", "generator")
     own = {name: kind.pop(name) for name in names if name in kind}
-    kind = repeatable(kind) if issubclass(cls, HeavyTailed) else kind
+    kind = repeatable(kind) if issubclass(cls.plans, ClippedPlan) else kind
     return cls(params, cls.plan(**kind), **own)
 
 

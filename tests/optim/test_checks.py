@@ -201,24 +201,13 @@ def test_parameters_beyond_the_records_do_not_count() -> None:
         dp.HolderSGD.plan(problem=UNIT, n=600, budget=dp.Budget(0.5, 1e-5), dim=dim, lr=0.1)
 
 
-def test_nothing_is_said_of_published_numbers_nor_where_no_scale_is_public() -> None:
+def test_nothing_is_said_where_no_scale_is_public() -> None:
     fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3)}
     hinge = dp.losses.Hinge(power=1.5)
-    paper = {
-        "problem": BALL,
-        "budget": dp.Budget(3.0, 1e-3),
-        "batch_size": 1,
-        "epochs": 1,
-        "mode": "paper",
-    }
-    plan = dp.HolderSGD.plan(n=60, dim=100, **paper)
-    assert plan.noise_multiplier * math.sqrt(60) > 2 * plan.batch_size * math.sqrt(plan.steps)
     law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
-    dp.ClippedSGD.plan(problem=law, dim=10**6, mode="paper", **fixed)
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
     output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3)}
-    dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), mode="paper", **output)
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), **output)
     dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0), **output)  # gradients have no bound

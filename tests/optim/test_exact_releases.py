@@ -334,15 +334,6 @@ def test_what_has_no_exact_form_refuses_by_name():
         "budget": BUDGET,
         "secure": "exact",
     }
-    problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
-    paper = {
-        "problem": problem,
-        "n": N,
-        "budget": BUDGET,
-        "secure": "exact",
-        "mode": "paper",
-        "dim": DIM,
-    }
     refusals = [
         (lambda: dp.ObjectivePerturbation.plan(**given), "use OutputPerturbation"),
         (lambda: dp.NoisyGD.plan(**given), "use OutputPerturbation"),
@@ -351,7 +342,6 @@ def test_what_has_no_exact_form_refuses_by_name():
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
         (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
         (lambda: holder("exact", sampling="fixed"), "sampling='shuffled'"),
-        (lambda: dp.HolderOutputSGD.plan(**paper), "sampling='shuffled'"),
     ]
     for refused, words in refusals:
         with pytest.raises(ConditionError, match="secure must be None here") as error:

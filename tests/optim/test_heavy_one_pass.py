@@ -624,7 +624,6 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"clip": -1.0}, "clip must be > 0"),
         ({"clip": "2"}, "clip must be a number"),
         ({"lr": -1.0}, "lr must be > 0"),
-        ({"mode": "fast"}, "mode must be"),
         ({"distance": -1.0}, "distance must be > 0"),
         ({"problem": dp.Problem()}, r"needs smoothness.*Problem\(smoothness=...\)"),
         ({"clip": None}, r"needs moment, moment_order.*Problem\(moment="),
@@ -644,19 +643,6 @@ def test_a_promised_moment_does_not_take_a_chosen_clip_away() -> None:
     for cls in (dp.ClippedSGD, dp.ProximalSGD):
         problem = dp.Problem(smoothness=1.0, moment=1.0, moment_order=4.0)
         assert calibrated(cls, problem=problem, clip=1.0).opt.oracle.fixed_clip == 1.0
-
-
-def test_paper_mode_is_refused_under_add_remove() -> None:
-    problem = dp.Problem(smoothness=1.0, moment=1.0, moment_order=4.0)
-    with pytest.raises(AdjacencyError, match="paper"):
-        calibrated(
-            adjacency="add_remove",
-            problem=problem,
-            clip=None,
-            steps=None,
-            distance=1.0,
-            mode="paper",
-        )
 
 
 def test_an_accountant_with_another_budget_or_adjacency_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.reference.papers.holder import gradient_noise_paper, search_gradient_noise_paper
+from tests.reference.papers.holder import search_gradient_noise_paper
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian
 from torch_dpsco.errors import (
@@ -82,7 +82,7 @@ def test_without_the_step_rule_smooth_losses_take_ten_epochs_of_512(
         0.5,
         0,
     )
-    assert (plan.mode, plan.risk_bound) == ("tight", None)
+    assert plan.risk_bound is None
     assert type(plan.design) is (dp.Poisson if batch < n else dp.Full)
 
 
@@ -208,60 +208,25 @@ def test_one_more_step_than_planned_is_past_the_budget() -> None:
     assert opt.steps == plan.steps == 5
 
 
-# -- mode "paper" -----------------------------------------------------------------------------------------------------
+# -- what the paper has -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_paper_mode_takes_the_noise_of_the_published_theorem() -> None:
-    budget = dp.Budget(2.0, 1e-6)
-    plan = dp.HolderSGD.plan(
-        problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, epochs=1
-    )
+def test_the_published_theorem_has_more_noise() -> None:
+    budget = dp.Budget(2.0, 1e-6, "replace_one")
     s = search_gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6)
-    assert plan.noise_multiplier == pytest.approx(2 * math.sqrt(s), rel=1e-12)
-    assert (plan.design, plan.noise, plan.average, plan.steps) == (
-        dp.Fixed(1, 1000),
-        "paper",
-        "uniform",
-        1000,
-    )
-    assert plan.grad_bound == pytest.approx(2 + 2)  # M + L R^0 of the hinge
-    assert plan.split is not None
-    noise = gradient_noise_paper(1000, 1, 1000, 2.0, 1e-6, plan.split, plan.grad_bound)
-    assert noise.condition_a
-    assert noise.condition_b
-    assert plan.noise_std == pytest.approx(math.sqrt(noise.variance), rel=1e-6)
     tight = dp.HolderSGD.plan(
-        problem=KINK, n=1000, budget=budget, dim=4, batch_size=1, epochs=1, sampling="fixed"
+        problem=KINK,
+        n=1000,
+        budget=budget,
+        dim=4,
+        batch_size=1,
+        epochs=1,
+        sampling="fixed",
+        noise="paper",
     )
-    assert plan.epsilon() < 2.0  # the theorem wastes some
-    assert tight.noise_multiplier < plan.noise_multiplier
-    assert tight.split is None
-
-
-@pytest.mark.parametrize(
-    ("adjacency", "choice"),
-    [
-        ("add_remove", {}),
-        ("zero_out", {}),
-        ("replace_one", {"sampling": "poisson"}),
-        ("replace_one", {"noise": "adaptive"}),
-    ],
-)
-def test_paper_mode_refuses_what_its_theorem_does_not_cover(
-    adjacency: str, choice: dict[str, str]
-) -> None:
-    budget = dp.Budget(2.0, 1e-6, adjacency=adjacency)
-    with pytest.raises(AdjacencyError, match="mode='tight' covers the others"):
-        dp.HolderSGD.plan(
-            problem=KINK, n=1000, budget=budget, dim=4, mode="paper", batch_size=1, **choice
-        )
-
-
-def test_an_infeasible_paper_calibration_names_the_way_out() -> None:
-    with pytest.raises(InfeasibleError, match=r'n=4000, batch_size=512, .*mode="tight"'):
-        dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4, mode="paper")
-    assert dp.HolderSGD.plan(problem=KINK, n=4000, budget=BUDGET, dim=4).epsilon() <= 1.0
+    assert tight.grad_bound == pytest.approx(2 + 2)  # M + L R^0 of the hinge
+    assert tight.noise_multiplier < 2 * math.sqrt(s)
 
 
 # -- the risk bound ---------------------------------------------------------------------------------------------------

@@ -221,7 +221,6 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
             "noise_multiplier must not be given for",
         ),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
-        ({"mode": "loose"}, ValueError, "mode must be one of tight, paper"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
         (
             {"budget": dp.Budget(1.0, DELTA, "add_remove")},
@@ -328,30 +327,10 @@ def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
         planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 
-def test_paper_mode_refuses_what_its_theorem_does_not_cover() -> None:
-    kind = {"mode": "paper", "lr": 0.02}
-    assert planned(**kind).design == dp.Fixed(1, 100)
-    assert (
-        planned(**kind).noise_scale > 10 * planned(lr=0.02, sampling="fixed", epochs=1).noise_scale
-    )
-    for changes, error, match in (
-        ({"sampling": "shuffled"}, ConditionError, "sampling='fixed' and batch_size=1"),
-        ({"batch_size": 2}, ConditionError, "batch_size=1"),
-        ({"budget": dp.Budget(1.0, DELTA, "zero_out")}, AdjacencyError, "replace_one only"),
-        ({"lr": 0.7}, ConditionError, r"lr must be < min\(1, 1/holder_constant\)"),
-        ({"budget": dp.Budget(8.0, DELTA)}, ConditionError, r'mode="tight" has no such limit'),
-        ({"lr": [0.1, 0.2], "n": 2, "epochs": 1}, (ConditionError, ValueError), "one step size"),
-    ):
-        with pytest.raises(error, match=match):
-            planned(**{**kind, **changes})
-
-
 def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_elsewhere() -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    for kind in ({"sampling": "shuffled"}, {"sampling": "fixed"}, {"mode": "paper"}):
+    for kind in ({"sampling": "shuffled"}, {"sampling": "fixed"}):
         for adjacency in ("replace_one", "zero_out"):
-            if kind == {"mode": "paper"} and adjacency == "zero_out":
-                continue
             plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.02, **kind)
             opt = dp.HolderOutputSGD(model.parameters(), plan)
             assert opt.noise_std == plan.noise_scale > 0

@@ -15,7 +15,7 @@ from tests.optim import user_runs as runs
 from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, localized_user_plan
+from torch_dpsco.algorithms.user_localized_numbers import UserPhases, plan_phases
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.step.batch import LogicalBatch
 
@@ -25,7 +25,7 @@ TWO = (200, 4), (300, 3)  # users and steps of the phases of most tests
 N = 520  # with users whom no phase takes
 
 
-def schedule(*sizes: tuple[int, int]) -> LocalizedUserPlan:
+def schedule(*sizes: tuple[int, int]) -> UserPhases:
     """Returns calibrated phases."""
     return runs.phased(*(runs.plan(users, steps) for users, steps in sizes or TWO), n_users=N)
 
@@ -190,7 +190,7 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
 
 @pytest.mark.slow
 def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
-    own = localized_user_plan(
+    own = plan_phases(
         n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
         pair_radius=1.0, max_steps=3, score_share=1.0, halt_probability=1e-9,
     )  # fmt: skip

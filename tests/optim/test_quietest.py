@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.sampling import Streamed
-from torch_dpsco.step.chooser import in_passes, noise_for, sampled, steps_of
+from torch_dpsco.step.chooser import Given, choose_design, noise_for
 
 N, DELTA = 10_000, 1e-6
 LOSS = dp.losses.Logistic()
@@ -33,8 +33,8 @@ def noise_of(
     word: str, passes: int, batch_size: int = 256, adjacency: str = "replace_one", eps: float = 1.0
 ) -> float:
     """Returns the noise multiplier of whole passes in batches of this kind."""
-    design = in_passes(sampled(word, batch_size, N, adjacency), word, None, passes, None)
-    return noise_for(dp.Budget(eps, DELTA, adjacency), design, steps_of(design, None, passes, None))
+    given = Given(n=N, adjacency=adjacency, sampling=word, batch_size=batch_size, epochs=passes)
+    return noise_for(dp.Budget(eps, DELTA, adjacency), *choose_design(None, None, given))
 
 
 # -- what is taken ----------------------------------------------------------------------------------------------------
@@ -106,9 +106,6 @@ def test_a_theorem_that_chooses_the_clip_keeps_the_batches_of_its_bound() -> Non
         plan = heavy(cls, problem=law, dim=4, clip=None, lr=None, n=2000)
         assert isinstance(plan.design, dp.Disjoint)
         assert plan.risk_bound is not None
-        assert isinstance(
-            heavy(cls, problem=law, dim=4, lr=None, n=2000, mode="paper").design, dp.Disjoint
-        )
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch_dpsco as dp
 from tests.optim.heavy_runs import DELTA, LOSS, PROBLEM, model, records
 from torch_dpsco.accounting.events import ADJACENCIES, RandomAllocation, Repeat
-from torch_dpsco.algorithms.heavy_tailed_numbers import accelerated_plan
+from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, accelerated_plan
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.step.chooser import noise_of_pass, numbers_of_steps
 from torch_dpsco.step.pace import risk
@@ -60,25 +60,13 @@ def test_the_number_of_steps_has_the_least_bound_of_those_that_are_tried() -> No
     bounds = {}
     for steps in numbers_of_steps(20_000):
         rho = 0.5 / noise_of_pass(budget, steps) ** 2
-        arguments = {
-            "smoothness": 1.0,
-            "diameter": 4.0,
-            "moment": 1.0,
-            "moment_order": 3,
-            "steps": steps,
-        }
-        bounds[steps] = accelerated_plan(
-            n=20_000, dim=4, rho=rho, adjacency="add_remove", **arguments
-        ).bound  # type: ignore[arg-type]
+        data = OnePass(20_000, 4, rho, 1.0, 3.0, adjacency="add_remove")
+        bounds[steps] = accelerated_plan(data, smoothness=1.0, diameter=4.0, steps=steps).bound
     assert plan.steps == min(bounds, key=lambda steps: bounds[steps])
     assert 1 < plan.steps < 1024
-    exact = accelerated_plan(
-        n=20_000,
-        dim=4,
-        rho=0.5 / plan.noise_multiplier**2,
-        adjacency="add_remove",
-        **arguments | {"steps": plan.steps},
-    )  # type: ignore[arg-type]
+    rho = 0.5 / plan.noise_multiplier**2
+    data = OnePass(20_000, 4, rho, 1.0, 3.0, adjacency="add_remove")
+    exact = accelerated_plan(data, smoothness=1.0, diameter=4.0, steps=plan.steps)
     assert plan.clip == pytest.approx(exact.clip, rel=1e-12)
     assert plan.lr == pytest.approx(exact.lr, rel=1e-12)
 
@@ -102,14 +90,6 @@ def test_only_what_is_said_of_the_chosen_steps_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UtilityWarning)
         planned(dp.AcceleratedSGD, problem=MOMENTS, clip=None, n=200_000)
-
-
-def test_published_numbers_keep_the_charge_of_one_release() -> None:
-    plan = planned(
-        dp.AcceleratedSGD, adjacency="replace_one", mode="paper", clip=None, problem=MOMENTS
-    )
-    assert "RandomAllocation" not in str(plan.event())
-    assert plan.noise_multiplier > 4
 
 
 def test_a_pilot_keeps_the_charge_of_a_secret_pass() -> None:

@@ -16,7 +16,7 @@ from torch_dpsco.algorithms.user_filtered_numbers import (
     filtered_schedule,
     schedule,
 )
-from torch_dpsco.algorithms.user_localized_numbers import localized_user_plan
+from torch_dpsco.algorithms.user_localized_numbers import plan_phases
 from torch_dpsco.algorithms.user_numbers import pair_radius_iid, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -132,7 +132,7 @@ def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     made = dp.LocalizedUserSGD.plan(
         problem=dp.Problem(lipschitz=2.0, radius=1.5, strong_convexity=0.2), reg=0.3, **numbers
     )
-    expected = localized_user_plan(
+    expected = plan_phases(
         n_users=4000, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0 + 0.3 * 1.5,
         strong_convexity=0.5, radius=3.0, pair_radius=0.5, max_steps=5,
     )  # fmt: skip
@@ -311,7 +311,6 @@ def test_wrong_inputs_of_phases_are_named(
             {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10},
         ),
         (dp.UserFilteredSGD, {"lr": 0.1, "reach": 50.0}),
-        (dp.LocalizedUserSGD, {"schedule": None}),
     ],
 )
 def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
@@ -331,7 +330,7 @@ def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
     with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
         dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)
-    phases = localized_user_plan(
+    phases = plan_phases(
         n_users=USERS, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, strong_convexity=0.5,
         pair_radius=0.5, max_steps=3,
     )  # fmt: skip

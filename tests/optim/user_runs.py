@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, UserPhase
+from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, best_ramp_end
 from torch_dpsco.sampling import UserLoader, make_sampler
 
@@ -179,9 +179,7 @@ def plan(
     )
 
 
-def phased(
-    *plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5
-) -> LocalizedUserPlan:
+def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) -> UserPhases:
     """Returns phases with these filters, and step sizes lr, lr/2, ..."""
     phases = tuple(
         UserPhase(
@@ -194,7 +192,7 @@ def phased(
         )
         for k, own in enumerate(plans)
     )
-    return LocalizedUserPlan(
+    return UserPhases(
         phases=phases, n_users=sum(p.users for p in phases) if n_users is None else n_users
     )
 
@@ -259,7 +257,7 @@ def filtered(
 
 
 def localized(
-    own: LocalizedUserPlan,
+    own: UserPhases,
     *,
     dim: int = 2,
     loss: Loss = linear_loss,

@@ -26,7 +26,7 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     Repeat,
 )
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, weighted_mean
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, weighted_mean
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts
 
@@ -162,7 +162,7 @@ def test_the_bound_of_equal_radii_is_nearly_reached(dtype, offset):
     one, other = rows.clone(), rows.clone()
     one[0], other[0] = offset + 1, offset - 1
     center = None if not offset else [torch.full((1,), offset)]
-    ratio = moved(Filter(n, n - 0.5, 150), one, other, center=center)
+    ratio = moved(UserFilter(n, n - 0.5, 150), one, other, center=center)
     assert 0.95 < ratio <= 1.0
 
 
@@ -203,7 +203,7 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
                 continue
             end = int(rng.integers(low, high + 1))
             try:
-                bound = Filter(n, score, end, kind=kind).coefficient
+                bound = UserFilter(n, score, end, kind=kind).coefficient
             except ConditionError:
                 continue
             means = []
@@ -305,7 +305,7 @@ def test_non_finite_users_never_reach_the_mean():
     for kind in (
         same(50, 40.0, 35),
         two(50, 40.0, 35),
-        Filter(50, 40.0, 33, "paper_corrected", 1e-6),
+        UserFilter(50, 40.0, 33, "paper_corrected", 1e-6),
     ):
         assert released(certain(kind), rows).mean[0].tolist() == [0.25] * 4
 
@@ -470,7 +470,7 @@ def test_without_noise_nothing_is_promised():
 
 def test_bernoulli_users_enter_with_their_weight_as_probability():
     # 40 users at 0, 8 at 1.5 that have 48 neighbors within 2, 12 at 3 with few: score and weights are known
-    n, filter = 60, Filter(60, 45.0, 40, "paper_corrected", 1e-3)
+    n, filter = 60, UserFilter(60, 45.0, 40, "paper_corrected", 1e-3)
     weights = filter.weights(
         torch.tensor([30, 31, 35, 40, 60]).repeat(4000, 1).reshape(-1),
         torch.Generator().manual_seed(0),
@@ -494,7 +494,7 @@ def test_bernoulli_users_enter_with_their_weight_as_probability():
 @pytest.mark.parametrize(
     ("error", "word", "make"),
     [
-        (ValueError, "n must be >= 4", lambda: certain(Filter(3, 2.9, 2))),
+        (ValueError, "n must be >= 4", lambda: certain(UserFilter(3, 2.9, 2))),
         (ValueError, "pair_radius must be", lambda: certain(same(8), 0.0)),
         (ValueError, "pair_radius must be", lambda: certain(same(8), math.inf)),
         (ValueError, "noise_std must be", lambda: certain(same(8), noise_std=-1.0)),
@@ -506,14 +506,22 @@ def test_bernoulli_users_enter_with_their_weight_as_probability():
             "center must be finite",
             lambda: certain(same(8), center=[torch.tensor([math.nan])]),
         ),
-        (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 8)),
-        (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 4)),
-        (ValueError, "ramp_end must be", lambda: Filter(8, 7.0, 5.5)),
-        (ConditionError, "score_floor must be", lambda: Filter(100, 51.5, 51)),
-        (ConditionError, "score_floor must be", lambda: Filter(8, 9.0, 6)),
-        (ValueError, "filter must be one of", lambda: Filter(8, 7.0, 6, kind="published")),
-        (ValueError, "coupling_failure must be", lambda: Filter(8, 7.0, 5, kind="paper_corrected")),
-        (ValueError, "coupling_failure must be 0", lambda: Filter(8, 7.0, 6, coupling_failure=0.1)),
+        (ValueError, "ramp_end must be", lambda: UserFilter(8, 7.0, 8)),
+        (ValueError, "ramp_end must be", lambda: UserFilter(8, 7.0, 4)),
+        (ValueError, "ramp_end must be", lambda: UserFilter(8, 7.0, 5.5)),
+        (ConditionError, "score_floor must be", lambda: UserFilter(100, 51.5, 51)),
+        (ConditionError, "score_floor must be", lambda: UserFilter(8, 9.0, 6)),
+        (ValueError, "filter must be one of", lambda: UserFilter(8, 7.0, 6, kind="published")),
+        (
+            ValueError,
+            "coupling_failure must be",
+            lambda: UserFilter(8, 7.0, 5, kind="paper_corrected"),
+        ),
+        (
+            ValueError,
+            "coupling_failure must be 0",
+            lambda: UserFilter(8, 7.0, 6, coupling_failure=0.1),
+        ),
         (
             ConditionError,
             "threshold must be > score_floor",

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 
@@ -39,9 +39,9 @@ def certain(filter, tau=1.0, *, threshold=None, steps=1, noise_std=0.0, **others
 
 
 def same(n, floor=None, end=None):
-    return Filter(n, n - 1 if floor is None else floor, 3 * n // 4 if end is None else end)
+    return UserFilter(n, n - 1 if floor is None else floor, 3 * n // 4 if end is None else end)
 
 
 def two(n, floor=None, end=None):
     floor = n - 2 if floor is None else floor
-    return Filter(n, floor, math.ceil(floor) - 1 if end is None else end, kind="two")
+    return UserFilter(n, floor, math.ceil(floor) - 1 if end is None else end, kind="two")

@@ -14,7 +14,7 @@ import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.user_filter_oracles import Filter
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*repeatable:torch_dpsco.errors.UtilityWarning")
@@ -50,7 +50,7 @@ def clipped(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
 def filtered(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
     """Three clusters of users at -1/2, 0, 1/2, and one user whom the wider filter takes for one of them."""
     n, floor, end = 91, 89.0, 60
-    bound = Filter(n, floor, end, "two").coefficient
+    bound = UserFilter(n, floor, end, "two").coefficient
     plan = runs.quiet(n, steps=STEPS, kind="two", floor=floor, end=end, noise_std=bound / mu)
     run = runs.filtered(plan, dim=1, lr=1e-9, generator=torch.Generator().manual_seed(seed))
     data = np.concatenate(

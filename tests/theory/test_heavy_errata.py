@@ -9,7 +9,10 @@ import pytest
 
 from tests.reference.papers.accounting import zcdp_epsilon_bs16
 from tests.reference.papers.heavy_tailed import (
+    localized_schedule_ballfree,
+    localized_schedule_minibatch,
     localized_schedule_paper,
+    reduction_schedule,
     reduction_sizes,
     vector_parameters_paper,
 )
@@ -17,9 +20,6 @@ from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.algorithms.clip_numbers import clip_bias, mean_noise_std
 from torch_dpsco.algorithms.localized_numbers import (
-    localized_schedule_ballfree,
-    localized_schedule_minibatch,
-    reduction_schedule,
     sc_reduction_sizes_full,
 )
 from torch_dpsco.algorithms.mechanisms import vector_parameters

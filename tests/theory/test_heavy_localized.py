@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.heavy_tailed import (
     boosted_copies,
+    boosted_localized_schedule,
+    localized_schedule,
+    localized_schedule_ballfree,
+    localized_schedule_minibatch,
     localized_schedule_paper,
+    reduction_schedule,
     reduction_sizes,
 )
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.localized_numbers import (
     ballfree_rate,
     boosted_failure,
-    boosted_localized_schedule,
     halved_sizes,
-    localized_schedule,
-    localized_schedule_ballfree,
-    localized_schedule_minibatch,
     minibatch_size,
-    reduction_schedule,
     sc_reduction_sizes_full,
 )
 from torch_dpsco.errors import InfeasibleError, UtilityWarning

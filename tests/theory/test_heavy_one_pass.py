@@ -11,20 +11,31 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tests.reference.papers.heavy_tailed import proximal_pl_clip, strongly_convex_clip
+from tests.reference.papers.heavy_tailed import (
+    accelerated_clip_paper,
+    accelerated_steps_paper,
+    averaged_clip_paper,
+    averaged_steps_paper,
+    flat,
+    proximal_clip_paper,
+    proximal_pl_clip,
+    strongly_convex_clip,
+)
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
-    accelerated_clip_paper,
-    accelerated_plan,
-    accelerated_steps_paper,
+    OnePass,
     averaging_schedule,
     least_steps,
-    proximal_pl_plan,
     strongly_convex_coefficients,
-    strongly_convex_plan,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, UtilityWarning
+from torch_dpsco.algorithms.heavy_tailed_numbers import accelerated_plan as accelerated
+from torch_dpsco.algorithms.heavy_tailed_numbers import proximal_pl_plan as proximal
+from torch_dpsco.algorithms.heavy_tailed_numbers import strongly_convex_plan as strongly_convex
+from torch_dpsco.errors import ConditionError, UtilityWarning
 
+accelerated_plan = flat(accelerated)
+proximal_pl_plan = flat(proximal)
+strongly_convex_plan = flat(strongly_convex)
 TASK = {"n": 10**4, "dim": 20, "rho": 0.5, "moment": 1.0, "moment_order": 2.0}
 CONVEX = TASK | {"smoothness": 1.0, "diameter": 2.0}
 STRONG = TASK | {"smoothness": 1.0, "strong_convexity": 0.1, "diameter": 2.0}
@@ -82,13 +93,12 @@ def test_the_accelerated_plan_agrees_with_40_digits(n, d, T, rho, k, adjacency):
         "bias": B,
         "noise_std": sigma,
         "variance": V,
-        "inverse_lr": eta,
+        "lr": 1 / (2 * eta),
         "bound": shown,
     }
     for name, value in wanted.items():
         assert getattr(found, name) == pytest.approx(float(value), rel=1e-11), name
     assert bound + (2 * T + 1) * (V + B**2) / (6 * eta) + B * D <= shown * (1 + 1e-12)
-    assert found.lr == pytest.approx(float(1 / (2 * eta)), rel=1e-11)
 
 
 @pytest.mark.slow
@@ -221,9 +231,11 @@ def test_tiny_and_huge_budgets_give_finite_plans(planner, task):
 
 def test_badly_conditioned_problems_have_finite_plans():
     plan = strongly_convex_plan(**STRONG | {"strong_convexity": 1e-8}, steps=50)
-    assert plan.coefficients.noise == 2.0
+    curves = {"strong_convexity": 1e-8, "steps": 50}
+    assert strongly_convex_coefficients(**curves, smoothness=1.0).noise == 2.0
     assert 0 < plan.bound < math.inf
-    assert max(plan.schedule.weights) / min(plan.schedule.weights) == pytest.approx(1.0, abs=1e-6)
+    weights = averaging_schedule(**curves, inverse_lr_cap=1.0).weights
+    assert max(weights) / min(weights) == pytest.approx(1.0, abs=1e-6)
 
 
 @ALL_PLANS
@@ -260,31 +272,35 @@ def test_half_the_sensitivity_is_worth_four_budgets(planner, task):
 # The published numbers.
 
 
-@ALL_PLANS
-def test_the_published_mode_is_proved_for_replace_one_only_and_never_better(planner, task):
-    paper = planner(**task, mode="paper")
-    assert paper.mode == "paper"
-    assert paper.bound >= planner(**task).bound
-    with pytest.raises(AdjacencyError, match="replace_one only"):
-        planner(**task, mode="paper", adjacency="zero_out")
+def test_the_published_numbers_are_never_better():
+    data = OnePass(**TASK)
+    task = {name: TASK[name] for name in ("n", "dim", "moment", "moment_order")}
+    task |= {"paper_epsilon": 1.0}
+    steps = math.ceil(accelerated_steps_paper(**task, smoothness=1.0, diameter=2.0))
+    assert steps == 8
+    clip = accelerated_clip_paper(**task, steps=steps)
+    published = accelerated_plan(**CONVEX, steps=steps, clip=clip)
+    assert published.bound >= accelerated_plan(**CONVEX).bound
+    steps = averaged_steps_paper(data, 0.1, 1.0, 2.0)
+    clip = averaged_clip_paper(data, steps)
+    published = strongly_convex_plan(**STRONG, steps=steps, clip=clip)
+    assert published.bound >= strongly_convex_plan(**STRONG).bound
+    best = proximal_pl_plan(**PROXIMAL)
+    clip = proximal_clip_paper(data, best.steps)
+    assert proximal_pl_plan(**PROXIMAL, steps=best.steps, clip=clip).bound >= best.bound
 
 
-def test_the_published_numbers_enter_the_plans():
-    plan = accelerated_plan(**CONVEX, mode="paper")
-    task = {name: CONVEX[name] for name in ("n", "dim", "moment", "moment_order")} | {
-        "paper_epsilon": 1.0
-    }
-    assert (
-        plan.steps == math.ceil(accelerated_steps_paper(**task, smoothness=1.0, diameter=2.0)) == 8
-    )
-    assert plan.clip == pytest.approx(accelerated_clip_paper(**task, steps=8), rel=1e-12)
-    strong = strongly_convex_plan(**STRONG, mode="paper", steps=5)
-    assert strong.clip == pytest.approx(
+def test_the_published_numbers_are_those_of_the_theorems():
+    data = OnePass(**TASK)
+    assert averaged_clip_paper(data, 5) == pytest.approx(
         (1e8 / 100) ** 0.25, rel=1e-12
     )  # (eps^2 n^2/(d T))^(1/(2k))
-    proximal = proximal_pl_plan(**PROXIMAL, mode="paper", steps=5)
-    assert proximal.clip == pytest.approx((1e4 / (math.sqrt(20) * 5)) ** 0.5, rel=1e-12)
-    assert accelerated_plan(**CONVEX | {"smoothness": 0.0}, mode="paper").steps == 1
+    assert proximal_clip_paper(data, 5) == pytest.approx(
+        (1e4 / (math.sqrt(20) * 5)) ** 0.5, rel=1e-12
+    )
+    task = {name: TASK[name] for name in ("n", "dim", "moment", "moment_order")}
+    none = accelerated_steps_paper(**task, paper_epsilon=1.0, smoothness=0.0, diameter=2.0)
+    assert none == 0
 
 
 # Refusals.
@@ -305,7 +321,6 @@ def test_the_published_numbers_enter_the_plans():
         ({"clip": 0.0}, "clip must be > 0"),
         ({"clip": math.inf}, "clip must be finite"),
         ({"adjacency": "swap"}, "adjacency must be one of"),
-        ({"mode": "loose"}, "mode must be one of"),
     ],
 )
 @ALL_PLANS
@@ -339,9 +354,11 @@ def test_bad_constants_are_named(planner, task, change, message):
 
 
 def test_a_distance_follows_from_strong_convexity():
-    plan = strongly_convex_plan(**STRONG | {"diameter": math.inf})
-    assert plan.distance == pytest.approx(10.0)  # r_2/mu
-    assert strongly_convex_plan(**STRONG).distance == 2.0
+    bounds = [
+        strongly_convex_plan(**STRONG | {"diameter": diameter}, steps=5).bound
+        for diameter in (math.inf, 11.0, 10.0, 2.0)
+    ]
+    assert bounds[0] == bounds[1] == bounds[2] > bounds[3]  # r_2/mu is 10
 
 
 def test_thresholds_alone_are_those_of_the_plans():

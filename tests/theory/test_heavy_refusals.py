@@ -6,15 +6,18 @@ import math
 
 import pytest
 
-from tests.reference.papers.heavy_tailed import localized_schedule_paper, reduction_sizes
-from torch_dpsco.algorithms.localized_numbers import (
-    LocalizedSchedule,
+from tests.reference.papers.heavy_tailed import (
     boosted_localized_schedule,
-    halved_sizes,
     localized_schedule,
     localized_schedule_ballfree,
     localized_schedule_minibatch,
+    localized_schedule_paper,
     reduction_schedule,
+    reduction_sizes,
+)
+from torch_dpsco.algorithms.localized_numbers import (
+    LocalizedSchedule,
+    halved_sizes,
 )
 from torch_dpsco.errors import ConditionError
 

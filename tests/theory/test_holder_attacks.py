@@ -45,7 +45,6 @@ def hinge(q):
         loss_at_zero=1.0,
         glm=True,
         score_offset=1.0,
-        grad_at_zero=q,
     )
     return Family(slope, promises, lambda rng, n: rng.choice([-1.0, 1.0], n))
 
@@ -62,7 +61,6 @@ def power(q):
         loss_at_zero=BOUND_Y**q,
         glm=True,
         score_offset=BOUND_Y,
-        grad_at_zero=q * BOUND_Y ** (q - 1),
     )
     return Family(slope, promises, lambda rng, n: rng.uniform(-BOUND_Y, BOUND_Y, n))
 

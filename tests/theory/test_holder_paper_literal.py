@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.reference import holder_paper_literal as paper
-from tests.reference.papers.holder import gradient_noise_paper
-from torch_dpsco.algorithms.holder_numbers import (
+from tests.reference.papers.holder import (
+    gradient_noise_paper,
     output_sensitivity_paper,
     output_sigma_paper,
-    run_path,
 )
+from torch_dpsco.algorithms.holder_numbers import run_path
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.8, 1.0])

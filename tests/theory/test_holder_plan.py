@@ -14,19 +14,17 @@ from scipy.special import ndtr
 
 from tests.reference.papers.holder import (
     log_expansion_constant,
-    self_bounding_constant,
-    uniform_delta,
-)
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.algorithms.holder_numbers import (
     log_iterate_constant,
     lr_theorem,
     output_sensitivity_paper,
     output_sigma_paper,
-    path_sensitivity,
+    self_bounding_constant,
     steps_exponent,
     steps_theorem,
+    uniform_delta,
 )
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.algorithms.holder_numbers import path_sensitivity
 from torch_dpsco.algorithms.output_sgd_numbers import (
     LossPromises,
     _Request,
@@ -34,7 +32,7 @@ from torch_dpsco.algorithms.output_sgd_numbers import (
     output_path,
     plan_output,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 
 
 def hinge(q, radius=1.0):
@@ -45,7 +43,6 @@ def hinge(q, radius=1.0):
         q - 1,
         q,
         grad_bound,
-        grad_at_zero=q,
         loss_at_zero=1.0,
         radius=radius,
         glm=True,
@@ -67,11 +64,11 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
     ],
 )
 def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, paper, fixed, shuffled):
-    wanted = {("paper", "fixed"): paper, ("tight", "fixed"): fixed, ("tight", "shuffled"): shuffled}
-    for (mode, sampling), sigma in wanted.items():
-        plan = plan_output(
-            hinge(q), n=n, mode=mode, sampling=sampling, lr=0.5 * n**power, epochs=1, **TASK
-        )
+    lr = 0.5 * n**power
+    published = output_sigma_paper(q - 1, q, q, 1.0, 1.0, lr, n, n, 1.0, 1e-6, "bounded")
+    assert published == pytest.approx(paper, rel=0.01)
+    for sampling, sigma in {"fixed": fixed, "shuffled": shuffled}.items():
+        plan = plan_output(hinge(q), n=n, sampling=sampling, lr=lr, epochs=1, **TASK)
         assert plan.noise_scale == pytest.approx(sigma, rel=0.01)
         assert plan.steps == n
         assert 0 <= plan.rounding_share < 1e-5
@@ -119,9 +116,7 @@ def test_the_balanced_step_has_the_least_risk_bound(q):
     promises, task = hinge(q), TASK | {"n": 2000}
     best = plan_output(promises, **task)
     epochs = best.steps // 2000
-    request = _Request(
-        promises, 2000, 1, 20, 1.0, 1e-6, None, "replace_one", None, "shuffled", "tight"
-    )
+    request = _Request(promises, 2000, 1, 20, 1.0, 1e-6, None, "replace_one", None, "shuffled")
     assert best.lr == balanced_output_lr(request, epochs)
     for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0):
         if q == 2.0 and best.lr * factor > 1.0:
@@ -145,9 +140,7 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
 
-@pytest.mark.parametrize(
-    "kind", [{}, {"sampling": "fixed"}, {"n": 1, "batch_size": 1, "mode": "paper", "delta": 0.1}]
-)
+@pytest.mark.parametrize("kind", [{}, {"sampling": "fixed"}])
 def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind):
     with pytest.raises(ConditionError, match="steps must be >= 2"):
         plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1} | kind))
@@ -161,15 +154,6 @@ def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind)
 
 REFUSED = [
     ({"adjacency": "add_remove"}, AdjacencyError, "replace_one, zero_out"),
-    ({"mode": "paper", "adjacency": "zero_out"}, AdjacencyError, "replace_one only"),
-    ({"mode": "paper", "sampling": "shuffled"}, ConditionError, "sampling='fixed'"),
-    ({"mode": "paper", "batch_size": 2}, ConditionError, "batch_size=1"),
-    (
-        {"mode": "paper", "lr": [0.01] * 50 + [0.02] * 50, "epochs": 1},
-        ConditionError,
-        "one step size",
-    ),
-    ({"mode": "paper", "lr": 0.9}, ConditionError, "lr must be < min"),
     ({"sampling": "poisson"}, ValueError, "sampling must be one of"),
     ({"batch_size": 101}, ValueError, "batch_size must be at most n"),
     ({"epsilon": 0.0}, ValueError, "epsilon must be > 0"),
@@ -190,23 +174,14 @@ def test_missing_promises_are_named():
         plan_output(hinge(1.5, math.inf), n=100, **TASK)
     with pytest.raises(MissingConstantError, match="loss_at_zero"):
         plan_output(replace(hinge(1.5, math.inf), loss_at_zero=None), n=100, lr=0.01, **TASK)
-    with pytest.raises(MissingConstantError, match="grad_at_zero"):
-        plan_output(replace(hinge(1.5), grad_at_zero=None), n=100, lr=0.01, mode="paper", **TASK)
     with pytest.raises(MissingConstantError, match="gradient_error"):
         plan_output(replace(hinge(1.5), glm=False), n=100, lr=0.01, **TASK)
 
 
-def test_a_step_size_of_the_theorem_that_is_too_large_warns():
-    with pytest.warns(UtilityWarning, match="capped"):
-        plan = plan_output(replace(hinge(1.5), holder_constant=1000.0), n=100, mode="paper", **TASK)
-    assert 0.99 / 1000 < plan.lr < 1 / 1000
-
-
-def test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack():
-    numbers = TASK | {"n": 1000, "mode": "paper", "lr": 1e-4}
-    assert plan_output(hinge(2.0), **numbers).noise_scale > 0
-    with pytest.raises(ConditionError, match="no room for rounding"):
-        plan_output(hinge(2.0), unit_roundoff=2.0**-11, **(numbers | {"dim": 1}))
+def test_the_published_noise_has_its_own_conditions():
+    numbers = (0.5, 1.5, 1.5, 1.0, 1.0)
+    with pytest.raises(ConditionError, match="lr must be < min"):
+        output_sigma_paper(*numbers, 0.9, 100, 100, 1.0, 1e-6)
 
 
 # The published noise.
@@ -261,7 +236,7 @@ def test_the_noise_of_algorithm_1_is_refused_where_its_lemma_fails(delta, edge):
         assert output_sigma_paper(*arguments, epsilon, delta) > 0
     for epsilon in (edge + 2e-3, 20.0):
         assert not enough(epsilon)
-        with pytest.raises(ConditionError, match='mode="tight"'):
+        with pytest.raises(ConditionError, match="exact curves"):
             output_sigma_paper(*arguments, epsilon, delta)
 
 

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.accounting import sequence_probability
-from tests.reference.papers.user_level import min_users_paper
+from tests.reference.papers.user_level import (
+    min_users_paper,
+    published_noise_std,
+    schedule_paper,
+    user_localized_schedule,
+)
 from tests.reference.user_level_literal import (
     AboveThreshold,
     LiteralPhase,
@@ -25,9 +30,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
-    published_noise_std,
-    schedule_paper,
-    user_localized_schedule,
 )
 from torch_dpsco.algorithms.user_numbers import (
     UserFilterPlan,

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers.user_level import published_noise_std
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian, Repeat
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
-    published_noise_std,
     smallest_users,
 )
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, break_even_clip, clipping_noise_std
@@ -288,7 +288,7 @@ def test_a_warning_says_when_clipping_users_needs_less_noise():
 
 @pytest.mark.parametrize("mode", ["paper", "published"])
 def test_the_published_noise_is_refused_as_a_mode(mode):
-    with pytest.raises(ConditionError, match="published noise is not proved private"):
+    with pytest.raises(ValueError, match="mode must be one of"):
         calibrate_filter(**TASK, mode=mode)
 
 

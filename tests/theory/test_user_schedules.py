@@ -22,7 +22,7 @@ from tests.reference.papers.user_level import (
     smoothing_smoothness,
 )
 from torch_dpsco.algorithms.user_filtered_numbers import best_steps, filtered_schedule, schedule
-from torch_dpsco.algorithms.user_localized_numbers import LocalizedUserPlan, localized_user_plan
+from torch_dpsco.algorithms.user_localized_numbers import UserPhases, plan_phases
 from torch_dpsco.algorithms.user_numbers import (
     clipped_sensitivity,
     clipping_noise_std,
@@ -91,50 +91,40 @@ PHASES = {
 
 @pytest.mark.weekly
 def test_the_most_phases_that_are_feasible_are_taken():
-    plan = localized_user_plan(n_users=4000, **PHASES)
+    plan = plan_phases(n_users=4000, **PHASES)
     assert [phase.users for phase in plan.phases] == [500, 1000, 2000]
     with pytest.raises(
         InfeasibleError,
         match=r"phase 1 of 4 \(250 of 4000 users\): .* smallest n_users that works is",
     ):
-        localized_user_plan(n_users=4000, **PHASES, phases=4)
-    assert localized_user_plan(n_users=4000, **PHASES, phases=2).phases_count == 2
+        plan_phases(n_users=4000, **PHASES, phases=4)
+    assert plan_phases(n_users=4000, **PHASES, phases=2).phases_count == 2
     with pytest.raises(InfeasibleError, match=r"phase 1 of 1 \(200 of 400 users\)"):
-        localized_user_plan(n_users=400, **PHASES)
+        plan_phases(n_users=400, **PHASES)
     with pytest.raises(InfeasibleError, match="phase 1 of 5 has 3 users"):
-        localized_user_plan(n_users=100, **PHASES, phases=5)
+        plan_phases(n_users=100, **PHASES, phases=5)
 
 
 @pytest.mark.slow
 def test_no_user_is_in_two_phases():
-    plan = localized_user_plan(n_users=4000, **PHASES)
+    plan = plan_phases(n_users=4000, **PHASES)
     assert sum(phase.users for phase in plan.phases) <= plan.n_users
     with pytest.raises(ValueError, match="at most n_users=3000 users together"):
         dataclasses.replace(plan, n_users=3000)
     with pytest.raises(ValueError, match="at least one phase"):
-        LocalizedUserPlan(phases=(), n_users=10)
+        UserPhases(phases=(), n_users=10)
     assert (plan.epsilon, plan.delta) == (2.0, 1e-6)  # the maximum, not the sum
 
 
 @pytest.mark.weekly
 def test_each_phase_starts_from_the_distance_that_the_one_before_proves():
-    plan = localized_user_plan(n_users=10**6, **PHASES | {"items_per_user": 10**4}, max_steps=2000)
+    plan = plan_phases(n_users=10**6, **PHASES | {"items_per_user": 10**4}, max_steps=2000)
     assert plan.phases[0].start_radius == 20.0
     for before, after in zip(plan.phases, plan.phases[1:], strict=False):
         assert after.start_radius == min(20.0, math.sqrt(2 * before.bound / 0.1))
         assert after.bound < before.bound
     assert all(phase.steps == 2000 < phase.uncapped_steps for phase in plan.phases)
-    assert localized_user_plan(n_users=4000, **PHASES, radius=0.5).phases[0].start_radius == 0.5
-
-
-@pytest.mark.slow
-def test_the_papers_schedule_caps_steps_and_radii():
-    plan = localized_user_plan(n_users=4000, **PHASES, schedule="theorem_4_1", max_steps=100)
-    assert plan.bound is None
-    assert all(phase.start_radius <= 20.0 for phase in plan.phases)
-    assert [phase.steps for phase in plan.phases] == [100, 100, 100]
-    tau = pair_radius_iid(1.0, 50, 500, 0.01 / 100)
-    assert plan.phases[0].plan.pair_radius == tau
+    assert plan_phases(n_users=4000, **PHASES, radius=0.5).phases[0].start_radius == 0.5
 
 
 @pytest.mark.parametrize(
@@ -144,7 +134,6 @@ def test_the_papers_schedule_caps_steps_and_radii():
         ({"strong_convexity": 0.0}, "strong_convexity must be > 0"),
         ({"phases": 0}, "phases must be an integer >= 1"),
         ({"max_steps": 0}, "max_steps must be an integer >= 1"),
-        ({"schedule": "mine"}, "schedule must be one of"),
         ({"score_share": 1.5}, "score_share must be in"),
         ({"radius": 0.0}, "radius must be > 0"),
         ({"epsilon": -1.0}, "epsilon must be > 0"),
@@ -152,7 +141,7 @@ def test_the_papers_schedule_caps_steps_and_radii():
 )
 def test_bad_values_of_phases_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        localized_user_plan(**{"n_users": 4000, **PHASES, **change})
+        plan_phases(**{"n_users": 4000, **PHASES, **change})
 
 
 # -- radii, baselines, sketches ------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
 from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.prox import Prox
-from torch_dpsco.step.chooser import agreed, given_noise
+from torch_dpsco.step.chooser import Given, agreed, choose_noise
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
 
+_BATCH = 512
 _BANDS = 32  # of which one vector of noise each is kept
 
 
@@ -133,7 +134,7 @@ class CorrelatedSGD(PlannedOptimizer):
             bands: b, at most the batches of a pass; b - 1 vectors of past noise are kept. Default 32, or what there is.
             average: "last", "uniform" or "weighted".
             radius: of the ball that the iterates stay in.
-            adjacency: "zero_out" (default) or "replace_one".
+            adjacency: "zero_out" (default) or "zero_out".
 
         Raises:
             AdjacencyError: nothing is proved under add_remove.
@@ -145,23 +146,16 @@ class CorrelatedSGD(PlannedOptimizer):
                 "adjacency must be zero_out or replace_one: records keep their places (got"
                 f" {adjacency})"
             )
-        n = check.positive_count(n=n)
-        batch_size = (
-            min(512, n) if batch_size is None else check.positive_count(batch_size=batch_size)
+        given = Given(
+            n=check.positive_count(n=n),
+            adjacency=adjacency,
+            batch_size=min(_BATCH, n) if batch_size is None else batch_size,
+            steps=steps,
+            epochs=epochs,
+            noise_multiplier=noise_multiplier,
         )
-        batches = math.ceil(n / batch_size)
-        if steps is not None and epochs is not None:
-            raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-        if steps is None:
-            steps = check.positive_count(epochs=1 if epochs is None else epochs) * batches
-        check.positive_count(steps=steps)
-        design = Cyclic(batch_size, n, math.ceil(steps / batches))
-        most = min(batches, steps)
-        bands = min(_BANDS, most) if bands is None else check.positive_count(bands=bands)
-        if bands > most:
-            raise ValueError(
-                f"bands must be <= {most}, the batches of a pass and the steps (got {bands})"
-            )
+        design, steps = _in_turn(given, n)
+        bands = _bands(bands, min(design.batches, steps))
         return CorrelatedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -171,6 +165,30 @@ class CorrelatedSGD(PlannedOptimizer):
             radius=radius,
             average=average,
             clip=check.positive(clip=clip),
-            noise_multiplier=given_noise(noise_multiplier, budget, design, steps),
+            noise_multiplier=choose_noise(budget, design, steps, given),
             coefficients=least_error(steps, bands).coefficients,
         )
+
+
+def _in_turn(given: Given, n: int) -> tuple[Cyclic, int]:
+    """Returns passes in one order, as many as the steps need, and the number of steps."""
+    batch_size = check.positive_count(batch_size=given.batch_size)
+    batches = math.ceil(n / batch_size)
+    given.require_one_length()
+    steps = given.steps
+    if steps is None:
+        epochs = 1 if given.epochs is None else given.epochs
+        steps = check.positive_count(epochs=epochs) * batches
+    check.positive_count(steps=steps)
+    return Cyclic(batch_size, n, math.ceil(steps / batches)), steps
+
+
+def _bands(bands: int | None, most: int) -> int:
+    """Returns the number of bands, of at most so many."""
+    if bands is None:
+        return min(_BANDS, most)
+    if check.positive_count(bands=bands) > most:
+        raise ValueError(
+            f"bands must be <= {most}, the batches of a pass and the steps (got {bands})"
+        )
+    return bands

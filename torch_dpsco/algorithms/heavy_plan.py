@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
@@ -24,7 +24,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
-from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePassPlan, check_mode
+from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePass, OnePassPlan
 from torch_dpsco.algorithms.pilot import Pilot, PilotClipped, PilotPlan
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
@@ -34,27 +34,27 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     SAMPLING,
+    Draws,
+    Given,
     Scale,
     agreed,
+    choose_design,
+    choose_noise,
+    choose_pace,
     dimension,
-    drawn,
     noise_for,
     noise_of_pass,
     numbers_of_steps,
     one_pass,
-    pace_of,
     release_noise,
-    run_of,
-    sampled,
     scale_of_clip,
-    steps_of,
     usual_adjacency,
 )
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.pace import Pace
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
+from torch_dpsco.step.planned import StepPlan, noise_on_mean, otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,373 +239,485 @@ _DEFAULT_EPOCHS = 10
 _FULL_STEPS = 30
 
 
-class HeavyTailed(PlannedOptimizer):
-    """Base of the optimizers for heavy-tailed gradients, which have one theorem each and share a list of keywords."""
+class Theorem(ABC):
+    """What a theorem about clipped means chooses, and which passes its optimizer makes.
 
-    plans: ClassVar[type[ClippedPlan]] = ClippedPlan
+    Args:
+        by: name of the optimizer, for messages.
+    """
+
     words: ClassVar[tuple[str, ...]] = _PASS
-    needs: ClassVar[tuple[str, ...]] = ()  # of the theorem, beside moments and smoothness
-    most: ClassVar[
-        float
-    ]  # the theorem admits step sizes up to 1 / (most * smoothness), the default
-    momentum: ClassVar[bool | None] = (
-        None  # whether the step rule may take momentum; None where there is no such rule
-    )
+    needs: ClassVar[tuple[str, ...]] = ()  # beside moments and smoothness
+    most: ClassVar[float]  # step sizes are admitted up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = None  # whether the step rule may take it; None for no rule
 
-    @classmethod
+    def __init__(self, by: str) -> None:
+        self.by = by
+
     @abstractmethod
-    def _theory(
-        cls, promised: dict[str, Any], problem: Problem, distance: float | None
+    def chosen(
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
     ) -> OnePassPlan:
         """Returns what the theorem chooses.
 
         Args:
-            promised: the constants that it needs, and what was given.
+            data: records, privacy and moments.
+            given: the other constants that the theorem needs, and steps and clip where they are given.
             problem: that promises them.
             distance: bound on |w_0 - w*|.
         """
 
-    @classmethod
     @abstractmethod
-    def _exchange_rate(
-        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    def exchange_rate(
+        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
     ) -> float:
         """Returns what a unit of clip costs in noise, in one pass."""
 
-    @classmethod
-    def _averaging(cls, problem: Problem, steps: int) -> AveragingSchedule | None:
-        """Returns step sizes and weights of the theorem for one pass; None for constant steps."""
+    def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
+        """Returns step sizes and weights for one pass; None for constant steps."""
         return None
 
-    @classmethod
-    def plan(
-        cls,
-        *,
-        problem: Problem | None = None,
-        n: int | None = None,
-        budget: Budget | None = None,
-        noise_multiplier: float | None = None,
-        clip: float | Pilot | None = None,
-        steps: int | None = None,
-        epochs: float | None = None,
-        batch_size: int | None = None,
-        lr: float | None = None,
-        sampling: str | Design | None = None,
-        average: str | None = None,
-        adjacency: Adjacency | None = None,
-        dim: Any = None,
-        distance: float | None = None,
-        mode: str = "tight",
-        allow_infinite_variance: bool = False,
-        secure: str | None = None,
-    ) -> ClippedPlan:
-        """Returns the public numbers of a run, before anything is spent.
+    def largest_lr(self, problem: Problem) -> float:
+        """Returns the largest step size, where the noise is not known in advance."""
+        (smoothness,) = problem.require("smoothness", by=self.by)
+        return 1.0 / (self.most * smoothness)
 
-        Args:
-            problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
-                steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
-            n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
-                replace_one only.
-            budget: what the run may spend; the noise is chosen for it unless it is given.
-            noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
-            clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
-                chooses.
-            steps: number of steps, without that of a pilot; default by theory, or by the step rule
-                (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
-                in one pass (64 if it is secret), 30 of "full" batches.
-            epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
-                10 of other batches than "full", without limit for noise of your own.
-            batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
-                512 (at most n) in many passes.
-            lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
-            sampling: one pass, "assigned" (default; each record draws its batch secretly: `Assigned`) or "shuffled",
-                with several times the noise (default under replace_one and zero_out where the theorem chooses the clip,
-                since its bound is for these batches, and in mode "paper"). `ClippedSGD` makes many passes too:
-                "poisson" (their default; all records where a batch holds them), "allocated" (passes like "assigned", at
-                the price of Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
-                dp.Poisson(batch_size, n).
-            average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
-                with momentum). In one pass of
-                `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
-                `AcceleratedSGD` has an answer of its own.
-            adjacency: default the budget's, or "zero_out".
-            dim: number of parameters, or the model; needed where moments are promised, and by pilots.
-            distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
-                AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
-            mode: "tight", or "paper": the published number of steps and clip (replace_one).
-            allow_infinite_variance: admits moment_order < 2.
-            secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
+    def sampling(self, given: Given, chooses: bool) -> str | Design | None:
+        """Returns how batches are drawn: the word of one pass where none is given; None for batches of any number."""
+        if given.sampling:
+            return given.sampling
+        if given.adjacency != ADD_REMOVE and chooses:
+            return "shuffled"  # what the bound of the theorem is for
+        free = given.steps is None or given.batch_size is None
+        once = given.n is not None and given.epochs in (None, 1) and free
+        return "assigned" if once or self.words == _PASS else None
 
-        Raises:
-            MissingConstantError: a promise is missing; says which, and how to do without.
-            AdjacencyError: mode "paper" or batches cut by position, under add_remove.
-            ValueError: an argument is out of range.
-        """
-        problem = problem or Problem()
-        dim = dimension(dim)
-        if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
-            n = sampling.n if n is None else n
-        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n, mode))
-        check_mode(mode, adjacency)
-        check.choice((*AVERAGES, None), average=average)
-        if distance is not None:
-            check.positive(distance=distance)
-        goal, noise = _goal(budget, noise_multiplier)
-        left = n if n is None else check.positive_count(n=n)
-        if isinstance(clip, Pilot) and left is not None:
-            if isinstance(sampling, Design):
-                raise ValueError(
-                    f"sampling must be a word, for the records that a pilot leaves (got {sampling})"
-                )
-            left = check.positive_count(n=left - clip.records(left))
-        sampling = sampling or cls._usual(clip, n, adjacency, mode, batch_size, steps, epochs)
-        once = cls._is_one_pass(sampling, n, steps, epochs, adjacency)
-        theory: OnePassPlan | None = None
-        made: AveragingSchedule | None = None
-        scale: Scale | None = None
-        pace: Pace | None = None
-        secret = False  # whether passes are amplified, so that each release may tell more
-        by_rule = lr is None and cls.momentum is not None and mode != "paper"
-        if once and left is not None and sampling is not None:
-            noise = noise if goal is None else release_noise(goal)
-            if steps is None and (isinstance(sampling, Design) or batch_size is not None):
-                steps = _one_pass(sampling, batch_size, left, adjacency).steps_per_epoch
-            secret = mode != "paper" and _is_secret(sampling)
-            inputs = {"n": left, "dim": dim, "clip": clip, "adjacency": adjacency, "mode": mode}
-            inputs |= {"allow_infinite_variance": allow_infinite_variance}
-            if noise and not isinstance(clip, Pilot):
-                tries: list[tuple[int | None, float]] = [(steps, noise)]
-                if secret and goal is not None and steps is None:
-                    tries = [
-                        (number, noise_of_pass(goal, number)) for number in numbers_of_steps(left)
-                    ]
-                theory = cls._best(problem, distance, inputs, tries)
-            if theory is not None:
-                steps = theory.steps
-            elif by_rule and goal is not None and not problem.strong_convexity:
-                scale = scale_of_clip(
-                    problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__
-                )
-                steps = (
-                    one_pass(scale, left, goal, bool(cls.momentum), secret)
-                    if steps is None
-                    else steps
-                )
-            steps = min(left, _MORE_STEPS if secret else _FEW_STEPS) if steps is None else steps
-            if check.positive_count(steps=steps) > left:
-                raise ValueError(f"steps must be <= {left}, the records that train (got {steps})")
-            design = _one_pass(sampling, batch_size, left, adjacency, steps, secret)
-            steps = steps_of(design, steps, None, None, once=cls.words == _PASS) or steps
-            if secret and goal is not None:
-                noise = noise_for(goal, design, steps)
-                theory = theory and cls._best(problem, distance, inputs, [(steps, noise)])
-            clip = clip if theory is None else theory.clip
-            made = cls._averaging(problem, steps) if average is None else None
-            if scale is not None and made is None:
-                pace = pace_of(scale, design, steps, noise)
-                pace = (
-                    pace
-                    if cls.momentum
-                    else Pace(min(cls._lr(problem), pace.lr / (1.0 - pace.momentum)))
-                )
-        else:
-            if clip is None:
-                raise MissingConstantError(
-                    f"{cls.__name__} needs a clip for many passes, which no theorem chooses:"
-                    " clip=dp.Pilot(), or a number"
-                )
-            if by_rule and goal is not None and left is not None:
-                scale = scale_of_clip(
-                    problem, None if isinstance(clip, Pilot) else clip, distance, dim, cls.__name__
-                )
-                run = run_of(scale, left, goal, sampling, adjacency, batch_size, steps, epochs)
-                design = run.design
-                steps = run.steps
-                noise = run.noise
-                pace = run.pace
-            else:
-                if batch_size is None and left is not None and sampling in (None, *SAMPLING):
-                    batch_size = min(_DEFAULT_BATCH, left)
-                default = (
-                    _FULL_STEPS
-                    if sampling == "full" or isinstance(sampling, Full)
-                    else _DEFAULT_EPOCHS
-                )
-                free = goal is None and not isinstance(clip, Pilot)
-                design, steps = drawn(
-                    sampling, batch_size, left, adjacency, steps, epochs, None if free else default
-                )
-                noise = noise if goal is None else noise_for(goal, design, steps)
-        covered = lr is None and average is None
-        if pace is not None:
-            lr = pace.lr
-            average = average or ("weighted" if pace.momentum else "last")
-        elif lr is None:
-            lr = (
-                theory.lr
-                if theory is not None
-                else cls._lr(problem)
-                if made is None
-                else made.lr[0]
-            )
-        if goal is not None and n and dim and steps and mode != "paper":
-            checks.warn_if_buried(
-                noise / design.batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=goal.epsilon
-            )
-        if theory is not None and left is not None:
-            covered = covered and design == Disjoint(left // theory.steps, left)
-        pilot: PilotPlan | None = None
-        if isinstance(clip, Pilot):
-            if n is None or left is None or budget is None or steps is None or dim is None:
-                raise ValueError(
-                    f"n, budget and dim must be given for a pilot, or a number as clip (got {n},"
-                    f" {budget} and {dim})"
-                )
-            rho = zcdp_of(noise if secret and noise else release_noise(budget), adjacency)
-            rate = exchange_rate_phase(left, dim, rho, adjacency)
-            if once:
-                rate = cls._exchange_rate(problem, left, dim, steps, rho, adjacency)
-            pilot = clip.plan(n, budget, rate)
-            clip = None
-            design = after_pilot(pilot.size, design, steps, n, adjacency)
-            steps = steps + 1
-        return cls.plans(
-            budget=budget,
-            adjacency=adjacency,
-            design=design,
-            steps=steps,
-            lr=check.positive(lr=lr),
-            momentum=0.0 if pace is None else pace.momentum,
-            radius=problem.radius,
-            average=average or ("weighted" if made is not None else cls.plans.average),
-            secure=secure,
-            clip=clip,
-            noise_multiplier=noise,
-            pilot=pilot,
-            factors=() if made is None else tuple(step / made.lr[0] for step in made.lr),
-            weights=() if made is None else made.weights,
-            risk_bound=theory.bound if theory is not None and covered else None,
-        )
-
-    @classmethod
-    def _usual(
-        cls,
-        clip: float | Pilot | None,
-        n: int | None,
-        adjacency: Adjacency,
-        mode: str,
-        batch_size: int | None,
-        steps: int | None,
-        epochs: float | None,
-    ) -> str | None:
-        """Returns the word of one pass that is taken where none is given; None for batches of any number."""
-        if adjacency != ADD_REMOVE and (clip is None or mode == "paper"):
-            return "shuffled"  # what the bound of the theorem that chooses is for
-        once = n is not None and epochs in (None, 1) and (steps is None or batch_size is None)
-        return "assigned" if once or cls.words == _PASS else None
-
-    @classmethod
-    def _is_one_pass(
-        cls,
-        sampling: str | Design | None,
-        n: int | None,
-        steps: int | None,
-        epochs: float | None,
-        adjacency: Adjacency,
-    ) -> bool:
+    def is_one_pass(self, given: Given) -> bool:
         """Returns whether each record is used once; raises ValueError where that must be so and is not."""
-        if steps is not None and epochs is not None:
-            raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-        if epochs is not None:
-            check.positive(epochs=epochs)
+        given.require_one_length()
+        if given.epochs is not None:
+            check.positive(epochs=given.epochs)
+        sampling = given.sampling
+        only = self.words == _PASS
         if isinstance(sampling, Design):
             once = sampling.one_pass
-            if isinstance(sampling, Assigned) and sampling.passes > 1 and cls.words == _PASS:
-                raise ValueError(f"passes must be 1 for {cls.__name__} (got {sampling})")
+            if isinstance(sampling, Assigned) and sampling.passes > 1 and only:
+                raise ValueError(f"passes must be 1 for {self.by} (got {sampling})")
         else:
-            check.choice((*cls.words, None), sampling=sampling)
-            if sampling == "shuffled" and adjacency == ADD_REMOVE:
-                raise AdjacencyError(
-                    "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
-                    " 'shuffled'): removing a record would shift the batches of all later ones"
-                )
-            once = n is not None and (
-                sampling == "assigned" or (sampling == "shuffled" and epochs in (None, 1))
-            )
-        if epochs not in (None, 1) and (sampling == "assigned" or cls.words == _PASS):
-            more = ", or sampling 'allocated' for several" if "allocated" in cls.words else ""
-            raise ValueError(f"epochs must be 1 for one pass{more} (got {epochs})")
-        if not once and cls.words == _PASS:
+            once = self._is_word_of_one_pass(given)
+        if given.epochs not in (None, 1) and (sampling == "assigned" or only):
+            more = ", or sampling 'allocated' for several" if "allocated" in self.words else ""
+            raise ValueError(f"epochs must be 1 for one pass{more} (got {given.epochs})")
+        if not once and only:
             raise ValueError(
-                f"sampling must be one pass over n records for {cls.__name__}: 'shuffled',"
-                f" 'assigned', or a design of one pass (got {sampling!r} and n={n})"
+                f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"
+                f" or a design of one pass (got {sampling!r} and n={given.n})"
             )
         return once
 
-    @classmethod
-    def _lr(cls, problem: Problem) -> float:
-        """Returns the largest step size of the theorem, where the noise is not known in advance."""
-        (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return 1.0 / (cls.most * smoothness)
+    def _is_word_of_one_pass(self, given: Given) -> bool:
+        check.choice((*self.words, None), sampling=given.sampling)
+        if given.sampling == "shuffled" and given.adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
+                " 'shuffled'): removing a record would shift the batches of all later ones"
+            )
+        if given.n is None:
+            return False
+        known = given.sampling == "shuffled" and given.epochs in (None, 1)
+        return known or given.sampling == "assigned"
 
-    @classmethod
-    def _best(
-        cls,
-        problem: Problem,
-        distance: float | None,
-        inputs: dict[str, Any],
-        tries: Sequence[tuple[int | None, float]],
-    ) -> OnePassPlan | None:
-        """Returns what the theorem chooses, as `_chosen`, at the number of steps, beside its noise, of least bound."""
+
+def plan_by_theorem(  # noqa: D417 (cls is bound)
+    cls: Any,
+    *,
+    problem: Problem | None = None,
+    n: int | None = None,
+    budget: Budget | None = None,
+    noise_multiplier: float | None = None,
+    clip: float | Pilot | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    sampling: str | Design | None = None,
+    average: str | None = None,
+    adjacency: Adjacency | None = None,
+    dim: Any = None,
+    distance: float | None = None,
+    allow_infinite_variance: bool = False,
+    secure: str | None = None,
+) -> ClippedPlan:
+    """Returns the public numbers of a run, before anything is spent.
+
+    Args:
+        problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
+            steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
+        n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
+            replace_one only.
+        budget: what the run may spend; the noise is chosen for it unless it is given.
+        noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
+        clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
+            chooses.
+        steps: number of steps, without that of a pilot; default by theory, or by the step rule
+            (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
+            in one pass (64 if it is secret), 30 of "full" batches.
+        epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
+            10 of other batches than "full", without limit for noise of your own.
+        batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
+            512 (at most n) in many passes.
+        lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
+        sampling: one pass, "assigned" (default; each record draws its batch secretly: `Assigned`) or "shuffled",
+            with several times the noise (default under replace_one and zero_out where the theorem chooses the clip,
+            since its bound is for these batches). `ClippedSGD` makes many passes too:
+            "poisson" (their default; all records where a batch holds them), "allocated" (passes like "assigned", at
+            the price of Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
+            dp.Poisson(batch_size, n).
+        average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
+            with momentum). In one pass of
+            `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
+            `AcceleratedSGD` has an answer of its own.
+        adjacency: default the budget's, or "zero_out".
+        dim: number of parameters, or the model; needed where moments are promised, and by pilots.
+        distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
+            AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
+        allow_infinite_variance: admits moment_order < 2.
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
+
+    Raises:
+        MissingConstantError: a promise is missing; says which, and how to do without.
+        AdjacencyError: batches cut by position, under add_remove.
+        ValueError: an argument is out of range.
+    """
+    theorem: Theorem = cls.theorem
+    if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
+        n = sampling.n if n is None else n
+    budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n))
+    check.choice((*AVERAGES, None), average=average)
+    if distance is not None:
+        check.positive(distance=distance)
+    _require_target(budget, noise_multiplier)
+    given = Given(
+        n=_records_that_train(n, clip, sampling),
+        adjacency=adjacency,
+        sampling=sampling,
+        batch_size=batch_size,
+        steps=steps,
+        epochs=epochs,
+        noise_multiplier=noise_multiplier,
+    )
+    task = _Task(
+        theorem=theorem,
+        problem=problem or Problem(),
+        n=n,
+        budget=budget,
+        given=replace(given, sampling=theorem.sampling(given, chooses=clip is None)),
+        clip=clip,
+        lr=lr,
+        average=average,
+        dim=dimension(dim),
+        distance=distance,
+        allow_infinite_variance=allow_infinite_variance,
+    )
+    return task.plan(cls.plans, secure)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What comes out of the stages.
+
+    Args:
+        design: how the batches of the steps are drawn.
+        steps: their number, without that of a pilot.
+        noise: multiplier.
+        theory: what the theorem chose; None where it did not.
+        averaging: its step sizes and weights.
+        pace: by the step rule.
+        secret: whether passes are amplified, so that each release may tell more.
+    """
+
+    design: Design
+    steps: int | None
+    noise: float
+    theory: OnePassPlan | None = None
+    averaging: AveragingSchedule | None = None
+    pace: Pace | None = None
+    secret: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a plan is asked for; the fields are arguments of `plan_by_theorem`. `given.n` are the records that train."""
+
+    theorem: Theorem
+    problem: Problem
+    n: int | None
+    budget: Budget | None
+    given: Given
+    clip: float | Pilot | None
+    lr: float | None
+    average: str | None
+    dim: int | None
+    distance: float | None
+    allow_infinite_variance: bool
+
+    @property
+    def goal(self) -> Budget | None:
+        """The budget that noise is chosen for; None where noise is given."""
+        return self.budget if self.given.noise_multiplier is None else None
+
+    @property
+    def follows_rule(self) -> bool:
+        """Whether the step rule takes what no theorem chooses."""
+        ruled = self.theorem.momentum is not None
+        return ruled and self.lr is None and self.goal is not None
+
+    def plan(self, kind: type[ClippedPlan], secure: str | None) -> ClippedPlan:
+        """Returns the plan, stage by stage."""
+        once = self.theorem.is_one_pass(self.given)
+        n = self.given.n
+        chosen = self._in_passes() if not once or n is None else self._in_one_pass(n)
+        theory = chosen.theory
+        averaging = chosen.averaging
+        pace = Pace(self._lr(chosen)) if chosen.pace is None else chosen.pace
+        self._warn_if_buried(chosen)
+        clip = self.clip if theory is None else theory.clip
+        design = chosen.design
+        steps = chosen.steps
+        pilot: PilotPlan | None = None
+        if isinstance(clip, Pilot):
+            pilot, design, steps = self._piloted(clip, chosen, once)
+            clip = None
+        return kind(
+            budget=self.budget,
+            adjacency=self.given.adjacency,
+            design=design,
+            steps=steps,
+            lr=check.positive(lr=pace.lr),
+            momentum=pace.momentum,
+            radius=self.problem.radius,
+            average=self._average(chosen) or kind.average,
+            secure=secure,
+            clip=clip,
+            noise_multiplier=chosen.noise,
+            pilot=pilot,
+            factors=() if averaging is None else tuple(lr / averaging.lr[0] for lr in averaging.lr),
+            weights=() if averaging is None else averaging.weights,
+            risk_bound=self._risk_bound(chosen),
+        )
+
+    # -- one pass: the theorem, or the step rule, or a few steps ------------------------------------------------------
+
+    def _in_one_pass(self, n: int) -> _Chosen:
+        goal = self.goal
+        secret = _is_secret(self.given.sampling)
+        noise = self._noise_of_release()
+        asked = self._steps_asked(n)
+        theory = self._tried(n, asked, noise, secret)
+        scale: Scale | None = None
+        if theory is None and self.follows_rule and not self.problem.strong_convexity:
+            scale = self._scale()
+        steps = theory.steps if theory is not None else asked
+        if steps is None:
+            steps = self._steps_of_pass(n, scale, secret)
+        if check.positive_count(steps=steps) > n:
+            raise ValueError(f"steps must be <= {n}, the records that train (got {steps})")
+        design = _one_pass(self.given, n, steps, secret)
+        counted = replace(self.given, steps=steps, epochs=None)
+        steps = counted.steps_in(design, once=self.theorem.words == _PASS) or steps
+        if secret and goal is not None:
+            noise = noise_for(goal, design, steps)
+            theory = theory and self._best(n, [(steps, noise)])
+        averaging = self.theorem.averaging(self.problem, steps) if self.average is None else None
+        pace: Pace | None = None
+        if scale is not None and averaging is None:
+            pace = self._pace_of_pass(scale, Draws(design, steps), noise)
+        return _Chosen(design, steps, noise, theory, averaging, pace, secret)
+
+    def _noise_of_release(self) -> float:
+        """Returns the noise of a mean without amplification."""
+        if self.goal is not None:
+            return release_noise(self.goal)
+        return check.nonnegative(noise_multiplier=self.given.noise_multiplier)
+
+    def _steps_asked(self, n: int) -> int | None:
+        """Returns the number of steps that is given, by itself or as a size of batches."""
+        given = self.given
+        sized = isinstance(given.sampling, Design) or given.batch_size is not None
+        if given.steps is None and sized:
+            return _one_pass(given, n, 1, secret=False).steps_per_epoch
+        return given.steps
+
+    def _steps_of_pass(self, n: int, scale: Scale | None, secret: bool) -> int:
+        if scale is not None and self.goal is not None:
+            return one_pass(scale, n, self.goal, bool(self.theorem.momentum), secret)
+        return min(n, _MORE_STEPS if secret else _FEW_STEPS)
+
+    def _pace_of_pass(self, scale: Scale, draws: Draws, noise: float) -> Pace:
+        pace = choose_pace(scale, draws, noise)
+        if self.theorem.momentum:
+            return pace
+        return Pace(min(self.theorem.largest_lr(self.problem), pace.lr / (1.0 - pace.momentum)))
+
+    def _tried(self, n: int, steps: int | None, noise: float, secret: bool) -> OnePassPlan | None:
+        """Returns what the theorem chooses; None where promises are missing, or a clip is chosen otherwise."""
+        if not noise or isinstance(self.clip, Pilot):
+            return None
+        tries: list[tuple[int | None, float]] = [(steps, noise)]
+        if secret and self.goal is not None and steps is None:
+            tries = [(number, noise_of_pass(self.goal, number)) for number in numbers_of_steps(n)]
+        return self._best(n, tries)
+
+    def _best(self, n: int, tries: Sequence[tuple[int | None, float]]) -> OnePassPlan | None:
+        """Returns what the theorem chooses at the number of steps, beside its noise, of least bound."""
         with warnings.catch_warnings():
             if len(tries) > 1:  # what is said of those that are not taken
                 warnings.simplefilter("ignore", UtilityWarning)
-            plans = [
-                cls._chosen(
-                    problem,
-                    distance,
-                    inputs | {"steps": steps, "rho": zcdp_of(noise, inputs["adjacency"])},
-                )
-                for steps, noise in tries
-            ]
-        return min(
-            (plan for plan in plans if plan is not None), key=lambda plan: plan.bound, default=None
-        )
+            made = [self._chosen(n, steps, noise) for steps, noise in tries]
+        plans = [plan for plan in made if plan is not None]
+        return min(plans, key=lambda plan: plan.bound, default=None)
 
-    @classmethod
-    def _chosen(
-        cls, problem: Problem, distance: float | None, inputs: dict[str, Any]
-    ) -> OnePassPlan | None:
-        """Returns what the theorem chooses; None where promises are missing, and the clip is given."""
-        if problem.moment is not None and inputs["dim"] is None:
+    def _chosen(self, n: int, steps: int | None, noise: float) -> OnePassPlan | None:
+        problem = self.problem
+        if problem.moment is not None and self.dim is None:
             raise MissingConstantError(
                 "dim must be given where moments are promised: the model, or its parameters"
             )
-        names = ("moment", "moment_order", "smoothness", *cls.needs)
+        needs = ("smoothness", *self.theorem.needs)
         try:
-            promised = dict(zip(names, problem.require(*names, by=cls.__name__), strict=True))
-            return cls._theory(
-                promised | inputs | {"second_moment": problem.second_moment}, problem, distance
+            moment, order, *constants = problem.require(
+                "moment", "moment_order", *needs, by=self.theorem.by
             )
+            assert self.dim is not None  # with a moment
+            data = OnePass(
+                n,
+                self.dim,
+                zcdp_of(noise, self.given.adjacency),
+                moment,
+                order,
+                problem.second_moment,
+                self.given.adjacency,
+                self.allow_infinite_variance,
+            )
+            given = dict(zip(needs, constants, strict=True)) | {"steps": steps, "clip": self.clip}
+            return self.theorem.chosen(data, given, problem, self.distance)
         except MissingConstantError:
-            if inputs["clip"] is None:
+            if self.clip is None:
                 raise
             return None
 
+    # -- many passes: the step rule, or usual numbers -----------------------------------------------------------------
 
-def _goal(budget: Budget | None, noise_multiplier: float | None) -> tuple[Budget | None, float]:
-    """Returns the budget that noise is chosen for, or else noise that is given."""
+    def _in_passes(self) -> _Chosen:
+        if self.clip is None:
+            raise MissingConstantError(
+                f"{self.theorem.by} needs a clip for many passes, which no theorem chooses:"
+                " clip=dp.Pilot(), or a number"
+            )
+        given = self.given
+        goal = self.goal
+        if self.follows_rule and given.n is not None:
+            scale = self._scale()
+            draws = choose_design(scale, goal, given)
+            noise = choose_noise(goal, *draws, given)
+            return _Chosen(*draws, noise, pace=choose_pace(scale, draws, noise))
+        if given.batch_size is None and given.n is not None and given.sampling in (None, *SAMPLING):
+            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
+        passes: int | None = None
+        if goal is not None or isinstance(self.clip, Pilot):
+            full = given.sampling == "full" or isinstance(given.sampling, Full)
+            passes = _FULL_STEPS if full else _DEFAULT_EPOCHS
+        draws = choose_design(None, goal, given, passes)
+        return _Chosen(*draws, choose_noise(goal, *draws, given))
+
+    # -- what both share ----------------------------------------------------------------------------------------------
+
+    def _scale(self) -> Scale:
+        clip = None if isinstance(self.clip, Pilot) else self.clip
+        return scale_of_clip(self.problem, clip, self.distance, self.dim, self.theorem.by)
+
+    def _lr(self, chosen: _Chosen) -> float:
+        """Returns the step size without the step rule."""
+        if self.lr is not None:
+            return self.lr
+        if chosen.theory is not None:
+            return chosen.theory.lr
+        if chosen.averaging is not None:
+            return chosen.averaging.lr[0]
+        return self.theorem.largest_lr(self.problem)
+
+    def _average(self, chosen: _Chosen) -> str | None:
+        if self.average is not None:
+            return self.average
+        if chosen.pace is not None:
+            return "weighted" if chosen.pace.momentum else "last"
+        return None if chosen.averaging is None else "weighted"
+
+    def _risk_bound(self, chosen: _Chosen) -> float | None:
+        """Returns the theorem's bound, where the run is the theorem's."""
+        theory = chosen.theory
+        if theory is None or self.lr is not None or self.average is not None:
+            return None
+        n = self.given.n
+        assert n is not None
+        return theory.bound if chosen.design == Disjoint(n // theory.steps, n) else None
+
+    def _warn_if_buried(self, chosen: _Chosen) -> None:
+        goal = self.goal
+        if goal and self.n and self.dim and chosen.steps:
+            noise = chosen.noise / chosen.design.batch_size / math.sqrt(chosen.steps)
+            checks.warn_if_buried(noise, n=self.n, dim=self.dim, epsilon=goal.epsilon)
+
+    def _piloted(self, clip: Pilot, chosen: _Chosen, once: bool) -> tuple[PilotPlan, Parts, int]:
+        """Returns the pilot that chooses the clip, and the design and the steps of it and the others."""
+        n = self.n
+        left = self.given.n
+        budget = self.budget
+        steps = chosen.steps
+        if n is None or left is None or budget is None or steps is None or self.dim is None:
+            raise ValueError(
+                f"n, budget and dim must be given for a pilot, or a number as clip (got {n},"
+                f" {budget} and {self.dim})"
+            )
+        adjacency = self.given.adjacency
+        noise = chosen.noise if chosen.secret and chosen.noise else release_noise(budget)
+        rho = zcdp_of(noise, adjacency)
+        if once:
+            rate = self.theorem.exchange_rate(self.problem, left, self.dim, steps, rho, adjacency)
+        else:
+            rate = exchange_rate_phase(left, self.dim, rho, adjacency)
+        pilot = clip.plan(n, budget, rate)
+        return pilot, after_pilot(pilot.size, chosen.design, steps, n, adjacency), steps + 1
+
+
+def _require_target(budget: Budget | None, noise_multiplier: float | None) -> None:
+    """Raises ValueError where there is neither noise of the caller's nor a budget that a plan may spend."""
     if noise_multiplier is not None:
-        return None, check.nonnegative(noise_multiplier=noise_multiplier)
-    if budget is None:
+        check.nonnegative(noise_multiplier=noise_multiplier)
+    elif budget is None:
         raise ValueError(
             "budget or noise_multiplier must be given: the target, or noise of your own"
         )
-    if budget.mode != "planned":
+    elif budget.mode != "planned":
         raise ValueError(
             f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
         )
-    return budget, math.nan
+
+
+def _records_that_train(
+    n: int | None, clip: float | Pilot | None, sampling: str | Design | None
+) -> int | None:
+    """Returns the number of records that a pilot leaves, all without one."""
+    if n is None:
+        return None
+    n = check.positive_count(n=n)
+    if not isinstance(clip, Pilot):
+        return n
+    if isinstance(sampling, Design):
+        raise ValueError(
+            f"sampling must be a word, for the records that a pilot leaves (got {sampling})"
+        )
+    return check.positive_count(n=n - clip.records(n))
 
 
 def _is_secret(sampling: str | Design | None) -> bool:
@@ -613,18 +725,12 @@ def _is_secret(sampling: str | Design | None) -> bool:
     return sampling == "assigned" or (isinstance(sampling, Assigned) and sampling.amplification)
 
 
-def _one_pass(
-    sampling: str | Design,
-    batch_size: int | None,
-    n: int,
-    adjacency: Adjacency,
-    steps: int = 1,
-    secret: bool = False,
-) -> Design:
-    """Returns the design of one pass in batches of this size, or in so many."""
-    if isinstance(sampling, Design):
-        return sampled(sampling, batch_size, n, adjacency)
-    size = n // steps if batch_size is None else batch_size
-    if sampling == "assigned":  # all records to these batches
-        return Assigned(size, n, steps if batch_size is None else None, amplification=secret)
+def _one_pass(given: Given, n: int, steps: int, secret: bool) -> Design:
+    """Returns the design of one pass over n records, in batches of the given size or else in so many."""
+    if isinstance(given.sampling, Design):
+        return given.sampled()
+    size = n // steps if given.batch_size is None else given.batch_size
+    if given.sampling == "assigned":  # all records to these batches
+        parts = steps if given.batch_size is None else None
+        return Assigned(size, n, parts, amplification=secret)
     return Disjoint(size, n)

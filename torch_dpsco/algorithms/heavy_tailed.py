@@ -34,12 +34,14 @@ from torch_dpsco.algorithms.clip_numbers import (
 from torch_dpsco.algorithms.heavy_plan import (
     AcceleratedPlan,
     ClippedPlan,
-    HeavyTailed,
     ProximalPlan,
+    Theorem,
+    plan_by_theorem,
     scale_of,
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
+    OnePass,
     OnePassPlan,
     accelerated_plan,
     averaging_schedule,
@@ -49,9 +51,89 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.step.chooser import SAMPLING
+from torch_dpsco.step.planned import PlannedOptimizer
 
 
-class ClippedSGD(HeavyTailed):
+class _Averaged(Theorem):
+    """Strongly convex losses: step sizes and weights of an average."""
+
+    words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
+    needs = ("strong_convexity",)
+    most = 1.0
+    momentum = True
+
+    def chosen(
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
+        """Returns what the theorem chooses."""
+        unbounded = distance is None and math.isinf(problem.radius)
+        diameter = math.inf if unbounded else scale_of(problem, distance, self.by)
+        return strongly_convex_plan(data, diameter=diameter, **given)
+
+    def exchange_rate(
+        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
+        """Returns what a unit of clip costs in noise, in one pass."""
+        if problem.strong_convexity is None or problem.smoothness is None:
+            return exchange_rate_phase(n, dim, rho, adjacency)
+        weights = strongly_convex_coefficients(
+            strong_convexity=problem.strong_convexity, smoothness=problem.smoothness, steps=steps
+        )
+        return exchange_rate_strongly_convex(
+            n, dim, steps, rho, weights.bias, weights.noise, adjacency
+        )
+
+    def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
+        """Returns step sizes and weights of an average."""
+        if not problem.strong_convexity:
+            return None
+        (smoothness,) = problem.require("smoothness", by=self.by)
+        return averaging_schedule(
+            strong_convexity=problem.strong_convexity, inverse_lr_cap=smoothness, steps=steps
+        )
+
+
+class _Accelerated(Theorem):
+    """Smooth convex losses: accelerated steps."""
+
+    most = 4.0
+
+    def chosen(
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
+        """Returns what the theorem chooses."""
+        return accelerated_plan(data, diameter=scale_of(problem, distance, self.by), **given)
+
+    def exchange_rate(
+        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
+        """Returns what a unit of clip costs in noise, in one pass."""
+        return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
+
+
+class _Proximal(Theorem):
+    """Proximal-PL objectives: constant steps."""
+
+    needs = ("pl_constant",)
+    most = 2.0
+    momentum = False
+
+    def chosen(
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
+        """Returns what the theorem chooses."""
+        # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
+        gap = data.moment * scale_of(problem, distance, self.by)
+        return proximal_pl_plan(data, initial_gap=gap, **given)
+
+    def exchange_rate(
+        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
+    ) -> float:
+        """Returns what a unit of clip costs in noise, in one pass."""
+        return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)
+
+
+class ClippedSGD(PlannedOptimizer):
     """SGD on clipped means: one pass with Stich's weights, or many passes.
 
     Args:
@@ -80,43 +162,12 @@ class ClippedSGD(HeavyTailed):
         6
     """
 
-    words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
-    needs = ("strong_convexity",)
-    most = 1.0
-    momentum = True
-
-    @classmethod
-    def _theory(
-        cls, promised: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
-        unbounded = distance is None and math.isinf(problem.radius)
-        diameter = math.inf if unbounded else scale_of(problem, distance, cls.__name__)
-        return strongly_convex_plan(diameter=diameter, **promised)
-
-    @classmethod
-    def _exchange_rate(
-        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        if problem.strong_convexity is None or problem.smoothness is None:
-            return exchange_rate_phase(n, dim, rho, adjacency)
-        weights = strongly_convex_coefficients(
-            strong_convexity=problem.strong_convexity, smoothness=problem.smoothness, steps=steps
-        )
-        return exchange_rate_strongly_convex(
-            n, dim, steps, rho, weights.bias, weights.noise, adjacency
-        )
-
-    @classmethod
-    def _averaging(cls, problem: Problem, steps: int) -> AveragingSchedule | None:
-        if not problem.strong_convexity:
-            return None
-        (smoothness,) = problem.require("smoothness", by=cls.__name__)
-        return averaging_schedule(
-            strong_convexity=problem.strong_convexity, inverse_lr_cap=smoothness, steps=steps
-        )
+    plans = ClippedPlan
+    theorem = _Averaged("ClippedSGD")
+    plan = classmethod(plan_by_theorem)
 
 
-class AcceleratedSGD(HeavyTailed):
+class AcceleratedSGD(PlannedOptimizer):
     """Accelerated one-pass SGD for smooth convex losses (AC-SA): Algorithms 2 and 5.
 
         inner <- Proj( inner - t lr mean_t ),   mean_t of gradients at the query, on batch t;   outer averages the inner
@@ -158,23 +209,12 @@ class AcceleratedSGD(HeavyTailed):
         (4, True)
     """
 
-    plans: ClassVar[type[ClippedPlan]] = AcceleratedPlan
-    most = 4.0
-
-    @classmethod
-    def _theory(
-        cls, promised: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
-        return accelerated_plan(diameter=scale_of(problem, distance, cls.__name__), **promised)
-
-    @classmethod
-    def _exchange_rate(
-        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
+    plans = AcceleratedPlan
+    theorem = _Accelerated("AcceleratedSGD")
+    plan = classmethod(plan_by_theorem)
 
 
-class ProximalSGD(HeavyTailed):
+class ProximalSGD(PlannedOptimizer):
     """Proximal one-pass SGD for F0 + f1 with a data-independent penalty or constraint f1: Algorithms 8 and 9.
 
         w <- prox_{lr f1}( w - lr mean_t )
@@ -202,21 +242,6 @@ class ProximalSGD(HeavyTailed):
         6
     """
 
-    plans: ClassVar[type[ClippedPlan]] = ProximalPlan
-    needs = ("pl_constant",)
-    most = 2.0
-    momentum = False
-
-    @classmethod
-    def _theory(
-        cls, promised: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
-        # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
-        gap = promised["moment"] * scale_of(problem, distance, cls.__name__)
-        return proximal_pl_plan(initial_gap=gap, **promised)
-
-    @classmethod
-    def _exchange_rate(
-        cls, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)
+    plans = ProximalPlan
+    theorem = _Proximal("ProximalSGD")
+    plan = classmethod(plan_by_theorem)

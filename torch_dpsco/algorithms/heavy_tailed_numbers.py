@@ -32,7 +32,7 @@ Proof: docs/proofs/heavy_tailed.md#accelerated-steps (the recursion of Ghadimi a
 minimizes B D plus the part of the noise in the root: B(C) + a C with a of `exchange_rate_accelerated`.
 
 Differs from the paper in: 1. explicit constants; 2. the sharp bias constant; 3. T minimizes the bound itself, rather
-than its order; mode "paper" keeps the published T and C, whose constants inside the orders are 1.
+than its order.
 
 Source: Lowy and Razaviyayn, Theorems 9 and 31.
 
@@ -46,7 +46,7 @@ With eta = 1/(2 beta), the LAST iterate satisfies
 E F(w_T) - F* <= (1 - mu/(4 beta))^T (F(w_0) - F*) + (3 B^2 + 2 S)/mu.
 
 Differs from the paper in: 1. explicit constants, by a proof without its lemma on perturbed minimizers
-(docs/proofs/heavy_tailed.md#proximal-steps); 2. T and C minimize the bound; mode "paper" keeps the published C.
+(docs/proofs/heavy_tailed.md#proximal-steps); 2. T and C minimize the bound.
 
 Source: Lowy and Razaviyayn, Theorem 48.
 """
@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch_dpsco import _validate as check
@@ -66,9 +66,8 @@ from torch_dpsco.algorithms.clip_numbers import (
     clip_threshold_square,
     exchange_rate_accelerated,
     mean_noise_std,
-    safe_exp,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, warn
+from torch_dpsco.errors import ConditionError, warn
 
 MAX_STEPS = 100_000  # end of the search for the number of steps
 _GRID = 400
@@ -90,16 +89,6 @@ def check_order(moment_order: float, allow_infinite_variance: bool = False) -> f
     return k
 
 
-def check_mode(mode: str, adjacency: str) -> str:
-    """Returns the mode; raises AdjacencyError for "paper" outside of replace_one, where the paper proves nothing."""
-    sensitivity_factor(adjacency)
-    if check.choice(("tight", "paper"), mode=mode) == "paper" and adjacency != "replace_one":
-        raise AdjacencyError(
-            f"mode='paper' is proved for replace_one only (got {adjacency!r}); use mode='tight'"
-        )
-    return mode
-
-
 @dataclass(frozen=True, kw_only=True)
 class OnePassPlan:
     """Public numbers of a run in one pass, of every method.
@@ -118,7 +107,6 @@ class OnePassPlan:
         lr: step size as the optimizer takes it: of the first step, or the factor of t in that of step t.
         bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
         smoothness: beta.
-        mode: "tight" or "paper".
     """
 
     n: int
@@ -134,7 +122,6 @@ class OnePassPlan:
     lr: float
     bound: float
     smoothness: float
-    mode: str = "tight"
 
     @property
     def noise_multiplier(self) -> float:
@@ -272,23 +259,6 @@ class BoundCoefficients:
     noise: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class StronglyConvexPlan(OnePassPlan):
-    """Public numbers of a planned run of averaged ClippedSGD.
-
-    Args, besides those of `OnePassPlan`:
-        strong_convexity: mu.
-        distance: bound on |w_0 - w*| used in `bound`.
-        schedule: step sizes and weights.
-        coefficients: of the bound.
-    """
-
-    strong_convexity: float
-    distance: float
-    schedule: AveragingSchedule = field(repr=False)
-    coefficients: BoundCoefficients = field(repr=False)
-
-
 def averaging_schedule(
     *, strong_convexity: float, inverse_lr_cap: float, steps: int
 ) -> AveragingSchedule:
@@ -363,44 +333,26 @@ def strongly_convex_coefficients(
 
 
 def strongly_convex_plan(
+    data: OnePass,
     *,
-    n: int,
-    dim: int,
-    rho: float,
     strong_convexity: float,
     smoothness: float,
-    moment: float,
-    moment_order: float,
-    second_moment: float | None = None,
     diameter: float = math.inf,
     steps: int | None = None,
     clip: float | None = None,
-    adjacency: str = "replace_one",
-    mode: str = "tight",
-    allow_infinite_variance: bool = False,
-) -> StronglyConvexPlan:
-    """Returns the plan with its excess risk bound.
+) -> OnePassPlan:
+    """Returns the plan of averaged steps with its excess risk bound.
 
     Args:
-        n: public number of records.
-        dim: d.
-        rho: > 0, zCDP of the run.
+        data: records, privacy and moments.
         strong_convexity: mu > 0, of the population risk.
         smoothness: beta >= mu, of the population risk.
-        moment: r_k.
-        moment_order: k.
-        second_moment: r_2, default r_k.
         diameter: bound on |w_0 - w*|; r_2/mu is one, and the smaller of the two is used.
-        steps: T <= n; default the minimizer of the bound. Mode "paper", which states its order only:
-            ceil(2 kappa log(beta D^2 / rate)) with the published rate.
+        steps: T <= n; default the minimizer of the bound.
         clip: a threshold of your own, chosen without looking at the training records.
-        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
-        mode: "tight" or "paper" (replace_one only; the published C).
-        allow_infinite_variance: admits k < 2.
 
     Raises:
-        AdjacencyError: mode "paper" outside replace_one.
-        ConditionError: mu > beta; k < 2 without `allow_infinite_variance`.
+        ConditionError: mu > beta.
         ValueError: an argument is out of range.
 
     Guarantee:
@@ -410,63 +362,29 @@ def strongly_convex_plan(
         docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
-        >>> plan = strongly_convex_plan(n=10**5, dim=50, rho=0.5, strong_convexity=0.5, smoothness=1.0, moment=1.0,
-        ...                             moment_order=2.0, diameter=2.0)
+        >>> data = OnePass(n=10**5, dim=50, rho=0.5, moment=1.0, moment_order=2.0)
+        >>> plan = strongly_convex_plan(data, strong_convexity=0.5, smoothness=1.0, diameter=2.0)
         >>> plan.steps, round(plan.bound, 4)
         (18, 0.0032)
     """
-    data = OnePass(
-        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
-    )
     mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
     # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
     distance = min(
-        check.positive(diameter=diameter, allow_inf=True), (second_moment or moment) / mu
+        check.positive(diameter=diameter, allow_inf=True),
+        (data.second_moment or data.moment) / mu,
     )
-    paper = check_mode(mode, adjacency) == "paper"
 
-    def planned(T: int, schedule: AveragingSchedule) -> StronglyConvexPlan:
+    def planned(T: int) -> OnePassPlan:
         u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
         chosen = clip
-        if chosen is None and paper:
-            chosen = _paper_clip(data, T)
-        elif chosen is None:
+        if chosen is None:
             weight = u.noise * data.noise_variance(data.batch_size(T), 1.0)
-            chosen = clip_threshold_square(moment, moment_order, u.bias, weight)
+            chosen = clip_threshold_square(data.moment, data.moment_order, u.bias, weight)
         run = data.run(T, chosen)
-        return StronglyConvexPlan(
-            **run,
-            lr=1.0 / beta,
-            bound=u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"],
-            strong_convexity=mu,
-            smoothness=beta,
-            distance=distance,
-            mode=mode,
-            schedule=schedule,
-            coefficients=u,
-        )
+        bound = u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"]
+        return OnePassPlan(**run, lr=1.0 / beta, bound=bound, smoothness=beta)
 
-    if steps is None and paper:
-        steps = _paper_steps(data, mu, beta, distance)
-    elif steps is None:  # its T numbers are not needed to find T
-        steps = least_steps(lambda T: planned(T, AveragingSchedule((), ())).bound, n)
-    return planned(steps, averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=steps))
-
-
-def _paper_clip(data: OnePass, T: int) -> float:
-    """r_k (eps^2 n^2/(d T))^(1/(2k)), eps^2 = 2 rho."""
-    log_signal = (
-        math.log(2.0 * data.rho) + 2.0 * math.log(data.n) - math.log(data.dim) - math.log(T)
-    )
-    return safe_exp(math.log(data.moment) + log_signal / (2.0 * data.moment_order))
-
-
-def _paper_steps(data: OnePass, mu: float, beta: float, distance: float) -> int:
-    kappa = beta / mu
-    k = data.moment_order
-    noise = math.sqrt(data.dim * kappa / (2.0 * data.rho)) / data.n
-    rate = data.moment**2 / mu * (1.0 / data.n + noise ** ((2.0 * k - 2.0) / k))
-    return min(data.n, math.ceil(2.0 * kappa * math.log(max(math.e, beta * distance**2 / rate))))
+    return planned(least_steps(lambda T: planned(T).bound, data.n) if steps is None else steps)
 
 
 def _log_growth(mu: float, beta: float) -> float:
@@ -490,57 +408,24 @@ def _checked_curvature(strong_convexity: float, cap: float, name: str) -> tuple[
     return mu, beta
 
 
-@dataclass(frozen=True, kw_only=True)
-class AcceleratedPlan(OnePassPlan):
-    """Public numbers of a planned run of AcceleratedSGD.
-
-    Args, besides those of `OnePassPlan`:
-        noise_weight: a, the exchange rate of `clip`.
-        inverse_lr: eta; step t = 1, 2, ... has size t/(2 eta), and `lr` is 1/(2 eta).
-        diameter: D.
-    """
-
-    noise_weight: float
-    inverse_lr: float
-    diameter: float
-
-
 def accelerated_plan(
+    data: OnePass,
     *,
-    n: int,
-    dim: int,
-    rho: float,
     smoothness: float,
     diameter: float,
-    moment: float,
-    moment_order: float,
-    second_moment: float | None = None,
     steps: int | None = None,
     clip: float | None = None,
-    adjacency: str = "replace_one",
-    mode: str = "tight",
-    allow_infinite_variance: bool = False,
-) -> AcceleratedPlan:
-    """Returns the plan with its excess risk bound.
+) -> OnePassPlan:
+    """Returns the plan of accelerated steps with its excess risk bound: step t = 1, 2, ... has size t lr = t/(2 eta).
 
     Args:
-        n: public number of records.
-        dim: d.
-        rho: > 0, zCDP of the run; the paper's "epsilon" is sqrt(2 rho), not an epsilon of differential privacy.
+        data: records, privacy and moments. The paper's "epsilon" is sqrt(2 rho), not one of differential privacy.
         smoothness: beta >= 0; at 0 (linear losses) one step is best.
         diameter: D > 0, of the feasible set. With a bound on |w_0 - w*| only, `bound` is not proved (see the source).
-        moment: r_k.
-        moment_order: k.
-        second_moment: r_2, default r_k.
-        steps: T <= n; default the minimizer of the bound, at most 1e5 (mode "paper": the published one).
+        steps: T <= n; default the minimizer of the bound, at most 1e5.
         clip: a threshold of your own, chosen without looking at the training records.
-        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
-        mode: "tight" or "paper" (replace_one only).
-        allow_infinite_variance: admits k < 2.
 
     Raises:
-        AdjacencyError: mode "paper" outside replace_one.
-        ConditionError: k < 2 without `allow_infinite_variance`.
         ValueError: an argument is out of range; T > n.
 
     Guarantee:
@@ -551,147 +436,39 @@ def accelerated_plan(
         docs/proofs/heavy_tailed.md#accelerated-steps.
 
     Example:
-        >>> plan = accelerated_plan(n=10**5, dim=50, rho=0.5, smoothness=1.0, diameter=2.0, moment=1.0, moment_order=2)
+        >>> data = OnePass(n=10**5, dim=50, rho=0.5, moment=1.0, moment_order=2.0)
+        >>> plan = accelerated_plan(data, smoothness=1.0, diameter=2.0)
         >>> plan.steps, round(plan.bound, 4)
         (41, 0.0885)
     """
-    data = OnePass(
-        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
-    )
     check.nonnegative(smoothness=smoothness)
     D = check.positive(diameter=diameter)
-    paper = check_mode(mode, adjacency) == "paper"
-    published: dict[str, Any] = {"n": n, "dim": dim, "moment": moment, "moment_order": moment_order}
-    published |= {"paper_epsilon": math.sqrt(2.0 * rho)}
 
-    def planned(T: int) -> AcceleratedPlan:
-        weight = exchange_rate_accelerated(n, dim, T, rho, adjacency)
+    def exchange_rate(T: int) -> float:
+        return exchange_rate_accelerated(data.n, data.dim, T, data.rho, data.adjacency)
+
+    def planned(T: int) -> OnePassPlan:
         chosen = clip
-        if chosen is None and paper:
-            chosen = accelerated_clip_paper(**published, steps=T)
-        elif chosen is None:
-            chosen = clip_threshold_linear(moment, moment_order, weight)
+        if chosen is None:
+            chosen = clip_threshold_linear(data.moment, data.moment_order, exchange_rate(T))
         run = data.run(T, chosen)
         bias = run["bias"]
-        error = run["variance"] + run["bias"] ** 2
-        inverse_lr = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
+        error = run["variance"] + bias**2
+        eta = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
         root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
-        return AcceleratedPlan(
-            **run,
-            noise_weight=weight,
-            inverse_lr=inverse_lr,
-            lr=1.0 / (2.0 * inverse_lr),
-            bound=4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D,
-            smoothness=smoothness,
-            diameter=D,
-            mode=mode,
-        )
+        bound = 4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D
+        return OnePassPlan(**run, lr=1.0 / (2.0 * eta), bound=bound, smoothness=smoothness)
 
-    if steps is None and paper:
-        real = accelerated_steps_paper(**published, smoothness=smoothness, diameter=D)
-        steps = max(1, math.ceil(min(real, float(n))))
-    elif steps is None:
-        steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, n)
+    if steps is None:
+        steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, data.n)
     plan = planned(steps)
-    if plan.noise_weight >= 1.0:
+    weight = exchange_rate(steps)
+    if weight >= 1.0:
         warn(
-            f"noise dominates: a unit of clip costs {plan.noise_weight:.3g} >= 1 of error; more"
-            " records, a larger rho or fewer parameters are needed"
+            f"noise dominates: a unit of clip costs {weight:.3g} >= 1 of error; more records, a"
+            " larger rho or fewer parameters are needed"
         )
     return plan
-
-
-def accelerated_steps_paper(
-    *,
-    n: int,
-    dim: int,
-    paper_epsilon: float,
-    smoothness: float,
-    diameter: float,
-    moment: float,
-    moment_order: float,
-) -> float:
-    """Returns the real number of steps of Theorems 9 and 31, with constants 1.
-
-    min{ sqrt(y) x^((k-1)/(2k)), y^(2k/(5k-1)) x^(2(k-1)/(5k-1)) }, x = eps n / sqrt(d), y = beta D / r_k.
-
-    Args:
-        n: records.
-        dim: d.
-        paper_epsilon: the paper's epsilon, sqrt(2 rho); NOT an epsilon of differential privacy.
-        smoothness: beta >= 0.
-        diameter: D.
-        moment: r_k.
-        moment_order: k.
-
-    Source:
-        docs/proofs/heavy_tailed.md#accelerated-steps.
-
-    Example:
-        >>> round(accelerated_steps_paper(n=10**4, dim=1, paper_epsilon=1.0, smoothness=1.0, diameter=1.0, moment=1.0,
-        ...                               moment_order=2.0), 6)
-        7.742637
-    """
-    k = check.order(moment_order=moment_order)
-    x = _log_signal(n, dim, paper_epsilon)
-    if check.nonnegative(smoothness=smoothness) == 0:
-        return 0.0
-    y = (
-        math.log(smoothness)
-        + math.log(check.positive(diameter=diameter))
-        - math.log(check.positive(moment=moment))
-    )
-    first = y / 2 + (k - 1) / (2 * k) * x
-    second = (2 * k * y + 2 * (k - 1) * x) / (5 * k - 1)
-    return safe_exp(min(first, second))
-
-
-def accelerated_clip_paper(
-    *, n: int, dim: int, steps: int, paper_epsilon: float, moment: float, moment_order: float
-) -> float:
-    """Returns the threshold of the paper, r_k (eps n / sqrt(d T))^(1/k), with constant 1.
-
-    Args:
-        n: records.
-        dim: d.
-        steps: T.
-        paper_epsilon: sqrt(2 rho).
-        moment: r_k.
-        moment_order: k.
-
-    Source:
-        docs/proofs/heavy_tailed.md#accelerated-steps.
-
-    Example:
-        >>> round(accelerated_clip_paper(n=100, dim=1, steps=4, paper_epsilon=1.0, moment=2.0, moment_order=2.0), 6)
-        14.142136
-    """
-    k = check.order(moment_order=moment_order)
-    x = _log_signal(n, dim, paper_epsilon) - math.log(check.positive_count(steps=steps)) / 2
-    return safe_exp(math.log(check.positive(moment=moment)) + x / k)
-
-
-def _log_signal(n: int, dim: int, paper_epsilon: float) -> float:
-    """Log x, x = eps n / sqrt(d)."""
-    log_epsilon = math.log(check.positive(paper_epsilon=paper_epsilon))
-    return (
-        log_epsilon
-        + math.log(check.positive_count(n=n))
-        - math.log(check.positive_count(dim=dim)) / 2
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProximalPlan(OnePassPlan):
-    """Public numbers of a planned run of ProximalSGD.
-
-    Args, besides those of `OnePassPlan`, where `lr` is 1/(2 beta):
-        pl_constant: mu.
-        initial_gap: bound on F(w_0) - F*.
-    """
-
-    pl_constant: float
-    initial_gap: float
 
 
 def proximal_pl_bound(
@@ -733,43 +510,26 @@ def proximal_pl_bound(
 
 
 def proximal_pl_plan(
+    data: OnePass,
     *,
-    n: int,
-    dim: int,
-    rho: float,
     pl_constant: float,
     smoothness: float,
     initial_gap: float,
-    moment: float,
-    moment_order: float,
-    second_moment: float | None = None,
     steps: int | None = None,
     clip: float | None = None,
-    adjacency: str = "replace_one",
-    mode: str = "tight",
-    allow_infinite_variance: bool = False,
-) -> ProximalPlan:
-    """Returns the plan with its excess risk bound.
+) -> OnePassPlan:
+    """Returns the plan of proximal steps, of size 1/(2 beta), with its excess risk bound.
 
     Args:
-        n: public number of records.
-        dim: d.
-        rho: > 0, zCDP of the run.
+        data: records, privacy and moments, of the gradients of the data term.
         pl_constant: mu > 0; for strongly convex risks their constant is one.
         smoothness: beta >= mu, of F_0.
         initial_gap: bound > 0 on F(w_0) - F*, public.
-        moment: r_k of the gradients of the data term.
-        moment_order: k.
-        second_moment: r_2, default r_k.
         steps: T <= n; default the minimizer of the bound with its own threshold.
         clip: a threshold of your own, chosen without looking at the training records.
-        adjacency: "replace_one", "zero_out" or "add_remove" (batches by a choice for each record by itself).
-        mode: "tight" or "paper" (replace_one only; the published C).
-        allow_infinite_variance: admits k < 2.
 
     Raises:
-        AdjacencyError: mode "paper" outside replace_one.
-        ConditionError: mu > beta; k < 2 without `allow_infinite_variance`.
+        ConditionError: mu > beta.
         ValueError: an argument is out of range.
 
     Guarantee:
@@ -779,39 +539,27 @@ def proximal_pl_plan(
         docs/proofs/heavy_tailed.md#proximal-steps.
 
     Example:
-        >>> plan = proximal_pl_plan(n=10**5, dim=50, rho=0.5, pl_constant=0.5, smoothness=1.0, initial_gap=2.0,
-        ...                         moment=1.0, moment_order=2.0)
+        >>> data = OnePass(n=10**5, dim=50, rho=0.5, moment=1.0, moment_order=2.0)
+        >>> plan = proximal_pl_plan(data, pl_constant=0.5, smoothness=1.0, initial_gap=2.0)
         >>> plan.steps, round(plan.bound, 4)
         (49, 0.0218)
     """
-    data = OnePass(
-        n, dim, rho, moment, moment_order, second_moment, adjacency, allow_infinite_variance
-    )
     check.positive(initial_gap=initial_gap)
-    paper = check_mode(mode, adjacency) == "paper"
-    goal: dict[str, Any] = {
-        "pl_constant": pl_constant,
-        "smoothness": smoothness,
-        "initial_gap": initial_gap,
-    }
 
-    def planned(T: int) -> ProximalPlan:
+    def planned(T: int) -> OnePassPlan:
         chosen = clip
-        if chosen is None and paper:
-            chosen = _proximal_paper_clip(data, T)
-        elif chosen is None:
+        if chosen is None:
             weight = 2.0 * data.noise_variance(data.batch_size(T), 1.0)
-            chosen = clip_threshold_square(moment, moment_order, 3.0, weight)
+            chosen = clip_threshold_square(data.moment, data.moment_order, 3.0, weight)
         run = data.run(T, chosen)
-        bound = proximal_pl_bound(**goal, steps=T, bias=run["bias"], variance=run["variance"])
-        return ProximalPlan(**run, **goal, lr=1.0 / (2.0 * smoothness), bound=bound, mode=mode)
+        bound = proximal_pl_bound(
+            pl_constant=pl_constant,
+            smoothness=smoothness,
+            initial_gap=initial_gap,
+            steps=T,
+            bias=run["bias"],
+            variance=run["variance"],
+        )
+        return OnePassPlan(**run, lr=1.0 / (2.0 * smoothness), bound=bound, smoothness=smoothness)
 
-    return planned(least_steps(lambda T: planned(T).bound, n) if steps is None else steps)
-
-
-def _proximal_paper_clip(data: OnePass, T: int) -> float:
-    """r_k (eps n/(sqrt(d) T))^(1/k), eps^2 = 2 rho."""
-    log_signal = (
-        math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
-    )
-    return safe_exp(math.log(data.moment) + log_signal / data.moment_order)
+    return planned(least_steps(lambda T: planned(T).bound, data.n) if steps is None else steps)

@@ -6,9 +6,9 @@ C_t is the gradient bound that the loss promises (at the public iterate, over W,
 with true constants the clip never acts, and with false ones privacy still holds.
 
 Differs from the paper (Wang, Lei, Ying, Zhang, Algorithm 2) in: 1. batches of any size, Poisson or fixed, not one
-record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3 (mode "tight"; "paper" keeps theirs and
-checks its conditions); 3. the bound may follow the iterate, which also settles unbounded domains (their Remark 5);
-4. averages weight the iterates before their update, as theirs, but the last iterate may be the answer.
+record; 2. the noise is calibrated by exact Renyi curves instead of Lemma 3; 3. the bound may follow the iterate, which
+also settles unbounded domains (their Remark 5); 4. averages weight the iterates before their update, as theirs, but the
+last iterate may be the answer.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Fixed, Undeclared
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
-    search_split_paper,
 )
 from torch_dpsco.algorithms.holder_oracle import (
     NOISES,
@@ -37,24 +36,26 @@ from torch_dpsco.algorithms.holder_oracle import (
     require_share,
     shared_bound,
 )
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, warn
+from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     SAMPLING,
-    Run,
+    Draws,
+    Given,
+    Scale,
     agreed,
+    choose_clip,
+    choose_design,
+    choose_noise,
+    choose_pace,
     dimension,
-    drawn,
-    loudness,
-    noise_for,
-    run_of,
     scale_of_problem,
     usual_adjacency,
 )
-from torch_dpsco.step.pace import clip_share
+from torch_dpsco.step.pace import Pace
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
 
 _DEFAULT_BATCH = 512
@@ -71,10 +72,8 @@ class HolderPlan(StepPlan):
         noise_multiplier: noise std on the sum of rows over the bound; None with "absolute".
         noise_std: of the noise on the mean: with "absolute" as given; else at `grad_bound`.
         grad_bound: clip at the radius, or at the start on an unbounded domain.
-        mode: "tight" or "paper".
         clip: share of the promised bound past which rows are clipped; 1 where none is.
         risk_bound: on the expected excess risk of the average; None where no theorem applies.
-        split: the paper's beta (mode "paper").
     """
 
     problem: Problem
@@ -82,10 +81,8 @@ class HolderPlan(StepPlan):
     noise_multiplier: float | None
     noise_std: float | tuple[float, ...]
     grad_bound: float
-    mode: str = "tight"
     clip: float = 1.0
     risk_bound: float | None = None
-    split: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +108,7 @@ class HolderPlan(StepPlan):
 
     def otherwise(self) -> str:
         """Returns what other batches would cost; see `step.planned.otherwise`."""
-        if self.noise_multiplier is None or self.mode == "paper":
+        if self.noise_multiplier is None:
             return ""
         return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
 
@@ -198,7 +195,6 @@ class HolderSGD(PlannedOptimizer):
         noise: str | None = None,
         average: str | None = None,
         adjacency: Adjacency | None = None,
-        mode: str = "tight",
         dim: Any = None,
         distance: float | None = None,
         clip: float | None = None,
@@ -226,8 +222,8 @@ class HolderSGD(PlannedOptimizer):
                 pair, noise_multiplier/2, closest to 2.
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `algorithms.holder_numbers.balanced_lr`.
-            sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records
-                and "fixed" in mode "paper"), "fixed", "shuffled", "allocated" (each record once per pass, secretly:
+            sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records),
+                "fixed", "shuffled", "allocated" (each record once per pass, secretly:
                 `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a design such as
                 dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
@@ -237,7 +233,6 @@ class HolderSGD(PlannedOptimizer):
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
             adjacency: default the budget's, or "zero_out".
-            mode: "tight" (exact Renyi curves) or "paper" (Theorem 11: replace_one, fixed batches, bounded domain).
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
@@ -249,149 +244,208 @@ class HolderSGD(PlannedOptimizer):
         Raises:
             InfeasibleError: the target cannot be reached; names the way out.
             MissingConstantError: lr cannot be chosen without `distance` or `dim`.
-            AdjacencyError: sampling, mode and adjacency do not go together.
+            AdjacencyError: sampling and adjacency do not go together.
         """
-        check.choice(("tight", "paper"), mode=mode)
         check.choice((*AVERAGES, None), average=average)
         check.choice((*NOISES, "absolute", None), noise=noise)
-        paper = mode == "paper"
         dim = dimension(dim)
-        given = noise_multiplier is not None or noise == "absolute"
-        if sampling is None and (
-            paper or noise == "absolute"
-        ):  # a pass of "absolute" noise is not amplified
-            sampling = "fixed" if paper else "poisson"
+        if sampling is None and noise == "absolute":  # a pass of such noise is not amplified
+            sampling = "poisson"
         if isinstance(sampling, Design):
             n = None if isinstance(sampling, Undeclared) else sampling.n
             batch_size = sampling.batch_size
-        noise = noise or ("paper" if paper else "adaptive")
-        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n, mode))
-        _require_paper(paper, adjacency, sampling, noise)
-        _require_noise(noise, noise_multiplier, noise_std, budget)
-        if noise_multiplier is not None:
-            noise_multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
-        if not given and n is None:
+        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n))
+        given = Given(
+            n=n,
+            adjacency=adjacency,
+            sampling=sampling,
+            batch_size=batch_size,
+            steps=steps,
+            epochs=epochs,
+            noise_multiplier=noise_multiplier,
+        )
+        task = _Task(
+            problem=problem,
+            budget=budget,
+            given=given,
+            noise=noise or "adaptive",
+            noise_std=noise_std,
+            dim=dim,
+            distance=distance,
+            lr=lr,
+            clip=clip,
+            average=average,
+        )
+        task.check()
+        return task.plan(secure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a plan is asked for; the fields are arguments of `HolderSGD.plan`."""
+
+    problem: Problem
+    budget: Budget | None
+    given: Given
+    noise: str
+    noise_std: float | Sequence[float] | None
+    dim: int | None
+    distance: float | None
+    lr: float | None
+    clip: float | None
+    average: str | None
+
+    @property
+    def is_noise_given(self) -> bool:
+        """Whether the budget only limits the run."""
+        return self.given.noise_multiplier is not None or self.noise == "absolute"
+
+    @property
+    def radius(self) -> float:
+        """How far the minimizer is: as promised, or guessed."""
+        radius = self.problem.radius
+        return radius if self.distance is None else min(radius, self.distance)
+
+    def check(self) -> None:
+        """Raises for what does not go together."""
+        multiplier = self.given.noise_multiplier
+        _require_noise(self.noise, multiplier, self.noise_std, self.budget)
+        if multiplier is not None:
+            check.nonnegative(noise_multiplier=multiplier)
+        if not self.is_noise_given and self.given.n is None:
             raise ValueError(
                 "n must be given for the noise to be chosen: the public number of records"
             )
-        if distance is not None:
-            check.positive(distance=distance)
-        smooth = problem.smoothness is not None
-        by_theorem = average == "uniform" and math.isfinite(problem.radius)
-        ruled: Run | None = None
-        if (
-            not (lr is not None or given or paper or by_theorem)
-            and n is not None
-            and budget is not None
-        ):
-            share = _clip(problem, n, budget, dim) if clip is None else require_share(clip=clip)
-            scale = scale_of_problem(problem, share, distance, dim)
-            if scale is not None:
-                ruled = run_of(scale, n, budget, sampling, adjacency, batch_size, steps, epochs)
-                clip = share
-        clip = 1.0 if clip is None else require_share(clip=clip)
-        multiplier = noise_multiplier
-        split = None
-        momentum = 0.0
-        if ruled is not None:
-            design = ruled.design
-            steps = ruled.steps
-            multiplier = ruled.noise
+        if self.distance is not None:
+            check.positive(distance=self.distance)
+
+    def plan(self, secure: str | None) -> HolderPlan:
+        """Returns the plan, stage by stage."""
+        clip, scale = self._promises()
+        draws = self._design(scale)
+        multiplier = self._noise(draws)
+        bound = _bound(self.problem, self.noise, self.radius, clip)
+        batch_size = draws.design.batch_size
+        std = _stds(self.noise_std) if multiplier is None else multiplier * bound / batch_size
+        if scale is not None and multiplier is not None:
+            pace = choose_pace(scale, draws, multiplier)
         else:
-            if batch_size is None and n is not None and sampling != "full":
-                if (
-                    smooth
-                    or paper
-                    or given
-                    or budget is None
-                    or sampling not in (None, "poisson", "fixed")
-                ):
-                    batch_size = min(_DEFAULT_BATCH, n)
-                else:
-                    batch_size = _balanced_batch(
-                        n,
-                        budget,
-                        sampling or "poisson",
-                        _DEFAULT_EPOCHS if epochs is None else epochs,
-                    )
-            default = None if given else _DEFAULT_EPOCHS
-            design, steps = drawn(sampling, batch_size, n, adjacency, steps, epochs, default)
-            if not given and budget is not None and steps is not None:
-                multiplier, split = _noise(design, steps, budget, paper)
-        batch_size = design.batch_size
-        radius = problem.radius if distance is None else min(problem.radius, distance)
-        bound = _bound(problem, noise, radius, clip)
-        std = _stds(noise_std) if multiplier is None else multiplier * bound / batch_size
-        if ruled is not None:
-            lr = ruled.pace.lr
-            momentum = ruled.pace.momentum
-        elif lr is None:
-            spread = std if isinstance(std, float) else max(std)
-            lr = (
-                1.0 / problem.smoothness
-                if problem.smoothness
-                else _lr(radius, steps, bound, dim, spread)
-            )
-        elif problem.smoothness and check.positive(lr=lr) > 2.0 / problem.smoothness:
-            warn(f"lr={lr:g} is above 2/smoothness={2.0 / problem.smoothness:g}: steps may diverge")
-        if average is None:
-            average = (
-                "weighted"
-                if ruled is not None
-                else "last"
-                if given or (smooth and not paper)
-                else "uniform"
-            )
-        risk = None
-        if (
-            dim is not None
-            and ruled is None
-            and clip == 1
-            and math.isfinite(problem.radius)
-            and multiplier
-            and steps
-        ):
-            risk = (
-                _risk(problem, noise, steps, lr, dim, multiplier, batch_size)
-                if average == "uniform"
-                else None
-            )
-        if not given and multiplier and steps and n and dim and budget and not paper:
-            checks.warn_if_buried(
-                multiplier / batch_size / math.sqrt(steps), n=n, dim=dim, epsilon=budget.epsilon
-            )
+            pace = Pace(self._lr(draws.steps, bound, std))
+        average = self._average(scale)
+        risk: float | None = None
+        if average == "uniform" and scale is None and clip == 1:
+            risk = self._risk(draws, pace.lr, multiplier)
+        self._warn_if_buried(draws, multiplier)
         return HolderPlan(
-            budget=budget,
-            adjacency=adjacency,
-            design=design,
-            steps=steps,
-            lr=check.positive(lr=lr),
-            radius=problem.radius,
+            budget=self.budget,
+            adjacency=self.given.adjacency,
+            design=draws.design,
+            steps=draws.steps,
+            lr=check.positive(lr=pace.lr),
+            momentum=pace.momentum,
+            radius=self.problem.radius,
             average=average,
             secure=secure,
-            problem=problem,
-            noise=noise,
+            problem=self.problem,
+            noise=self.noise,
             noise_multiplier=multiplier,
             noise_std=std,
             grad_bound=bound,
-            mode=mode,
             clip=clip,
-            momentum=momentum,
             risk_bound=risk,
-            split=split,
         )
 
+    def _promises(self) -> tuple[float, Scale | None]:
+        """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
+        by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
+        by_hand = self.lr is not None or self.is_noise_given or by_theorem
+        share = None if self.clip is None else require_share(clip=self.clip)
+        n = self.given.n
+        if not by_hand and n is not None and self.budget is not None:
+            clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share
+            scale = scale_of_problem(self.problem, clip, self.distance, self.dim)
+            if scale is not None:
+                return clip, scale
+        return 1.0 if share is None else share, None
 
-def _require_paper(paper: bool, adjacency: str, sampling: str | Design | None, noise: str) -> None:
-    if paper and (
-        adjacency != REPLACE_ONE
-        or noise != "paper"
-        or not (sampling == "fixed" or isinstance(sampling, Fixed))
-    ):
-        raise AdjacencyError(
-            "mode='paper' is proved for replace_one, sampling='fixed' and noise='paper' only "
-            f"(got {adjacency}, {sampling!r}, {noise!r}); mode='tight' covers the others"
+    def _design(self, scale: Scale | None) -> Draws:
+        given = self.given
+        sized = given.batch_size is not None or given.n is None or given.sampling == "full"
+        if scale is None and not sized:
+            given = replace(given, batch_size=self._batch_size())
+        return choose_design(
+            scale, self.budget, given, None if self.is_noise_given else _DEFAULT_EPOCHS
         )
+
+    def _batch_size(self) -> int:
+        """Returns the size of batches without the step rule."""
+        given = self.given
+        assert given.n is not None
+        usual = self.problem.smoothness is not None or self.is_noise_given
+        if usual or self.budget is None or given.sampling not in (None, "poisson", "fixed"):
+            return min(_DEFAULT_BATCH, given.n)
+        epochs = _DEFAULT_EPOCHS if given.epochs is None else given.epochs
+        return _balanced_batch(given.n, self.budget, given.word, epochs)
+
+    def _noise(self, draws: Draws) -> float | None:
+        """Returns the noise multiplier, None of "absolute" noise."""
+        if self.noise == "absolute" or (self.given.noise_multiplier is None and not draws.steps):
+            return None
+        return choose_noise(self.budget, *draws, self.given)
+
+    def _lr(self, steps: int | None, bound: float, std: float | tuple[float, ...]) -> float:
+        """Returns the step size without the step rule."""
+        smoothness = self.problem.smoothness
+        if self.lr is None:
+            spread = std if isinstance(std, float) else max(std)
+            return 1.0 / smoothness if smoothness else self._balanced_lr(steps, bound, spread)
+        if smoothness and check.positive(lr=self.lr) > 2.0 / smoothness:
+            message = (
+                f"lr={self.lr:g} is above 2/smoothness={2.0 / smoothness:g}: steps may diverge"
+            )
+            warn(message, stacklevel=outside())
+        return self.lr
+
+    def _balanced_lr(self, steps: int | None, bound: float, noise_std: float) -> float:
+        if math.isinf(self.radius):
+            raise MissingConstantError(
+                "lr cannot be chosen for this loss without a scale: give distance= (a guess of"
+                " |w*|), a problem with a finite radius, or lr="
+            )
+        if self.dim is None or steps is None:
+            raise MissingConstantError(
+                "dim (the number of parameters, or the model) and steps are needed to choose lr"
+                " for this loss; or give lr="
+            )
+        return balanced_lr(self.radius, steps, bound, self.dim, noise_std)
+
+    def _average(self, scale: Scale | None) -> str:
+        if self.average is not None:
+            return self.average
+        if scale is not None:
+            return "weighted"
+        smooth = self.problem.smoothness is not None
+        return "last" if self.is_noise_given or smooth else "uniform"
+
+    def _risk(self, draws: Draws, lr: float, multiplier: float | None) -> float | None:
+        """Returns the bound on the excess risk of the average of all iterates; None where there is none."""
+        radius = self.problem.radius
+        if self.dim is None or math.isinf(radius) or not multiplier or not draws.steps:
+            return None
+        # |w_1 - w*| <= radius for a start at 0; the noise never exceeds that at the bound over the feasible set
+        paper = self.noise == "paper"
+        bound = self.problem.paper_grad_bound() if paper else self.problem.grad_bound()
+        size = draws.design.batch_size
+        noise = multiplier * bound / size
+        return average_risk_bound(radius, draws.steps, lr, bound, self.dim, noise, size)
+
+    def _warn_if_buried(self, draws: Draws, multiplier: float | None) -> None:
+        if self.is_noise_given or self.budget is None:
+            return
+        n = self.given.n
+        if multiplier and draws.steps and n and self.dim:
+            noise = multiplier / draws.design.batch_size / math.sqrt(draws.steps)
+            checks.warn_if_buried(noise, n=n, dim=self.dim, epsilon=self.budget.epsilon)
 
 
 def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budget | None) -> None:
@@ -413,11 +467,6 @@ def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budge
         )
 
 
-def _clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> float:
-    """Returns the default share of the bound: of losses of one score, whose clipped gradients are those of a loss."""
-    return clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
-
-
 def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:
     """Returns the clip at the radius, or at the start on an unbounded domain."""
     if noise == "paper":
@@ -435,13 +484,6 @@ def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...
     if isinstance(noise_std, Sequence):
         return tuple(float(std) for std in noise_std)
     return check.positive(noise_std=noise_std)
-
-
-def _noise(design: Design, steps: int, budget: Budget, paper: bool) -> tuple[float, float | None]:
-    if not paper:
-        return noise_for(budget, design, steps), None
-    found = search_split_paper(design.n, design.batch_size, steps, budget.epsilon, budget.delta)
-    return 2.0 * math.sqrt(found.ratio_squared), found.split  # s is relative to the sensitivity 2 G
 
 
 def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int:
@@ -466,35 +508,3 @@ def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int
     )  # larger batches need more noise
     best: int = min(range(max(0, last - 1), last + 1), key=lambda power: abs(log_noise(power)))
     return 1 << best
-
-
-def _lr(
-    distance: float, steps: int | None, bound: float, dim: int | None, noise_std: float
-) -> float:
-    if math.isinf(distance):
-        raise MissingConstantError(
-            "lr cannot be chosen for this loss without a scale: give distance= (a guess of |w*|), a"
-            " problem with a finite radius, or lr="
-        )
-    if dim is None or steps is None:
-        raise MissingConstantError(
-            "dim (the number of parameters, or the model) and steps are needed to choose lr for"
-            " this loss; or give lr="
-        )
-    return balanced_lr(distance, steps, bound, dim, noise_std)
-
-
-def _risk(
-    problem: Problem,
-    noise: str,
-    steps: int,
-    lr: float,
-    dim: int,
-    multiplier: float,
-    batch_size: int,
-) -> float:
-    # |w_1 - w*| <= radius for a start at 0; the noise never exceeds that at the bound over the whole feasible set
-    bound = problem.paper_grad_bound() if noise == "paper" else problem.grad_bound()
-    return average_risk_bound(
-        problem.radius, steps, lr, bound, dim, multiplier * bound / batch_size, batch_size
-    )

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
+from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import scale_of, zcdp_of
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
+    PhaseTask,
     boosted_localized_schedule,
     halved_sizes,
     localized_schedule,
@@ -190,111 +191,172 @@ def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | Pi
     return Clipped(phase.clip, phase.noise_multiplier, phase.batch_size)
 
 
-def promises(
-    problem: Problem, clip: float | None, reg: float | None, distance: float | None
-) -> dict[str, Any]:
-    """Returns what the theorems take as promised; anything where clip and reg replace it."""
-    if clip is not None and reg is not None:
-        return {"moment_order": _UNPROMISED, "moment": 1.0, "second_moment": 1.0, "diameter": 1.0}
-    if problem.moment is None or problem.moment_order is None:
-        raise MissingConstantError(
-            "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient norm"
-            " over w; or give both clip= (a number, or dp.Pilot()) and reg="
-        )
-    return {
-        "moment_order": problem.moment_order,
-        "moment": problem.moment,
-        "second_moment": problem.second_moment or problem.moment,
-        "diameter": scale_of(problem, distance, "LocalizedSGD"),
-    }
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What phases are asked for; the fields are arguments of `LocalizedSGD.plan`."""
 
+    problem: Problem
+    n: int
+    budget: Budget | None
+    clip: float | Pilot | None
+    reg: float | None
+    method: str | None
+    copies: int
+    max_steps: int | None
+    min_phase: int
+    sampling: str
+    dim: int | None
+    distance: float | None
+    allow_infinite_variance: bool
 
-def _chosen(
-    problem: Problem,
-    budget: Budget,
-    given: dict[str, Any],
-    clip: float | None,
-    distance: float | None,
-    method: str | None,
-    copies: int,
-    min_phase: int,
-    sampling: str,
-) -> LocalizedSchedule:
-    """Returns the phases of a method; `given` are the arguments that all of them take."""
-    promised = promises(problem, clip, given["reg"], distance)
-    order = promised["moment_order"]
-    copies = check.positive_count(copies=copies)
-    if method is None:
-        method = "boosted" if copies > 1 or order < 4 else "localized"
-    check.choice(METHODS, method=method)
-    check.positive_count(min_phase=min_phase)
-    if copies > 1 and method != "boosted":
-        raise ValueError(
-            f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several"
-        )
-    if sampling != "full" and method != "localized":
-        raise ValueError(f"sampling must be 'full' for method {method!r} (got {sampling!r})")
-    common = given | {"rho": zcdp_of(release_noise(budget), budget.adjacency)}
-    common |= {name: promised[name] for name in ("second_moment", "diameter")}
-    if method == "boosted":
-        moments = {"moment_order": order, "moment": promised["moment"]}
-        phases = boosted_localized_schedule(**common, **moments, copies=copies, ball=False)
-    elif order < 4 and not common["allow_infinite_variance"]:
-        raise ConditionError(
-            f"moment_order must be >= 4 for method {method!r}, which needs twice the moments that"
-            f" its bound is about (got {order:g}): use method='boosted'"
-        )
-    else:
-        moments = {
-            "moment_order": order / 2.0,
-            "moment_2k": promised["moment"],
-            "min_phase": min_phase,
-        }
-        if method == "reduction":
-            (curvature,) = problem.require(
-                "strong_convexity", by="LocalizedSGD(method='reduction')"
+    @property
+    def kind(self) -> type[Minibatches]:
+        """How minibatches are drawn."""
+        return _SAMPLING[check.choice(_SAMPLING, sampling=self.sampling)]
+
+    def none_chosen(self, phases: LocalizedSchedule) -> tuple[None, ...]:
+        """Returns no pilots for phases that are given; raises ValueError for what only a choice of them takes."""
+        unset = ("clip", "reg", "method", "dim", "distance")
+        names = [name for name in unset if getattr(self, name) is not None]
+        defaults = ("copies", 1), ("max_steps", _MAX_STEPS), ("min_phase", 1)
+        changed = any(getattr(self, name) != value for name, value in defaults)
+        if changed or self.allow_infinite_variance:
+            names.append("copies, max_steps, min_phase and allow_infinite_variance")
+        if names:
+            raise ValueError(
+                f"{', '.join(names)} must not be given beside phases, which are chosen (got"
+                f" {phases})"
             )
-            phases = reduction_schedule(**common, **moments, strong_convexity=curvature)
-        elif method == "ball":
-            phases = localized_schedule(**common, **moments)
-        else:
-            phases = localized_schedule_ballfree(**common, **moments)
-        if sampling != "full":
-            phases = _in_minibatches(phases, common | moments, budget, _SAMPLING[sampling])
-    return (
-        phases if clip is None else phases.clipped_at(clip)
-    )  # noise in units of the clip: privacy stays as it is
+        return (None,) * len(phases.phases)
 
+    def phases(self) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
+        """Returns the phases that are chosen for the budget, and the pilots of each."""
+        budget = self.budget
+        dim = self.dim
+        if budget is None or dim is None:
+            check.required(
+                " for phases to be chosen, or phases= of your own", budget=budget, dim=dim
+            )
+        if budget.mode != "planned":
+            raise ValueError(
+                f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
+            )
+        if self.distance is not None:
+            check.positive(distance=self.distance)
+        phases = self._chosen(budget)
+        shares = [p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in phases.phases]
+        best = "its best phase, in units of the clip,"
+        checks.warn_if_buried(min(shares), n=self.n, dim=dim, epsilon=budget.epsilon, of=best)
+        if isinstance(self.clip, Pilot):
+            return self.clip.split(phases, budget, dim, self.kind)
+        return phases, (None,) * len(phases.phases)
 
-def _in_minibatches(
-    full: LocalizedSchedule, given: dict[str, Any], budget: Budget, kind: type[Minibatches]
-) -> LocalizedSchedule:
-    """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
-    drawn: list[tuple[Full | Minibatches, int]] = []
-    for size, phase in zip(halved_sizes(given["n"], given["min_phase"]), full.phases, strict=True):
-        batch = minibatch_size(size, given["rho"], phase.steps)
-        if (
-            kind is Assigned and batch == 1
-        ):  # more than the rate asks for: passes would cost what all records do
-            batch = size
-        drawn.append(
-            (Full(size), phase.steps)
-            if batch == size
-            else minibatches(kind, batch, size, phase.steps)
+    def _chosen(self, budget: Budget) -> LocalizedSchedule:
+        check.positive_count(n=self.n)
+        promised = self._promises()
+        order = promised["moment_order"]
+        method = self._method(order)
+        moment = promised["moment"]
+        task = PhaseTask(
+            n=self.n,
+            dim=self.dim or 1,
+            rho=zcdp_of(release_noise(budget), budget.adjacency),
+            moment_order=order if method == "boosted" else order / 2.0,
+            second_moment=promised["second_moment"],
+            diameter=promised["diameter"],
+            max_steps=self.max_steps,
+            reg=self.reg,
+            adjacency=budget.adjacency,
+            allow_infinite_variance=self.allow_infinite_variance,
         )
-    own = {
-        name: value
-        for name, value in given.items()
-        if name not in ("rho", "max_steps", "adjacency")
-    }
-    phases = localized_schedule_minibatch(
-        **own,
-        batch_sizes=[design.batch_size for design, _ in drawn],
-        steps=[steps for _, steps in drawn],
-        noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
-    )
-    # the theorem is of batches that do not depend on those before
-    return phases.without_bound() if kind is Assigned else phases
+        if method == "boosted":
+            phases = boosted_localized_schedule(task, moment=moment, copies=self.copies, ball=False)
+        else:
+            phases = self._localized(method, task, moment)
+            if self.sampling != "full":
+                phases = self._in_minibatches(phases, task, moment, budget)
+        if self.clip is None:
+            return phases
+        # noise in units of the clip: privacy stays as it is
+        return phases.clipped_at(1.0 if isinstance(self.clip, Pilot) else self.clip)
+
+    def _localized(self, method: str, task: PhaseTask, moment: float) -> LocalizedSchedule:
+        """Returns the phases of a method without groups."""
+        if method == "ball":
+            return localized_schedule(task, moment_2k=moment, min_phase=self.min_phase)
+        if method == "localized":
+            return localized_schedule_ballfree(task, moment_2k=moment, min_phase=self.min_phase)
+        (curvature,) = self.problem.require(
+            "strong_convexity", by="LocalizedSGD(method='reduction')"
+        )
+        return reduction_schedule(
+            task, strong_convexity=curvature, moment_2k=moment, min_phase=self.min_phase
+        )
+
+    def _in_minibatches(
+        self, full: LocalizedSchedule, task: PhaseTask, moment: float, budget: Budget
+    ) -> LocalizedSchedule:
+        """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
+        drawn: list[tuple[Full | Minibatches, int]] = []
+        for size, phase in zip(halved_sizes(self.n, self.min_phase), full.phases, strict=True):
+            batch = minibatch_size(size, check.positive(rho=task.rho), phase.steps)
+            if self.kind is Assigned and batch == 1:
+                batch = size  # more than the rate asks for: passes would cost what all records do
+            if batch == size:
+                drawn.append((Full(size), phase.steps))
+            else:
+                drawn.append(minibatches(self.kind, batch, size, phase.steps))
+        phases = localized_schedule_minibatch(
+            replace(task, rho=None, adjacency=REPLACE_ONE),
+            batch_sizes=[design.batch_size for design, _ in drawn],
+            steps=[steps for _, steps in drawn],
+            noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
+            moment_2k=moment,
+            min_phase=self.min_phase,
+        )
+        # the theorem is of batches that do not depend on those before
+        return phases.without_bound() if self.kind is Assigned else phases
+
+    def _method(self, order: float) -> str:
+        """Returns the method, that of the moments where none is given."""
+        copies = check.positive_count(copies=self.copies)
+        method = self.method
+        if method is None:
+            method = "boosted" if copies > 1 or order < 4 else "localized"
+        check.choice(METHODS, method=method)
+        check.positive_count(min_phase=self.min_phase)
+        if copies > 1 and method != "boosted":
+            raise ValueError(
+                f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several"
+            )
+        if self.sampling != "full" and method != "localized":
+            raise ValueError(
+                f"sampling must be 'full' for method {method!r} (got {self.sampling!r})"
+            )
+        if method != "boosted" and order < 4 and not self.allow_infinite_variance:
+            raise ConditionError(
+                f"moment_order must be >= 4 for method {method!r}, which needs twice the moments"
+                f" that its bound is about (got {order:g}): use method='boosted'"
+            )
+        return method
+
+    def _promises(self) -> dict[str, float]:
+        """Returns what the theorems take as promised; anything where clip and reg replace it."""
+        if self.clip is not None and self.reg is not None:
+            names = ("moment", "second_moment", "diameter")
+            return {"moment_order": _UNPROMISED} | dict.fromkeys(names, 1.0)
+        problem = self.problem
+        if problem.moment is None or problem.moment_order is None:
+            raise MissingConstantError(
+                "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient"
+                " norm over w; or give both clip= (a number, or dp.Pilot()) and reg="
+            )
+        return {
+            "moment_order": problem.moment_order,
+            "moment": problem.moment,
+            "second_moment": problem.second_moment or problem.moment,
+            "diameter": scale_of(problem, self.distance, "LocalizedSGD"),
+        }
 
 
 _SAMPLING: dict[str, type[Minibatches]] = {
@@ -402,60 +464,32 @@ class LocalizedSGD(PlannedOptimizer):
             ValueError: an argument is out of range.
         """
         problem = problem or Problem()
-        dim = dimension(dim)
         budget, adjacency = agreed(budget, adjacency)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
                 "adjacency must be replace_one or zero_out for phases on parts that are cut by"
                 " position (got add_remove)"
             )
-        kind = _SAMPLING[check.choice(_SAMPLING, sampling=sampling)]
-        pilots: tuple[PilotPlan | None, ...] | None = None
-        if phases is not None:
-            unset = {"clip": clip, "reg": reg, "method": method, "dim": dim, "distance": distance}
-            names = [name for name, value in unset.items() if value is not None]
-            if (copies, max_steps, min_phase, allow_infinite_variance) != (1, _MAX_STEPS, 1, False):
-                names.append("copies, max_steps, min_phase and allow_infinite_variance")
-            if names:
-                raise ValueError(
-                    f"{', '.join(names)} must not be given beside phases, which are chosen (got"
-                    f" {phases})"
-                )
+        task = _Task(
+            problem=problem,
+            n=n,
+            budget=budget,
+            clip=clip,
+            reg=reg,
+            method=method,
+            copies=copies,
+            max_steps=max_steps,
+            min_phase=min_phase,
+            sampling=sampling,
+            dim=dimension(dim),
+            distance=distance,
+            allow_infinite_variance=allow_infinite_variance,
+        )
+        kind = task.kind
+        if phases is None:
+            phases, pilots = task.phases()
         else:
-            if budget is None or dim is None:
-                check.required(
-                    " for phases to be chosen, or phases= of your own", budget=budget, dim=dim
-                )
-            if budget.mode != "planned":
-                raise ValueError(
-                    f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
-                )
-            if distance is not None:
-                check.positive(distance=distance)
-            number = 1.0 if isinstance(clip, Pilot) else clip
-            given: dict[str, Any] = {
-                "n": check.positive_count(n=n),
-                "dim": dim,
-                "max_steps": max_steps,
-                "reg": reg,
-            }
-            given |= {"adjacency": adjacency, "allow_infinite_variance": allow_infinite_variance}
-            phases = _chosen(
-                problem, budget, given, number, distance, method, copies, min_phase, sampling
-            )
-            noise = min(
-                p.noise_multiplier / p.batch_size / math.sqrt(p.steps) for p in phases.phases
-            )
-            checks.warn_if_buried(
-                noise,
-                n=n,
-                dim=dim,
-                epsilon=budget.epsilon,
-                of="its best phase, in units of the clip,",
-            )
-            if isinstance(clip, Pilot):
-                phases, pilots = clip.split(phases, budget, dim, kind)
-        pilots = (None,) * len(phases.phases) if pilots is None else pilots
+            pilots = task.none_chosen(phases)
         design = parts_of(phases, pilots, n, kind)
         return LocalizedPlan(
             budget=budget,

@@ -249,154 +249,150 @@ def scaled_regs(first: float, count: int) -> list[float]:
     return [first * _GROWTH**i for i in range(count)]
 
 
-def localized_schedule_ballfree(
-    *,
-    n: int,
-    dim: int,
-    rho: float,
-    moment_order: float,
-    second_moment: float,
-    moment_2k: float,
-    diameter: float,
-    max_steps: int | None = 2000,
-    first_moment: float | None = None,
-    reg: float | None = None,
-    adjacency: str = "replace_one",
-    min_phase: int = 1,
-    allow_infinite_variance: bool = False,
-) -> LocalizedSchedule:
-    """Returns the schedule without balls; its bound is proportional to D and holds also where steps are capped.
+@dataclass(frozen=True, kw_only=True)
+class PhaseTask:
+    """Public inputs of a schedule of phases, of every method.
 
     Args:
-        n: public number of records, >= 2.
+        n: records, public, >= 2.
         dim: d.
-        rho: > 0, zCDP of the run.
+        rho: > 0, zCDP of the run; None where an accountant calibrates the noise of phases.
         moment_order: k.
         second_moment: rt_2.
-        moment_2k: rt_2k.
-        diameter: D > 0, bound on |w_0 - w*| (in the mean square, if w_0 is random).
+        diameter: D > 0, bound on |w_0 - w*| (in the mean square, if w_0 is random); with balls, of the feasible set.
         max_steps: cap on the steps of a phase; None for no cap. `capped` and `uncapped_steps` say where it acts.
         first_moment: rt_1, default rt_2; in the tail only.
         reg: a lambda_1 of your own, chosen without looking at the training records. Privacy does not depend on it;
             there is no bound then.
         adjacency: "replace_one", "zero_out" or "add_remove" (parts by a choice for each record by itself).
-        min_phase: phases of fewer records join the one before.
         allow_infinite_variance: admits k < 2.
 
     Raises:
         ConditionError: k < 2 without `allow_infinite_variance`.
-        ValueError: an argument is out of range.
+        ValueError: a number is out of range.
 
     Guarantee:
-        With noise of `noise_std` on each mean over the whole part, and each record in one phase by a choice that does
-        not depend on the data, the run is rho-zCDP under the adjacency, whatever the promised constants are worth.
+        Of all schedules with a rho: with noise of `noise_std` on each mean over the whole part, and each record in one
+        phase by a choice that does not depend on the data, the run is rho-zCDP under the adjacency, whatever the
+        promised constants are worth.
+    """
+
+    n: int
+    dim: int
+    rho: float | None = None
+    moment_order: float
+    second_moment: float
+    diameter: float = math.inf
+    max_steps: int | None = 2000
+    first_moment: float | None = None
+    reg: float | None = None
+    adjacency: str = "replace_one"
+    allow_infinite_variance: bool = False
+
+    def __post_init__(self) -> None:
+        check_order(self.moment_order, self.allow_infinite_variance)
+        check.positive(second_moment=self.second_moment)
+        for name in ("first_moment", "reg"):
+            if getattr(self, name) is not None:
+                check.positive(**{name: getattr(self, name)})
+
+    @property
+    def first(self) -> float:
+        """rt_1, or what bounds it."""
+        return float(self.second_moment if self.first_moment is None else self.first_moment)
+
+    @property
+    def order(self) -> float:
+        """K as a float."""
+        return float(self.moment_order)
+
+    def level(self, records: int) -> float:
+        """Returns `noise_level` of a phase on so many records."""
+        return noise_level(records, self.dim, check.positive(rho=self.rho), self.adjacency)
+
+    def capped(self, steps: int) -> int:
+        """Returns the number of steps, at most the cap."""
+        if self.max_steps is None:
+            return steps
+        return min(steps, check.positive_count(max_steps=self.max_steps))
+
+    def full_passes(
+        self, n: int, clip: float, steps: int, error: float, uncapped: int, copies: int = 1
+    ) -> Tuned:
+        """Returns a phase on n records whose steps cost rho together."""
+        # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
+        noise_std = mean_noise_std(clip, n, check.positive(rho=self.rho), steps, self.adjacency)
+        return Tuned(n, n, clip, steps, noise_std, error, uncapped, copies)
+
+
+def localized_schedule_ballfree(
+    task: PhaseTask, *, moment_2k: float, min_phase: int = 1
+) -> LocalizedSchedule:
+    """Returns the schedule without balls; its bound is proportional to D and holds also where steps are capped.
+
+    Args:
+        task: records, privacy and promises.
+        moment_2k: rt_2k.
+        min_phase: phases of fewer records join the one before.
 
     Source:
         docs/proofs/heavy_tailed.md#localized-schedule.
 
     Example:
-        >>> schedule = localized_schedule_ballfree(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
-        ...                                        moment_2k=1.5, diameter=2.0, max_steps=None)
+        >>> task = PhaseTask(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
+        ...                  max_steps=None)
+        >>> schedule = localized_schedule_ballfree(task, moment_2k=1.5)
         >>> schedule.phases_count, round(schedule.bound, 4), schedule.phases[0].steps
         (19, 0.0623, 5000282843)
     """
-    k = check_order(moment_order, allow_infinite_variance)
 
     def tuned(size: int) -> Tuned:
-        level = noise_level(size, dim, rho, adjacency)
+        level = task.level(size)
         wanted = ballfree_steps(level)
-        steps = capped_steps(wanted, max_steps)
-        clip, error = clip_and_error(moment_2k, k, ballfree_rate(level, steps))
-        return full_passes(size, clip, steps, error, wanted, rho, adjacency)
+        steps = task.capped(wanted)
+        clip, error = clip_and_error(moment_2k, task.order, ballfree_rate(level, steps))
+        return task.full_passes(size, clip, steps, error, wanted)
 
-    return regularized(
-        [tuned(size) for size in halved_sizes(n, min_phase)],
-        rho=rho,
-        adjacency=adjacency,
-        second_moment=second_moment,
-        first_moment=first_moment,
-        diameter=diameter,
-        reg=reg,
-    )
+    return regularized([tuned(size) for size in halved_sizes(task.n, min_phase)], task)
 
 
 def localized_schedule(
-    *,
-    n: int,
-    dim: int,
-    rho: float,
-    moment_order: float,
-    second_moment: float,
-    moment_2k: float,
-    diameter: float,
-    max_steps: int | None = 2000,
-    first_moment: float | None = None,
-    reg: float | None = None,
-    adjacency: str = "replace_one",
-    min_phase: int = 1,
-    allow_infinite_variance: bool = False,
+    task: PhaseTask, *, moment_2k: float, min_phase: int = 1
 ) -> LocalizedSchedule:
     """Returns the schedule with balls around the centers, of radius min(D, Lb/lambda_i).
 
     Where steps are capped its bound GROWS with n, since C is tuned for all steps: prefer the ball-free one. It warns.
 
     Args:
-        n: as in `localized_schedule_ballfree`, and so are the others.
-        dim: d.
-        rho: > 0.
-        moment_order: k.
-        second_moment: rt_2.
+        task: records, privacy and promises; the diameter is that of the feasible set.
         moment_2k: rt_2k.
-        diameter: D > 0, of the feasible set (a bound on |w_0 - w*| is not enough here).
-        max_steps: cap on the steps of a phase; None for no cap.
-        first_moment: rt_1, default rt_2.
-        reg: a lambda_1 of your own.
-        adjacency: of rho.
         min_phase: phases of fewer records join the one before.
-        allow_infinite_variance: admits k < 2.
-
-    Raises:
-        ConditionError: k < 2 without `allow_infinite_variance`.
-        ValueError: an argument is out of range.
-
-    Guarantee:
-        As `localized_schedule_ballfree`.
 
     Source:
         docs/proofs/heavy_tailed.md#localized-schedule-with-balls.
 
     Example:
-        >>> schedule = localized_schedule(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0,
-        ...                               moment_2k=1.5, diameter=2.0, max_steps=None)
-        >>> round(schedule.bound, 4)
+        >>> task = PhaseTask(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
+        ...                  max_steps=None)
+        >>> round(localized_schedule(task, moment_2k=1.5).bound, 4)
         0.0642
     """
-    k = check_order(moment_order, allow_infinite_variance)
-    sizes = halved_sizes(n, min_phase)
-    diameter = check.positive(diameter=diameter)
+    k = task.order
+    sizes = halved_sizes(task.n, min_phase)
+    diameter = check.positive(diameter=task.diameter)
     # P(mean of sup-norms > Lb) <= 1/(ell sqrt n) for each phase, by Markov for the power 2k
-    lipschitz = check.positive(moment_2k=moment_2k) * (len(sizes) * math.sqrt(n)) ** (
-        1.0 / (2.0 * k)
-    )
+    root = (len(sizes) * math.sqrt(task.n)) ** (1.0 / (2.0 * k))
+    lipschitz = check.positive(moment_2k=moment_2k) * root
 
     def tuned(size: int) -> Tuned:
-        level = noise_level(size, dim, rho, adjacency)
+        level = task.level(size)
         clip = clip_threshold_square(moment_2k, k, 1.0, 4.0 * level)
-        steps, wanted, square = steps_in_ball(level, clip, lipschitz, max_steps)
+        steps, wanted, square = steps_in_ball(level, clip, lipschitz, task)
         error = math.sqrt(clip_bias(moment_2k, k, clip) ** 2 + square)
-        return full_passes(size, clip, steps, error, wanted, rho, adjacency)
+        return task.full_passes(size, clip, steps, error, wanted)
 
-    schedule = regularized(
-        [tuned(size) for size in sizes],
-        rho=rho,
-        adjacency=adjacency,
-        second_moment=second_moment,
-        first_moment=first_moment,
-        diameter=diameter,
-        reg=reg,
-        lipschitz=lipschitz,
-        leaving=(len(sizes) + 1) * diameter / math.sqrt(n),
-    )
+    leaving = (len(sizes) + 1) * diameter / math.sqrt(task.n)
+    schedule = regularized([tuned(size) for size in sizes], task, lipschitz, leaving)
     warn_if_capped(schedule.phases)
     return schedule
 
@@ -433,13 +429,8 @@ def ballfree_rate(level: float, steps: int) -> float:
     return math.sqrt(level * (1.0 + (1.0 + math.log(T)) / T) + (4.0 + 8.0 * root) / T)
 
 
-def capped_steps(steps: int, max_steps: int | None) -> int:
-    """Returns the smaller of the two; None stands for no cap."""
-    return steps if max_steps is None else min(steps, check.positive_count(max_steps=max_steps))
-
-
 def steps_in_ball(
-    level: float, clip: float, lipschitz: float, max_steps: int | None
+    level: float, clip: float, lipschitz: float, task: PhaseTask
 ) -> tuple[int, int, float]:
     """Returns (steps, those without a cap, the square of what noise and start leave) of a phase in a ball of Lb/lambda.
 
@@ -447,7 +438,7 @@ def steps_in_ball(
         docs/proofs/heavy_tailed.md#phase-in-a-ball.
     """
     wanted = max(1, math.ceil((1.0 + lipschitz / clip) ** 2 / level))
-    T = capped_steps(wanted, max_steps)
+    T = task.capped(wanted)
     return T, wanted, (4.0 * level * clip**2 * T + 4.0 * (clip + lipschitz) ** 2) / (T + 1.0)
 
 
@@ -470,22 +461,6 @@ class Tuned(NamedTuple):
     copies: int = 1
 
 
-def full_passes(
-    n: int,
-    clip: float,
-    steps: int,
-    error: float,
-    uncapped_steps: int,
-    rho: float,
-    adjacency: str,
-    copies: int = 1,
-) -> Tuned:
-    """Returns a phase whose steps cost rho together."""
-    # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
-    noise_std = mean_noise_std(clip, n, rho, steps, adjacency)
-    return Tuned(n, n, clip, steps, noise_std, error, uncapped_steps, copies)
-
-
 def phases_of(
     tuned: Sequence[Tuned], regs: Sequence[float], radii: Sequence[float]
 ) -> tuple[LocalizedPhase, ...]:
@@ -498,13 +473,7 @@ def phases_of(
 
 def regularized(
     tuned: Sequence[Tuned],
-    *,
-    rho: float | None,
-    second_moment: float,
-    first_moment: float | None,
-    diameter: float,
-    reg: float | None,
-    adjacency: str = "replace_one",
+    task: PhaseTask,
     lipschitz: float | None = None,
     leaving: float = 0.0,
 ) -> LocalizedSchedule:
@@ -512,35 +481,30 @@ def regularized(
 
     Args:
         tuned: the phases.
-        rho: zCDP of each; None where an accountant calibrates their noise.
-        second_moment: rt_2.
-        first_moment: rt_1, default rt_2.
-        diameter: D.
-        reg: lambda_1; None for the best.
-        adjacency: of rho.
+        task: what they are tuned for.
         lipschitz: Lb of balls of radius min(D, Lb/lambda_i); None for no balls.
         leaving: added to the tail over rt_1 for leaving them.
     """
-    D = check.positive(diameter=diameter)
-    second = check.positive(second_moment=second_moment)
-    first = second if first_moment is None else check.positive(first_moment=first_moment)
+    D = check.positive(diameter=task.diameter)
+    second = float(task.second_moment)
     total = math.fsum(
         (2.0 * second**2 / one.n + 4.0 * one.error**2) / 8.0**i for i, one in enumerate(tuned)
     )
     root = math.sqrt(2.0 * total)
-    regs = scaled_regs(root / D if reg is None else check.positive(reg=reg), len(tuned))
+    regs = scaled_regs(root / D if task.reg is None else task.reg, len(tuned))
     radii = [math.inf if lipschitz is None else min(D, lipschitz / lam) for lam in regs]
     error = tuned[-1].error
     last = regs[-1]
+    first = task.first
     tail = first * error / last if lipschitz is None else first * (error / last + leaving)
     return LocalizedSchedule(
         phases=phases_of(tuned, regs, radii),
-        rho=rho,
-        adjacency=adjacency,
-        bound=D * root if reg is None else None,
-        tail=tail if reg is None else None,
+        rho=task.rho,
+        adjacency=task.adjacency,
+        bound=D * root if task.reg is None else None,
+        tail=tail if task.reg is None else None,
         diameter=D,
-        proved=reg is None,
+        proved=task.reg is None,
     )
 
 
@@ -575,109 +539,86 @@ _PLAIN = _Constants(4.0, 1.0, 1.0, 8.0, 1.0)
 
 
 def boosted_localized_schedule(
+    task: PhaseTask,
     *,
-    n: int,
-    dim: int,
-    rho: float,
-    moment_order: float,
-    second_moment: float,
     moment: float,
-    diameter: float,
     copies: int = 1,
-    max_steps: int | None = 2000,
     conservative: bool = False,
     ball: bool = True,
     phases: int | None = None,
-    first_moment: float | None = None,
-    reg: float | None = None,
-    adjacency: str = "replace_one",
-    allow_infinite_variance: bool = False,
 ) -> LocalizedSchedule:
     """Returns the schedule; `error` of its phases is Q.
 
     Args:
-        n: public number of records, >= 2 copies.
-        dim: d.
-        rho: > 0, zCDP of the run.
-        moment_order: k.
-        second_moment: rt_2.
+        task: records (>= 2 copies), privacy and promises (rt_2 also for k < 2).
         moment: rt_k.
-        diameter: D > 0, bound on |w_0 - w*|; with balls, of the feasible set.
         copies: J >= 1 groups per phase; more than 1 buys probability, not accuracy.
-        max_steps: cap on the steps of a phase; None for no cap.
         conservative: constants of the proof, or 1.
         ball: steps stay within min(D, 2 rt_2/lambda_i) of the center; False drops the ball.
         phases: public number I of phases; default max(1, floor(log2(n/(2J)))).
-        first_moment: rt_1, default rt_2.
-        reg: a lambda_1 of your own, chosen without looking at the training records; there is no bound then.
-        adjacency: of rho.
-        allow_infinite_variance: admits k < 2 (rt_2 is still needed).
 
     Returns:
         A schedule; `proved` only if conservative, T >= 2, m_I >= 16 and the failure probability is below 1.
 
-    Raises:
-        ConditionError: k < 2 without `allow_infinite_variance`.
-        ValueError: an argument is out of range; n < 2 copies.
-
     Guarantee:
-        As `localized_schedule_ballfree`; the choice reads the private answers of disjoint groups only.
+        As `PhaseTask`; the choice reads the private answers of disjoint groups only.
 
     Source:
         docs/proofs/heavy_tailed.md#boosted-phases.
 
     Example:
-        >>> schedule = boosted_localized_schedule(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0,
-        ...     moment=1.3, diameter=2.0, copies=3, max_steps=None, conservative=True)
+        >>> task = PhaseTask(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0, diameter=2.0,
+        ...                  max_steps=None)
+        >>> schedule = boosted_localized_schedule(task, moment=1.3, copies=3, conservative=True)
         >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
         (6, 58.9, [106, 53, 26, 13, 6, 3])
     """
     moment = check.positive(moment=moment)
-    k = check_order(moment_order, allow_infinite_variance)
-    second = check.positive(second_moment=second_moment)
-    check.positive(diameter=diameter)
+    k = task.order
+    second = float(task.second_moment)
+    diameter = check.positive(diameter=task.diameter)
     c = _PROVED if conservative else _PLAIN
-    lipschitz = (
-        2.0 * second
-    )  # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+    # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
+    lipschitz = 2.0 * second
 
     def tuned(m: int) -> Tuned:
-        level = noise_level(m, dim, rho, adjacency)
+        level = task.level(m)
         if ball:
             clip = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
-            steps, wanted, square = steps_in_ball(level, clip, lipschitz, max_steps)
+            steps, wanted, square = steps_in_ball(level, clip, lipschitz, task)
         else:
             wanted = ballfree_steps(level)
-            steps = capped_steps(wanted, max_steps)
+            steps = task.capped(wanted)
             unit = 3.0 * ballfree_rate(level, steps) ** 2
             clip = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
             square = unit * clip**2
         spread = math.sqrt(c.optimization * square + c.bias * clip_bias(moment, k, clip) ** 2)
         error = math.sqrt(c.generalization / m) * second + spread
-        return full_passes(m, clip, steps, error, wanted, rho, adjacency, copies)
+        return task.full_passes(m, clip, steps, error, wanted, copies)
 
-    made = [tuned(m) for m in _groups(n, copies, phases)]
+    made = [tuned(m) for m in _groups(task.n, copies, phases)]
     root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
-    regs = scaled_regs(root / diameter if reg is None else check.positive(reg=reg), len(made))
-    parts = phases_of(
-        made, regs, [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
-    )
+    regs = scaled_regs(root / diameter if task.reg is None else task.reg, len(made))
+    radii = [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
+    parts = phases_of(made, regs, radii)
     if ball:
         warn_if_capped(parts)
-    first = second if first_moment is None else check.positive(first_moment=first_moment)
-    enough = made[-1].n >= _SMALLEST_GROUP and all(one.steps >= 2 for one in made)
     return LocalizedSchedule(
         phases=parts,
-        rho=rho,
-        adjacency=adjacency,
-        bound=diameter * root if reg is None else None,
-        tail=c.reach * first * made[-1].error / regs[-1] if reg is None else None,
+        rho=task.rho,
+        adjacency=task.adjacency,
+        bound=diameter * root if task.reg is None else None,
+        tail=c.reach * task.first * made[-1].error / regs[-1] if task.reg is None else None,
         diameter=diameter,
-        proved=conservative
-        and reg is None
-        and enough
-        and boosted_failure(copies, len(made), made[-1].n) < 1.0,
+        proved=conservative and task.reg is None and _is_proved(made),
     )
+
+
+def _is_proved(made: Sequence[Tuned]) -> bool:
+    """Returns whether groups are large, steps enough, and the bound fails with a probability below 1."""
+    if made[-1].n < _SMALLEST_GROUP or any(one.steps < 2 for one in made):
+        return False
+    return boosted_failure(made[0].copies, len(made), made[-1].n) < 1.0
 
 
 def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
@@ -751,82 +692,52 @@ def sc_reduction_sizes_full(n: int) -> list[int]:
 
 
 def reduction_schedule(
+    task: PhaseTask,
     *,
-    n: int,
-    dim: int,
-    rho: float,
     strong_convexity: float,
-    moment_order: float,
-    second_moment: float,
     moment_2k: float,
-    diameter: float = math.inf,
-    max_steps: int | None = 2000,
-    first_moment: float | None = None,
-    reg: float | None = None,
-    adjacency: str = "replace_one",
     sizes: Sequence[int] | None = None,
     min_phase: int = 1,
-    allow_infinite_variance: bool = False,
 ) -> LocalizedSchedule:
     """Returns the phases of all parts as one schedule, for strongly convex losses that need not be smooth.
 
     Args:
-        n: public number of records; below 16 the reduction is skipped.
-        dim: d.
-        rho: > 0, zCDP of the run.
+        task: records (below 16 the reduction is skipped), privacy and promises. The diameter bounds |w - w*| for all
+            feasible w; rt_1/mu is one, and the smaller of the two is used. A lambda_1 is that of the first part, and
+            doubles with each part.
         strong_convexity: mu > 0, of the population risk.
-        moment_order: k.
-        second_moment: rt_2.
         moment_2k: rt_2k.
-        diameter: bound on |w - w*| for all feasible w; rt_1/mu is one, and the smaller of the two is used.
-        max_steps: cap on the steps of a phase; None for no cap.
-        first_moment: rt_1, default rt_2.
-        reg: a lambda_1 of your own for the first part; it doubles with each part. There is no bound then.
-        adjacency: of rho.
         sizes: of the parts, their sum at most n; default `sc_reduction_sizes_full(n)`.
         min_phase: phases of fewer records join the one before.
-        allow_infinite_variance: admits k < 2.
 
     Returns:
         The schedule, `bound` and `tail` those of the last part, at its D_M (`diameter`).
-
-    Raises:
-        ConditionError: k < 2 without `allow_infinite_variance`.
-        ValueError: an argument is out of range.
-
-    Guarantee:
-        As `localized_schedule_ballfree`: parts are disjoint, rho overall.
 
     Source:
         docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
 
     Example:
-        >>> schedule = reduction_schedule(n=10**6, dim=10, rho=0.5, strong_convexity=0.1, moment_order=2.0,
-        ...     second_moment=1.0, moment_2k=1.5, diameter=2.0, max_steps=None)
+        >>> task = PhaseTask(n=10**6, dim=10, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
+        ...                  max_steps=None)
+        >>> schedule = reduction_schedule(task, strong_convexity=0.1, moment_2k=1.5)
         >>> schedule.phases_count, schedule.records <= 10**6, round(schedule.risk_bound, 4)
         (80, True, 0.032)
     """
     mu = check.positive(strong_convexity=strong_convexity)
-    second = check.positive(second_moment=second_moment)
-    first = second if first_moment is None else check.positive(first_moment=first_moment)
-    D = distance = min(check.positive(diameter=diameter, allow_inf=True), first / mu)
+    first = task.first
+    D = distance = min(check.positive(diameter=task.diameter, allow_inf=True), first / mu)
     phases: list[LocalizedPhase] = []
-    parts = _checked_parts(n, sizes)
+    parts = _checked_parts(task.n, sizes)
     for t, size in enumerate(parts):
-        part = localized_schedule_ballfree(
+        own = replace(
+            task,
             n=size,
-            dim=dim,
-            rho=rho,
-            moment_order=moment_order,
-            second_moment=second,
-            moment_2k=moment_2k,
             diameter=distance,
-            max_steps=max_steps,
             first_moment=first,
-            reg=None if reg is None else check.positive(reg=reg) * 2.0**t,
-            adjacency=adjacency,
-            min_phase=min(min_phase, size // 2),
-            allow_infinite_variance=allow_infinite_variance,
+            reg=None if task.reg is None else task.reg * 2.0**t,
+        )
+        part = localized_schedule_ballfree(
+            own, moment_2k=moment_2k, min_phase=min(min_phase, size // 2)
         )
         phases += [replace(phase, index=len(phases) + 1 + i) for i, phase in enumerate(part.phases)]
         if part.risk_bound is not None and t + 1 < len(parts):
@@ -847,20 +758,13 @@ def minibatch_size(n: int, rho: float, steps: int) -> int:
 
 
 def localized_schedule_minibatch(
+    task: PhaseTask,
     *,
-    n: int,
-    dim: int,
     batch_sizes: Sequence[int],
     steps: Sequence[int],
     noise_multipliers: Sequence[float],
-    moment_order: float,
-    second_moment: float,
     moment_2k: float,
-    diameter: float,
-    first_moment: float | None = None,
-    reg: float | None = None,
     min_phase: int = 1,
-    allow_infinite_variance: bool = False,
 ) -> LocalizedSchedule:
     """Returns the ball-free schedule whose steps take random minibatches of their phase's records.
 
@@ -868,22 +772,12 @@ def localized_schedule_minibatch(
     size b and divisor b, and for fixed batches without replacement; a_i of the ball-free form takes it for d sigma^2.
 
     Args:
-        n: public number of records.
-        dim: d.
+        task: records and promises, without a rho.
         batch_sizes: b_i <= n_i, one per phase of `halved_sizes(n, min_phase)`.
         steps: T_i.
         noise_multipliers: z_i, std on the sum over the clip, calibrated by an accountant for T_i steps.
-        moment_order: k.
-        second_moment: rt_2.
         moment_2k: rt_2k.
-        diameter: D.
-        first_moment: rt_1, default rt_2.
-        reg: a lambda_1 of your own; there is no bound then.
         min_phase: phases of fewer records join the one before.
-        allow_infinite_variance: admits k < 2.
-
-    Returns:
-        The schedule with rho None.
 
     Guarantee:
         None by itself: the cost of a phase is that of T_i steps of (z_i, b_i, n_i) under the sampling scheme; the run
@@ -893,13 +787,13 @@ def localized_schedule_minibatch(
         docs/proofs/heavy_tailed.md#minibatch-phases; Remark 13, the sampling variance is ours.
 
     Example:
-        >>> schedule = localized_schedule_minibatch(n=4, dim=1, batch_sizes=[1, 1], steps=[4, 4],
-        ...     noise_multipliers=[1.0, 1.0], moment_order=2.0, second_moment=1.0, moment_2k=1.0, diameter=1.0)
+        >>> task = PhaseTask(n=4, dim=1, moment_order=2.0, second_moment=1.0, diameter=1.0)
+        >>> schedule = localized_schedule_minibatch(
+        ...     task, batch_sizes=[1, 1], steps=[4, 4], noise_multipliers=[1.0, 1.0], moment_2k=1.0)
         >>> [(phase.n, phase.batch_size, round(phase.noise_std / phase.clip, 6)) for phase in schedule.phases]
         [(2, 1, 1.0), (1, 1, 1.0)]
     """
-    k = check_order(moment_order, allow_infinite_variance)
-    sizes = halved_sizes(n, min_phase)
+    sizes = halved_sizes(task.n, min_phase)
     given = list(zip(batch_sizes, steps, noise_multipliers, strict=False))
     if not len(batch_sizes) == len(steps) == len(noise_multipliers) == len(sizes):
         raise ValueError(
@@ -909,16 +803,9 @@ def localized_schedule_minibatch(
         )
     tuned = []
     for m, (b, T, z) in zip(sizes, given, strict=True):
-        clip, error = clip_and_error(moment_2k, k, _minibatch_rate(m, dim, b, T, z))
+        clip, error = clip_and_error(moment_2k, task.order, _minibatch_rate(m, task.dim, b, T, z))
         tuned.append(Tuned(m, b, clip, T, z * clip / b, error, T))
-    return regularized(
-        tuned,
-        rho=None,
-        second_moment=second_moment,
-        first_moment=first_moment,
-        diameter=diameter,
-        reg=reg,
-    )
+    return regularized(tuned, task)
 
 
 def _minibatch_rate(

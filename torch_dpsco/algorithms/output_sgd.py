@@ -40,13 +40,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.rounding import asks_exact, scaled_up, with_grid
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import (
-    REPLACE_ONE,
-    ZERO_OUT,
     Adjacency,
     ApproxDP,
     KNorm,
@@ -58,9 +55,7 @@ from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity
 from torch_dpsco.algorithms.mixture_numbers import weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
-    LossPromises,
     output_path,
-    paper_sensitivity,
     plan_output,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
@@ -71,41 +66,23 @@ from torch_dpsco.algorithms.row_free_plan import (
     target_of,
     whole_epochs,
 )
-from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed, dimension, sampled
+from torch_dpsco.step.chooser import Given, agreed, dimension
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HolderOutputPlan(RowFreePlan):
-    """Public numbers of a run of HolderOutputSGD.
-
-    Args:
-        mode: "tight" or "paper".
-    """
-
-    mode: str = "tight"
+    """Public numbers of a run of HolderOutputSGD."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        paper = check.choice(("tight", "paper"), mode=self.mode) == "paper"
         check.choice(("uniform",), average=self.average)
         if not isinstance(self.design, (Shuffled, Fixed)):
             raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
-        if paper and not (self.design == Fixed(1, self.n) and self.adjacency == REPLACE_ONE):
-            raise ConditionError(
-                f"mode='paper' is proved for replace_one and Fixed(1, n) (got {self.adjacency} and"
-                f" {self.design})"
-            )
-
-    @property
-    def promises(self) -> LossPromises:
-        """What the sensitivity rests on."""
-        return _promises(self.problem, self.gradient_error, self.mode)
 
     @cached_property
     def path(self) -> RunPath:
@@ -117,21 +94,13 @@ class HolderOutputPlan(RowFreePlan):
 
     @cached_property
     def sensitivity(self) -> float | None:
-        """How far one record moves the answer, rounding included; but for half of delta in mode "paper"."""
-        if self.mode == "paper":
-            return paper_sensitivity(
-                self.promises, self.path, self.sizes, self.n, self._target["delta"] / 2
-            )
+        """How far one record moves the answer, rounding included; None where that is random."""
         if isinstance(self.design, Fixed):
             return None
         # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
         return with_grid(
             path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure)
         )
-
-    @property
-    def _target(self) -> dict[str, float]:
-        return target_of(self.budget, None)
 
     def event(self) -> SimpleEvent:
         """Returns the only release."""
@@ -142,16 +111,12 @@ class HolderOutputPlan(RowFreePlan):
         """Where the number of hits is random: the target, or a larger delta, if the noise that is drawn spends it."""
         if self.noise_scale == 0:
             return NonPrivate()
-        epsilon = self._target["epsilon"]
-        delta = self._target["delta"]
-        if self.sensitivity is None:
-            spent = weighted_law(self.path, self.batch_size / self.n).delta(
-                self.noise_scale, epsilon
-            )
-        else:
-            spent = delta / 2 + gaussian_delta(self.sensitivity / self.noise_scale, epsilon)
+        target = target_of(self.budget, None)
+        epsilon = target["epsilon"]
+        law = weighted_law(self.path, self.batch_size / self.n)
+        spent = law.delta(self.noise_scale, epsilon)
         # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return ApproxDP(epsilon, max(delta, spent), (self.adjacency,))
+        return ApproxDP(epsilon, max(target["delta"], spent), (self.adjacency,))
 
 
 class HolderOutputSGD(RowFreeOptimizer):
@@ -205,7 +170,6 @@ class HolderOutputSGD(RowFreeOptimizer):
         lr: float | Sequence[float] | None = None,
         sampling: str | Design | None = None,
         adjacency: Adjacency | None = None,
-        mode: str = "tight",
         distance: float | None = None,
         gradient_error: float | None = None,
         secure: str | None = None,
@@ -217,15 +181,14 @@ class HolderOutputSGD(RowFreeOptimizer):
             dim: number of parameters, or the model.
             n: public number of records.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
-            noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled", mode "tight").
+            noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled").
             steps: number of steps, in place of epochs: a multiple of those of one pass.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
                 `algorithms.output_sgd_numbers.plan_output`).
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
-            sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).
+            sampling: "shuffled" (default) or "fixed" (the paper's); or dp.Shuffled(b, n), dp.Fixed(b, n).
             adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
-            mode: "tight" or "paper".
             distance: guess of |w*|; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
                 computed mean gradient.
@@ -243,25 +206,22 @@ class HolderOutputSGD(RowFreeOptimizer):
             >>> round(plan.noise_scale, 3)
             0.093
         """
-        budget, adjacency = agreed(
-            budget, adjacency, default=REPLACE_ONE if mode == "paper" else ZERO_OUT
-        )
+        budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         if isinstance(sampling, Design):
-            sampled(sampling, batch_size, n, adjacency)  # raises for other numbers
+            given_design = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
+            given_design.sampled()  # raises for other numbers
             n = sampling.n
             batch_size = sampling.batch_size
             sampling = type(sampling).__name__.lower()
-        sampling = check.choice(
-            _SAMPLING, sampling=sampling or ("fixed" if mode == "paper" else "shuffled")
-        )
+        sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
         if n is None:
             raise ValueError("n must be given: the public number of records")
         batch_size = 1 if batch_size is None else batch_size
         given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
-        given |= {"secure": secure, "mode": mode}
+        given |= {"secure": secure}
         run = plan_output(
-            _promises(problem, gradient_error, mode),
+            loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
@@ -273,17 +233,11 @@ class HolderOutputSGD(RowFreeOptimizer):
         given |= numbers_of(run) | {"gradient_error": gradient_error}
         design = _SAMPLING[sampling](batch_size, n)
         plan = HolderOutputPlan(**given, budget=budget, problem=problem, design=design)
-        if mode != "paper" and budget is not None:
+        if budget is not None:
             checks.warn_if_buried(
                 plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
             )
         return plan
-
-
-def _promises(problem: Problem, gradient_error: float | None, mode: str) -> LossPromises:
-    return loss_promises(
-        problem, by="HolderOutputSGD", gradient_error=gradient_error, paper=mode == "paper"
-    )
 
 
 _NOISES = ("gaussian", "knorm")

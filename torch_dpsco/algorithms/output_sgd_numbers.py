@@ -12,8 +12,7 @@ first epoch f_t is the loss of records that w_t has not seen; later ones are, an
 place moves w_t by Delta_stab on average (replace-one sensitivity), hence the loss by G times that; noise of expected
 norm at most sigma sqrt(d) moves the loss by G times it, and the projection brings points nearer.
 
-Differs from the paper in: its step sizes (`lr_theorem`) balance its own noise, and are used in mode "paper" only; such
-a plan is refused where rounding could exceed what the paper's sensitivity leaves room for.
+Differs from the paper in: its step sizes balance its own noise, which is larger.
 
 Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#risk-of-output-perturbation.
 """
@@ -21,7 +20,6 @@ Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#risk-of-out
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,18 +38,13 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.algorithms.holder_numbers import (
     RunPath,
-    chernoff_factor,
     expansions,
     iterate_bounds,
-    lr_theorem,
-    output_sensitivity_paper,
-    output_sigma_paper,
     path_sensitivity,
     run_path,
-    steps_theorem,
 )
 from torch_dpsco.algorithms.mixture_numbers import uniform_sigma
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 
 FloatArray = NDArray[np.float64]
 
@@ -66,7 +59,6 @@ class LossPromises:
         holder_exponent: alpha in [0, 1].
         holder_constant: L > 0, on all of R^d.
         grad_bound: nondecreasing r -> G(r). It is asked a little beyond the radius, for rounding.
-        grad_at_zero: M, for mode "paper".
         loss_at_zero: M0, for an unbounded domain.
         radius: of the feasible set, a ball around 0; inf for none.
         glm: whether the loss is phi(w.x; y) with a scalar score.
@@ -77,7 +69,6 @@ class LossPromises:
     holder_exponent: float
     holder_constant: float
     grad_bound: Callable[[float], float]
-    grad_at_zero: float | None = None
     loss_at_zero: float | None = None
     radius: float = math.inf
     glm: bool = False
@@ -189,41 +180,22 @@ def output_path(
         MissingConstantError: loss_at_zero on an unbounded domain, or gradient_error unless `glm`.
     """
     sizes = np.asarray(lr, dtype=np.float64)
-    bounded = math.isfinite(promises.radius)
-    alpha = promises.holder_exponent
-    L = promises.holder_constant
-    at_zero = promises.loss_at_zero
-    arithmetic = None
+    arithmetic: Arithmetic | None = None
     if unit_roundoff is not None:
-        offset = promises.score_offset
-        error = promises.gradient_error
         arithmetic = Arithmetic(
-            dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error
+            dim,
+            batch_size,
+            unit_roundoff,
+            promises.score_offset,
+            projected=math.isfinite(promises.radius),
+            gradient_error=promises.gradient_error,
         )
-    radii: ArrayLike
-    bounds: ArrayLike
-    if bounded:
-        radii = promises.radius if arithmetic is None else arithmetic.norm_bound(promises.radius)
-        bounds = promises.grad_bound(
-            radii + (0.0 if arithmetic is None else arithmetic.score_error(radii))
-        )
-    elif at_zero is None:
-        raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
-    else:
-        bound = promises.grad_bound
-        radii, bounds = iterate_bounds(
-            sizes,
-            bound,
-            holder_exponent=alpha,
-            holder_constant=L,
-            loss_at_zero=at_zero,
-            arithmetic=arithmetic,
-        )
+    radii, bounds = _bounds_along(promises, sizes, arithmetic)
     return run_path(
         sizes,
         bounds,
-        holder_exponent=alpha,
-        holder_constant=L,
+        holder_exponent=promises.holder_exponent,
+        holder_constant=promises.holder_constant,
         batch_size=batch_size,
         hit_constant=hit_constant,
         weights=weights,
@@ -231,6 +203,27 @@ def output_path(
         radius=promises.radius,
         arithmetic=arithmetic,
         radii=radii,
+    )
+
+
+def _bounds_along(
+    promises: LossPromises, sizes: FloatArray, arithmetic: Arithmetic | None
+) -> tuple[ArrayLike, ArrayLike]:
+    """Returns radii of the iterates, and bounds on gradients there."""
+    if math.isfinite(promises.radius):
+        if arithmetic is None:
+            return promises.radius, promises.grad_bound(promises.radius)
+        radius = arithmetic.norm_bound(promises.radius)
+        return radius, promises.grad_bound(radius + arithmetic.score_error(radius))
+    if promises.loss_at_zero is None:
+        raise MissingConstantError("loss_at_zero is needed on an unbounded domain (got None)")
+    return iterate_bounds(
+        sizes,
+        promises.grad_bound,
+        holder_exponent=promises.holder_exponent,
+        holder_constant=promises.holder_constant,
+        loss_at_zero=promises.loss_at_zero,
+        arithmetic=arithmetic,
     )
 
 
@@ -246,12 +239,9 @@ def distance_bound(promises: LossPromises, distance: float | None) -> float:
 
 
 _SAMPLING = ("shuffled", "fixed")
-_MODES = ("tight", "paper")
 _MAX_EPOCHS = 20
-_UTILITY_FAILURE = 0.05
 _GRID = 97
 _DECADES = 6
-_PaperRun = tuple[float, float, float, float | None, float | None, float, int, int]
 
 
 def plan_output(
@@ -265,7 +255,6 @@ def plan_output(
     noise_multiplier: float | None = None,
     adjacency: str = "replace_one",
     sampling: str | None = None,
-    mode: str = "tight",
     epochs: int | None = None,
     lr: float | Sequence[float] | None = None,
     distance: float | None = None,
@@ -279,25 +268,22 @@ def plan_output(
     Args:
         promises: constants of the loss.
         n: public number of records.
-        batch_size: b in [1, n]; 1 in mode "paper".
+        batch_size: b in [1, n].
         dim: d, number of parameters.
         epsilon: > 0; not needed where the noise is given.
         delta: in (0, 1), likewise.
-        noise_multiplier: noise std over sensitivity, in place of what (epsilon, delta) needs (shuffled batches, mode
-            "tight").
+        noise_multiplier: noise std over sensitivity, in place of what (epsilon, delta) needs (shuffled batches).
         adjacency: "replace_one" or "zero_out"; n is public.
-        sampling: "shuffled" (default) or "fixed" (the one of mode "paper").
-        mode: "tight" or "paper".
-        epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20; the theorem's in mode
-            "paper".
-        lr: a step size, or T of them, fixed in advance; default `balanced_output_lr` (the theorem's in mode "paper").
+        sampling: "shuffled" (default) or "fixed" (the paper's).
+        epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20.
+        lr: a step size, or T of them, fixed in advance; default `balanced_output_lr`.
         distance: D, guess of |w*|; default the radius.
         unit_roundoff: of the arithmetic, 2^-53 (double) or 2^-24 (single).
-        secure: "exact" for noise drawn in integers (shuffled batches, mode "tight"); see docs/proofs/exact_gaussian.md.
+        secure: "exact" for noise drawn in integers (shuffled batches); see docs/proofs/exact_gaussian.md.
 
     Raises:
-        AdjacencyError: add_remove (n is public here), or mode "paper" outside replace_one.
-        ConditionError: a side condition of the step size or of mode "paper" fails.
+        AdjacencyError: add_remove (n is public here).
+        ConditionError: a side condition of the step size fails.
         MissingConstantError: a promise or `distance` is missing.
         ValueError: an argument is out of range.
 
@@ -310,7 +296,7 @@ def plan_output(
         >>> plan.steps, round(plan.noise_scale, 4)
         (10000, 0.0927)
     """
-    sampling = sampling or ("fixed" if mode == "paper" else "shuffled")
+    sampling = sampling or "shuffled"
     request = _Request(
         promises,
         n,
@@ -322,15 +308,12 @@ def plan_output(
         adjacency,
         distance,
         sampling,
-        mode,
     )
     sizes = _step_sizes(request, epochs, lr)
     path = request.path(sizes, unit_roundoff)
     if sampling != "shuffled":
-        require_gaussian(
-            secure, "what one record moves is random here; use sampling='shuffled' and mode='tight'"
-        )
-    sensitivity, sigma = _noise(request, path, sizes, asks_exact(secure))
+        require_gaussian(secure, "what one record moves is random here; use sampling='shuffled'")
+    sensitivity, sigma = _noise(request, path, asks_exact(secure))
     computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
     step = stated_lr(sizes)
     share = 1 - exact / computed if computed > 0 else 0.0
@@ -343,28 +326,17 @@ class _Request(RunRequest):
     """What a plan is asked for, checked; fields as in `plan_output`."""
 
     sampling: str
-    mode: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.choice(_SAMPLING, sampling=self.sampling)
-        if check.choice(_MODES, mode=self.mode) == "paper":
-            if self.adjacency != "replace_one":
-                raise AdjacencyError(
-                    f"mode='paper' is proved for replace_one only (got {self.adjacency})"
-                )
-            if self.sampling != "fixed" or self.batch_size != 1:
-                raise ConditionError(
-                    "mode='paper' is proved for sampling='fixed' and batch_size=1 "
-                    f"(got {self.sampling!r}, {self.batch_size})"
-                )
         if self.noise_multiplier is None:
             check.open_interval(0.0, 1.0, delta=self.delta)
         elif self.sampling != "shuffled":
             raise ConditionError(
-                f"noise_multiplier must not be given for sampling={self.sampling!r},"
-                f" mode={self.mode!r}: what one record moves is random there, and noise is"
-                f" calibrated for a budget (got {self.noise_multiplier})"
+                f"noise_multiplier must not be given for sampling={self.sampling!r}: what one"
+                " record moves is random there, and noise is calibrated for a budget (got"
+                f" {self.noise_multiplier})"
             )
 
     @property
@@ -400,8 +372,6 @@ def _step_sizes(
     per_epoch = request.steps_per_epoch
     if epochs is not None:
         steps = per_epoch * check.positive_count(epochs=epochs)
-    elif request.mode == "paper":
-        steps = steps_theorem(request.n, alpha, 10 if request.bounded else 9)
     else:
         passes = 1.0 if alpha >= 0.5 else math.pow(request.n, (1 - 2 * alpha) / (1 + alpha))
         steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
@@ -412,11 +382,7 @@ def _step_sizes(
             f" n={request.n}, one epoch); take a smaller batch_size or more epochs"
         )
     if lr is None:
-        lr = (
-            _paper_lr(request, steps)
-            if request.mode == "paper"
-            else balanced_output_lr(request, steps // per_epoch)
-        )
+        lr = balanced_output_lr(request, steps // per_epoch)
     return each_step(lr, steps)
 
 
@@ -451,39 +417,8 @@ def balanced_output_lr(request: _Request, epochs: int) -> float:
     return float(grid[int(np.argmin(risk))])
 
 
-def _paper_lr(request: _Request, steps: int) -> float:
-    theorem = 10 if request.bounded else 9
-    alpha = request.promises.holder_exponent
-    wanted = lr_theorem(
-        theorem,
-        request.n,
-        request.dim,
-        request.epsilon,
-        request.delta,
-        _UTILITY_FAILURE,
-        steps,
-        alpha,
-    )
-    largest = min(1.0, 1.0 / request.promises.holder_constant) * (1 - 1e-9)
-    if wanted > largest:
-        warnings.warn(
-            f"lr of the theorem, {wanted:g}, is capped below min(1, 1/L), {largest:g}",
-            UtilityWarning,
-            4,
-        )
-    return min(wanted, largest)
-
-
-def _noise(
-    request: _Request, path: RunPath, lr: FloatArray, exact: bool
-) -> tuple[float | None, float]:
+def _noise(request: _Request, path: RunPath, exact: bool) -> tuple[float | None, float]:
     """Returns the sensitivity (None if it is random) and the noise std."""
-    if request.mode == "paper":
-        sensitivity = paper_sensitivity(request.promises, path, lr, request.n, request.delta / 2)
-        run = _paper_run(request.promises, lr, request.n)
-        return sensitivity, output_sigma_paper(
-            *run, request.epsilon, request.delta, _domain(request.promises)
-        )
     if request.sampling == "fixed":
         return None, uniform_sigma(
             path, request.batch_size / request.n, request.epsilon, request.delta
@@ -501,62 +436,11 @@ def _noise(
     return sensitivity, noise
 
 
-def paper_sensitivity(
-    promises: LossPromises, path: RunPath, lr: FloatArray, n: int, failure: float
-) -> float:
-    """Returns the sensitivity of mode "paper", which holds but for the failure.
-
-    Args:
-        promises: constants of the loss, grad_at_zero included.
-        path: of `output_path`, rounding included.
-        lr: step sizes (T,), all the same.
-        n: public number of records.
-        failure: in (0, 1).
-
-    Raises:
-        ConditionError: several step sizes, or rounding exceeds what the paper's sensitivity leaves room for.
-        MissingConstantError: grad_at_zero is missing.
-    """
-    sensitivity = output_sensitivity_paper(*_paper_run(promises, lr, n), failure, _domain(promises))
-    hits = (lr.size / n) * (1 + chernoff_factor(n, lr.size, failure))
-    # PRIVACY: rounding must fit into what the paper's bound is too large by
-    # (test_a_paper_plan_is_refused_where_rounding_exceeds_its_slack)
-    if path.drift + hits * float(path.hits.max(initial=0.0)) > sensitivity:
-        raise ConditionError(
-            "mode='paper' leaves no room for rounding here; use mode='tight' or double precision"
-        )
-    return sensitivity
-
-
-def _paper_run(promises: LossPromises, lr: FloatArray, n: int) -> _PaperRun:
-    """Returns what the paper's formulas take: constants, radius, step size, T and n."""
-    if not np.all(lr == lr[0]):
-        raise ConditionError("mode='paper' is proved for one step size (got several)")
-    if promises.grad_at_zero is None:
-        raise MissingConstantError("grad_at_zero is needed in mode='paper' (got None)")
-    constants = (
-        promises.holder_exponent,
-        promises.holder_constant,
-        promises.grad_at_zero,
-        promises.loss_at_zero,
-    )
-    radius = promises.radius if math.isfinite(promises.radius) else None
-    return *constants, radius, float(lr[0]), lr.size, n
-
-
-def _domain(promises: LossPromises) -> str:
-    return "bounded" if math.isfinite(promises.radius) else "unbounded"
-
-
 def _risk(
     request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float
 ) -> float | None:
     """Returns U at one step size; None where it is not proved."""
-    proved = (
-        request.mode == "tight"
-        and request.sampling == "shuffled"
-        and request.n % request.batch_size == 0
-    )
+    proved = request.sampling == "shuffled" and request.n % request.batch_size == 0
     if not (proved and request.bounded) or sensitivity is None:
         return None
     distance = distance_bound(request.promises, request.distance)

@@ -12,7 +12,7 @@ Checkpoints hold secret iterates, as their type says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -63,6 +63,16 @@ from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
+
+
+def _require_plain(name: str, moved: Mapping[str, Any]) -> None:
+    """Raises ValueError for keywords of other optimizers, which would change what the noise covers."""
+    own = [word for word in ("rule", "prox", "reg") if word in moved]
+    if own:
+        raise ValueError(
+            f"{', '.join(own)} must not be given to {name}, whose noise is calibrated for plain SGD"
+            " on the ball of problem.radius; a regularizer is reg= of BoltOnPSGD.plan(...)"
+        )
 
 
 class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
@@ -117,12 +127,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         generator: torch.Generator | None = None,
         **moved: Any,
     ) -> None:
-        if own := [name for name in ("rule", "prox", "reg") if name in moved]:
-            raise ValueError(
-                f"{', '.join(own)} must not be given to {type(self).__name__}, whose noise is"
-                " calibrated for plain SGD on the ball of problem.radius; a regularizer is reg= of"
-                " BoltOnPSGD.plan(...)"
-            )
+        _require_plain(type(self).__name__, moved)
         accountant = self._ledger(plan, moved, accountant)
         tensors = parameters_of(params, plan.lr)
         if (dim := sum(p.numel() for p in tensors)) != plan.dim:
@@ -139,13 +144,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._params = tuple(tensors)
         device = checks.one_device(self._params)
         checks.require_double(self._params)
-        self.design = plan.design
-        self.planned_steps = plan.steps
-        self.average = plan.average
-        self.event = plan.event()
-        self.noise_std = plan.noise_scale
-        self.prox = plan.prox()
-        self.bounds = record_bounds(plan.problem, bias)
+        self._hold(plan, bias)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
         self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant, plan.design)
         self.accountant = accountant
@@ -153,21 +152,29 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         checks.require_one_step(self.accountant, self.adjacency, self.event)
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
-        self._steps = 0
-        self._finalized = False
-        self._epoch = ""
-        self._run = new_run()
-        self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
-        self._promises, self._given_up, self._backwards = (
-            plan.promises,
-            False,
-            Backwards(self._params),
-        )
+        self._backwards = Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.expect(self.event, 1)
         note_owner(self._params, self)
+
+    def _hold(self, plan: RowFreePlan, bias: bool) -> None:
+        """Takes over what is planned; nothing is done yet."""
+        self.design = plan.design
+        self.planned_steps = plan.steps
+        self.average = plan.average
+        self.event = plan.event()
+        self.noise_std = plan.noise_scale
+        self.prox = plan.prox()
+        self.bounds = record_bounds(plan.problem, bias)
+        self._promises = plan.promises
+        self._steps = 0
+        self._finalized = False
+        self._given_up = False
+        self._epoch = ""
+        self._run = new_run()
+        self._log: DrawLog | None = None
 
     # -- batches ------------------------------------------------------------------------------------------------------
 

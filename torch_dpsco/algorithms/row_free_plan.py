@@ -42,17 +42,14 @@ class GradBound:
     """r -> G(r) of a problem, as a value that compares: bound methods compare by identity."""
 
     problem: Problem
-    paper: bool = False
 
     def __call__(self, radius: float) -> float:
         """Returns G(radius)."""
-        return (
-            self.problem.paper_grad_bound(radius) if self.paper else self.problem.grad_bound(radius)
-        )
+        return self.problem.grad_bound(radius)
 
 
 def loss_promises(
-    problem: Problem, *, by: str, gradient_error: float | None = None, paper: bool = False
+    problem: Problem, *, by: str, gradient_error: float | None = None
 ) -> LossPromises:
     """Returns the promises of a problem as theory takes them.
 
@@ -60,7 +57,6 @@ def loss_promises(
         problem: needs holder_exponent, holder_constant, and score_offset if its score is a scalar.
         by: name of the optimizer that asks, for messages.
         gradient_error: certified bound on the error of the computed mean gradient, for losses of several scores.
-        paper: whether gradients are bounded as in the paper.
 
     Raises:
         MissingConstantError: a promise is missing.
@@ -75,8 +71,7 @@ def loss_promises(
     return LossPromises(
         holder_exponent=exponent,
         holder_constant=constant,
-        grad_bound=GradBound(problem, paper),
-        grad_at_zero=problem.grad_at_zero,
+        grad_bound=GradBound(problem),
         loss_at_zero=problem.loss_at_zero,
         radius=problem.radius,
         glm=problem.is_glm,
@@ -234,25 +229,10 @@ class RowFreePlan(BatchPlan):
         over = passes(self.steps / -(-self.n // self.batch_size))
         lr = self.lr
         sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
-        yield (
-            "steps",
-            f"{self.steps} secret steps, {over}, step size{sizes}, answer: {ANSWERS[self.average]}",
-        )
+        answer = f"answer: {ANSWERS[self.average]}"
+        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, {answer}"
         yield LABELS
-        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
-        moved = (
-            ""
-            if self.sensitivity is None
-            else f"; one {self.unit} moves it by at most {self.sensitivity:.3g}"
-        )
-        norm = self.noise_std * math.sqrt(self.dim)
-        yield (
-            "noise",
-            (
-                f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm"
-                f" {far}{moved}"
-            ),
-        )
+        yield "noise", self._noise_in_words()
         yield (
             "assumed",
             (
@@ -272,6 +252,16 @@ class RowFreePlan(BatchPlan):
             )
         if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
             yield exact_cost(self.secure)
+
+    def _noise_in_words(self) -> str:
+        norm = self.noise_std * math.sqrt(self.dim)
+        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
+        noise = (
+            f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
+        )
+        if self.sensitivity is None:
+            return noise
+        return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
 
 
 def numbers_of(run: OutputRun) -> dict[str, Any]:
@@ -337,7 +327,8 @@ class Backwards:
         """Forgets gradients and backwards."""
         for p in self._params:
             p.grad = None
-        self._counts[:], self._hooked = [0] * len(self._params), ""
+        self._counts[:] = [0] * len(self._params)
+        self._hooked = ""
 
     def note(self, k: int, gradient: Tensor | None) -> None:
         """Notes what a backward has left on parameter k."""

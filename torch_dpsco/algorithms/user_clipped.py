@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Assigned, Design, Full
+from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
@@ -24,26 +24,26 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
+    Draws,
+    Given,
+    UserScale,
     agreed,
+    choose_design,
+    choose_noise,
+    choose_pace,
     dimension,
-    drawn,
-    given_noise,
-    loudness,
-    sampled,
+    with_batches,
 )
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.pace import Pace, noise_of_mean, relative_pace, relative_steps
+from torch_dpsco.step.pace import Pace
 from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
 
 _FULL_STEPS = 30
 _EPOCHS = 10
-_PASSES, _LEAST_BATCH = 20, 1024  # of users
-_START, _TARGET, _VOTES = (
-    0.03,
-    0.1,
-    0.02,
-)  # of a search: first clip, quantile, share of the squared budget
+_START = 0.03  # of a search: first clip
+_TARGET = 0.1  # and quantile
+_VOTES = 0.02  # and share of the squared budget
 
 
 @dataclass(frozen=True)
@@ -256,62 +256,43 @@ class UserClippedSGD(PlannedOptimizer):
             AdjacencyError: sampling and adjacency do not go together.
         """
         budget, adjacency = agreed(budget, adjacency, "user")
-        dim = dimension(dim)
-        n_users = check.positive_count(n_users=n_users)
-        given: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}
-        for name, value in given.items():
+        given = Given(
+            n=check.positive_count(n_users=n_users),
+            adjacency=adjacency,
+            sampling=sampling,
+            batch_size=batch_size,
+            steps=steps,
+            epochs=epochs,
+            noise_multiplier=noise_multiplier,
+        )
+        numbers: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}
+        for name, value in numbers.items():
             if value is not None:
                 check.positive(**{name: value})
-        if noise_multiplier is not None and (clip is None or lr is None):
+        by_rule = clip is None or lr is None
+        if noise_multiplier is not None and by_rule:
             raise MissingConstantError(
                 f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip}"
                 f" and {lr})"
             )
-        wanted: int | None = None
-        if budget is not None and (clip is None or lr is None):
-            wanted = relative_steps(loudness(n_users, budget, dim))
-            if batch_size is None and sampling in (None, "poisson", "fixed"):
-                share = _PASSES / (steps or wanted) if epochs is None else epochs / wanted
-                batch_size = min(n_users, max(_LEAST_BATCH, math.ceil(share * n_users)))
-        if sampling in (None, "poisson", "fixed") and batch_size in (None, n_users):
-            sampling = "full"
-        design = sampled(sampling or "poisson", batch_size, n_users, adjacency)
-        if (
-            wanted is not None
-            and epochs is None
-            and (sampling == "allocated" or not design.one_pass)
-        ):
-            whole = (
-                design.batches if sampling == "allocated" and isinstance(design, Assigned) else 1
-            )
-            steps = (
-                wanted + -wanted % whole if steps is None else steps
-            )  # a pass that is begun costs as a whole one
-        default = _FULL_STEPS if isinstance(design, Full) else _EPOCHS
-        passes = None if noise_multiplier is not None else default
-        design, steps = drawn(sampling, batch_size, n_users, adjacency, steps, epochs, passes)
-        noise = given_noise(noise_multiplier, budget, design, steps)
-        search = ClipSearch.within(noise, design.batch_size) if clip is None else None
-        pace: Pace | None = None
-        if lr is None and steps is not None:
-            level = noise_of_mean(noise, 1.0, design.batch_size, steps, dim, sampled=False)
-            pace = relative_pace(level, steps, distance)
-            lr = pace.lr / (1.0 if clip is None else check.positive(clip=clip))
-        if noise_multiplier is None and budget and steps and dim:
-            of_all = noise / design.batch_size / math.sqrt(steps)
-            checks.warn_if_buried(of_all, n=n_users, dim=dim, epsilon=budget.epsilon)
+        units = 1.0 if clip is None else check.positive(clip=clip)
+        scale = UserScale(units, distance, dimension(dim))
+        draws = _design(scale if by_rule else None, budget, given)
+        noise = choose_noise(budget, *draws, given)
+        pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
+        _warn_if_buried(draws, noise, scale.dim, budget if given.noise_multiplier is None else None)
         return UserClippedPlan(
             budget=budget,
             adjacency=adjacency,
-            design=design,
-            steps=steps,
-            lr=check.positive(lr=lr),
-            momentum=0.0 if pace is None else pace.momentum,
-            average=average or ("last" if pace is None else "weighted"),
+            design=draws.design,
+            steps=draws.steps,
+            lr=check.positive(lr=pace.lr),
+            momentum=pace.momentum,
+            average=average or ("weighted" if lr is None else "last"),
             secure=secure,
-            clip=_START if clip is None else check.positive(clip=clip),
+            clip=_START if clip is None else units,
             noise_multiplier=noise,
-            search=search,
+            search=ClipSearch.within(noise, draws.design.batch_size) if clip is None else None,
             min_items=min_items,
         )
 
@@ -320,3 +301,22 @@ class UserClippedSGD(PlannedOptimizer):
             clip = self.oracle.metrics()["clip"]
             release = release._replace(mean=[mean.div_(clip) for mean in release.mean])
         super()._move(params, release, phase, k)
+
+
+def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Draws:
+    """Returns batches of users, by the step rule if there is a scale; all users where nothing says other."""
+    if scale is not None and budget is not None:
+        given = with_batches(scale, budget, given)
+    if given.sampling in (None, "poisson", "fixed") and given.batch_size in (None, given.n):
+        given = replace(given, sampling="full")
+    passes: int | None = None
+    if given.noise_multiplier is None:
+        is_full = given.sampling == "full" or isinstance(given.sampling, Full)
+        passes = _FULL_STEPS if is_full else _EPOCHS
+    return choose_design(scale, budget, given, passes)
+
+
+def _warn_if_buried(draws: Draws, noise: float, dim: int | None, budget: Budget | None) -> None:
+    if budget and draws.steps and dim:
+        of_all = noise / draws.design.batch_size / math.sqrt(draws.steps)
+        checks.warn_if_buried(of_all, n=draws.design.n, dim=dim, epsilon=budget.epsilon)

@@ -121,7 +121,7 @@ def weighted_mean(points: Points, weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Filter:
+class UserFilter:
     """Which users count, and how far one of n can move their mean.
 
     Args:
@@ -211,7 +211,7 @@ class UserFiltered(UserMean):
         user's rows do not depend on other users.
 
     Example:
-        >>> chosen = Filter(n_users=8, score_floor=7.0, ramp_end=6)
+        >>> chosen = UserFilter(n_users=8, score_floor=7.0, ramp_end=6)
         >>> oracle = UserFiltered(chosen, 1.0, 0.0, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01)
         >>> oracle.open([torch.zeros(1)])
         >>> from torch_dpsco.rows import DenseBlock
@@ -222,7 +222,7 @@ class UserFiltered(UserMean):
 
     def __init__(
         self,
-        filter: Filter,
+        filter: UserFilter,
         pair_radius: float,
         noise_std: float,
         *,
@@ -496,7 +496,7 @@ class UserSearched(UserFiltered):
         >>> from torch_dpsco.algorithms.user_numbers import pair_radius_search
         >>> search = pair_radius_search(8, epsilon=100.0, smallest=0.01)
         >>> numbers = {"threshold": 7.2, "threshold_scale": 0.01, "query_scale": 0.01}
-        >>> oracle = UserSearched(search, Filter(n_users=8, score_floor=7.0, ramp_end=6), 0.5, steps=5, **numbers)
+        >>> oracle = UserSearched(search, UserFilter(n_users=8, score_floor=7.0, ramp_end=6), 0.5, steps=5, **numbers)
         >>> oracle.open([torch.zeros(1)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
         >>> oracle.release(torch.Generator().manual_seed(0)).still, 1.0 < oracle.pair_radius < 1.4
@@ -506,7 +506,7 @@ class UserSearched(UserFiltered):
     def __init__(
         self,
         search: PairRadiusSearch,
-        filter: Filter,
+        filter: UserFilter,
         noise_ratio: float,
         *,
         steps: int,

@@ -38,19 +38,20 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full, Parts
-from torch_dpsco.accounting.events import REPLACE_ONE
+from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import scale_of
 from torch_dpsco.algorithms.user_clipped import UserPlan
-from torch_dpsco.algorithms.user_filter_oracles import Filter, UserFiltered, UserSearched
+from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_filtered_numbers import (
+    UserSchedule,
     calibrate_filter,
     filtered_schedule,
     schedule,
 )
 from torch_dpsco.algorithms.user_localized_numbers import (
-    LocalizedUserPlan,
     UserPhase,
-    localized_user_plan,
+    UserPhases,
+    plan_phases,
 )
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
@@ -95,7 +96,7 @@ class FilterPlan(UserPlan):
         search: PairRadiusSearch | None = None,
     ) -> UserFiltered:
         """Returns the oracle of a filter, with a search in its first release if there is one."""
-        kept = Filter(
+        kept = UserFilter(
             plan.n_users, plan.score_floor, plan.ramp_end, plan.filter, plan.coupling_failure
         )
         test = ("steps", "threshold", "threshold_scale", "query_scale")
@@ -304,105 +305,40 @@ class UserFilteredSGD(FilterOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
         """
-        budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
-        if adjacency != REPLACE_ONE:
-            raise AdjacencyError(
-                f"budget must be of replace_one, or use UserClippedSGD (got {adjacency})"
-            )
-        dim = dimension(dim)
-        items = check.positive_count(min_items=min_items)
-        check.positive_count(max_steps=max_steps)
-        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
-        if distance is not None:
-            check.positive(distance=distance)
-        search = pair_radius if isinstance(pair_radius, PairRadiusSearch) else None
-        if not isinstance(filter, str):
-            radius = None if search else pair_radius
-            own = {
-                "n_users": n_users,
-                "pair_radius": radius,
-                "steps": steps,
-                "typical_score": typical_score,
-            }
-            for name, value in own.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{name} must be None beside numbers of the filter, which have it (got"
-                        f" {value})"
-                    )
-        elif n_users is None or budget is None:
-            check.required(
-                ", or filter=, numbers of algorithms.user_numbers", n_users=n_users, budget=budget
-            )
-        else:
-            if search is not None and (lr is None or steps is None):
-                raise MissingConstantError(
-                    "lr and steps must be given beside a search: its bound is not known before"
-                )
-            failure = halt_probability / check.positive_count(
-                steps=max_steps if steps is None else steps
-            )
-            tau = _tau(pair_radius, problem, items, n_users, failure)
-            epsilon = _left(budget, search)
-            delta = budget.delta
-            target: dict[str, Any] = {
-                "n_users": n_users,
-                "epsilon": epsilon,
-                "delta": delta,
-                "pair_radius": tau,
-            }
-            halting: dict[str, Any] = {
-                "typical_score": typical_score,
-                "halt_probability": halt_probability,
-            }
-            halting |= {"filter": filter}
-            if steps is None:
-                filter = filtered_schedule(
-                    **target,
-                    **halting,
-                    items_per_user=items,
-                    dim=_needed(dim, "steps"),
-                    lipschitz=lipschitz_of(problem, "steps"),
-                    radius=_distance(problem, distance),
-                    max_steps=max_steps,
-                ).plan
-            else:
-                filter = calibrate_filter(**target, **halting, steps=steps)
-        if search is not None and search.overshoot > 0.05:
-            warn(
-                f"the search may end above all distances, with probability {search.overshoot:.2g}:"
-                f" give it more epsilon (got {search.epsilon:g} for {search.n_users} users)"
-            )
-        if filter.halt_probability() > _HOPELESS:
-            raise InfeasibleError(
-                "filter must be such that a run goes on: with a typical score of"
-                f" {filter.typical_score or n_users} it halts with probability"
-                f" {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of"
-                f" {filter.n_users} users"
-            )
-        risk = None
-        if lr is None:
-            bound = lipschitz_of(problem, "lr")
-            sigma_1 = filter.noise_std / math.sqrt(filter.steps)
-            dim = _needed(dim, "lr")
-            scale = _distance(problem, distance)
-            best = schedule(bound, scale, filter.n_users * items, filter.steps, dim, sigma_1)
-            lr = best.lr
-            risk = best.bound
+        budget, adjacency = _replaced(budget, "or use UserClippedSGD")
+        task = _Task(
+            n_users=n_users,
+            budget=budget,
+            problem=problem,
+            items=check.positive_count(min_items=min_items),
+            pair_radius=pair_radius,
+            lr=lr,
+            steps=steps,
+            max_steps=check.positive_count(max_steps=max_steps),
+            distance=distance,
+            typical_score=typical_score,
+            halt_probability=halt_probability,
+            dim=dimension(dim),
+        )
+        task.check()
+        search = task.search
+        made = task.calibrated(filter) if isinstance(filter, str) else task.of_caller(filter)
+        _require_hope(made, search)
+        best = task.best_step(made) if lr is None else None
         if search is None:
-            warn_if_users_are_buried([filter], problem, filter.n_users, dim, budget)
+            warn_if_users_are_buried([made], problem, made.n_users, task.dim, budget)
         return UserFilteredPlan(
             budget=budget,
             adjacency=adjacency,
-            design=Full(filter.n_users),
-            steps=filter.steps + (search is not None),
-            lr=check.positive(lr=lr),
+            design=Full(made.n_users),
+            steps=made.steps + (search is not None),
+            lr=check.positive(lr=lr if best is None else best.lr),
             radius=math.inf if problem is None else problem.radius,
             average=average,
             min_items=min_items,
             reach=reach,
-            risk_bound=risk,
-            filter=filter,
+            risk_bound=None if best is None else best.bound,
+            filter=made,
             search=search,
             on_halt=on_halt,
         )
@@ -432,18 +368,127 @@ class UserFilteredSGD(FilterOptimizer):
         super()._apply(params, release)
 
 
-def _tau(
-    pair_radius: float | PairRadiusSearch | None,
-    problem: Problem | None,
-    items: int,
-    n_users: int,
-    failure: float,
-) -> float:
-    if isinstance(pair_radius, PairRadiusSearch):
-        return 1.0  # the noise scales with what is found
-    if pair_radius is None:
-        return pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n_users, failure)
-    return pair_radius
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a plan is asked for; the fields are arguments of `UserFilteredSGD.plan`."""
+
+    n_users: int | None
+    budget: Budget | None
+    problem: Problem | None
+    items: int
+    pair_radius: float | PairRadiusSearch | None
+    lr: float | None
+    steps: int | None
+    max_steps: int
+    distance: float | None
+    typical_score: float | None
+    halt_probability: float
+    dim: int | None
+
+    @property
+    def search(self) -> PairRadiusSearch | None:
+        """The search for the pair radius, if there is one."""
+        return self.pair_radius if isinstance(self.pair_radius, PairRadiusSearch) else None
+
+    def check(self) -> None:
+        """Raises for numbers out of range."""
+        check.open_interval(0.0, 1.0, halt_probability=self.halt_probability)
+        if self.distance is not None:
+            check.positive(distance=self.distance)
+
+    def of_caller(self, filter: UserFilterPlan) -> UserFilterPlan:
+        """Returns numbers of the caller's; raises ValueError for what these have themselves."""
+        own = {
+            "n_users": self.n_users,
+            "pair_radius": None if self.search else self.pair_radius,
+            "steps": self.steps,
+            "typical_score": self.typical_score,
+        }
+        for name, value in own.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None beside numbers of the filter, which have it (got {value})"
+                )
+        return filter
+
+    def calibrated(self, filter: str) -> UserFilterPlan:
+        """Returns a filter for the budget, of as many steps as help where none are given."""
+        n_users = self.n_users
+        budget = self.budget
+        steps = self.steps
+        if n_users is None or budget is None:
+            check.required(
+                ", or filter=, numbers of algorithms.user_numbers", n_users=n_users, budget=budget
+            )
+        if self.search is not None and (self.lr is None or steps is None):
+            raise MissingConstantError(
+                "lr and steps must be given beside a search: its bound is not known before"
+            )
+        most = self.max_steps if steps is None else steps
+        target: dict[str, Any] = {
+            "n_users": n_users,
+            "pair_radius": self._tau(n_users, most),
+            "epsilon": _left(budget, self.search),
+            "delta": budget.delta,
+            "typical_score": self.typical_score,
+            "halt_probability": self.halt_probability,
+            "filter": filter,
+        }
+        if steps is not None:
+            return calibrate_filter(**target, steps=steps)
+        return filtered_schedule(
+            **target,
+            items_per_user=self.items,
+            dim=_needed(self.dim, "steps"),
+            lipschitz=lipschitz_of(self.problem, "steps"),
+            radius=self._distance(),
+            max_steps=self.max_steps,
+        ).plan
+
+    def best_step(self, filter: UserFilterPlan) -> UserSchedule:
+        """Returns the step size of the bound, and the bound."""
+        bound = lipschitz_of(self.problem, "lr")
+        noise = filter.noise_std / math.sqrt(filter.steps)
+        dim = _needed(self.dim, "lr")
+        items = filter.n_users * self.items
+        return schedule(bound, self._distance(), items, filter.steps, dim, noise)
+
+    def _tau(self, n_users: int, steps: int) -> float:
+        failure = self.halt_probability / check.positive_count(steps=steps)
+        if isinstance(self.pair_radius, PairRadiusSearch):
+            return 1.0  # the noise scales with what is found
+        if self.pair_radius is not None:
+            return self.pair_radius
+        lipschitz = lipschitz_of(self.problem, "pair_radius")
+        return pair_radius_iid(lipschitz, self.items, n_users, failure)
+
+    def _distance(self) -> float:
+        problem = Problem() if self.problem is None else self.problem
+        return scale_of(problem, self.distance, "UserFilteredSGD")
+
+
+def _replaced(budget: Budget | None, way: str) -> tuple[Budget | None, Adjacency]:
+    """Returns budget and replace_one, which filters of all users are proved for; raises AdjacencyError for others."""
+    budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
+    if adjacency != REPLACE_ONE:
+        raise AdjacencyError(f"budget must be of replace_one, {way} (got {adjacency})")
+    return budget, adjacency
+
+
+def _require_hope(filter: UserFilterPlan, search: PairRadiusSearch | None) -> None:
+    """Raises InfeasibleError for a run that is likely to halt; warns of a search that may end too high."""
+    if search is not None and search.overshoot > 0.05:
+        warn(
+            f"the search may end above all distances, with probability {search.overshoot:.2g}:"
+            f" give it more epsilon (got {search.epsilon:g} for {search.n_users} users)"
+        )
+    if filter.halt_probability() > _HOPELESS:
+        raise InfeasibleError(
+            "filter must be such that a run goes on: with a typical score of"
+            f" {filter.typical_score or filter.n_users} it halts with probability"
+            f" {filter.halt_probability():.2g}, below threshold={filter.threshold:.5g} of"
+            f" {filter.n_users} users"
+        )
 
 
 def _left(budget: Budget, search: PairRadiusSearch | None) -> float:
@@ -464,10 +509,6 @@ def _needed(dim: int | None, wanted: str) -> int:
             f"dim (the number of parameters, or the model) is needed to choose {wanted}"
         )
     return dim
-
-
-def _distance(problem: Problem | None, distance: float | None) -> float:
-    return scale_of(Problem() if problem is None else problem, distance, "UserFilteredSGD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -540,7 +581,7 @@ class LocalizedUserSGD(FilterOptimizer):
         *,
         n_users: int | None = None,
         budget: Budget | None = None,
-        phases: int | LocalizedUserPlan | None = None,
+        phases: int | UserPhases | None = None,
         problem: Problem | None = None,
         reg: float = 0.0,
         min_items: int = 1,
@@ -550,7 +591,6 @@ class LocalizedUserSGD(FilterOptimizer):
         filter: str = "best",
         score_share: float = 0.99,
         halt_probability: float = 0.01,
-        schedule: str = "explicit",
         reach: float = 1000.0,
         dim: Any = None,
     ) -> UserLocalizedPlan:
@@ -560,8 +600,8 @@ class LocalizedUserSGD(FilterOptimizer):
             n_users: public number of users.
             budget: of unit "user", replace_one.
             phases: their number; None for the largest that is feasible; or phases of yours, from
-                `localized.localized_user_plan`, in place of n_users and all that chooses them. The budget then
-                only limits the run.
+                `algorithms.user_localized_numbers.plan_phases`, in place of n_users and all that chooses them. The
+                budget then only limits the run.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
             reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
             min_items: rows that a user must have, public: m of the theory.
@@ -571,7 +611,6 @@ class LocalizedUserSGD(FilterOptimizer):
             filter: see `calibrate.calibrate_filter`.
             score_share: public guess of the score over the users of a phase.
             halt_probability: of each phase.
-            schedule: "explicit", or "theorem_4_1" with the paper's step sizes.
             reach: users farther than reach * pair_radius from the center are isolated.
             dim: number of parameters, or the model; needed unless phases are given.
 
@@ -579,59 +618,28 @@ class LocalizedUserSGD(FilterOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
+        budget, adjacency = _replaced(budget, "as the filter on all users is")
         dim = dimension(dim)
-        if adjacency != REPLACE_ONE:
-            raise AdjacencyError(
-                f"budget must be of replace_one, as the filter on all users is (got {adjacency})"
-            )
-        check.nonnegative(reg=reg)
-        check.positive_count(max_steps=max_steps)
-        check.between(0.0, 1.0, score_share=score_share)
-        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
-        check.choice(("explicit", "theorem_4_1"), schedule=schedule)
-        check.choice(("best", "same", "two"), filter=filter)
-        if pair_radius is not None:
-            check.positive(pair_radius=pair_radius)
-        if distance is not None:
-            check.positive(distance=distance)
-        if isinstance(phases, LocalizedUserPlan):
-            if n_users is not None:
-                raise ValueError(
-                    f"n_users must be None beside phases, which have it (got {n_users})"
-                )
-            made = phases
-        elif n_users is None or budget is None or problem is None or dim is None:
-            way = ", or phases=, a algorithms.user_numbers.LocalizedUserPlan"
-            check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
+        asked: dict[str, Any] = {
+            "pair_radius": pair_radius,
+            "score_share": score_share,
+            "halt_probability": halt_probability,
+            "filter": filter,
+            "max_steps": max_steps,
+        }
+        _check_ranges(asked, reg, distance)
+        if isinstance(phases, UserPhases):
+            made = _of_caller(phases, n_users)
         else:
-            lipschitz, convexity = _constants(problem, reg)
-            made = localized_user_plan(
-                n_users=n_users,
-                items_per_user=check.positive_count(min_items=min_items),
-                dim=dim,
-                epsilon=budget.epsilon,
-                delta=budget.delta,
-                lipschitz=lipschitz,
-                strong_convexity=convexity,
-                radius=2 * problem.radius if distance is None else distance,
-                pair_radius=pair_radius,
-                score_share=score_share,
-                halt_probability=halt_probability,
-                filter=filter,
-                phases=phases,
-                max_steps=max_steps,
-                schedule=schedule,
-            )
-        warn_if_users_are_buried(
-            [phase.plan for phase in made.phases], problem, made.n_users, dim, budget
-        )
+            asked |= {"items_per_user": min_items, "radius": distance, "phases": phases}
+            made = _chosen_phases(n_users, budget, problem, dim, reg, asked)
+        filters = [phase.plan for phase in made.phases]
+        warn_if_users_are_buried(filters, problem, made.n_users, dim, budget)
+        parts = tuple((Full(phase.users), phase.steps) for phase in made.phases)
         return UserLocalizedPlan(
             budget=budget,
             adjacency=adjacency,
-            design=Parts(
-                tuple((Full(phase.users), phase.steps) for phase in made.phases), made.n_users
-            ),
+            design=Parts(parts, made.n_users),
             steps=sum(phase.steps for phase in made.phases),
             lr=made.phases[0].lr,
             radius=math.inf if problem is None else problem.radius,
@@ -642,6 +650,51 @@ class LocalizedUserSGD(FilterOptimizer):
             risk_bound=made.bound,
             phases=made.phases,
         )
+
+
+def _check_ranges(asked: dict[str, Any], reg: float, distance: float | None) -> None:
+    """Raises for numbers out of range, given phases or not."""
+    check.nonnegative(reg=reg)
+    check.positive_count(max_steps=asked["max_steps"])
+    check.between(0.0, 1.0, score_share=asked["score_share"])
+    check.open_interval(0.0, 1.0, halt_probability=asked["halt_probability"])
+    check.choice(("best", "same", "two"), filter=asked["filter"])
+    for name, value in {"pair_radius": asked["pair_radius"], "distance": distance}.items():
+        if value is not None:
+            check.positive(**{name: value})
+
+
+def _of_caller(phases: UserPhases, n_users: int | None) -> UserPhases:
+    if n_users is not None:
+        raise ValueError(f"n_users must be None beside phases, which have it (got {n_users})")
+    return phases
+
+
+def _chosen_phases(
+    n_users: int | None,
+    budget: Budget | None,
+    problem: Problem | None,
+    dim: int | None,
+    reg: float,
+    asked: dict[str, Any],
+) -> UserPhases:
+    """Returns phases for the budget; `asked` is what `plan_phases` takes beside it and the promises."""
+    if n_users is None or budget is None or problem is None or dim is None:
+        way = ", or phases=, a algorithms.user_localized_numbers.UserPhases"
+        check.required(way, n_users=n_users, budget=budget, problem=problem, dim=dim)
+    lipschitz, convexity = _constants(problem, reg)
+    check.positive_count(min_items=asked["items_per_user"])
+    if asked["radius"] is None:
+        asked = asked | {"radius": 2 * problem.radius}
+    return plan_phases(
+        n_users=n_users,
+        dim=dim,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        lipschitz=lipschitz,
+        strong_convexity=convexity,
+        **asked,
+    )
 
 
 def _constants(problem: Problem, reg: float) -> tuple[float, float]:

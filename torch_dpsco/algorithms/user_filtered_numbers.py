@@ -8,11 +8,11 @@ failure beta and, with them, theta, H, the ramp and the noise:
 
 Mode "tight" (default) has deterministic weights; "paper_corrected" is the paper's random membership, threshold 4n/5 and
 Laplace scales, with the failure, sensitivity and noise that are proved for them. The published noise is not a mode: it
-is refused (docs/errata.md, paper 3, E2 and E4; `published_noise_std` is for comparison).
+is refused (docs/errata.md, paper 3, E2 and E4; the tests have it, for comparison).
 
 Source: docs/proofs/user_level.md#calibration-of-the-filter, docs/proofs/user_level.md#random-membership.
 
-Steps and step sizes of the filtered method: explicit constants, and the paper's numbers for reference.
+Steps and step sizes of the filtered method, with explicit constants.
 
 With noise sigma = sigma_1 sqrt(T) per step, projected subgradient steps and average iterate, regret plus uniform
 argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. items each,
@@ -105,7 +105,7 @@ def calibrate_filter(
     Raises:
         AdjacencyError: adjacency is "add_remove".
         InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n that works.
-        ValueError: an argument is out of range, or the mode is the published noise.
+        ValueError: an argument is out of range, or the mode is another one: the published noise is not proved private.
 
     Guarantee: that of the plan, which it recomputes; at most epsilon and delta.
 
@@ -121,12 +121,6 @@ def calibrate_filter(
         n_users, steps, epsilon, delta, pair_radius, typical_score, halt_probability, filter
     )
     check_user_adjacency(adjacency)
-    if mode in ("paper", "published"):
-        raise ConditionError(
-            f"mode must be 'tight' or 'paper_corrected' (got {mode!r}): the published noise is not"
-            " proved private and its tests leak more than claimed (errata E2, E4);"
-            " published_noise_std() gives it for comparison"
-        )
     paper = check.choice(("tight", "paper_corrected"), mode=mode) == "paper_corrected"
     plan = _paper_corrected(task) if paper else _tight(task)
     if clip is not None and plan.sensitivity >= 2 * check.positive(clip=clip) / plan.n_users:
@@ -460,23 +454,6 @@ class FilteredSchedule(NamedTuple):
     bound: float | None
 
 
-class PaperSchedule(NamedTuple):
-    """The numbers of Theorem 4.1, constants 1; the radius is of a smoothing that no optimizer does."""
-
-    smoothing_radius: float
-    lr: float
-    pair_radius: float
-    default_steps: int
-
-
-class LocalizedRadii(NamedTuple):
-    """Sizes of the phases and the paper's bounds on the distance at which each starts."""
-
-    phases_count: int
-    phase_users: tuple[int, ...]
-    radii: tuple[float, ...]
-
-
 def schedule(
     lipschitz: float,
     radius: float,
@@ -604,104 +581,6 @@ def filtered_schedule(
     return FilteredSchedule(plan, made.lr, made.bound)
 
 
-def schedule_paper(
-    n_users: int,
-    items_per_user: int,
-    dim: int,
-    epsilon: float,
-    delta: float,
-    lipschitz: float,
-    radius: float,
-    steps: int,
-) -> PaperSchedule:
-    """Returns the schedule of Theorem 4.1 with its hidden constants at 1: for reference, no noise level follows.
-
-    r = d^(1/4) R/sqrt(T), eta = (R/G) min{sqrt(m) n eps/(T sqrt(d) L), T^(-3/4), sqrt(nm)/T}, L = log(mnd/delta),
-    tau = G log(ndm e^eps T/delta)/sqrt(m), default T = (mn)^2 + ceil(mn sqrt(d)).
-
-    Source: Asi and Liu, Theorem 4.1; docs/proofs/user_level.md#distances-of-phases.
-
-    Example:
-        >>> schedule_paper(100, 5, 10, 1.0, 1e-6, 1.0, 1.0, 1000).default_steps
-        251582
-    """
-    n = check.positive_count(n_users=n_users)
-    m = check.positive_count(items_per_user=items_per_user)
-    d = check.positive_count(dim=dim)
-    T = check.positive_count(steps=steps)
-    eps = check.positive(epsilon=epsilon)
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    G = check.positive(lipschitz=lipschitz)
-    R = check.positive(radius=radius)
-    log_items = math.log(m) + math.log(n) + math.log(d) - math.log(delta)
-    rates = (
-        math.sqrt(m) * n * eps / (T * math.sqrt(d) * log_items),
-        T**-0.75,
-        math.sqrt(n * m) / T,
-    )
-    return PaperSchedule(
-        smoothing_radius=d**0.25 * R / math.sqrt(T),
-        lr=R / G * min(rates),
-        pair_radius=G * (log_items + eps + math.log(T)) / math.sqrt(m),
-        default_steps=(m * n) ** 2 + math.ceil(m * n * math.sqrt(d)),
-    )
-
-
-def user_localized_schedule(
-    n_users: int,
-    items_per_user: int,
-    dim: int,
-    epsilon: float,
-    delta: float,
-    lipschitz: float,
-    strong_convexity: float,
-    rate_constant: float = 4.0,
-    phases: int | None = None,
-) -> LocalizedRadii:
-    """Returns phases and radii of Algorithm 4 as published: the radii are not capped, and nothing is calibrated.
-
-    k = max(1, ceil(log2 log2(mn))), n_i = n/2^(k+1-i), E_i = (4 C^2 G^2/mu)(1/(n_i m) + d log^2(n_i d m/delta)/(n_i^2
-    eps^2 m)), D_i = 16 E_i ((2G^2/mu)/(16 E_0))^(1/2^i), Rhat_j = sqrt(2 D_{j-1}/mu). Use min(Rhat_j, R, 2G/mu);
-    `localized_user_plan` does, and by default has bounds with explicit constants in place of C.
-
-    Args:
-        n_users: n; phase j has floor(n_j) of them, the smallest first.
-        items_per_user: m.
-        dim: d.
-        epsilon: of each phase, hence of the run.
-        delta: of each phase.
-        lipschitz: G.
-        strong_convexity: mu.
-        rate_constant: C, the hidden constant of Theorem 4.1.
-        phases: k; default as above.
-
-    Source: Asi and Liu, Theorem 4.11; docs/proofs/user_level.md#distances-of-phases.
-
-    Example:
-        >>> user_localized_schedule(4096, 4, 10, 2.0, 1e-6, 1.0, 1.0).phase_users
-        (256, 512, 1024, 2048)
-    """
-    n = check.positive_count(n_users=n_users)
-    m = check.positive_count(items_per_user=items_per_user)
-    d = check.positive_count(dim=dim)
-    C = check.positive(rate_constant=rate_constant)
-    eps = check.positive(epsilon=epsilon)
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    G = check.positive(lipschitz=lipschitz)
-    mu = check.positive(strong_convexity=strong_convexity)
-    k = default_phases(n * m) if phases is None else check.positive_count(phases=phases)
-
-    def error(i: int) -> float:
-        size = n / 2 ** (k + 1 - i)
-        private = d * math.log(size * d * m / delta) ** 2 / (size**2 * eps**2 * m)
-        bound: float = 16 * 4 * C**2 * G**2 / mu * (1 / (size * m) + private)
-        return bound
-
-    gaps = [error(i) * (2 * G**2 / mu / error(0)) ** (0.5**i) for i in range(k)]
-    sizes = tuple(n // 2 ** (k + 1 - j) for j in range(1, k + 1))
-    return LocalizedRadii(k, sizes, tuple(math.sqrt(2 * gap / mu) for gap in gaps))
-
-
 def default_phases(n_items: int) -> int:
     """Returns max(1, ceil(log2 log2(mn))); base 2, so that (mn)^(1/2^k) <= 2.
 
@@ -710,29 +589,3 @@ def default_phases(n_items: int) -> int:
         (4, 1)
     """
     return max(1, math.ceil(math.log2(math.log2(max(2, check.positive_count(n_items=n_items))))))
-
-
-def published_noise_std(
-    n: int, steps: int, epsilon: float, delta: float, pair_radius: float
-) -> float:
-    """Returns the noise of the paper, for comparison: it is NOT a proved calibration, and no optimizer accepts it.
-
-    sigma^2 = 8 tau^2 T log(e^eps T/delta) log(e^(eps/2)/delta)/(n eps)^2. Warns.
-
-    Source: docs/errata.md, paper 3, E2 and E4.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore")
-        ...     round(published_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
-        472
-    """
-    n = check.positive_count(n=n)
-    T = check.positive_count(steps=steps)
-    tau = check.positive(pair_radius=pair_radius)
-    eps = check.positive(epsilon=epsilon)
-    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
-    warn("the published noise is not a proved calibration (errata E2, E4); for comparison only")
-    logs = (eps + math.log(T) - log_delta) * (eps / 2 - log_delta)
-    return math.sqrt(8 * T * logs) * tau / (n * eps)

@@ -2,16 +2,14 @@
 
 Phase j = 1..k runs the filtered method on its own floor(n/2^(k+1-j)) users, the smallest first, from the answer of the
 one before. Users are in one phase each, by a permutation that does not depend on the data, so that the run costs the
-maximum over phases. The smallest phase decides whether a filter is proved at all: `localized_user_plan` takes the most
-phases for which every one is.
+maximum over phases. The smallest phase decides whether a filter is proved at all: `plan_phases` takes the most phases
+for which every one is.
 
-Schedule "explicit" (default): with E excess_j <= B_j of `schedules.schedule` at the distance Rhat_j, strong
-convexity gives Rhat_{j+1} = min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu). Schedule "theorem_4_1": step sizes
-and distances of the paper, with its hidden constant C.
+With E excess_j <= B_j of `user_filtered_numbers.schedule` at the distance Rhat_j, strong convexity gives Rhat_{j+1} =
+min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu).
 
 Differs from the paper in: 1. distances proved from explicit bounds; 2. steps are capped (the paper's are (m n_j)^2);
-3. every phase has a calibration of its own; 4. k is what is feasible; 5. schedule "theorem_4_1" does not smooth
-gradients by random shifts either, which does not improve the rate (docs/errata.md, paper 3, E10).
+3. every phase has a calibration of its own; 4. k is what is feasible.
 
 Source: docs/proofs/user_level.md#phases-on-disjoint-users, docs/proofs/user_level.md#distances-of-phases;
 Asi and Liu, Algorithm 4.
@@ -21,10 +19,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.algorithms import user_filtered_numbers as schedules
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_filtered_numbers import (
+    best_steps,
+    calibrate_filter,
+    default_phases,
+    schedule,
+)
 from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import InfeasibleError
 
@@ -39,7 +42,7 @@ class UserPhase:
         lr: eta > 0.
         start_radius: Rhat, bound on the distance of the start to the minimizer (in the mean square).
         uncapped_steps: T without `max_steps`.
-        bound: on the expected excess risk after the phase; None for the paper's schedule.
+        bound: on the expected excess risk after the phase; None where numbers of yours have none.
     """
 
     index: int
@@ -61,7 +64,7 @@ class UserPhase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalizedUserPlan:
+class UserPhases:
     """Phases one after another, on disjoint users.
 
     Args:
@@ -103,11 +106,11 @@ class LocalizedUserPlan:
 
     @property
     def bound(self) -> float | None:
-        """On the expected excess risk of the answer; None for the paper's schedule."""
+        """On the expected excess risk of the answer; None where the last phase has none."""
         return self.phases[-1].bound
 
 
-def localized_user_plan(
+def plan_phases(
     *,
     n_users: int,
     items_per_user: int,
@@ -123,9 +126,7 @@ def localized_user_plan(
     filter: str = "best",
     phases: int | None = None,
     max_steps: int = 200,
-    schedule: str = "explicit",
-    rate_constant: float = 4.0,
-) -> LocalizedUserPlan:
+) -> UserPhases:
     """Returns calibrated phases: as many as asked for, or as many as are feasible.
 
     Args:
@@ -143,56 +144,90 @@ def localized_user_plan(
         filter: as in `calibrate_filter`.
         phases: k; default the largest feasible one up to ceil(log2 log2(mn)).
         max_steps: cap on the steps of a phase.
-        schedule: "explicit" or "theorem_4_1".
-        rate_constant: C of the paper's schedule.
 
     Raises:
         InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
 
-    Guarantee: that of `LocalizedUserPlan`.
+    Guarantee: that of `UserPhases`.
 
     Source: docs/proofs/user_level.md#phases-on-disjoint-users.
     """
-    n = check.positive_count(n_users=n_users)
-    m = check.positive_count(items_per_user=items_per_user)
-    d = check.positive_count(dim=dim)
-    cap = check.positive_count(max_steps=max_steps)
-    G = check.positive(lipschitz=lipschitz)
-    mu = check.positive(strong_convexity=strong_convexity)
-    farthest = min(check.positive(radius=radius, allow_inf=True), 2 * G / mu)
-    share = check.between(0.0, 1.0, score_share=score_share)
-    make_own = check.choice(("explicit", "theorem_4_1"), schedule=schedule) == "explicit"
+    task = _Task(
+        n=check.positive_count(n_users=n_users),
+        items=check.positive_count(items_per_user=items_per_user),
+        dim=check.positive_count(dim=dim),
+        most_steps=check.positive_count(max_steps=max_steps),
+        lipschitz=check.positive(lipschitz=lipschitz),
+        convexity=check.positive(strong_convexity=strong_convexity),
+        radius=check.positive(radius=radius, allow_inf=True),
+        pair_radius=pair_radius,
+        score_share=check.between(0.0, 1.0, score_share=score_share),
+        target={
+            "epsilon": epsilon,
+            "delta": delta,
+            "halt_probability": halt_probability,
+            "filter": filter,
+        },
+    )
+    if phases is not None:
+        return task.planned(check.positive_count(phases=phases))
+    for k in range(default_phases(task.n * task.items), 1, -1):
+        try:
+            return task.planned(k)
+        except InfeasibleError:
+            continue
+    return task.planned(1)
 
-    def calibrated(users: int, steps: int) -> UserFilterPlan:
-        tau = pair_radius
-        if tau is None:
-            tau = pair_radius_iid(G, m, users, halt_probability / steps)
-        return calibrate_filter(
-            n_users=users,
-            steps=steps,
-            epsilon=epsilon,
-            delta=delta,
-            pair_radius=tau,
-            typical_score=share * users,
-            halt_probability=halt_probability,
-            filter=filter,
-        )
 
-    def explicit(j: int, users: int, proved: float | None) -> UserPhase:
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What phases are asked for, checked; `target` is what `calibrate_filter` takes as it is."""
+
+    n: int
+    items: int
+    dim: int
+    most_steps: int
+    lipschitz: float
+    convexity: float
+    radius: float
+    pair_radius: float | None
+    score_share: float
+    target: dict[str, Any]
+
+    def planned(self, k: int) -> UserPhases:
+        """Returns k phases."""
+        made: list[UserPhase] = []
+        for j in range(1, k + 1):
+            users = self.n // 2 ** (k + 1 - j)
+            if users < 4:
+                raise InfeasibleError(
+                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >="
+                    f" {2 ** (k + 3 - j)}"
+                )
+            try:
+                made.append(self._phase(j, users, made[-1].bound if made else None))
+            except InfeasibleError as error:
+                raise InfeasibleError(
+                    f"phase {j} of {k} ({users} of {self.n} users): {error}"
+                ) from error
+        return UserPhases(phases=tuple(made), n_users=self.n)
+
+    def _phase(self, j: int, users: int, proved: float | None) -> UserPhase:
         """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
-        start = farthest if proved is None else min(farthest, math.sqrt(2 * proved / mu))
-        plan = calibrated(users, cap)
+        start = min(self.radius, 2 * self.lipschitz / self.convexity)
+        if proved is not None:
+            start = min(start, math.sqrt(2 * proved / self.convexity))
+        plan = self._filter(users, self.most_steps)
+        items = users * self.items
         steps = 0
         for _ in range(2):
-            steps = schedules.best_steps(
-                G, users * m, d, plan.noise_std / math.sqrt(plan.steps), None
-            )
-            if min(steps, cap) == plan.steps:
+            noise = plan.noise_std / math.sqrt(plan.steps)
+            steps = best_steps(self.lipschitz, items, self.dim, noise, None)
+            if min(steps, self.most_steps) == plan.steps:
                 break
-            plan = calibrated(users, min(steps, cap))
-        made = schedules.schedule(
-            G, start, users * m, plan.steps, d, plan.noise_std / math.sqrt(plan.steps)
-        )
+            plan = self._filter(users, min(steps, self.most_steps))
+        noise = plan.noise_std / math.sqrt(plan.steps)
+        made = schedule(self.lipschitz, start, items, plan.steps, self.dim, noise)
         return UserPhase(
             index=j,
             plan=plan,
@@ -202,49 +237,15 @@ def localized_user_plan(
             bound=made.bound,
         )
 
-    def published(j: int, users: int, distance: float) -> UserPhase:
-        """Returns a phase of the paper: its radii (capped) and step size; tau and noise are ours."""
-        start = min(farthest, distance)
-        wanted = (m * users) ** 2 + math.ceil(m * users * math.sqrt(d))
-        steps = min(wanted, cap)
-        made = schedules.schedule_paper(users, m, d, epsilon, delta, G, start, steps)
-        return UserPhase(
-            index=j,
-            plan=calibrated(users, steps),
-            lr=made.lr,
-            start_radius=start,
-            uncapped_steps=wanted,
-            bound=None,
+    def _filter(self, users: int, steps: int) -> UserFilterPlan:
+        tau = self.pair_radius
+        if tau is None:
+            failure = self.target["halt_probability"] / steps
+            tau = pair_radius_iid(self.lipschitz, self.items, users, failure)
+        return calibrate_filter(
+            n_users=users,
+            steps=steps,
+            pair_radius=tau,
+            typical_score=self.score_share * users,
+            **self.target,
         )
-
-    def planned(k: int) -> LocalizedUserPlan:
-        made: list[UserPhase] = []
-        for j in range(1, k + 1):
-            users = n // 2 ** (k + 1 - j)
-            if users < 4:
-                raise InfeasibleError(
-                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >="
-                    f" {2 ** (k + 3 - j)}"
-                )
-            try:
-                if make_own:
-                    made.append(explicit(j, users, made[-1].bound if made else None))
-                else:
-                    paper = schedules.user_localized_schedule(
-                        n, m, d, epsilon, delta, G, mu, rate_constant, k
-                    )
-                    made.append(published(j, users, paper.radii[j - 1]))
-            except InfeasibleError as error:
-                raise InfeasibleError(
-                    f"phase {j} of {k} ({users} of {n} users): {error}"
-                ) from error
-        return LocalizedUserPlan(phases=tuple(made), n_users=n)
-
-    if phases is not None:
-        return planned(check.positive_count(phases=phases))
-    for k in range(schedules.default_phases(n * m), 1, -1):
-        try:
-            return planned(k)
-        except InfeasibleError:
-            continue
-    return planned(1)

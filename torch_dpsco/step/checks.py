@@ -26,7 +26,14 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError, warn
+from torch_dpsco.errors import (
+    AdjacencyError,
+    InfeasibleError,
+    SequenceError,
+    UnitError,
+    outside,
+    warn,
+)
 from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.schedule import Schedule
@@ -357,7 +364,7 @@ def warn_if_buried(
             f" most {signal:.3g} (n={n}, epsilon={epsilon:g}, dim={dim}): use more data, a larger"
             " epsilon or fewer parameters (for one noised answer also smaller steps or more"
             " regularization)",
-            stacklevel=4,  # beyond the types at the door
+            stacklevel=outside(),
         )
 
 

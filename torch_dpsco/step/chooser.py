@@ -1,7 +1,13 @@
-"""The step rule: batches, number of steps, step size and momentum of a run, from public numbers.
+"""One chooser for all plans: what is not given of a run, from public numbers, in four stages.
 
-`HolderSGD`, `ClippedSGD`, `ProximalSGD` and `UserClippedSGD` take it for what is not given. Privacy does not rest on
-it: noise is calibrated afterwards, for the design and the number of steps that come out.
+    design, steps = choose_design(scale, budget, given)
+    noise = choose_noise(budget, design, steps, given)
+    pace = choose_pace(scale, design, steps, noise)   step size and momentum
+    clip = choose_clip(problem, n, budget, dim)       where rows are cut, as a share of the bound that is promised
+
+Each is a function of promises about one record, of n, the budget and what is `Given`. `Scale` and `UserScale` are the
+promises as the step rule takes them; without one the defaults of a plan's class hold. Privacy does not rest on the
+rule: noise is calibrated afterwards, for the design and the number of steps that come out.
 
 Source: `step.pace`, docs/proofs/steps.md.
 """
@@ -10,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,13 +46,214 @@ from torch_dpsco.step import checks
 from torch_dpsco.step import pace as theory
 from torch_dpsco.step.pace import Pace
 
-_FEW_ROWS, _MOST_ROWS = 1e6, 2e7  # gradients of rows in a run
+_FEW_ROWS = 1e6  # gradients of rows in a run, at least
+_MOST_ROWS = 2e7
+_LEAST_USERS = 1024  # in a batch
 _SHORT = 0.25  # rows are longer than the mean, and so are their gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a caller gives of a run; None for what is to be chosen.
+
+    Args:
+        n: public number of records or users; None where no sampling is claimed.
+        adjacency: of the guarantee.
+        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (passes that are fixed before the
+            first) or "full"; or a design, which has its numbers.
+        batch_size: expected size of a batch.
+        steps: number of steps, in place of epochs.
+        epochs: passes over the data.
+        noise_multiplier: noise std on the sum over the clip.
+    """
+
+    n: int | None
+    adjacency: Adjacency
+    sampling: str | Design | None = None
+    batch_size: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    noise_multiplier: float | None = None
+
+    @property
+    def word(self) -> str | Design:
+        """How batches are drawn: Poisson ones where nothing is said."""
+        return self.sampling or "poisson"
+
+    def sampled(self) -> Design:
+        """Returns the design of a word and its numbers; without n none is claimed."""
+        word = self.word
+        if isinstance(word, Design):
+            if self.batch_size not in (None, word.batch_size):
+                raise ValueError(
+                    f"batch_size must be {word.batch_size}, that of {word} (got {self.batch_size})"
+                )
+            return checks.declared(word, self.n, word.batch_size)
+        check.choice((*SAMPLING, "full"), sampling=word)
+        if self.n is None:
+            return self._undeclared()
+        if word == "full":
+            if self.batch_size not in (None, self.n):
+                raise ValueError(
+                    f"batch_size must be n={self.n} for full batches (got {self.batch_size})"
+                )
+            return Full(self.n)
+        return SAMPLING[word](self.n if self.batch_size is None else self.batch_size, self.n)
+
+    def _undeclared(self) -> Design:
+        if self.adjacency == ADD_REMOVE:
+            raise AdjacencyError("n must be given under add_remove: a public number, for reference")
+        if self.batch_size is None:
+            raise ValueError("batch_size must be given where n is not")
+        return checks.declared(None, None, self.batch_size)
+
+    def in_passes(self, design: Design, default: float | None = None) -> Design:
+        """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
+        if self.sampling != "allocated" or not isinstance(design, Assigned):
+            return design
+        if self.steps is not None:
+            steps = check.positive_count(steps=self.steps)
+            return replace(design, passes=math.ceil(steps / design.batches))
+        passes = default if self.epochs is None else self.epochs
+        if passes is None:
+            raise ValueError(
+                "epochs or steps must be given for sampling='allocated': passes are fixed before"
+                " the first"
+            )
+        return replace(design, passes=math.ceil(check.positive(epochs=passes)))
+
+    def steps_in(
+        self, design: Design, default: float | None = None, *, once: bool = False
+    ) -> int | None:
+        """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
+
+        Designs of one pass, or of passes that are counted, have these as default, and no more. `once`: no other
+        sampling can be advised, since all runs are of one pass.
+        """
+        self.require_one_length()
+        steps = self.steps
+        if steps is None:
+            passes = default if self.epochs is None else self.epochs
+            if self.epochs is None and design.one_pass:
+                return design.steps_per_epoch
+            if passes is None:
+                return None
+            steps = calibrate.epoch_steps(design, passes)
+        if design.one_pass and steps > design.steps_per_epoch:
+            passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
+            more = "" if once else ": for more passes take sampling='allocated' or 'poisson'"
+            raise ValueError(
+                f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got"
+                f" {steps}){more}"
+            )
+        return check.positive_count(steps=steps)
+
+    def require_one_length(self) -> None:
+        """Raises ValueError where steps and epochs are given both."""
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps and epochs must not be given both (got {self.steps} and {self.epochs})"
+            )
+
+
+class Draws(NamedTuple):
+    """How batches are drawn, and how often; None for no limit but the budget."""
+
+    design: Design
+    steps: int | None
+
+
+class Promises(Protocol):
+    """What the step rule knows of the rows, or the users."""
+
+    def steps(self, n: int, budget: Budget) -> int:
+        """Returns the number of steps that is wanted."""
+
+    def least_steps(self, design: Design) -> int:
+        """Returns the number of steps that these batches ask for at least."""
+
+    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+        """Returns the size of batches for the wanted steps; None for that of the design, or n."""
+
+    def pace(self, design: Design, steps: int, noise: float) -> Pace:
+        """Returns the step size and the momentum of these steps."""
+
+
+# -- the four stages --------------------------------------------------------------------------------------------------
+
+
+def choose_design(
+    promises: Promises | None, budget: Budget | None, given: Given, default: float | None = None
+) -> Draws:
+    """Returns how batches are drawn, by `quietest` where no sampling is given, and the number of steps.
+
+    Args:
+        promises: for the step rule; None without it.
+        budget: that the rule meets.
+        given: what is not to be chosen.
+        default: passes over the data without the rule; None for no limit.
+    """
+    if promises is not None and budget is not None:
+        given = with_steps(promises, budget, with_batches(promises, budget, given))
+    design = given.in_passes(given.sampled(), default)
+    steps = given.steps_in(design, default)
+    return Draws(design if given.sampling else quietest(design, steps), steps)
+
+
+def choose_noise(
+    budget: Budget | None, design: Design, steps: int | None, given: Given | None = None
+) -> float:
+    """Returns the noise multiplier that is given, or else the least one of the budget."""
+    if given is not None and given.noise_multiplier is not None:
+        return check.nonnegative(noise_multiplier=given.noise_multiplier)
+    if budget is None:
+        raise ValueError(
+            "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
+    return noise_for(budget, design, steps)
+
+
+def choose_pace(promises: Promises, draws: Draws, noise: float) -> Pace:
+    """Returns the step size and the momentum of the step rule."""
+    assert draws.steps is not None  # under a rule there is a last step
+    return promises.pace(draws.design, draws.steps, noise)
+
+
+def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> float:
+    """Returns the share of the bound at which rows are clipped: 1 but for losses of one score.
+
+    Their clipped gradients are those of a loss.
+    """
+    return theory.clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
+
+
+# -- what the stages share --------------------------------------------------------------------------------------------
+
+
+def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
+    """Returns what is given, with the batch size of the step rule where there is none."""
+    if given.n is None or given.batch_size is not None or isinstance(given.sampling, Design):
+        return given
+    wanted = given.steps or promises.steps(given.n, budget)
+    return replace(given, batch_size=promises.batch_size(given, given.n, budget, wanted))
+
+
+def with_steps(promises: Promises, budget: Budget, given: Given) -> Given:
+    """Returns what is given, with the number of steps of the step rule where passes do not say it."""
+    if given.n is None or given.steps is not None or given.epochs is not None:
+        return given
+    design = given.sampled()
+    if given.sampling != "allocated" and design.one_pass:
+        return given
+    steps = max(promises.steps(given.n, budget), promises.least_steps(design))
+    if given.sampling == "allocated":  # a pass that is begun costs as much as a whole one
+        steps += -steps % design.batches
+    return replace(given, steps=steps)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a run is measured by.
+    """What a run on records is measured by.
 
     Args:
         bound: on gradients of rows, clipped.
@@ -66,15 +273,77 @@ class Scale:
             release_noise(budget), self.bound, n, 1, self.dim, sampled=False
         )
 
+    def steps(self, n: int, budget: Budget) -> int:
+        """Returns the number of steps by the horizon."""
+        return theory.steps_to(self.horizon(n, budget), self.smoothness)
+
+    def least_steps(self, design: Design) -> int:
+        """Returns those of the usual passes; none of all records at once."""
+        if design.batch_size >= design.n:
+            return 0
+        return calibrate.epoch_steps(design, _passes(design.n))
+
+    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+        """Returns the size such that the steps make 20 passes, or 1e6 gradients if these are more, at most 2e7."""
+        if given.sampling == "full":
+            return None
+        if given.sampling == "assigned":
+            share = 1.0 / one_pass(self, n, budget, momentum=True, secret=True)
+        elif given.epochs is None:
+            share = max(_passes(n), _FEW_ROWS / n) / wanted
+        else:
+            share = given.epochs / wanted
+        return min(n, max(1, math.ceil(share * n)))
+
+    def pace(self, design: Design, steps: int, noise: float) -> Pace:
+        """Returns step size and momentum for the noise of the mean of all steps, sampling included."""
+        sampled = design.batch_size < design.n
+        level = theory.noise_of_mean(
+            noise, self.bound, design.batch_size, steps, self.dim, sampled=sampled
+        )
+        if self.smoothness is None:
+            return theory.rough_pace(self.distance, level, steps, self.bound)
+        return theory.smooth_pace(self.distance / level, steps, self.smoothness)
+
+
+def _passes(n: int) -> float:
+    return min(theory.PASSES, max(1.0, _MOST_ROWS / n))
+
 
 @dataclass(frozen=True)
-class Run:
-    """What comes out."""
+class UserScale:
+    """What a run on users is measured by, whose gradients nothing is known of: units of the clip.
 
-    design: Design
-    steps: int
-    noise: float
-    pace: Pace
+    Args:
+        clip: of means of users; 1 where a search keeps to its units.
+        distance: guess of |w_1 - w*|, in such units; None for the usual one.
+        dim: number of parameters; None for a usual one.
+    """
+
+    clip: float
+    distance: float | None
+    dim: int | None
+
+    def steps(self, n: int, budget: Budget) -> int:
+        """Returns the number of steps by the noise."""
+        return theory.relative_steps(loudness(n, budget, self.dim))
+
+    def least_steps(self, design: Design) -> int:
+        """Returns 0: batches ask for none."""
+        return 0
+
+    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+        """Returns the size such that the steps make 20 passes, of 1024 users at least; None for all of them."""
+        if given.sampling not in (None, "poisson", "fixed"):
+            return None
+        share = (theory.PASSES if given.epochs is None else given.epochs) / wanted
+        return min(n, max(_LEAST_USERS, math.ceil(share * n)))
+
+    def pace(self, design: Design, steps: int, noise: float) -> Pace:
+        """Returns step size and momentum for the noise of the mean of all steps."""
+        level = theory.noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
+        pace = theory.relative_pace(level, steps, self.distance)
+        return Pace(pace.lr / self.clip, pace.momentum)
 
 
 def scale_of_problem(
@@ -133,50 +402,6 @@ def loudness(n: int, budget: Budget, dim: int | None) -> float:
     return theory.noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
 
 
-def run_of(
-    scale: Scale,
-    n: int,
-    budget: Budget,
-    sampling: str | Design | None,
-    adjacency: Adjacency,
-    batch_size: int | None = None,
-    steps: int | None = None,
-    epochs: float | None = None,
-) -> Run:
-    """Returns what is not given of a run in many steps, its noise, and its step size.
-
-    Args:
-        scale: what it is measured by.
-        n: public number of records or users.
-        budget: to be met.
-        sampling: as in `drawn`.
-        adjacency: of the guarantee.
-        batch_size: expected size of a batch; default such that the steps make 20 passes, or 1e6 gradients if these
-            are more, and at most 2e7.
-        steps: number of steps, in place of epochs; default by the horizon, and 20 passes at least.
-        epochs: passes over the data.
-    """
-    wanted = steps
-    if wanted is None:
-        wanted = theory.steps_to(scale.horizon(n, budget), scale.smoothness)
-    passes = min(theory.PASSES, max(1.0, _MOST_ROWS / n))
-    if batch_size is None and sampling != "full" and not isinstance(sampling, Design):
-        if sampling == "assigned":
-            share = 1.0 / one_pass(scale, n, budget, momentum=True, secret=True)
-        else:
-            share = (max(passes, _FEW_ROWS / n) if epochs is None else epochs) / wanted
-        batch_size = min(n, max(1, math.ceil(share * n)))
-    design = sampled(sampling or "poisson", batch_size, n, adjacency)
-    if steps is None and epochs is None and (sampling == "allocated" or not design.one_pass):
-        steps = max(wanted, calibrate.epoch_steps(design, passes) if design.batch_size < n else 0)
-        if sampling == "allocated":  # a pass that is begun costs as much as a whole one
-            steps += -steps % design.batches
-    design, made = drawn(sampling, batch_size, n, adjacency, steps, epochs, 1)
-    assert made is not None  # one pass at least
-    noise = noise_for(budget, design, made)
-    return Run(design, made, noise, pace_of(scale, design, made, noise))
-
-
 def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool = False) -> int:
     """Returns the number of batches of one pass.
 
@@ -222,21 +447,6 @@ def noise_of_pass(budget: Budget, steps: int) -> float:
     )
 
 
-def pace_of(scale: Scale, design: Design, steps: int, noise: float) -> Pace:
-    """Returns the step size and the momentum of these steps."""
-    level = theory.noise_of_mean(
-        noise,
-        scale.bound,
-        design.batch_size,
-        steps,
-        scale.dim,
-        sampled=design.batch_size < design.n,
-    )
-    if scale.smoothness is None:
-        return theory.rough_pace(scale.distance, level, steps, scale.bound)
-    return theory.smooth_pace(scale.distance / level, steps, scale.smoothness)
-
-
 SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned]] = {
     "poisson": Poisson,
     "fixed": Fixed,
@@ -246,9 +456,9 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
 }
 
 
-def usual_adjacency(n: int | None, mode: str = "tight") -> Adjacency:
-    """Returns the adjacency where none is said; without n, and in mode "paper", only replaced records are covered."""
-    return REPLACE_ONE if n is None or mode == "paper" else ZERO_OUT
+def usual_adjacency(n: int | None) -> Adjacency:
+    """Returns the adjacency where none is said; without n, where nothing is known of batches, replaced records."""
+    return REPLACE_ONE if n is None else ZERO_OUT
 
 
 def agreed(
@@ -277,90 +487,6 @@ def agreed(
     return budget, budget.adjacency
 
 
-def sampled(
-    sampling: str | Design, batch_size: int | None, n: int | None, adjacency: Adjacency
-) -> Design:
-    """Returns the design of a word and its numbers; without n none is claimed.
-
-    Args:
-        sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (see `in_passes`) or "full"; or a
-            design, which has its numbers.
-        batch_size: expected size of a batch; None for that of the design, or for n.
-        n: public number of records.
-        adjacency: of the guarantee.
-    """
-    if isinstance(sampling, Design):
-        if batch_size not in (None, sampling.batch_size):
-            raise ValueError(
-                f"batch_size must be {sampling.batch_size}, that of {sampling} (got {batch_size})"
-            )
-        return checks.declared(sampling, n, sampling.batch_size)
-    check.choice((*SAMPLING, "full"), sampling=sampling)
-    if n is None:
-        if adjacency == ADD_REMOVE:
-            raise AdjacencyError("n must be given under add_remove: a public number, for reference")
-        if batch_size is None:
-            raise ValueError("batch_size must be given where n is not")
-        return checks.declared(None, None, batch_size)
-    if sampling == "full":
-        if batch_size not in (None, n):
-            raise ValueError(f"batch_size must be n={n} for full batches (got {batch_size})")
-        return Full(n)
-    return SAMPLING[sampling](n if batch_size is None else batch_size, n)
-
-
-def in_passes(
-    design: Design,
-    sampling: str | Design,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-) -> Design:
-    """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
-    if sampling != "allocated" or not isinstance(design, Assigned):
-        return design
-    if steps is not None:
-        return replace(design, passes=math.ceil(check.positive_count(steps=steps) / design.batches))
-    passes = default if epochs is None else epochs
-    if passes is None:
-        raise ValueError(
-            "epochs or steps must be given for sampling='allocated': passes are fixed before the"
-            " first"
-        )
-    return replace(design, passes=math.ceil(check.positive(epochs=passes)))
-
-
-def steps_of(
-    design: Design,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-    *,
-    once: bool = False,
-) -> int | None:
-    """Returns the number of steps: given, or of so many passes; None where neither is and there is no default.
-
-    Designs of one pass, or of passes that are counted, have these as default, and no more. `once`: no other
-    sampling can be advised, since all runs are of one pass.
-    """
-    if steps is not None and epochs is not None:
-        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-    if steps is None:
-        passes = default if epochs is None else epochs
-        if epochs is None and design.one_pass:
-            return design.steps_per_epoch
-        if passes is None:
-            return None
-        steps = calibrate.epoch_steps(design, passes)
-    if design.one_pass and steps > design.steps_per_epoch:
-        passed = "one pass" if getattr(design, "passes", 1) == 1 else "the passes"
-        more = "" if once else ": for more passes take sampling='allocated' or 'poisson'"
-        raise ValueError(
-            f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got {steps}){more}"
-        )
-    return check.positive_count(steps=steps)
-
-
 def quietest(design: Design, steps: int | None) -> Design:
     """Returns the design of about the least noise for steps on these batches, which plans take where none is given.
 
@@ -380,22 +506,6 @@ def quietest(design: Design, steps: int | None) -> Design:
     return Assigned(design.batch_size, design.n) if steps == design.batches else design
 
 
-def drawn(
-    sampling: str | Design | None,
-    batch_size: int | None,
-    n: int | None,
-    adjacency: Adjacency,
-    steps: int | None,
-    epochs: float | None,
-    default: float | None,
-) -> tuple[Design, int | None]:
-    """Returns the design, by `quietest` where no sampling is given, and the number of steps; see `steps_of`."""
-    word = sampling or "poisson"
-    design = in_passes(sampled(word, batch_size, n, adjacency), word, steps, epochs, default)
-    made = steps_of(design, steps, epochs, default)
-    return (design if sampling else quietest(design, made)), made
-
-
 def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1e-4) -> float:
     """Returns the least noise multiplier at which these steps fit the budget, up to rtol."""
     return calibrate.noise_multiplier(
@@ -411,19 +521,6 @@ def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1
 def release_noise(budget: Budget) -> float:
     """Returns the noise multiplier at which one unsampled clipped mean spends the whole budget."""
     return noise_for(budget, Full(1), 1)
-
-
-def given_noise(
-    noise_multiplier: float | None, budget: Budget | None, design: Design, steps: int | None
-) -> float:
-    """Returns the noise multiplier that is given, or else `noise_for` the budget."""
-    if noise_multiplier is not None:
-        return check.nonnegative(noise_multiplier=noise_multiplier)
-    if budget is None:
-        raise ValueError(
-            "budget or noise_multiplier must be given: the target, or noise of your own"
-        )
-    return noise_for(budget, design, steps)
 
 
 def dimension(dim: Any) -> int | None:

@@ -19,21 +19,24 @@ from dataclasses import dataclass
 
 from torch_dpsco import _validate as check
 
-LEAST, MOST, MOST_OF_USERS = 64, 1024, 256  # steps
+LEAST = 64  # steps
+MOST = 1024
+MOST_OF_USERS = 256
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
 SETTLED = (
     5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
 )
-_FIRST_STEPS, _TARGETS = (
-    50.0,
-    3.0,
-)  # D in units of a first step of size 1/B^2, and of the targets' bound over B
+USUAL_DIM = 64  # where nobody says
+_FIRST_STEPS = 50.0  # D in units of a first step of size 1/B^2
+_TARGETS = 3.0  # and of the targets' bound over B
 _ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
 _SAMPLED = 4.0  # and deviations of single rows from them
-_LOUD, _CLIPPED = 0.008, 0.5  # noise from which rows are clipped at half of the bound
-USUAL_DIM = 64  # where nobody says
+_LOUD = 0.008  # noise from which rows are clipped
+_CLIPPED = 0.5  # at half of the bound
 _FEW = 5  # steps of one pass
-_RELATIVE, _OSCILLATION, _ROUNDS = 6.0, 4.0, 200.0  # of steps in units of a clip
+_RELATIVE = 6.0  # of steps in units of a clip
+_OSCILLATION = 4.0
+_ROUNDS = 200.0
 
 
 @dataclass(frozen=True)

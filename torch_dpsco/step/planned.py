@@ -27,7 +27,7 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Event
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.errors import ConditionError, outside
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
@@ -41,7 +41,6 @@ from torch_dpsco.step.payments import first_charges, planned_event
 from torch_dpsco.step.plan import Plan, exact_cost, passes
 from torch_dpsco.step.step import PrivateOptimizer
 
-_ABOVE = 6  # calls from a check of a plan up to who asks for the plan
 _ABOUT = 1e-2  # relative accuracy of a number that is only shown
 _STAGES = 10  # points of a curve over steps
 
@@ -63,7 +62,7 @@ class BatchPlan(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.design, Undeclared):
-            warn_of_delta(self.budget, self.n, stacklevel=_ABOVE)
+            warn_of_delta(self.budget, self.n, stacklevel=outside())
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
 

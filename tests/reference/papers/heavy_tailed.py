@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +14,27 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
+from torch_dpsco.algorithms import localized_numbers
 from torch_dpsco.algorithms.clip_numbers import (
     _log_bias_constant,
     _rounded_up,
     clip_threshold_square,
+    exchange_rate_accelerated,
     mean_noise_std,
     safe_exp,
 )
-from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, strongly_convex_coefficients
-from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, _gap, _parts, halved_sizes
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    OnePass,
+    accelerated_plan,
+    strongly_convex_coefficients,
+)
+from torch_dpsco.algorithms.localized_numbers import (
+    LocalizedPhase,
+    PhaseTask,
+    _gap,
+    _parts,
+    halved_sizes,
+)
 from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
     FloatArray,
@@ -572,3 +587,141 @@ def median_of_means(rows: ArrayLike, groups: int, clip: float) -> Tensor:
     table = torch.as_tensor(rows, dtype=torch.float64)
     size = len(table) // groups
     return medians(clipped_rows([table[: groups * size]], clip).view(groups, size, -1).mean(dim=1))
+
+
+def accelerated_steps_paper(
+    *,
+    n: int,
+    dim: int,
+    paper_epsilon: float,
+    smoothness: float,
+    diameter: float,
+    moment: float,
+    moment_order: float,
+) -> float:
+    """Returns the real number of steps of Theorems 9 and 31, with constants 1.
+
+    min{ sqrt(y) x^((k-1)/(2k)), y^(2k/(5k-1)) x^(2(k-1)/(5k-1)) }, x = eps n / sqrt(d), y = beta D / r_k.
+
+    Args:
+        n: records.
+        dim: d.
+        paper_epsilon: the paper's epsilon, sqrt(2 rho); NOT an epsilon of differential privacy.
+        smoothness: beta >= 0.
+        diameter: D.
+        moment: r_k.
+        moment_order: k.
+
+    Source:
+        docs/proofs/heavy_tailed.md#accelerated-steps.
+
+    Example:
+        >>> round(accelerated_steps_paper(n=10**4, dim=1, paper_epsilon=1.0, smoothness=1.0, diameter=1.0, moment=1.0,
+        ...                               moment_order=2.0), 6)
+        7.742637
+    """
+    k = check.order(moment_order=moment_order)
+    x = _log_signal(n, dim, paper_epsilon)
+    if check.nonnegative(smoothness=smoothness) == 0:
+        return 0.0
+    y = (
+        math.log(smoothness)
+        + math.log(check.positive(diameter=diameter))
+        - math.log(check.positive(moment=moment))
+    )
+    first = y / 2 + (k - 1) / (2 * k) * x
+    second = (2 * k * y + 2 * (k - 1) * x) / (5 * k - 1)
+    return safe_exp(min(first, second))
+
+
+def accelerated_clip_paper(
+    *, n: int, dim: int, steps: int, paper_epsilon: float, moment: float, moment_order: float
+) -> float:
+    """Returns the threshold of the paper, r_k (eps n / sqrt(d T))^(1/k), with constant 1.
+
+    Args:
+        n: records.
+        dim: d.
+        steps: T.
+        paper_epsilon: sqrt(2 rho).
+        moment: r_k.
+        moment_order: k.
+
+    Source:
+        docs/proofs/heavy_tailed.md#accelerated-steps.
+
+    Example:
+        >>> round(accelerated_clip_paper(n=100, dim=1, steps=4, paper_epsilon=1.0, moment=2.0, moment_order=2.0), 6)
+        14.142136
+    """
+    k = check.order(moment_order=moment_order)
+    x = _log_signal(n, dim, paper_epsilon) - math.log(check.positive_count(steps=steps)) / 2
+    return safe_exp(math.log(check.positive(moment=moment)) + x / k)
+
+
+def _log_signal(n: int, dim: int, paper_epsilon: float) -> float:
+    """Log x, x = eps n / sqrt(d)."""
+    log_epsilon = math.log(check.positive(paper_epsilon=paper_epsilon))
+    return (
+        log_epsilon
+        + math.log(check.positive_count(n=n))
+        - math.log(check.positive_count(dim=dim)) / 2
+    )
+
+
+def averaged_clip_paper(data: OnePass, T: int) -> float:
+    """Returns the threshold of Theorem 11 with constant 1: r_k (eps^2 n^2/(d T))^(1/(2k)), eps^2 = 2 rho."""
+    log_signal = (
+        math.log(2.0 * data.rho) + 2.0 * math.log(data.n) - math.log(data.dim) - math.log(T)
+    )
+    return safe_exp(math.log(data.moment) + log_signal / (2.0 * data.moment_order))
+
+
+def averaged_steps_paper(data: OnePass, mu: float, beta: float, distance: float) -> int:
+    """Returns ceil(2 kappa log(beta D^2 / rate)) with the published rate, of which only the order is stated."""
+    kappa = beta / mu
+    k = data.moment_order
+    noise = math.sqrt(data.dim * kappa / (2.0 * data.rho)) / data.n
+    rate = data.moment**2 / mu * (1.0 / data.n + noise ** ((2.0 * k - 2.0) / k))
+    return min(data.n, math.ceil(2.0 * kappa * math.log(max(math.e, beta * distance**2 / rate))))
+
+
+def proximal_clip_paper(data: OnePass, T: int) -> float:
+    """Returns the threshold of Theorem 48 with constant 1: r_k (eps n/(sqrt(d) T))^(1/k), eps^2 = 2 rho."""
+    log_signal = (
+        math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
+    )
+    return safe_exp(math.log(data.moment) + log_signal / data.moment_order)
+
+
+def flat(planner: Callable[..., Any], inputs: Any = OnePass) -> Callable[..., Any]:
+    """Returns a plan that takes the fields of its inputs beside its own keywords."""
+    names = {field.name for field in fields(inputs)}
+
+    def planned(**task: Any) -> Any:
+        own = {name: value for name, value in task.items() if name in names}
+        rest = {name: value for name, value in task.items() if name not in names}
+        return planner(inputs(**own), **rest)
+
+    return planned
+
+
+def accelerated_numbers(**task: Any) -> dict[str, float]:
+    """Returns the numbers of an accelerated plan by the letters of the vectors."""
+    plan = flat(accelerated_plan)(**task)
+    return {
+        "a": exchange_rate_accelerated(plan.n, plan.dim, plan.steps, plan.rho, plan.adjacency),
+        "C": plan.clip,
+        "bias": plan.bias,
+        "sigma": plan.noise_std,
+        "var_total": plan.variance,
+        "eta": 1.0 / (2.0 * plan.lr),
+        "bound": plan.bound,
+    }
+
+
+localized_schedule = flat(localized_numbers.localized_schedule, PhaseTask)
+localized_schedule_ballfree = flat(localized_numbers.localized_schedule_ballfree, PhaseTask)
+localized_schedule_minibatch = flat(localized_numbers.localized_schedule_minibatch, PhaseTask)
+boosted_localized_schedule = flat(localized_numbers.boosted_localized_schedule, PhaseTask)
+reduction_schedule = flat(localized_numbers.reduction_schedule, PhaseTask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.special import betainc
@@ -14,6 +14,8 @@ from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.shuffle import lower_tail
 from torch_dpsco.algorithms.user_filter_oracles import ramp_weights, weighted_mean
+from torch_dpsco.algorithms.user_filtered_numbers import default_phases
+from torch_dpsco.errors import warn
 from torch_dpsco.rows import Points, neighbor_counts
 
 
@@ -240,3 +242,144 @@ def smoothing_smoothness(lipschitz: float, dim: int, radius: float) -> float:
         * math.sqrt(check.positive_count(dim=dim))
         / check.positive(radius=radius)
     )
+
+
+class PaperSchedule(NamedTuple):
+    """The numbers of Theorem 4.1, constants 1; the radius is of a smoothing that no optimizer does."""
+
+    smoothing_radius: float
+    lr: float
+    pair_radius: float
+    default_steps: int
+
+
+class LocalizedRadii(NamedTuple):
+    """Sizes of the phases and the paper's bounds on the distance at which each starts."""
+
+    phases_count: int
+    phase_users: tuple[int, ...]
+    radii: tuple[float, ...]
+
+
+def schedule_paper(
+    n_users: int,
+    items_per_user: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    lipschitz: float,
+    radius: float,
+    steps: int,
+) -> PaperSchedule:
+    """Returns the schedule of Theorem 4.1 with its hidden constants at 1: for reference, no noise level follows.
+
+    r = d^(1/4) R/sqrt(T), eta = (R/G) min{sqrt(m) n eps/(T sqrt(d) L), T^(-3/4), sqrt(nm)/T}, L = log(mnd/delta),
+    tau = G log(ndm e^eps T/delta)/sqrt(m), default T = (mn)^2 + ceil(mn sqrt(d)).
+
+    Source: Asi and Liu, Theorem 4.1; docs/proofs/user_level.md#distances-of-phases.
+
+    Example:
+        >>> schedule_paper(100, 5, 10, 1.0, 1e-6, 1.0, 1.0, 1000).default_steps
+        251582
+    """
+    n = check.positive_count(n_users=n_users)
+    m = check.positive_count(items_per_user=items_per_user)
+    d = check.positive_count(dim=dim)
+    T = check.positive_count(steps=steps)
+    eps = check.positive(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    G = check.positive(lipschitz=lipschitz)
+    R = check.positive(radius=radius)
+    log_items = math.log(m) + math.log(n) + math.log(d) - math.log(delta)
+    rates = (
+        math.sqrt(m) * n * eps / (T * math.sqrt(d) * log_items),
+        T**-0.75,
+        math.sqrt(n * m) / T,
+    )
+    return PaperSchedule(
+        smoothing_radius=d**0.25 * R / math.sqrt(T),
+        lr=R / G * min(rates),
+        pair_radius=G * (log_items + eps + math.log(T)) / math.sqrt(m),
+        default_steps=(m * n) ** 2 + math.ceil(m * n * math.sqrt(d)),
+    )
+
+
+def user_localized_schedule(
+    n_users: int,
+    items_per_user: int,
+    dim: int,
+    epsilon: float,
+    delta: float,
+    lipschitz: float,
+    strong_convexity: float,
+    rate_constant: float = 4.0,
+    phases: int | None = None,
+) -> LocalizedRadii:
+    """Returns phases and radii of Algorithm 4 as published: the radii are not capped, and nothing is calibrated.
+
+    k = max(1, ceil(log2 log2(mn))), n_i = n/2^(k+1-i), E_i = (4 C^2 G^2/mu)(1/(n_i m) + d log^2(n_i d m/delta)/(n_i^2
+    eps^2 m)), D_i = 16 E_i ((2G^2/mu)/(16 E_0))^(1/2^i), Rhat_j = sqrt(2 D_{j-1}/mu). Use min(Rhat_j, R, 2G/mu);
+    `plan_phases` has bounds with explicit constants in place of C.
+
+    Args:
+        n_users: n; phase j has floor(n_j) of them, the smallest first.
+        items_per_user: m.
+        dim: d.
+        epsilon: of each phase, hence of the run.
+        delta: of each phase.
+        lipschitz: G.
+        strong_convexity: mu.
+        rate_constant: C, the hidden constant of Theorem 4.1.
+        phases: k; default as above.
+
+    Source: Asi and Liu, Theorem 4.11; docs/proofs/user_level.md#distances-of-phases.
+
+    Example:
+        >>> user_localized_schedule(4096, 4, 10, 2.0, 1e-6, 1.0, 1.0).phase_users
+        (256, 512, 1024, 2048)
+    """
+    n = check.positive_count(n_users=n_users)
+    m = check.positive_count(items_per_user=items_per_user)
+    d = check.positive_count(dim=dim)
+    C = check.positive(rate_constant=rate_constant)
+    eps = check.positive(epsilon=epsilon)
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+    G = check.positive(lipschitz=lipschitz)
+    mu = check.positive(strong_convexity=strong_convexity)
+    k = default_phases(n * m) if phases is None else check.positive_count(phases=phases)
+
+    def error(i: int) -> float:
+        size = n / 2 ** (k + 1 - i)
+        private = d * math.log(size * d * m / delta) ** 2 / (size**2 * eps**2 * m)
+        bound: float = 16 * 4 * C**2 * G**2 / mu * (1 / (size * m) + private)
+        return bound
+
+    gaps = [error(i) * (2 * G**2 / mu / error(0)) ** (0.5**i) for i in range(k)]
+    sizes = tuple(n // 2 ** (k + 1 - j) for j in range(1, k + 1))
+    return LocalizedRadii(k, sizes, tuple(math.sqrt(2 * gap / mu) for gap in gaps))
+
+
+def published_noise_std(
+    n: int, steps: int, epsilon: float, delta: float, pair_radius: float
+) -> float:
+    """Returns the noise of the paper, for comparison: it is NOT a proved calibration, and no optimizer accepts it.
+
+    sigma^2 = 8 tau^2 T log(e^eps T/delta) log(e^(eps/2)/delta)/(n eps)^2. Warns.
+
+    Source: docs/errata.md, paper 3, E2 and E4.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")
+        ...     round(published_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
+        472
+    """
+    n = check.positive_count(n=n)
+    T = check.positive_count(steps=steps)
+    tau = check.positive(pair_radius=pair_radius)
+    eps = check.positive(epsilon=epsilon)
+    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
+    warn("the published noise is not a proved calibration (errata E2, E4); for comparison only")
+    logs = (eps + math.log(T) - log_delta) * (eps / 2 - log_delta)
+    return math.sqrt(8 * T * logs) * tau / (n * eps)
