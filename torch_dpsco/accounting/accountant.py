@@ -45,8 +45,8 @@ from torch_dpsco.accounting.phases import Phase, Phases
 from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report.figures import (
     PrivacyReport,
-    attack_advantage,
     make_report,
+    of_adaptive_run,
     rounded_up,
 )
 from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError, UnitError
@@ -733,25 +733,13 @@ class Accountant:
             ahead,
         )
         if self.adaptive:
-            report = self._adaptive_report(report)
+            epsilons = {
+                adjacency: self.get_epsilon(report.delta, adjacency=adjacency)
+                for adjacency in report.epsilons
+            }
+            report = of_adaptive_run(report, epsilons)
         return replace(
             report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id
-        )
-
-    def _adaptive_report(self, report: PrivacyReport) -> PrivacyReport:
-        epsilons = {
-            adjacency: self.get_epsilon(report.delta, adjacency=adjacency)
-            for adjacency in report.epsilons
-        }
-        fixed = "noise, rates and number of steps"  # what does not hold here
-        return replace(
-            report,
-            epsilons=epsilons,
-            method="filter or odometer, parameters may depend on what was released",
-            assumptions=tuple(line for line in report.assumptions if not line.startswith(fixed)),
-            advantage=attack_advantage(epsilons[report.adjacency], report.delta),
-            planned_epsilon=None,
-            spent=(),  # PRIVACY: their sums bound nothing (test_an_adaptive_card_draws_no_sums)
         )
 
     def _doubts(self) -> Iterator[str]:

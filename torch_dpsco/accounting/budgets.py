@@ -566,7 +566,10 @@ def mixture_filter_log_margin(
         bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (high - low)
         if min(left[0], right[0]) - bound <= _GAP or not low < middle < high:
             break
-        low, high = (middle, high) if tangent(middle)[1] < 0 else (low, middle)
+        if tangent(middle)[1] < 0:
+            low = middle
+        else:
+            high = middle
     return bound
 
 

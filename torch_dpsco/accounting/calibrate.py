@@ -47,7 +47,10 @@ def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
         nonlocal low, high
         if count not in seen:
             seen[count] = max(-_HUGE, min(_HUGE, excess(count)))
-            low, high = (low, min(high, count)) if seen[count] > 0 else (max(low, count), high)
+            if seen[count] > 0:
+                high = min(high, count)
+            else:
+                low = max(low, count)
         return seen[count]
 
     while high <= limit and known(high) <= 0:

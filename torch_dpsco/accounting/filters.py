@@ -464,7 +464,10 @@ class RDPMixtureFilter(AdaptiveFilter):
         low = 0.0
         while high - low > 1e-6 * high and high > 1e-12:
             middle = (low + high) / 2.0
-            low, high = (low, middle) if self._admits_spent(middle, spent) else (middle, high)
+            if self._admits_spent(middle, spent):
+                high = middle
+            else:
+                low = middle
         return high
 
 

@@ -31,12 +31,11 @@ from torch_dpsco.algorithms.clip_numbers import (
     exchange_rate_proximal_pl,
     exchange_rate_strongly_convex,
 )
+from torch_dpsco.algorithms.heavy_chooser import Theorem, plan_by_theorem
 from torch_dpsco.algorithms.heavy_plan import (
     AcceleratedPlan,
     ClippedPlan,
     ProximalPlan,
-    Theorem,
-    plan_by_theorem,
     scale_of,
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import (

@@ -718,7 +718,10 @@ def epsilon_at(pair: Pass, delta: float) -> float:
             epsilon = (max(low, 0.0) + high) / 2
         excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon, much))
         # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
-        low, high = (epsilon, high) if excess > 0 else (low, epsilon)
+        if excess > 0:
+            low = epsilon
+        else:
+            high = epsilon
         if seen and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:
             slope = found
         if high - max(low, 0.0) <= _SEARCH * high or 0 <= -excess <= -slope * _SEARCH * epsilon:

@@ -234,7 +234,10 @@ def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
         high /= 2
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if covers(middle) else (middle, high)
+        if covers(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 

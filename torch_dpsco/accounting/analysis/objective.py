@@ -189,11 +189,10 @@ def _window(
             return outside
         for _ in range(20):  # the outer end is kept: too wide is safe
             middle = (inside + outside) / 2
-            inside, outside = (
-                (middle, outside)
-                if float(log_f(np.array([middle]))[0]) >= floor
-                else (inside, middle)
-            )
+            if float(log_f(np.array([middle]))[0]) >= floor:
+                inside = middle
+            else:
+                outside = middle
         return outside
 
     return end(low), end(high)
@@ -266,7 +265,10 @@ def least_noise(
         middle = math.sqrt(low) * math.sqrt(high)
         if not low < middle < high:
             break
-        low, high = (low, middle) if delta_of(middle) <= delta else (middle, high)
+        if delta_of(middle) <= delta:
+            high = middle
+        else:
+            low = middle
     # PRIVACY: the end of the bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
     return high
 

@@ -674,7 +674,10 @@ def crossing(
             break
         index = min(max(guess, low + 1), high - 1) if trial < _SECANTS else (low + high) // 2
         value = excess(index)
-        low, high = (low, index) if value <= 0 else (index, high)
+        if value <= 0:
+            high = index
+        else:
+            low = index
         if before is not None and (value - before[1]) / (index - before[0]) < 0:
             slope = (value - before[1]) / (index - before[0])
         before = (index, value)

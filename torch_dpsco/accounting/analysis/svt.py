@@ -244,7 +244,10 @@ def bad_pass_margin(
         high = 2 * high
     while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
         fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
-        low, high = (low, middle) if fits else (middle, high)
+        if fits:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -326,9 +329,10 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
             low = low / 2
     # invariant: low fits, high does not
     while high > low * (1 + 1e-13) and low < (middle := (low + high) / 2) < high:
-        low, high = (
-            (middle, high) if svt_gaussian_delta(epsilon, svt, middle) <= delta else (low, middle)
-        )
+        if svt_gaussian_delta(epsilon, svt, middle) <= delta:
+            low = middle
+        else:
+            high = middle
     return low
 
 
