@@ -38,7 +38,7 @@ from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.sampling.samplers import DesignSampler
-from torch_dpsco.step.assembly import sizes_are_private
+from torch_dpsco.step.run import sizes_are_private
 
 FALSE_ALARM = 1e-6
 

@@ -19,7 +19,8 @@ from tests import checks
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.rows import batch
-from torch_dpsco.step import assembly, clipped
+from torch_dpsco.step import clipped
+from torch_dpsco.step import optimizer as holding
 from torch_dpsco.step.batch import LogicalBatch
 
 ROOT = Path(__file__).parent.parent
@@ -201,7 +202,7 @@ def test_a_free_empty_batch_is_caught(mutate):
 def test_rows_kept_by_zero_grad_are_caught():
     assert_caught(
         checks.check_that_zero_grad_forgets_rows,
-        lambda patch: patch.setattr(assembly, "clear_rows", nothing),
+        lambda patch: patch.setattr(holding, "clear_rows", nothing),
     )
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
+from tests.optim.test_allocated import begun_again, charged, one_step, refused, stored
 from tests.optim.test_allocated import built as whole_run
-from tests.optim.test_allocated import charged, one_step, refused, stored
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Draw, Parts
 from torch_dpsco.accounting.events import (
@@ -39,13 +39,13 @@ from torch_dpsco.sampling import FullSampler, PrivateLoader, one_pass
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
-from torch_dpsco.step import checkpoint as saved
+from torch_dpsco.step import optimizer as saved
 from torch_dpsco.step import payments as charges
-from torch_dpsco.step.assembly import Assembly, sizes_are_private
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.run import sizes_are_private
 
 N, T, Z, DELTA = 24, 4, 2.0, 1e-4
 DATA = TensorDataset(torch.ones(N, 2), torch.ones(N, 1))
@@ -361,7 +361,7 @@ def test_parts_with_passes_are_not_begun_again() -> None:
         train(model, optimizer, 2, resume=True)
         assert parts(optimizer) == [("0", FULL, 2), ("1", PASS, 1)]
 
-    assert_caught(check, lambda patch: patch.setattr(Assembly, "_require_continuation", nothing))
+    assert_caught(check, lambda patch: patch.setattr(saved, "continued", begun_again))
 
 
 @pytest.mark.parametrize("made", [1, 4])
@@ -578,10 +578,10 @@ def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
     for optimizer, before in ((whole_run()[1], 0), (built()[1], 2)):
         stops = []
         for made in range(before + 2 * T):
-            optimizer._payments.paid = None
+            optimizer._run.payments.paid = None
             optimizer.oracle.lose(made, halted=False)
             try:
-                optimizer._payments.note_lost(
+                optimizer._run.payments.note_lost(
                     made,
                     optimizer._batch.partition_name,
                     cut=optimizer._batch.partition is not None,
@@ -589,7 +589,7 @@ def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
             except ValueError as error:
                 raise AssertionError(made) from error
             stops.append(
-                None if optimizer._payments.paid is None else optimizer._payments.paid.stop
+                None if optimizer._run.payments.paid is None else optimizer._run.payments.paid.stop
             )
         assert stops == expected[before]
 
@@ -614,7 +614,7 @@ def test_a_run_that_is_resumed_inside_of_a_pass_has_paid_for_that_pass(
 ) -> None:
     _, again, _ = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     name = again._batch.partition_name
-    assert again._payments.paid == charges.Paid(
+    assert again._run.payments.paid == charges.Paid(
         stop, name, DESIGN.draw_event(FULL, Draw(0, name, "1", stop - 1))
     )
 
@@ -623,8 +623,8 @@ def test_a_lost_pass_that_its_part_does_not_finish_is_paid_to_the_end_of_the_par
     tmp_path: Path,
 ) -> None:
     model, again, _ = crashed(tmp_path / "ledger", SHORT, 1, 2)  # the whole first part is made
-    assert again._payments.paid is not None
-    assert again._payments.paid.stop == 2
+    assert again._run.payments.paid is not None
+    assert again._run.payments.paid.stop == 2
     train(model, again, resume=True)
     assert parts(again) == [("0", RandomAllocation(Z, 2), 2), ("1", PASS, 1)]
 

@@ -26,7 +26,7 @@ from torch_dpsco.accounting.events import REPLACE_ONE, Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.secret import SecretState
-from torch_dpsco.step import checkpoint as saved
+from torch_dpsco.step import optimizer as saved
 from torch_dpsco.step import payments as charges
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import Charge, Release
@@ -194,7 +194,7 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
             warnings.simplefilter("ignore", UtilityWarning)  # of what is lost, once it is admitted
             refused(lambda: again.resume(state), "cannot go on")
 
-    assert_caught(check, lambda patch: patch.setattr(saved, "refuse_lost", nothing))
+    assert_caught(check, lambda patch: patch.setattr(charges.Payments, "require_losable", nothing))
 
 
 def test_a_checkpoint_with_what_releases_share_is_secret_whatever_the_oracle_says() -> None:

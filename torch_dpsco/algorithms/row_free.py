@@ -173,7 +173,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._finalized = False
         self._given_up = False
         self._epoch = ""
-        self._run = new_run()
+        self._name = new_run()
         self._log: DrawLog | None = None
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 " released yet"
             )
         self._kept.require_same()
-        if self._run in self._answered and not self.accountant.marked(self._run):
+        if self._name in self._answered and not self.accountant.marked(self._name):
             # PRIVACY: two answers, each under a ledger that knows one
             # (test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process)
             raise SequenceError(
@@ -391,8 +391,8 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 " the ledger file of the run"
             )
         # PRIVACY: marked with its charge (test_an_answer_lost_to_a_crash_is_charged_again_or_refused)
-        self.accountant.authorize(self.event, releases={self._run: 1})
-        self._answered.add(self._run)
+        self.accountant.authorize(self.event, releases={self._name: 1})
+        self._answered.add(self._name)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
@@ -438,7 +438,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         """Returns tensors and primitives. Until `finalize()` a `SecretState`: it holds secret iterates."""
         private = {
             "t": self._steps,
-            "run": self._run,
+            "run": self._name,
             "finalized": self._finalized,
             "epoch": self._epoch,
             "ledger": self.accountant.state_dict(),
@@ -472,7 +472,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             )
         self.accountant.load_state_dict(private["ledger"])
         if not private["t"]:  # nothing was drawn: a run of its own
-            private = private | {"run": self._run}
+            private = private | {"run": self._name}
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
@@ -483,7 +483,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._epoch = private["epoch"]
         self._given_up = private["given_up"]
         self._kept.note(private.get("iterates"))
-        self._run = private["run"]
+        self._name = private["run"]
         self._log = None
         self.zero_grad()
 
@@ -517,7 +517,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 p.detach().zero_()
             self._kept.note()
         if private["run"] in marked and not self._finalized:
-            self._run = new_run()
+            self._name = new_run()
             tell_of_lost_answer(type(self).__name__)
         return 0
 

@@ -351,10 +351,10 @@ class UserFilteredSGD(FilterOptimizer):
         super()._install_answer()
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
-        if not self._steps:
+        if not self.steps:
             for p in params:
                 self.state[p].setdefault("initial", p.detach().clone())
-        first = self._steps == (self._plan.search is not None)
+        first = self.steps == (self._plan.search is not None)
         radius = self.oracle.metrics().get("pair_radius")
         if (
             first and radius is not None and release.still and release.mean

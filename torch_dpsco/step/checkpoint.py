@@ -17,29 +17,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.ledger_file import read_state
-from torch_dpsco.distributed import join
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows.plain_steps import note_owner
+from torch_dpsco.rng import Source
 from torch_dpsco.sampling import Partition
 from torch_dpsco.secret import SecretState
-from torch_dpsco.step import checks
-from torch_dpsco.step.assembly import Assembly
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.payments import Paid, new_run, refuse_copy, refuse_load
-from torch_dpsco.step.turn import in_turn
+from torch_dpsco.step.payments import Paid
+from torch_dpsco.step.run import Progress, Run
 
 _KEY = "dpsco"
 _VERSION = 3
@@ -173,171 +167,80 @@ def tell_of_lost_answer(name: str) -> None:
     )
 
 
-class Saved(Assembly):
-    """The state of a private optimizer; `PrivateOptimizer`, which adds the step, has the arguments."""
+def private_state(
+    run: Run, progress: Progress, batch: LogicalBatch, noise: Source
+) -> dict[str, Any]:
+    """Returns what a checkpoint keeps beside torch's part of a state: tensors and primitives."""
+    # PRIVACY: a run that is resumed has the same threshold
+    # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+    run.oracle.prepare(noise)
+    phase, k = run.schedule.position(progress.steps)
+    partition = None if progress.finalized else batch.sealed()
+    oracle = run.oracle.state()
+    # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
+    # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
+    shared = bool(run.payments.sharing) and not (
+        run.payments.in_passes and progress.finalized
+    )  # of passes no draw is left
+    private: dict[str, Any] = {
+        "t": progress.steps,
+        "phase": phase,
+        "k": k,
+        "halted": progress.halted,
+        "still": progress.stills,
+        "finalized": progress.finalized,
+        "run": run.payments.run,
+        "since": progress.since,
+        "public": progress.public,
+        "rule": run.rule.state_dict(),
+        "oracle": oracle,
+        "ledger": run.accountant.state_dict(),
+        "confidential": shared or partition is not None or isinstance(oracle, SecretState),
+        "paid": None if run.payments.paid is None else run.payments.paid.row,
+    }
+    if partition is not None:
+        private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
+    return private
 
-    @abstractmethod
-    def _apply(self, params: list[nn.Parameter], release: Release) -> None:
-        """Moves by a release."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
+def of_a_start(run: Run, private: dict[str, Any]) -> dict[str, Any]:
+    """Returns the private part of a checkpoint without steps, for another run than the one that it is of."""
+    # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
+    # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+    private = private | {"oracle": None, "run": run.payments.run}
+    if run.payments.in_passes:
+        # PRIVACY: and so do secret draws (test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only)
+        private.pop("partition", None)
+    return private
 
-        CONFIDENTIAL, as it says itself and by its type (`SecretState`), as long as one pass goes on: it keeps who is
-        in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
-        noisy tests: it keeps their thresholds.
-        """
-        self._require_private()  # the iterates that are kept follow at the end of the block
-        # PRIVACY: a run that is resumed has the same threshold
-        # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
-        self.oracle.prepare(self._noise)
-        phase, k = self.schedule.position(self._steps)
-        private: dict[str, Any] = {
-            "t": self._steps,
-            "phase": phase,
-            "k": k,
-            "halted": self._halted,
-            "still": self._stills,
-            "finalized": self._finalized,
-            "run": self.run,
-            "since": self._since,
-            "public": self._public,
-        }
-        private |= {"rule": self.rule.state_dict(), "oracle": self.oracle.state()}
-        partition = None if self._finalized else self._batch.sealed()
-        # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
-        # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
-        shared = bool(self._payments.sharing) and not (
-            self._payments.in_passes and self._finalized
-        )  # of passes no draw is left
-        secret = shared or partition is not None or isinstance(private["oracle"], SecretState)
-        private |= {"ledger": self.accountant.state_dict(), "confidential": secret}
-        private["paid"] = None if self._payments.paid is None else self._payments.paid.row
-        if partition is not None:
-            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
-        return add_private_state(super().state_dict(), self.settings(), private)
 
-    @in_turn
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, ledger included; drops a batch in progress.
+def restore(
+    run: Run,
+    progress: Progress,
+    batch: LogicalBatch,
+    private: dict[str, Any],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Puts run, progress and batch where a checkpoint was; `groups` are the optimizer's, already restored."""
+    run.rule.load_state_dict(private["rule"], groups)
+    if private["oracle"] is not None:
+        run.oracle.restore(private["oracle"])
+    if "partition" in private:
+        saved = private["partition"]
+        batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
+    progress.steps = private["t"]
+    progress.halted = private["halted"]
+    progress.finalized = private["finalized"]
+    progress.stills = private["still"]
+    progress.since = private.get("since", progress.steps)
+    progress.public = private.get("public", 0)
+    run.payments.run = private["run"]
+    run.payments.paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
 
-        Raises:
-            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
-            PrivacyError: the state's ledger would forget events charged here.
-            SequenceError: the run is charged as a whole and goes on by `resume` only.
-        """
-        public, private = split_private_state(state_dict, self.settings())
-        require_charged(private, shared=bool(self._payments.sharing))
-        if private["t"] and not private["finalized"]:
-            refuse_load(self._payments.sharing)
-        self.discard()
-        self.accountant.load_state_dict(private["ledger"])
-        if not private["t"] and not self._steps:
-            # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
-            # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
-            private = private | {"oracle": None, "run": self.run}
-            if self._payments.in_passes:
-                # PRIVACY: and so do secret draws (test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only)
-                private.pop("partition", None)
-        self._restore(public, private)
 
-    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
-        super().load_state_dict(public)
-        restore_averages(self.state, public, self._all_params())
-        self.rule.load_state_dict(private["rule"], self.param_groups)
-        if private["oracle"] is not None:
-            self.oracle.restore(private["oracle"])
-        if "partition" in private:
-            saved = private["partition"]
-            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
-        self._steps = private["t"]
-        self._halted = private["halted"]
-        self._finalized = private["finalized"]
-        self._stills = private["still"]
-        self._payments.run = private["run"]
-        self._payments.paid = None if private.get("paid") is None else Paid.of_row(private["paid"])
-        self._since = private.get("since", self._steps)
-        self._public = private.get("public", 0)
-
-    @in_turn
-    def resume(self, state_dict: dict[str, Any]) -> int:
-        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
-
-        Load the model's state before: it holds the point of the next step. Steps that were charged after the
-        checkpoint are not made again, since they may have been released: they are lost, and a warning counts them.
-
-        Args:
-            state_dict: of the run's last checkpoint.
-
-        Returns:
-            The number of steps that were lost.
-
-        Raises:
-            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
-            SequenceError: the optimizer has made steps.
-            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
-        """
-        public, private, marked = unpacked(self, self.settings(), state_dict)
-        require_charged(private, shared=bool(self._payments.sharing))
-        if self._payments.sharing and "paid" not in private:
-            raise ValueError(
-                "state_dict must be as it was written (got one without what was paid for)"
-            )
-        self.discard()
-        self._restore(public, private)
-        partition = self._batch.partition
-        made = self._steps
-        if partition is not None:
-            used = marked.get(self._batch.partition_name, partition.made)
-            self._batch.resume(replace(partition, made=max(partition.made, used)))
-        lost = 0 if self._finalized else max(0, marked.get(self.run, made) - made)
-        if lost:
-            self._payments.require_losable(lost)
-        with torch.no_grad():
-            for _ in range(lost):
-                # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
-                self._count_lost(halted=self._payments.halt_mark(self._steps) in marked)
-        tell_of_lost(lost, made)
-        if self._steps == self._planned:
-            self.finalize()
-        return lost
-
-    def _count_lost(self, *, halted: bool) -> None:
-        """Counts the next step, which was charged, as one whose release is lost."""
-        halted = self.oracle.lose(self._steps, halted=halted)
-        self._payments.note_lost(
-            self._steps, self._batch.partition_name, cut=self._batch.partition is not None
-        )
-        self._apply(self._trained(), Release([], halted=halted, still=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._require_private()
-        if not self._finalized:
-            refuse_copy(self._payments.sharing)
-        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
-        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_noise", "_batch", "_world", "step")
-        }
-        # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
-        return {**kept, "_partition": self._batch.sealed()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        partition = state.pop("_partition", None)
-        super().__setstate__(state)
-        if "oracle" not in state:  # torch's load_state_dict passes state and groups through here
-            return
-        device = checks.one_device(self._all_params())
-        self._noise = noise_generator(device)
-        self._seeded = False
-        self._batch = LogicalBatch(self.design, in_order=self._in_order)
-        self._world = join(device)
-        if partition is not None:
-            self._batch.resume(partition)
-        self.oracle.discard()
-        # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._payments.run = new_run()
-        self._since = self._steps
-        note_owner(self._all_params(), self)
+def go_on_behind(batch: LogicalBatch, marked: Mapping[str, int]) -> None:
+    """Lets a batch go on behind all draws of its partition that releases may have used."""
+    partition = batch.partition
+    if partition is not None:
+        used = marked.get(batch.partition_name, partition.made)
+        batch.resume(replace(partition, made=max(partition.made, used)))

@@ -42,7 +42,7 @@ class CommonOptimizer(Optimizer):
     undisturbed: ClassVar[str] = ""  # why a run takes no steps on public data; "" if it does
     accountant: Accountant
     _steps: int
-    _run = ""
+    _name = ""
     _finalized: bool
     _seeded: bool
 
@@ -73,7 +73,7 @@ class CommonOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
-        if "accountant" in self.__dict__:
+        if self.__dict__.keys() & {"accountant", "_run"}:
             raise SequenceError(
                 "params are fixed at construction: make a new optimizer, with the same accountant"
             )
@@ -108,7 +108,7 @@ class CommonOptimizer(Optimizer):
     @property
     def run(self) -> str:
         """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
-        return self._run
+        return self._name
 
     @property
     def finalized(self) -> bool:

@@ -13,7 +13,6 @@ answer. The last planned step installs it; `finalize()` does so where a run ends
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import overload
@@ -23,13 +22,18 @@ from torch import Tensor, nn
 
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows import GradBatch, has_rows, require_unwrapped, retire_forwards
+from torch_dpsco.rows import (
+    GradBatch,
+    has_rows,
+    require_unwrapped,
+    retire_forwards,
+)
 from torch_dpsco.rules import trained
 from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import show_zero_gradient, take_scale
-from torch_dpsco.step.checkpoint import Saved
 from torch_dpsco.step.common import check_call
+from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.turn import in_turn, seldom_watched
 
@@ -42,7 +46,7 @@ _PRIVATE_MEAN = (
 )
 
 
-class PrivateOptimizer(Saved):
+class PrivateOptimizer(RunOptimizer):
     """Base of all private optimizers; use a subclass, or build your own combination from this one.
 
     Args:
@@ -126,7 +130,7 @@ class PrivateOptimizer(Saved):
         self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None
     ) -> None:
         halted = False
-        marked = self._payments.marked
+        marked = self._run.payments.marked
         try:
             params = self._trained()
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
@@ -137,11 +141,11 @@ class PrivateOptimizer(Saved):
             self._charge(draw)
             release = self._world.release(self.oracle, self._noise)
             halted = release.halted
-            if halted and not self._halted:
-                self._payments.note_halt(self._steps)
+            if halted and not self._progress.halted:
+                self._run.payments.note_halt(self._progress.steps)
         except BaseException as error:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
-            if self._payments.marked > marked and self._payments.can_lose:
+            if self._run.payments.marked > marked and self._run.payments.can_lose:
                 self._lose(error, halted=halted)
             else:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -149,7 +153,7 @@ class PrivateOptimizer(Saved):
             raise
         self._batch.finish(used=True)
         self._apply(params, release)
-        if self._steps == self._planned:
+        if self._progress.steps == self._run.planned:
             self._end()
 
     def _lose(self, error: BaseException, *, halted: bool) -> None:
@@ -158,12 +162,21 @@ class PrivateOptimizer(Saved):
         self._batch.finish(used=True)
         self._count_lost(halted=halted)
         error.add_note(
-            f"step {self._steps} of this run was charged before it failed: it is lost, nothing was"
+            f"step {self._progress.steps} of this run was charged before it failed: it is lost, nothing was"
             " moved, and the run goes on with the next one"
         )
 
+    def _count_lost(self, *, halted: bool) -> None:
+        """Counts the next step, which was charged, as one whose release is lost."""
+        payments = self._run.payments
+        halted = self.oracle.lose(self.steps, halted=halted)
+        payments.note_lost(
+            self.steps, self._batch.partition_name, cut=self._batch.partition is not None
+        )
+        self._apply(self._trained(), Release([], halted=halted, still=True))
+
     def _charge(self, draw: Draw) -> None:
-        self._payments.pay(draw, self._steps)
+        self._run.payments.pay(draw, self._progress.steps)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -179,18 +192,18 @@ class PrivateOptimizer(Saved):
                 "released() is running: the parameters hold the answer, not the point of the next"
                 " step"
             )
-        if self._planned is not None and self._steps >= self._planned:
+        if self._run.planned is not None and self._progress.steps >= self._run.planned:
             self.discard()
             answer = (
                 "the answer is installed"
-                if self._finalized
+                if self._progress.finalized
                 else "call finalize(), which installs the answer"
             )
             raise SequenceError(
-                f"all {self._planned} planned steps are made: {answer}; make a new optimizer to"
+                f"all {self._run.planned} planned steps are made: {answer}; make a new optimizer to"
                 " continue"
             )
-        if self._finalized:
+        if self._progress.finalized:
             raise SequenceError(
                 "the optimizer is finalized: its answer is released; make a new optimizer to"
                 " continue"
@@ -207,9 +220,9 @@ class PrivateOptimizer(Saved):
     ) -> Draw | None:
         batch = self._batch
         chunk = batch.current()
-        if self._in_order and chunk.draw.index != self._steps:
+        if self._run.in_order and chunk.draw.index != self._progress.steps:
             raise SequenceError(
-                f"step {self._steps} needs batch {self._steps} of the run (got batch"
+                f"step {self._progress.steps} needs batch {self._progress.steps} of the run (got batch"
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
                 " optimizer.loader(dataset, resume=True)"
             )
@@ -234,7 +247,7 @@ class PrivateOptimizer(Saved):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
-            self.oracle.open(params, self._steps)
+            self.oracle.open(params, self._progress.steps)
             batch.opened = True
         if rows is not None and n_rows:
             self.oracle.observe(rows, None if users is None else users.to(params[0].device))
@@ -260,16 +273,16 @@ class PrivateOptimizer(Saved):
         return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        progress = self._progress
         phases = self.schedule.phases
-        index, k = self.schedule.locate(self._steps)
+        index, k = self.schedule.locate(progress.steps)
         phase = phases[index]
-        stills = (self._stills if k else 0) + release.still
-        self._steps += 1
-        if (release.halted, stills) != (self._halted, self._stills):  # __setattr__ is slow
-            self._halted = release.halted
-            self._stills = stills
+        progress.stills = (progress.stills if k else 0) + release.still
+        progress.steps += 1
+        progress.halted = release.halted
         if not release.still:
-            self._move(params, release, phase, k - stills)  # rules count the moves of a phase
+            # rules count the moves of a phase
+            self._move(params, release, phase, k - progress.stills)
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             self.rule.end_phase(self.param_groups, self.state, phase)
@@ -285,7 +298,7 @@ class PrivateOptimizer(Saved):
             self._lrs = None
             checks.warn_of_void_theorem("lr was changed after construction", 4)
         self.rule.update(self.param_groups, self.state, k, phase)
-        if self._constrains or phase.radius < math.inf:
+        if self._run.constrains(phase):
             steps = [
                 self.rule.step_size(float(g["lr"]), k, phase)
                 for g in self.param_groups
@@ -323,7 +336,7 @@ class PrivateOptimizer(Saved):
         params = self._trained()
         with self.turn, torch.no_grad():
             queries = [p.detach().clone() for p in params]
-            if not self._finalized:
+            if not self._progress.finalized:
                 self._install_answer()
             shown, self._shown = self._shown, True  # it may run inside of another one
         try:
@@ -343,7 +356,7 @@ class PrivateOptimizer(Saved):
         self._require_private()
         if self._shown:
             raise SequenceError("finalize() must not be called inside of released()")
-        if not self._finalized:
+        if not self._progress.finalized:
             self.discard()
             self._end()
 
@@ -352,8 +365,8 @@ class PrivateOptimizer(Saved):
         self._world.end(self)
         with torch.no_grad():
             self._install_answer()
-        self._payments.end(self._steps)
-        self._finalized = True
+        self._run.payments.end(self._progress.steps)
+        self._progress.finalized = True
 
     # -- public data --------------------------------------------------------------------------------------------------
 
@@ -393,7 +406,7 @@ class PrivateOptimizer(Saved):
             ):
                 self.prox.apply_(list(points.values()), [0.0] * len(points))
         self.rule.carry(moves)
-        self._public += 1
+        self._progress.public += 1
         if self._lrs is not None:
             self._lrs = None
             checks.warn_of_void_theorem("plain steps on public data moved the iterates", 6)

@@ -1,10 +1,13 @@
-"""The parts of a private optimizer, checked and fixed at construction, and how it gets its batches."""
+"""An optimizer that holds a run: its parts, its batches, what is public of it, and its checkpoints.
+
+`PrivateOptimizer` adds the step.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,44 +17,62 @@ from torch.utils.data import Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.budgets import warn_of_delta
-from torch_dpsco.accounting.designs import Assigned, Design, Parts, Poisson, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
-from torch_dpsco.accounting.report.figures import Run
+from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.report.figures import Run as PublicRun
 from torch_dpsco.accounting.report.statement import Statement
-from torch_dpsco.distributed import join, world_size
+from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
-from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.prox import Prox
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows import clear_rows, forget_wrappers, retire_forwards
+from torch_dpsco.rows import (
+    clear_rows,
+    forget_wrappers,
+    retire_forwards,
+)
 from torch_dpsco.rows.plain_steps import note_owner
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.sampling import (
-    Chunk,
-    DesignSampler,
-    Isolation,
-    Partition,
-    PrivateLoader,
-    RecordIds,
-    Slots,
-    Streamed,
-    UserLoader,
-    user_ids,
-)
+from torch_dpsco.sampling import Chunk, Isolation, PrivateLoader, UserLoader
 from torch_dpsco.schedule import Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
+from torch_dpsco.step.checkpoint import (
+    add_private_state,
+    go_on_behind,
+    of_a_start,
+    private_state,
+    require_charged,
+    restore,
+    restore_averages,
+    split_private_state,
+    tell_of_lost,
+    unpacked,
+)
 from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.loading import (
+    continued,
+    draws_left,
+    make_loader,
+    make_slots,
+    who_is_drawn,
+)
 from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import Payments, planned_event
+from torch_dpsco.step.payments import new_run, refuse_copy, refuse_load
+from torch_dpsco.step.run import Part, Progress, make_run, require_room
+from torch_dpsco.step.turn import in_turn
 
 
-class Assembly(CommonOptimizer):
-    """The parts of a private optimizer and its batches; `PrivateOptimizer`, which adds the step, has the arguments."""
+class RunOptimizer(CommonOptimizer):
+    """Holds a run; `PrivateOptimizer`, which adds the step, has the arguments."""
 
-    _fixed = frozenset(
-        {"oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"}
-    )
+    oracle = Part[MeanOracle]()
+    rule = Part[UpdateRule]()
+    design = Part[Design]()
+    schedule = Part[Schedule]()
+    prox = Part[Prox]()
+    reg = Part[float]()
+    adjacency = Part[Adjacency]()
+    accountant = Part[Accountant]()
 
     def __init__(
         self,
@@ -76,87 +97,55 @@ class Assembly(CommonOptimizer):
         rule.check_groups(self.param_groups)
         if asks_exact(secure):
             oracle.use_exact_noise()
-        self._secure = secure
-        self.oracle = oracle
-        self.rule = rule
-        self.design = design
-        self.schedule = schedule or Schedule()
-        self._planned = self.schedule.steps
-        rule.check_schedule(self.schedule)
-        self.prox = prox or Identity()
-        self.reg = check.nonnegative(reg=reg)
-        self.adjacency = checks.agreed_adjacency(adjacency, accountant, design)
-        if (
-            accountant is None
-        ):  # not "if accountant": an empty one has length 0 and would count as false
-            accountant = Accountant(adjacency=self.adjacency, unit=oracle.unit)
-        self.accountant = accountant
-        self.accountant.require_unit(oracle.unit)
-        if getattr(self, "_plan", None) is None and not isinstance(
-            design, Undeclared
-        ):  # a plan has said it
-            warn_of_delta(accountant.budget, design.n, stacklevel=4)
-        checks.require_same_parts(oracle, design, self.schedule)
-        self._payments = Payments(oracle, design, accountant, self._planned)
-        if self._payments.adaptive:
-            self.accountant.require_adaptive()
+        self._run = make_run(
+            oracle=oracle,
+            rule=rule,
+            design=design,
+            schedule=schedule,
+            prox=prox,
+            reg=reg,
+            accountant=accountant,
+            adjacency=adjacency,
+            secure=secure,
+            is_planned=getattr(self, "_plan", None) is not None,
+        )
+        self._progress = Progress()
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
-        self._steps = 0
-        self._halted = False
-        self._finalized = False
-        self._shown = False
-        self._in_public, self._public = (
-            False,
-            0,
-        )  # whether `dp.public` runs, and how often it moved the parameters
-        self._since = 0  # step from which the run has its name
-        self._stills = 0  # releases of this phase that were no means
-        self._in_order = isinstance(design, Parts) or self._payments.in_passes
-        self._constrains = not isinstance(self.prox, Identity)
-        self._batch = LogicalBatch(self.design, in_order=self._in_order)
+        self._batch = LogicalBatch(design, in_order=self._run.in_order)
         self._isolation = Isolation()
+        self._shown = False  # whether `released` runs
+        self._in_public = False  # whether `dp.public` runs
         self._grad_scale: float | None = None
         self._told_of_scale = False
         self._checks: Mapping[str, str] = dict.fromkeys(
             ("model", "loss"), "not checked, no model is attached"
         )
         self._lrs: list[float] | None = None  # those of a utility theorem, until they change
-        checks.require_one_step(
-            self.accountant, self.adjacency, planned_event(oracle, design, 0, 1)
-        )
-        if (
-            isinstance(design, Parts) and not self._payments.adaptive
-        ):  # a later phase may cost more than the first
-            checks.require_one_step(
-                self.accountant, self.adjacency, self.ahead(), "the planned phases"
-            )
-        self.prox.apply_(
-            [p.detach().clone() for p in self._trained()], checks.step_sizes(self.param_groups)
-        )
-        self.prox.apply_(self._trained(), [0.0] * len(self._trained()))  # start in the feasible set
-        oracle.take()
+        require_room(self._run, self.ahead() if self._run.planned else self.ahead(1))
+        self._start(device)
+
+    def _start(self, device: torch.device) -> None:
+        """Begins in the feasible set, takes the oracle, and joins the other processes."""
+        params = self._trained()
+        self.prox.apply_([p.detach().clone() for p in params], checks.step_sizes(self.param_groups))
+        self.prox.apply_(params, [0.0] * len(params))
+        self.oracle.take()
         forget_wrappers(self._all_params())
         self._world = join(device)
         self._world.begin(self)
-        if not self._payments.adaptive:
-            self.accountant.expect(
-                *((self.ahead(1), None) if self._planned is None else (self.ahead(), 1))
-            )
+        if not self.adaptive:
+            endless = self._run.planned is None
+            self.accountant.expect(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
         note_owner(self._all_params(), self)
 
-    def __copy__(self) -> Assembly:
-        raise SequenceError(
-            "copies must have parts of their own: use copy.deepcopy((model, optimizer))"
-        )
+    # -- batches ------------------------------------------------------------------------------------------------------
 
     def _all_params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    # -- batches ------------------------------------------------------------------------------------------------------
 
     def loader(
         self,
@@ -208,125 +197,47 @@ class Assembly(CommonOptimizer):
             UnknownSamplerError: no sampling was declared; or ids where a pass is not amplified.
             ValueError: records of complex numbers: give `torch.view_as_real(x)`.
         """
-        records = checks.number_of_records(dataset)
         if (users is not None) != (self.oracle.unit == "user"):
             raise UnitError(
                 f"users must {'' if users is None else 'not '}be given for {type(self).__name__},"
                 f" which protects {self.oracle.unit}s (got"
                 f" {check.shown(users if users is None else type(users))})"
             )
-        if ids is not None and users is not None:
-            raise UnitError(
-                f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
-            )
-        named: Any = None if ids is None else RecordIds(ids, records)
-        if isinstance(dataset, Streamed):
-            named = checks.ids_of_stream(dataset, ids)
-        owners = None if users is None else user_ids(users, records)
-        held = records if owners is None else len(owners.unique())
-        if owners is not None and shard is not None and world_size() > 1:
-            named = RecordIds(users, records)
-        size = self._world.compare_data(
-            dataset,
-            steps,
-            own=", ".join(
-                name for name, given in (("shard", shard), ("ids", named)) if given is not None
-            ),
-            counted=self.adjacency != ADD_REMOVE and owners is None,
-            problem=checks.problem_of_shard(shard, held, self.adjacency, self.oracle.unit)
-            or (
-                ""
-                if owners is None
-                else checks.problem_of_users(owners, self.design, self.adjacency)
-            ),
+        run = self._run
+        drawn = who_is_drawn(run, self._world, dataset, users, ids, shard, steps)
+        checks.require_universe(run.design, run.adjacency, drawn.size)
+        partition = continued(run, self._batch, self.steps, resume=resume)
+        steps = draws_left(run, self.steps, steps, partition, of_users=users is not None)
+        own = drawn.shard is not None
+        sampler = self._world.sampler(
+            self, drawn.held if own else drawn.size, steps, partition, drawn.named, shard=own
         )
-        if owners is not None and world_size() == 1:
-            shard = None  # all users are here
-        if (
-            owners is not None
-            and steps is None
-            and self.schedule.steps is not None
-            and not self.design.one_pass
-        ):
-            steps = max(1, self.schedule.steps - self._steps)
-        size = (
-            size if owners is None else checks.number_of_users(owners, self.design, self.adjacency)
+        slots = make_slots(
+            run,
+            sampler,
+            padding=padding,
+            most=physical_batch_size,
+            records=drawn.shard,
+            dim=sum(p.numel() for p in self._trained()),
         )
-        sampler = self._new_sampler(size, steps, resume, named, None if shard is None else held)
-        loader = (PrivateLoader if owners is None else partial(UserLoader, users=owners))(
+        loader = make_loader(
+            run,
+            drawn,
             dataset,
             sampler,
+            slots=slots,
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            slots=self._slots(padding, physical_batch_size, sampler, shard),
         )
         self.bind(loader)
         return loader
 
-    def _slots(
-        self,
-        padding: bool | None,
-        most: int | None,
-        sampler: DesignSampler,
-        shard: int | None = None,
-    ) -> Slots | None:
-        """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up."""
-        # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
-        # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
-        if not (
-            self.sizes_are_private
-            if padding is None
-            else check.choice((True, False), padding=padding)
-        ):
-            return None
-        # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
-        # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
-        spread = 1 if getattr(sampler, "own", False) else getattr(sampler, "processes", 1)
-        return Slots(
-            self.design,
-            of_users=self.oracle.unit == "user",
-            physical_batch_size=most,
-            processes=spread,
-            records=shard,
-            dim=sum(p.numel() for p in self._trained()),
-        )
-
     @property
     def sizes_are_private(self) -> bool:
         """Whether nobody's row may depend on the number of rows of a draw."""
-        return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
-
-    def _new_sampler(
-        self, size: int, steps: int | None, resume: bool, ids: Any = None, own: int | None = None
-    ) -> DesignSampler:
-        checks.require_universe(self.design, self.adjacency, size)
-        partition = self._batch.sealed() if resume else None
-        if self.design.one_pass:
-            self._require_continuation(resume, partition)
-            if (
-                steps is None and self.schedule.steps is not None
-            ):  # batches that no step needs are left alone
-                left = self.design.steps_per_epoch - (0 if partition is None else partition.made)
-                if isinstance(self.design, Assigned):  # a loop over the loader is a pass
-                    left = min(left, self.design.batches)
-                steps = max(1, min(left, self.schedule.steps - self._steps))
-        records = size if own is None else own
-        return self._world.sampler(self, records, steps, partition, ids, shard=own is not None)
-
-    def _require_continuation(self, resume: bool, partition: Partition | None) -> None:
-        if resume and partition is None and self._steps:
-            raise SequenceError(
-                "resume must be False: no partition of this run is known that could be continued"
-            )
-        if not resume and self._in_order and self._steps:
-            # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
-            # (test_a_pass_is_not_begun_again)
-            raise SequenceError(
-                "phases, and passes that are charged as a whole, must not start again after"
-                f" {self._steps} steps: use optimizer.loader(dataset, resume=True)"
-            )
+        return self._run.sizes_are_private
 
     def bind(self, loader: Any) -> Any:
         """Takes batches from a loader that draws by a sampler of torch_dpsco, and returns the loader.
@@ -369,7 +280,7 @@ class Assembly(CommonOptimizer):
     @property
     def run(self) -> str:
         """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
-        return self._payments.run
+        return self._run.payments.run
 
     @property
     def outstanding_rows(self) -> int | None:
@@ -418,32 +329,42 @@ class Assembly(CommonOptimizer):
     # -- what is public -----------------------------------------------------------------------------------------------
 
     @property
+    def steps(self) -> int:
+        """Steps made, or lost."""
+        return self._progress.steps
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+        return self._progress.finalized
+
+    @property
     def halted(self) -> bool:
         """Whether the oracle has answered for the last time in this phase."""
-        return self._halted
+        return self._progress.halted
 
     @property
     def metrics(self) -> dict[str, float]:
         """Public numbers: steps made, and clip and noise_std of the last one."""
-        return {"step": self._steps, **self.oracle.metrics()}
+        return {"step": self._progress.steps, **self.oracle.metrics()}
 
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words.
 
         It prints as text; `.markdown()` is a privacy card, `.json()` is for machines. delta defaults to the budget's.
         """
-        run = Run(
+        run = PublicRun(
             type(self).__name__,
             self.design,
             self.oracle.event(),
-            self._steps,
+            self.steps,
             self.schedule.steps,
             self.finalized,
             (*self.oracle.assumptions, str(self._isolation), *self._checked(), *self._moved()),
         )
         known = (
             self.design.one_pass
-            or self._payments.sharing
+            or self._run.payments.sharing
             or not isinstance(run.event, (Gaussian, NonPrivate))
         )
         ahead = self.ahead() if known and run.planned else run.ahead()
@@ -470,9 +391,9 @@ class Assembly(CommonOptimizer):
                 yield f"Whether records reach each other in the {part}: {verdict}."
 
     def _moved(self) -> Iterator[str]:
-        if self._public:
+        if self._progress.public:
             yield (
-                f"Public steps were made between private ones, in {self._public} blocks of"
+                f"Public steps were made between private ones, in {self._progress.public} blocks of"
                 " dp.public: the data that they used are not protected."
             )
 
@@ -489,41 +410,132 @@ class Assembly(CommonOptimizer):
         Args:
             steps: number of steps; default all that are left of the schedule.
         """
-        if steps is None:
-            steps = (self.schedule.steps or self._steps) - self._steps
-        stop = self._steps + check.count(steps=steps)
-        start = (
-            self._steps
-            if self._payments.paid is None
-            else min(stop, max(self._steps, self._payments.paid.stop))
-        )
-        return planned_event(self.oracle, self.design, start, stop, self._batch.partition_name)
+        return self._run.ahead(self.steps, steps, self._batch.partition_name)
 
     @property
     def adaptive(self) -> bool:
         """Whether what a step costs depends on what was released before."""
-        return self._payments.adaptive
+        return self._run.payments.adaptive
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        return {
-            **self.oracle.settings(),
-            "rule": self.rule.settings(),
-            "design": repr(self.design),
-            "schedule": repr(self.schedule),
-            "prox": repr(self.prox),
-            "reg": self.reg,
-            "adjacency": self.adjacency,
-            **({} if self._secure is None else {"secure": self._secure}),
-        }
+        return self._run.settings()
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
-    """Returns whether nobody's row may depend on the number of rows of a draw: it is private, or tells who is in it."""
-    if isinstance(design, Undeclared):
-        return False
-    parts = [part for part, _ in design.parts] if isinstance(design, Parts) else [design]
-    # PRIVACY: neighbors may have the same sizes, but others would show by their last bits which batches a record is in
-    # (test_who_is_in_a_batch_moves_nobody_else)
-    by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
-    return adjacency == ADD_REMOVE or unit == "user" or by_chance
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and primitives (loads with weights_only): no noise stream, no batch in progress.
+
+        CONFIDENTIAL, as it says itself and by its type (`SecretState`), as long as one pass goes on: it keeps who is
+        in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
+        noisy tests: it keeps their thresholds.
+        """
+        self._require_private()  # the iterates that are kept follow at the end of the block
+        private = private_state(self._run, self._progress, self._batch, self._noise)
+        return add_private_state(super().state_dict(), self.settings(), private)
+
+    @in_turn
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state, ledger included; drops a batch in progress.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            PrivacyError: the state's ledger would forget events charged here.
+            SequenceError: the run is charged as a whole and goes on by `resume` only.
+        """
+        public, private = split_private_state(state_dict, self.settings())
+        sharing = self._run.payments.sharing
+        require_charged(private, shared=bool(sharing))
+        if private["t"] and not private["finalized"]:
+            refuse_load(sharing)
+        self.discard()
+        self.accountant.load_state_dict(private["ledger"])
+        if not private["t"] and not self.steps:
+            private = of_a_start(self._run, private)
+        self._restore(public, private)
+
+    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
+        super().load_state_dict(public)
+        restore_averages(self.state, public, self._all_params())
+        restore(self._run, self._progress, self._batch, private, self.param_groups)
+
+    @in_turn
+    def resume(self, state_dict: dict[str, Any]) -> int:
+        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
+
+        Load the model's state before: it holds the point of the next step. Steps that were charged after the
+        checkpoint are not made again, since they may have been released: they are lost, and a warning counts them.
+
+        Args:
+            state_dict: of the run's last checkpoint.
+
+        Returns:
+            The number of steps that were lost.
+
+        Raises:
+            ValueError: the state is of another plan, noise, clip or version; says which settings differ.
+            SequenceError: the optimizer has made steps.
+            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
+        """
+        public, private, marked = unpacked(self, self.settings(), state_dict)
+        payments = self._run.payments
+        require_charged(private, shared=bool(payments.sharing))
+        if payments.sharing and "paid" not in private:
+            raise ValueError(
+                "state_dict must be as it was written (got one without what was paid for)"
+            )
+        self.discard()
+        self._restore(public, private)
+        go_on_behind(self._batch, marked)
+        made = self.steps
+        lost = 0 if self.finalized else max(0, marked.get(self.run, made) - made)
+        if lost:
+            payments.require_losable(lost)
+        with torch.no_grad():
+            for _ in range(lost):
+                # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
+                self._count_lost(halted=payments.halt_mark(self.steps) in marked)
+        tell_of_lost(lost, made)
+        if self.steps == self._run.planned:
+            self.finalize()
+        return lost
+
+    def __copy__(self) -> RunOptimizer:
+        raise SequenceError(
+            "copies must have parts of their own: use copy.deepcopy((model, optimizer))"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._require_private()
+        if not self.finalized:
+            refuse_copy(self._run.payments.sharing)
+        # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
+        # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
+        left_out = ("_noise", "_batch", "_world", "step")
+        kept = {key: value for key, value in self.__dict__.items() if key not in left_out}
+        # PRIVACY: with the fingerprint of its records (test_a_copy_goes_on_with_the_records_of_its_run_only)
+        return {**kept, "_partition": self._batch.sealed()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        partition = state.pop("_partition", None)
+        super().__setstate__(state)
+        if "_run" not in state:  # torch's load_state_dict passes state and groups through here
+            return
+        device = checks.one_device(self._all_params())
+        self._noise = noise_generator(device)
+        self._seeded = False
+        self._batch = LogicalBatch(self.design, in_order=self._run.in_order)
+        self._world = join(device)
+        if partition is not None:
+            self._batch.resume(partition)
+        self.oracle.discard()
+        # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
+        self._run.payments.run = new_run()
+        self._progress.since = self.steps
+        note_owner(self._all_params(), self)
+
+    # -- what the step adds -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _count_lost(self, *, halted: bool) -> None:
+        """Counts the next step, which was charged, as one whose release is lost."""
