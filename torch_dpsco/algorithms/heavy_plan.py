@@ -328,7 +328,7 @@ class HeavyTailed(PlannedOptimizer):
                 with momentum). In one pass of
                 `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
                 `AcceleratedSGD` has an answer of its own.
-            adjacency: default the budget's, or "zero_out".
+            adjacency: default the budget's, or "zero_out" ("replace_one" without n, and in mode "paper").
             dim: number of parameters, or the model; needed where moments are promised, and by pilots.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
                 AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).

@@ -224,7 +224,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (that of mode "paper"); or dp.Shuffled(b, n), dp.Fixed(b, n).
-            adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
+            adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out" (mode "paper": "replace_one").
             mode: "tight" or "paper".
             distance: guess of |w*|; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the

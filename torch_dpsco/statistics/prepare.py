@@ -1,6 +1,6 @@
 """Private preparation of tables, with scikit-learn's conventions: scales, quantiles, missing values.
 
-    ledger = dp.Accountant(dp.Budget(2.0, 1e-6, adjacency="add_remove"))
+    ledger = dp.Accountant(dp.Budget(2.0, 1e-6))
     scaler = PrivateStandardScaler(lower=0, upper=100, epsilon=0.5, delta=1e-7, accountant=ledger)
     model = LogisticRegression(bound_x=scaler.bound_x(d), epsilon=1.4, delta=5e-7, accountant=ledger, ...)
     make_pipeline(scaler, model).fit(X, y)
