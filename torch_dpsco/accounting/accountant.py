@@ -528,9 +528,9 @@ class Accountant:
             >>> accountant, step = Accountant(Budget(1.0, 1e-5)), clipped_gaussian(30.0)
             >>> accountant.authorize(step, 6)
             >>> accountant
-            Accountant(epsilon 0.5815 of 1 at delta 1e-05 under replace_one, events: 6, unit: example)
+            Accountant(epsilon 0.2732 of 1 at delta 1e-05 under zero_out, events: 6, unit: example)
             >>> round(accountant.remaining, 3), accountant.max_steps(step)  # 6 steps took more than 10 more will
-            (0.419, 10)
+            (0.727, 58)
         """
         return max(0.0, self._required_budget("remaining").epsilon - self.spent.epsilon)
 
