@@ -215,12 +215,12 @@ class Accountant:
 
     @typed
     @locked
-    def require_unit(self, unit: str) -> None:
-        """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
+    def require_unit(self, unit: str, adjacency: Adjacency = ZERO_OUT) -> None:
+        """Signs an optimizer up: raises UnitError for another privacy unit; settles the adjacency if none was said."""
         if unit != self.unit:
             raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
-        self._config["adjacency"] = self.adjacency
+        self.settle(adjacency)
 
     @locked
     def require_adaptive(self) -> None:

@@ -277,8 +277,7 @@ def fit_linear(
     if not isinstance(features, Tensor):
         require_sums(plan)
     ledger = plan.ledger() if accountant is None else accountant
-    ledger.require_unit(plan.unit)
-    ledger.settle(task.adjacency)
+    ledger.require_unit(plan.unit, task.adjacency)
     if ledger.adjacency != task.adjacency:
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)

@@ -145,8 +145,7 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         target = Budget(self.epsilon, self.delta, adjacency=self.adjacency)
         if ledger is None:
             ledger = Accountant(target)
-        ledger.require_unit("example")
-        ledger.settle(self.adjacency)
+        ledger.require_unit("example", self.adjacency)
         if ledger.adjacency != self.adjacency:
             # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
             raise AdjacencyError(

@@ -249,11 +249,11 @@ def require_one_step(
 
 def require_budget(accountant: Accountant, budget: Budget) -> None:
     """Raises AdjacencyError unless the accountant has this budget, or none, and the budget's adjacency."""
+    accountant.settle(budget.adjacency)
     if accountant.budget not in (None, budget):
         raise AdjacencyError(
             f"accountant must have the budget {budget}, or none (got {accountant.budget})"
         )
-    accountant.settle(budget.adjacency)
     if accountant.adjacency != budget.adjacency:
         raise AdjacencyError(
             f"accountant must have the budget's adjacency {budget.adjacency!r} (got"
