@@ -91,7 +91,7 @@ def test_a_row_is_not_said_to_be_a_person() -> None:
     flat = " ".join(
         str(statement("example", "add_remove", DESIGNS[0]).named("patient", **ONE_ROW)).split()
     )
-    assert "for one patient (add_remove), if each patient has one row." in flat
+    assert "for one patient (add_remove: added or removed), if each patient has one row." in flat
     assert (
         "One patient is one row of the training data. With several rows, a patient is not protected"
         in flat

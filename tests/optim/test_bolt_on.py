@@ -564,7 +564,9 @@ def test_k_norm_noise_of_another_size_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "budget", [dp.Budget(1.0, 0.0), dp.Budget(1.0, DELTA)], ids=["pure", "gaussian"]
+    "budget",
+    [dp.Budget(1.0, 0.0, "replace_one"), dp.Budget(1.0, DELTA, "replace_one")],
+    ids=["pure", "gaussian"],
 )
 def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
     plan = planned(budget=budget)

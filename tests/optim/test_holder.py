@@ -432,7 +432,7 @@ def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.
 
 def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
     kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "lr": 0.1}
-    accountant = dp.Accountant(BUDGET)
+    accountant = dp.Accountant(dp.Budget(1.0, 1e-4, "replace_one"))
     with pytest.raises(
         AdjacencyError,
         match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'",

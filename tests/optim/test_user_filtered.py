@@ -522,7 +522,7 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
     run.opt.finalize()
     reports.append(run.opt.report())
     for text in (" ".join(str(report).split()) for report in reports):
-        assert "for one user (replace_one)" in text
+        assert "for one user (replace_one: replaced by any other)" in text
         assert "All rows of a user carry its id, and no other does" in text
         assert "One user is everything that one person contributed" in text
         assert "each step uses all users, and divides by the public constant 200" in text
