@@ -562,7 +562,7 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(
 
 def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    settings = {"epsilon": 0.5, "bound_x": 1.0, "classes": (0, 1)}
+    settings = {"epsilon": 0.5, "adjacency": "add_remove", "bound_x": 1.0, "classes": (0, 1)}
     few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
     assert few.last_std is None
     assert many.last_std is not None
@@ -575,7 +575,7 @@ def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    settings = {"delta": 1e-6, "bound_x": 1.0, "bound_y": 1.0}
+    settings = {"delta": 1e-6, "adjacency": "add_remove", "bound_x": 1.0, "bound_y": 1.0}
     few, some, many = (
         QuantileRegressor(epsilon=1.0, n=n, **settings).plan(3, "user")
         for n in (300, 1_500, 30_000)

@@ -271,9 +271,7 @@ METHODS = {
 @pytest.mark.filterwarnings("ignore:max_steps=:torch_dpsco.errors.UtilityWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_spends_its_budget(method: str) -> None:
-    check_ledger(
-        partial(calibrated, **METHODS[method]), dp.Budget(1.0, DELTA, "replace_one")
-    )
+    check_ledger(partial(calibrated, **METHODS[method]), dp.Budget(1.0, DELTA, "replace_one"))
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
