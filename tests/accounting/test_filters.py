@@ -98,7 +98,7 @@ def test_a_budget_is_a_value_of_plain_numbers(scalar):
     assert (type(budget.epsilon), type(budget.delta)) == (float, float)
     assert budget == Budget(2, 0.125)
     assert len({budget, Budget(2, 0.125), Budget(2, 0.125, adjacency="add_remove")}) == 2
-    assert (budget.adjacency, budget.unit, budget.mode) == ("replace_one", "example", "planned")
+    assert (budget.adjacency, budget.unit, budget.mode) == ("zero_out", "example", "planned")
 
 
 # -- filter -----------------------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ class SomeOrder(RDPOrdersFilter):
 
 def check_every_order(make):
     """Low orders are cheap for one event, high orders for another: each passes the budget of the other's order."""
-    budget = Budget(2.0, 1e-5, mode="rdp", orders=(8.0, 64.0))
+    budget = Budget(2.0, 1e-5, "replace_one", mode="rdp", orders=(8.0, 64.0))
     low = RDPCurve((8.0, 64.0), (0.02, 5.0))
     high = RDPCurve((8.0, 64.0), (0.6, 0.7))
     run = make(budget)
@@ -652,8 +652,8 @@ def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
     assert float(found[1]) >= ledger.epsilon(1e-5, "replace_one")
     assert float(found[2]) == pytest.approx(1.0 - ledger.epsilon(1e-5, "replace_one"), rel=1e-5)
     least = float(text.rpartition(" ")[2])
-    assert make_filter(Budget(least, 1e-5)).admits(ledger, event, 26)
-    assert not make_filter(Budget(least * 0.9999, 1e-5)).admits(ledger, event, 26)
+    assert make_filter(Budget(least, 1e-5, "replace_one")).admits(ledger, event, 26)
+    assert not make_filter(Budget(least * 0.9999, 1e-5, "replace_one")).admits(ledger, event, 26)
 
 
 # -- the epsilon to quote ---------------------------------------------------------------------------------------------
@@ -710,7 +710,7 @@ def test_an_adaptive_run_of_nothing_spends_nothing_and_failures_only_what_was_se
 def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
     for epsilon, delta, steps in ((0.1, 1e-3, 1), (1.0, 1e-5, 1), (2.0, 1e-6, 10), (50.0, 1e-8, 7)):
         sigma = gaussian_sigma(epsilon, delta, sensitivity=math.sqrt(steps))
-        run = make_filter(Budget(epsilon, delta, mode="gdp"))
+        run = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp"))
         assert run.max_steps(Ledger(), Gaussian(sigma, {"replace_one": 1.0})) == steps
 
 
@@ -824,7 +824,7 @@ def test_an_exhausted_mode_is_its_target_exactly(epsilon, delta):
     """The largest sum that each mode lets pass, tolerance for rounding included, is judged with 40 digits."""
     slack = 1.0 + 4.0 * 2.0**-52
     with mp.workdps(40):
-        gdp = make_filter(Budget(epsilon, delta, mode="gdp")).usage(Ledger()).limit
+        gdp = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp")).usage(Ledger()).limit
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * slack), epsilon) <= delta
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * (1 + 1e-9)), epsilon) > delta * (1 - 1e-9)
         for order in (1.5, 8.0, 1000.0):

@@ -147,7 +147,7 @@ def test_the_method_is_named_with_its_order_if_it_has_one():
 
 
 def test_the_budget_is_shown_and_gives_the_default_delta():
-    accountant = charged(STEP, budget=Budget(8.0, 1e-6))
+    accountant = charged(STEP, budget=Budget(8.0, 1e-6, "replace_one"))
     assert "  budget: epsilon 8 at delta 1e-06" in str(accountant.report()).splitlines()
     assert accountant.report().delta == 1e-6
     assert accountant.report(DELTA).delta == DELTA

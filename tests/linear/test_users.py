@@ -512,7 +512,7 @@ def test_groups_of_any_kind_protect_users(model: type) -> None:
 
 def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
     X, y = np.zeros((6, 2)), np.array([0, 1, 0, 1, 0, 1])
-    settings = {"epsilon": 1.0, "n": 3, "bound_x": 1.0}
+    settings = {"epsilon": 1.0, "adjacency": "add_remove", "n": 3, "bound_x": 1.0}
     model = LogisticRegression(**settings, classes=(0, 1))
     ledger = dp.Accountant(adjacency="add_remove")
     for groups in ([0, 1], 3, [0.5] * 6, [None] * 6, [0, 1, 2, -1, 0, 1]):

@@ -295,7 +295,8 @@ def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
     accountant = dp.Accountant(unit="user")
     runs.filtered(runs.plan(), accountant=accountant).train(*runs.agreeing(200))
     alone = accountant.get_epsilon(runs.DELTA)
-    runs.clipped(200, noise_multiplier=3.0, accountant=accountant).train(*runs.agreeing(200))
+    replaced = {"accountant": accountant, "adjacency": "replace_one"}
+    runs.clipped(200, noise_multiplier=3.0, **replaced).train(*runs.agreeing(200))
     both = accountant.get_epsilon(runs.DELTA)
     assert both > alone
     with pytest.raises(AdjacencyError):
