@@ -45,7 +45,7 @@ def test_a_budget_admits_exactly_max_steps(event, one_by_one):
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE, part("0")])
 def test_a_budget_is_exact_to_the_last_bit(event):
-    spent = Accountant()
+    spent = Accountant(adjacency=REPLACE_ONE)
     spent.authorize(event, 20)
     target = spent.get_epsilon(DELTA)
     assert Accountant(Budget(target, DELTA, "replace_one")).max_steps(event) == 20

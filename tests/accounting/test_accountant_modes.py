@@ -226,7 +226,7 @@ def test_a_planned_budget_ends_where_parameters_were_adapted():
         accountant.authorize(WHOLE)
     assert image(accountant) == before
     assert (accountant.admits(WHOLE), accountant.max_steps(WHOLE)) == (False, 0)
-    late = Accountant()
+    late = Accountant(adjacency=REPLACE_ONE)
     late.record(WHOLE, 1, adaptive=True)
     late.budget = Budget(1.0, DELTA, "replace_one")
     with pytest.raises(PrivacyError, match="budget must be adaptive"):

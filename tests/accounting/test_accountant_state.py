@@ -186,7 +186,7 @@ def test_one_altered_count_or_bit_of_a_float_is_noticed():
 
 
 def test_a_loaded_state_counts_against_the_budget():
-    source = Accountant()
+    source = Accountant(adjacency=REPLACE_ONE)
     source.authorize(STEP, 10**4)
     tight = Accountant(Budget(1.0, DELTA, "replace_one"))
     assert tight.max_steps(STEP) > 0

@@ -214,7 +214,7 @@ def test_the_target_of_a_filter_is_checked(change, message):
 
 # -- budgets of adaptive modes ----------------------------------------------------------------------------------------
 
-TARGET = {"epsilon": 1.0, "delta": 1e-5}
+TARGET = {"epsilon": 1.0, "delta": 1e-5, "adjacency": "replace_one"}
 NEEDS = {"rdp": {"orders": 20.0}}
 ADAPTIVE = [
     {"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"
@@ -452,14 +452,14 @@ def test_a_mode_names_the_event_that_it_cannot_take():
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_an_event_without_a_guarantee_under_the_adjacency_is_named(mode):
-    run = make_filter(Budget(**TARGET, adjacency="add_remove", **mode))
+    run = make_filter(Budget(**TARGET | {"adjacency": "add_remove"}, **mode))
     with pytest.raises(AdjacencyError, match=r"Gaussian\(sigma=20\.0.*add_remove"):
         run.admits(Ledger(), gaussian(20.0))
 
 
 def test_the_adjacency_of_the_budget_counts():
     one, zero = (
-        make_filter(Budget(**TARGET, mode="gdp", adjacency=a)).max_steps(Ledger(), gaussian(20.0))
+        make_filter(Budget(1.0, 1e-5, a, mode="gdp")).max_steps(Ledger(), gaussian(20.0))
         for a in ("replace_one", "zero_out")
     )
     assert zero in range(4 * one, 4 * one + 4)
@@ -501,7 +501,7 @@ def test_an_order_that_still_fits_does_not_save_one_that_does_not():
 
 
 def test_without_orders_the_schedule_chooses_the_one_that_lasts_longest():
-    event, budget = gaussian(20.0), {"epsilon": 1.0, "delta": 1e-5, "mode": "rdp"}
+    event, budget = gaussian(20.0), TARGET | {"mode": "rdp"}
     run = make_filter(Budget(**budget, schedule=[(event, 7)]))
     fixed = [
         make_filter(Budget(**budget, orders=order)).max_steps(Ledger(), event)

@@ -430,7 +430,7 @@ def test_a_ledger_file_keeps_the_mode_it_came_to(tmp_path):
 
 
 def test_a_ledger_without_a_plan_goes_on_with_its_only_event_or_not_at_all():
-    one, two = Accountant(), Accountant()
+    one, two = (Accountant(adjacency="replace_one") for _ in range(2))
     one.authorize(STEP, 4)
     two.authorize(STEP, 4)
     two.authorize(QUIET)

@@ -228,7 +228,7 @@ def test_an_event_of_another_adjacency_is_refused_at_delta_0():
 
 
 def test_a_report_at_delta_0_leaves_out_adjacencies_without_a_pure_epsilon():
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(Gaussian(1.0, {REPLACE_ONE: 0.0, ZERO_OUT: 1.0}))
     assert accountant.report(0.0).epsilons == {REPLACE_ONE: 0.0}
     assert set(accountant.report(1e-5).epsilons) == {REPLACE_ONE, ZERO_OUT}

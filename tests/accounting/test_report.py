@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_ledger():
     accountant = charged(STEP, clipped_gaussian(5.0))
     report = accountant.report(DELTA)
     assert report.epsilons == {a: accountant.get_epsilon(DELTA, adjacency=a) for a in ADJACENCIES}
-    assert report.epsilon == report.epsilons[REPLACE_ONE]
+    assert report.epsilon == report.epsilons[ZERO_OUT]
     assert report.events == (f"3 x {STEP}", f"3 x {clipped_gaussian(5.0)}")
     assert all(f"  event: {line}" in str(report) for line in report.events)
 
@@ -187,7 +187,7 @@ def test_passes_over_parts_are_gathered_and_show_their_noise():
 
 def test_parts_of_unequal_cost_are_shown_by_the_costliest():
     a, b = Gaussian(1.0, {REPLACE_ONE: 1.0}), Gaussian(2.0, {REPLACE_ONE: 1.0})
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(Parallel({"0": [a, a, b], "1": [a]}, "p"))
     accountant.authorize(b, 7)
     assert accountant.report(DELTA).charges == (

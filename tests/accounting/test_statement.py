@@ -79,7 +79,8 @@ def stated(
     **settings: object,
 ) -> Statement:
     """Returns the statement of a run that charged its steps; keywords of Accountant go to a new one."""
-    accountant = Accountant(**settings) if accountant is None else accountant
+    if accountant is None:
+        accountant = Accountant(**{"adjacency": REPLACE_ONE} | settings)
     for k in range(steps):
         accountant.record(design.draw_event(event, Draw(1, "cut", str(k))))
     run = Run("SomeSGD", design, event, steps, planned, finalized)
