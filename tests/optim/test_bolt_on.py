@@ -664,7 +664,7 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
 @pytest.mark.slow
 def test_runs_that_share_a_pure_budget_add_up() -> None:
     accountant = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
-    pure = {"n": 60, "budget": None, "noise": "knorm"}
+    pure = {"n": 60, "budget": None, "noise": "knorm", "adjacency": "replace_one"}
     for epsilon in (0.25, 0.75):
         model = nn.Linear(3, 1, bias=False).double()
         plan = planned(**pure, noise_multiplier=1 / epsilon * (1 + 1e-12))

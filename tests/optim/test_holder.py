@@ -187,7 +187,7 @@ def test_calibration_uses_nearly_all_of_small_and_large_budgets(
 
 @pytest.mark.slow
 def test_one_more_step_than_planned_is_past_the_budget() -> None:
-    model, budget = linear(), dp.Budget(1.0, 1e-4)
+    model, budget = linear(), dp.Budget(1.0, 1e-4, "replace_one")
     plan = dp.HolderSGD.plan(
         problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1, sampling="poisson"
     )
