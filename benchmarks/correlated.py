@@ -83,7 +83,7 @@ def cell(
         for _ in range(int(runs)):
             model = nn.Linear(data.tensors[0].shape[1], 1, bias=False, dtype=data.tensors[0].dtype)
             nn.init.zeros_(model.weight)
-            budget = dp.Budget(epsilon, DELTA)
+            budget = dp.Budget(epsilon, DELTA, "replace_one")
             optimizer = METHODS[method](
                 list(model.parameters()), len(data), int(batch), int(epochs), lr, budget
             )

@@ -57,7 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
 
         def ours(rows: np.ndarray = rows, labels: np.ndarray = labels, n: int = n) -> object:
             return LogisticRegression(
-                epsilon=1.0, delta=1e-6, n=n, bound_x=1.0, classes=(0.0, 1.0)
+                epsilon=1.0,
+                delta=1e-6,
+                adjacency="add_remove",
+                n=n,
+                bound_x=1.0,
+                classes=(0.0, 1.0),
             ).fit(rows, labels)
 
         def plain(rows: np.ndarray = rows, labels: np.ndarray = labels) -> object:

@@ -138,7 +138,12 @@ def show(
             for kind, settings in MODELS.items():
                 if kind == "objective" and classes * width > WIDEST:
                     continue
-                public_numbers = {"n": n, "bound_x": bound, "classes": tuple(range(classes))}
+                public_numbers = {
+                    "adjacency": "add_remove",
+                    "n": n,
+                    "bound_x": bound,
+                    "classes": tuple(range(classes)),
+                }
                 model = SoftmaxRegression(
                     epsilon=epsilon, delta=DELTA, **public_numbers, **settings
                 )

@@ -473,6 +473,7 @@ def print_memory(steps: int, batch_size: int = 4) -> None:
         noise_multiplier=8.0,
         batch_size=batch_size,
         sampling="shuffled",
+        adjacency="replace_one",
     )
     optimizer = dp.AcceleratedSGD(model.parameters(), plan)
     print(

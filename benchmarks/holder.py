@@ -70,7 +70,7 @@ def print_noise() -> None:
         request = {
             "problem": hinge_problem(power),
             "n": n,
-            "budget": dp.Budget(1.0, DELTA),
+            "budget": dp.Budget(1.0, DELTA, "replace_one"),
             "dim": 20,
             "lr": lr,
         }
@@ -90,7 +90,7 @@ def print_noise() -> None:
         request = {
             "problem": hinge_problem(1.5),
             "n": n,
-            "budget": dp.Budget(epsilon, n**-2.0),
+            "budget": dp.Budget(epsilon, n**-2.0, "replace_one"),
             "dim": 20,
         }
         paper = search_split_paper(n, 1, n, epsilon, n**-2.0).ratio_squared ** 0.5
@@ -107,7 +107,7 @@ def print_noise() -> None:
         request = {
             "problem": hinge_problem(1.5),
             "n": 10_000,
-            "budget": dp.Budget(1.0, DELTA),
+            "budget": dp.Budget(1.0, DELTA, "replace_one"),
             "dim": dim,
         }
         output = dp.HolderOutputSGD.plan(**request, batch_size=10, epochs=1)
@@ -124,7 +124,7 @@ OUTPUT_BATCH_SIZE = 10
 CLIPS, LRS, FACTORS = (0.3, 1.0, 3.0), (0.03, 0.1, 0.3, 1.0), (1.0, 3.0, 10.0)
 FAILURE = 0.05
 LOSS = dp.losses.Hinge(power=POWER)
-BUDGET = dp.Budget(1.0, DELTA)
+BUDGET = dp.Budget(1.0, DELTA, "replace_one")
 
 
 class Task:
@@ -434,7 +434,7 @@ def print_speed(rounds: int, plan_n: int = 10**6) -> None:
             dp.HolderOutputSGD.plan(
                 problem=hinge_problem(POWER),
                 n=plan_n,
-                budget=dp.Budget(1.0, 1e-8),
+                budget=dp.Budget(1.0, 1e-8, "replace_one"),
                 dim=20,
                 sampling=sampling,
                 epochs=1,

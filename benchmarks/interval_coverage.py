@@ -134,7 +134,12 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
     plan = cast(
         ObjectivePlan,
         LogisticRegression(
-            epsilon=cell.epsilon, n=cell.n, bound_x=math.sqrt(dim), classes=(0, 1), intervals=0.3
+            epsilon=cell.epsilon,
+            adjacency="add_remove",
+            n=cell.n,
+            bound_x=math.sqrt(dim),
+            classes=(0, 1),
+            intervals=0.3,
         ).plan(dim),
     )
     std, size = plan.hessian_scale, dim + 1
@@ -235,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             held, naive, refused = coverage(cell, given.fits)
         else:
             ridge, huber = (
-                Ridge(bound_y=2.0, intervals=0.05),
-                HuberRegressor(bound_y=4.0, threshold=0.3, intervals=0.3),
+                Ridge(adjacency="add_remove", bound_y=2.0, intervals=0.05),
+                HuberRegressor(adjacency="add_remove", bound_y=4.0, threshold=0.3, intervals=0.3),
             )
             held, naive, refused = real_coverage(
                 cell, ridge if "ridge" in name else huber, given.fits

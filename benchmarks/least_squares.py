@@ -30,8 +30,8 @@ EPSILONS, RUNS = (0.1, 0.3, 1.0, 3.0), 5
 def score(table: Table, epsilon: float, mechanism: str, runs: int) -> str:
     """Returns the median R2 of a mechanism."""
     rows, targets = table.rows[~table.test], table.targets[~table.test]
-    bounds = {"bound_x": table.bound_x, "bound_y": table.bound_y}
-    model = Ridge(epsilon=epsilon, n=len(rows), mechanism=mechanism, **bounds)
+    public = {"adjacency": "add_remove", "bound_x": table.bound_x, "bound_y": table.bound_y}
+    model = Ridge(epsilon=epsilon, n=len(rows), mechanism=mechanism, **public)
     fits = (
         model.fit(rows, targets).score(table.rows[table.test], table.targets[table.test])
         for _ in range(runs)

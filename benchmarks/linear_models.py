@@ -229,6 +229,7 @@ def by_estimator(regressor: type[Ridge | HuberRegressor] = Ridge, **options: obj
     def fit(task: Task, epsilon: float) -> Array:
         common = {
             "delta": task.delta,
+            "adjacency": "add_remove",
             "n": len(task.rows),
             "bound_x": task.bound_x,
             "fit_intercept": False,
@@ -481,7 +482,13 @@ def large(rows: int, dim: int) -> tuple[float, float, float]:
         labels[start : start + 10_000] = (
             torch.rand(len(block), generator=generator) < (block @ truth).sigmoid()
         ).float()
-    common = {"epsilon": 1.0, "bound_x": 1.0, "classes": (0.0, 1.0), "fit_intercept": False}
+    common = {
+        "epsilon": 1.0,
+        "adjacency": "add_remove",
+        "bound_x": 1.0,
+        "classes": (0.0, 1.0),
+        "fit_intercept": False,
+    }
     LogisticRegression(n=1_000, **common).fit(
         features[:1_000], labels[:1_000]
     )  # what is imported late, now

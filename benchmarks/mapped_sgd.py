@@ -67,7 +67,7 @@ def fit(folder: Path, steps: int) -> nn.Module:
     import torch_dpsco as dp
 
     (x, y), model, loss = mapped(folder), nn.Linear(COLUMNS, 1), dp.losses.Logistic()
-    budget = dp.Budget(1.0, min(1e-8, 0.1 / len(x)))
+    budget = dp.Budget(1.0, min(1e-8, 0.1 / len(x)), "replace_one")
     plan = dp.HolderSGD.plan(
         problem=loss.problem(bound_x=1.0),
         n=len(x),

@@ -44,6 +44,7 @@ def public_arguments(table: Table, epsilon: float) -> dict[str, object]:
     common = {
         "epsilon": epsilon,
         "delta": DELTA,
+        "adjacency": "add_remove",
         "n": int((~table.test).sum()),
         "bound_x": table.bound_x,
     }

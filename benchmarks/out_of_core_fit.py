@@ -70,6 +70,7 @@ def fit(path: str, count: int) -> str:
 
     model = LogisticRegression(
         epsilon=1.0,
+        adjacency="add_remove",
         n=count,
         n_max=count + count // 5,
         bound_x=WIDTH**0.5,

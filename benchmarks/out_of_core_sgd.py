@@ -80,7 +80,7 @@ def fit(path: Path, rows: int) -> dict[str, float]:
         torch.nn.Linear(len(NAMES), 1),
         dp.losses.Logistic(),
     )
-    budget = dp.Budget(1.0, min(1e-8, 0.1 / rows))
+    budget = dp.Budget(1.0, min(1e-8, 0.1 / rows), "replace_one")
     plan = dp.HolderSGD.plan(
         problem=loss.problem(bound_x=1.0),
         n=rows,

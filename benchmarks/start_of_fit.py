@@ -48,7 +48,13 @@ def fit(case: Case, steps: int = 1) -> float:
     model, size = case.model(), len(case.batch[0])
     begin = time.process_time()
     plan = dp.ClippedSGD.plan(
-        n=RECORDS, batch_size=size, steps=steps, noise_multiplier=1.0, clip=1.0, lr=0.1
+        n=RECORDS,
+        batch_size=size,
+        steps=steps,
+        noise_multiplier=1.0,
+        clip=1.0,
+        lr=0.1,
+        adjacency="replace_one",
     )
     dp.attach(model, loss_reduction="sum")
     optimizer = dp.ClippedSGD(model.parameters(), plan)

@@ -37,9 +37,9 @@ from torch_dpsco.estimators import (
 EPSILONS = (0.1, 0.5, 1.0, 3.0, 8.0)
 DELTA = 1e-6
 # five numbers in [0, 1] and seven one-hot groups: sqrt(12), see adult.py
-ADULT: dict[str, Any] = {"n": 32_561, "bound_x": 3.47, "classes": (0, 1)}
+ADULT: dict[str, Any] = {"adjacency": "add_remove", "n": 32_561, "bound_x": 3.47, "classes": (0, 1)}
 # three one-hot groups, and four numbers that are seldom far from 0: rows beyond are clipped
-DIAMONDS: dict[str, Any] = {"n": 43_000, "bound_x": 1.96, "bound_y": 15.0}
+DIAMONDS: dict[str, Any] = {"adjacency": "add_remove", "n": 43_000, "bound_x": 1.96, "bound_y": 15.0}
 CUTS = ("Fair", "Good", "Very Good", "Premium")  # one level of each group is left out
 COLORS = ("D", "E", "F", "G", "H", "I")
 CLARITIES = ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1")

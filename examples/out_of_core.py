@@ -31,7 +31,13 @@ EPSILON, DELTA = 1.0, 1e-5
 def model(n: int, ledger: dp.Accountant) -> LogisticRegression:
     """Returns a model with public settings; both fits are charged to one ledger."""
     return LogisticRegression(
-        epsilon=EPSILON, delta=DELTA, n=n, bound_x=ROW_NORM_BOUND, classes=(0, 1), accountant=ledger
+        epsilon=EPSILON,
+        delta=DELTA,
+        adjacency=ledger.adjacency,
+        n=n,
+        bound_x=ROW_NORM_BOUND,
+        classes=(0, 1),
+        accountant=ledger,
     )
 
 

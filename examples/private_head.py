@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     length = float((seen - center).norm(dim=1).quantile(0.9))
 
     public_map = {"bound_x": 1.0, "feature_center": center.tolist(), "feature_scale": [length] * FEATURES}
-    head = SoftmaxRegression(epsilon=EPSILON, delta=DELTA, n=n, classes=range(CLASSES), **public_map)
+    public_map |= {"adjacency": "add_remove", "n": n, "classes": range(CLASSES)}
+    head = SoftmaxRegression(epsilon=EPSILON, delta=DELTA, **public_map)
     print(head.plan(FEATURES), "\n")
     head.fit(train_rows, private[1])
     rows, test_set = (((found - center) / length).numpy() for found in (train_rows, test_rows))

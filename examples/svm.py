@@ -82,7 +82,7 @@ def by_output(name: str, data: Adult, ledger: dp.Accountant, epsilon: float, qui
         problem=loss.problem(bound_x=ROW_NORM_BOUND, radius=radius),
         n=len(dataset),
         dim=model,
-        budget=dp.Budget(epsilon, DELTA),
+        budget=dp.Budget(epsilon, DELTA, adjacency="replace_one"),
         batch_size=OUTPUT_BATCH_SIZE,
         epochs=1 if quick else OUTPUT_EPOCHS,
         lr=lr,

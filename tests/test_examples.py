@@ -253,9 +253,9 @@ def test_the_card_of_the_logistic_example_is_where_it_says(
 ) -> None:
     shown = runs["logistic_regression"].text.split()[-1]
     assert shown == "privacy_card.html"
-    assert "differential privacy for one example (add_remove)" in (folder / shown).read_text(
-        encoding="utf-8"
-    )
+    assert "differential privacy for one example (add_remove: added or removed)" in (
+        folder / shown
+    ).read_text(encoding="utf-8")
 
 
 def test_without_matplotlib_the_card_of_the_logistic_example_is_text(
@@ -402,7 +402,10 @@ def test_every_python_block_of_the_start_runs_as_it_stands(
     tour, doctor = (printed_by(block, scope, capsys) for block in blocks("python", START))
     plan = dp.HolderSGD.plan(problem=scope["problem"], n=N, budget=scope["budget"])
     assert str(plan) in tour
-    assert "(1, 1e-05)-differential privacy for one example (replace_one)." in tour
+    assert (
+        "(1, 1e-05)-differential privacy for one example (replace_one: replaced by any other)."
+        in tour
+    )
     shown = next(block for block in blocks("", START) if block.startswith("CRITICAL"))
     for line in shown.splitlines():
         assert re.sub(r"\d\.\d+|\.\.\.$", "", line)[:60] in re.sub(r"\d\.\d+", "", doctor)

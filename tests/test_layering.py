@@ -196,8 +196,8 @@ def test_accounting_is_imported_and_asked_where_there_is_no_torch():
     asked = (
         "from torch_dpsco.accounting.accountant import Accountant\n"
         "from torch_dpsco.accounting.events import Gaussian\n"
-        "accountant = Accountant()\n"
-        "accountant.authorize(Gaussian(1.0, {'zero_out': 1.0}))\n"
+        "accountant = Accountant(adjacency='replace_one')\n"
+        "accountant.authorize(Gaussian(1.0, {'replace_one': 1.0}))\n"
         "assert 4 < accountant.get_epsilon(1e-5) < 5\n"
     )
     command = [sys.executable, "-c", _WITHOUT_TORCH + asked, str(ROOT / PACKAGE), *modules]

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
+from torch_dpsco.accounting.events import in_words
 from torch_dpsco.algorithms.user_localized_numbers import UserPhases
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
@@ -277,7 +278,10 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, make = MADE[name]
     plan = make()
     lines = str(plan).splitlines()
-    assert lines[0] == f"{type(plan).__name__}: privacy for one {plan.unit} ({plan.adjacency})"
+    assert (
+        lines[0]
+        == f"{type(plan).__name__}: privacy for one {plan.unit} ({in_words(plan.adjacency)})"
+    )
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
     assert labels[:4] == ["promise", "epsilon", "batches", "steps"]

@@ -27,7 +27,7 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
 )
 from torch_dpsco.accounting.curves import objective_curve
-from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve
+from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve, in_words
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.estimators import gradient_descent, preparation
 from torch_dpsco.estimators.choose import plan_linear
@@ -118,7 +118,9 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
 def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, plan = MADE[name]()
     lines = str(plan).splitlines()
-    assert lines[0] == f"{type(plan).__name__}: privacy for one example ({plan.adjacency})"
+    assert (
+        lines[0] == f"{type(plan).__name__}: privacy for one example ({in_words(plan.adjacency)})"
+    )
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
     assert labels[:4] == ["promise", "epsilon", "model", "noise"]
@@ -176,7 +178,7 @@ def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
             },
             "markov",
         ),
-        (dp.OutputPerturbation, {"budget": BUDGET, "adjacency": "zero_out"}, "adjacency"),
+        (dp.OutputPerturbation, {"budget": ADDED, "adjacency": "zero_out"}, "adjacency"),
     ],
 )
 def test_what_noise_of_your_own_does_not_go_with_is_named(
@@ -195,8 +197,9 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any)
 
 def test_an_accountant_of_another_adjacency_or_budget_is_refused() -> None:
     plan = made(dp.NoisyGD, noise_multiplier=4.0, adjacency="zero_out", steps=5)()[1]
+    accountant = dp.Accountant(adjacency="replace_one")
     with pytest.raises(AdjacencyError, match="replace_one"):
-        dp.NoisyGD(nn.Linear(DIM, 1).parameters(), plan, accountant=dp.Accountant())
+        dp.NoisyGD(nn.Linear(DIM, 1).parameters(), plan, accountant=accountant)
     limited = made(dp.NoisyGD, noise_multiplier=0.1, budget=BUDGET, steps=5)()[1]
     with pytest.raises(
         InfeasibleError, match="epsilon must be >="
@@ -239,7 +242,14 @@ def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
 
 @pytest.mark.parametrize("mechanism", ["output", "objective", "noisy_gd"])
 def test_an_estimator_runs_the_plan_of_the_optimizer(mechanism: str) -> None:
-    settings = {"n": N, "bound_x": 1.0, "reg": 30.0, "classes": (0, 1), "residual_clip": None}
+    settings = {
+        "adjacency": "add_remove",
+        "n": N,
+        "bound_x": 1.0,
+        "reg": 30.0,
+        "classes": (0, 1),
+        "residual_clip": None,
+    }
     model = estimators.LogisticRegression(mechanism=mechanism, **settings).fit(ROWS, SIGNS > 0)
     cls = {
         "output": dp.OutputPerturbation,

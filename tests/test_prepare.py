@@ -38,7 +38,7 @@ KINDS: dict[str, Any] = {
 
 
 def make(name: str, **changes: Any) -> PrivateTransformer:
-    made = KINDS[name](**{"lower": LOWER, "upper": UPPER, **changes})
+    made = KINDS[name](**{"lower": LOWER, "upper": UPPER, "adjacency": "add_remove", **changes})
     assert isinstance(made, PrivateTransformer)
     return made
 
@@ -192,6 +192,7 @@ def test_a_pipeline_has_one_ledger() -> None:
     model = LogisticRegression(
         epsilon=1.5,
         delta=1e-6,
+        adjacency="add_remove",
         n=4000,
         bound_x=scaler.bound_x(2),
         classes=(0, 1),

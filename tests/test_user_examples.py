@@ -310,7 +310,10 @@ def test_the_code_of_the_document_runs() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as text:
         for block in re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL):
             exec(block, names)
-    assert "(2, 1e-06)-differential privacy for one user (replace_one)" in text.getvalue()
+    assert (
+        "(2, 1e-06)-differential privacy for one user (replace_one: replaced by any other)"
+        in text.getvalue()
+    )
     assert isinstance(names["optimizer"], dp.LocalizedUserSGD)
 
 

@@ -104,7 +104,9 @@ def test_all_missing_settings_are_named_at_once() -> None:
     with pytest.raises(
         ValueError, match=r"n, bound_x and classes must be given \(got None\). n: a public number"
     ):
-        LogisticRegression().fit(np.zeros((3, 2)), [0, 1, 0])
+        LogisticRegression(adjacency="add_remove").fit(np.zeros((3, 2)), [0, 1, 0])
+    with pytest.raises(ValueError, match=r"^bound_x and classes must be given \(got None\)"):
+        LogisticRegression().fit(np.zeros((3, 2)), [0, 1, 0])  # n is that of the table
     with pytest.raises(ValueError, match="n, bound_x and bound_y must be given"):
         Ridge().plan(2)
     with pytest.raises(ValueError, match=r"^n must be given: "):

@@ -31,7 +31,7 @@ from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError
 @pytest.mark.parametrize("one_by_one", [True, False])
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE, part("0"), Repeat(STEP, 3)])
 def test_a_budget_admits_exactly_max_steps(event, one_by_one):
-    accountant = Accountant(Budget(1.2, DELTA))
+    accountant = Accountant(Budget(1.2, DELTA, "replace_one"))
     room = accountant.max_steps(event)
     assert room > 1
     for _ in range(room if one_by_one else 1):
@@ -45,15 +45,17 @@ def test_a_budget_admits_exactly_max_steps(event, one_by_one):
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE, part("0")])
 def test_a_budget_is_exact_to_the_last_bit(event):
-    spent = Accountant()
+    spent = Accountant(adjacency=REPLACE_ONE)
     spent.authorize(event, 20)
     target = spent.get_epsilon(DELTA)
-    assert Accountant(Budget(target, DELTA)).max_steps(event) == 20
-    assert Accountant(Budget(math.nextafter(target, 0.0), DELTA)).max_steps(event) == 19
+    assert Accountant(Budget(target, DELTA, "replace_one")).max_steps(event) == 20
+    assert (
+        Accountant(Budget(math.nextafter(target, 0.0), DELTA, "replace_one")).max_steps(event) == 19
+    )
 
 
 def test_a_refusal_leaves_every_bit_and_says_what_was_spent_asked_and_left():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     accountant.authorize(STEP, 40)
     room, before = accountant.max_steps(STEP), image(accountant)
     spent = accountant.get_epsilon(DELTA)
@@ -81,16 +83,16 @@ def test_a_refusal_leaves_every_bit_and_says_what_was_spent_asked_and_left():
 
 @pytest.mark.parametrize("event", [STEP, FIXED, WHOLE])
 def test_the_named_smallest_epsilon_admits_the_event(event):
-    message = refusal(Accountant(Budget(1e-6, DELTA)), event, 7)
+    message = refusal(Accountant(Budget(1e-6, DELTA, "replace_one")), event, 7)
     smallest = float(re.search(r"admit it: (\S+)$", message).group(1))
-    accountant = Accountant(Budget(smallest, DELTA))
+    accountant = Accountant(Budget(smallest, DELTA, "replace_one"))
     accountant.authorize(event, 7)
     assert len(accountant) == 7
 
 
 @pytest.mark.slow
 def test_a_smaller_event_is_still_admitted_after_a_refusal():
-    accountant, small = Accountant(Budget(1.0, DELTA)), PoissonGaussian(50.0, 1e-4)
+    accountant, small = Accountant(Budget(1.0, DELTA, "replace_one")), PoissonGaussian(50.0, 1e-4)
     accountant.declare(small, 1)
     accountant.declare(STEP, None)
     accountant.authorize(small, 0)
@@ -103,7 +105,7 @@ def test_a_smaller_event_is_still_admitted_after_a_refusal():
 
 @pytest.mark.parametrize("event", [NonPrivate(), clipped_gaussian(0.0), PoissonGaussian(0.0, 1e-6)])
 def test_no_budget_admits_a_release_without_noise(event):
-    accountant = Accountant(Budget(1e9, 0.999))
+    accountant = Accountant(Budget(1e9, 0.999, "replace_one"))
     assert accountant.max_steps(event) == 0
     assert "epsilon to inf" in refusal(accountant, event)
 
@@ -131,7 +133,10 @@ def test_no_budget_admits_a_release_without_noise(event):
     ),
 )
 def test_no_sequence_of_requests_ever_passes_the_budget(epsilon, delta, requests):
-    accountant, planned = Accountant(Budget(epsilon, delta)), requests[: len(requests) // 2]
+    accountant, planned = (
+        Accountant(Budget(epsilon, delta, "replace_one")),
+        requests[: len(requests) // 2],
+    )
     for event, count in planned:
         accountant.declare(event, count)
     together = Ledger(Repeat(event, count) for event, count in planned).epsilon(delta, REPLACE_ONE)
@@ -149,7 +154,7 @@ def test_no_sequence_of_requests_ever_passes_the_budget(epsilon, delta, requests
 
 
 def test_interleaved_events_are_decided_on_all_that_was_charged():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     events = [STEP, WHOLE, STEP, FIXED, part("0"), part("1")] * 1000
     for event, steps in ((WHOLE, 9), (FIXED, 9), (part("0"), 9), (STEP, None)):
         accountant.declare(event, steps)
@@ -163,13 +168,13 @@ def test_interleaved_events_are_decided_on_all_that_was_charged():
 
 
 def test_room_found_before_is_forgotten_when_anything_else_is_charged():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     accountant.authorize(STEP)
     accountant.authorize(STEP)  # from now on steps are known to fit without a new evaluation
     accountant.record(WHOLE, 100)
     assert accountant.get_epsilon(DELTA) > 1.0  # what has happened is recorded, budget or not
     refusal(accountant, STEP)
-    other = Accountant(Budget(1.0, DELTA))
+    other = Accountant(Budget(1.0, DELTA, "replace_one"))
     other.authorize(STEP)
     other.authorize(STEP)
     other.ledger.add(WHOLE, 100)
@@ -177,16 +182,16 @@ def test_room_found_before_is_forgotten_when_anything_else_is_charged():
 
 
 def test_a_budget_lowered_on_the_way_counts_at_once():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     accountant.authorize(STEP)
     accountant.authorize(STEP)
-    accountant.budget = Budget(0.01, DELTA)
+    accountant.budget = Budget(0.01, DELTA, "replace_one")
     assert "0.01" in refusal(accountant, STEP)
 
 
 @pytest.mark.weekly
 def test_a_million_equal_steps_are_one_entry():
-    accountant = Accountant(Budget(4.0, DELTA))
+    accountant = Accountant(Budget(4.0, DELTA, "replace_one"))
     tiny = PoissonGaussian(4.0, 1e-4)
     for _ in range(10**4):
         accountant.authorize(tiny, 100)
@@ -195,7 +200,7 @@ def test_a_million_equal_steps_are_one_entry():
 
 
 def test_a_request_for_nothing_or_for_no_event_leaves_every_bit():
-    accountant = Accountant(Budget(1e-3, DELTA))
+    accountant = Accountant(Budget(1e-3, DELTA, "replace_one"))
     before = image(accountant)
     accountant.authorize(NonPrivate(), 0)
     accountant.authorize(Repeat(NonPrivate(), 0))
@@ -255,7 +260,7 @@ def test_an_event_without_a_guarantee_there_is_refused_before_it_is_charged(even
 
 
 def test_units_never_mix():
-    users = Accountant(Budget(1.0, DELTA, unit="user"))
+    users = Accountant(Budget(1.0, DELTA, "replace_one", unit="user"))
     users.require_unit("user")
     with pytest.raises(UnitError, match=r"unit must be 'user', the accountant's \(got 'example'\)"):
         users.require_unit("example")
@@ -264,12 +269,12 @@ def test_units_never_mix():
 
 
 def test_mu_and_rho_are_given_only_where_they_hold():
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(Gaussian(2.0, {REPLACE_ONE: 1.0, ZERO_OUT: 0.5}), 4)
     assert (accountant.get_mu(), accountant.get_rho()) == pytest.approx((1.0, 0.5))
     assert accountant.get_mu(adjacency=ZERO_OUT) == pytest.approx(0.5)
     for spoiler in (STEP, Gaussian(2.0, {REPLACE_ONE: 1.0}, failure=1e-6)):
-        spoiled = Accountant()
+        spoiled = Accountant(adjacency=REPLACE_ONE)
         spoiled.authorize(spoiler)
         for name, query in (("mu", spoiled.get_mu), ("rho", spoiled.get_rho)):
             with pytest.raises(ValueError, match=f"{name} must be exact"):

@@ -19,16 +19,16 @@ def test_who_comes_first_decides():
     opacus.authorize(STEP)
     assert (opacus.adjacency, ours.adjacency, none.adjacency) == (
         ADD_REMOVE,
-        REPLACE_ONE,
-        REPLACE_ONE,
+        ZERO_OUT,
+        ZERO_OUT,
     )
     signed = Accountant()
-    signed.require_unit("example")  # an optimizer was built, and promised replace_one
+    signed.require_unit("example")  # an optimizer was built, and promised zero_out
     signed.step(noise_multiplier=1.0, sample_rate=0.01)
-    assert signed.adjacency == REPLACE_ONE
-    fixed = Accountant(Budget(8.0, DELTA, adjacency=ZERO_OUT))
+    assert signed.adjacency == ZERO_OUT
+    fixed = Accountant(Budget(8.0, DELTA, adjacency=REPLACE_ONE))
     fixed.step(noise_multiplier=1.0, sample_rate=0.01)
-    assert fixed.adjacency == ZERO_OUT
+    assert fixed.adjacency == REPLACE_ONE
 
 
 def test_a_request_that_charges_nothing_decides_nothing():
@@ -58,7 +58,7 @@ def test_events_inside_a_phase_are_charged_to_its_part():
 
 
 def test_a_phase_counts_in_questions_too():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     with accountant.phase(0, partition="p"):
         room = accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
         accountant.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
@@ -100,7 +100,7 @@ def test_phases_do_not_nest_and_end_when_something_is_raised():
 
 
 def test_an_adaptive_budget_is_fixed_once_charged():
-    accountant = Accountant(Budget(1.0, DELTA, mode="gdp"))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one", mode="gdp"))
     accountant.authorize(Gaussian(30.0, {REPLACE_ONE: 1.0}))
     assert accountant.adaptive
     assert accountant.get_epsilon(DELTA) == 1.0 > accountant.get_epsilon(DELTA, method="gdp")
@@ -112,7 +112,11 @@ def test_an_adaptive_budget_is_fixed_once_charged():
     with pytest.raises(ValueError, match="unsampled Gaussian noise only"):
         accountant.authorize(STEP)
     assert "the sum of mu" in refusal(accountant, Gaussian(0.5, {REPLACE_ONE: 1.0}))
-    for other in (Budget(2.0, DELTA, mode="gdp"), Budget(2.0, DELTA), None):
+    for other in (
+        Budget(2.0, DELTA, "replace_one", mode="gdp"),
+        Budget(2.0, DELTA, "replace_one"),
+        None,
+    ):
         with pytest.raises(PrivacyError, match="budget must be fixed before the first event"):
             accountant.budget = other
     assert image(accountant) == before
@@ -133,28 +137,31 @@ def test_an_event_recorded_as_adaptive_turns_to_the_odometer_for_good():
 
 
 def test_only_declared_steps_fit_a_schedule():
-    accountant = Accountant(Budget(1.0, DELTA, schedule=()))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one", schedule=()))
     refusal(accountant, STEP)
     accountant.declare(STEP, 20)
     accountant.authorize(STEP, 20)
     refusal(accountant, STEP)
     with pytest.raises(SequenceError, match="declared before the first event"):
         accountant.declare(STEP, 1)
-    too_much = Accountant(Budget(1.0, DELTA, schedule=()))
+    too_much = Accountant(Budget(1.0, DELTA, "replace_one", schedule=()))
     with pytest.raises(BudgetExceeded, match="the schedule would bring epsilon"):
         too_much.declare(STEP, 10**6)
     assert too_much.budget.schedule == ()
-    trusting = Accountant(Budget(1.0, DELTA))
+    trusting = Accountant(Budget(1.0, DELTA, "replace_one"))
     trusting.declare(STEP, 1)  # without a schedule parameters are trusted to be fixed
     trusting.authorize(STEP, 2)
 
 
 def test_a_budget_of_another_adjacency_or_unit_is_refused():
-    accountant = Accountant(Budget(1.0, DELTA))
-    for other in (Budget(1.0, DELTA, adjacency=ADD_REMOVE), Budget(1.0, DELTA, unit="user")):
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
+    for other in (
+        Budget(1.0, DELTA, adjacency=ADD_REMOVE),
+        Budget(1.0, DELTA, "replace_one", unit="user"),
+    ):
         with pytest.raises(PrivacyError, match="budget must be for 'replace_one' and 'example'"):
             accountant.budget = other
-    assert accountant.budget == Budget(1.0, DELTA)
+    assert accountant.budget == Budget(1.0, DELTA, "replace_one")
 
 
 # -- answers that are kept --------------------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
 
 def test_an_adaptive_run_has_no_delta_mu_or_rho():
     """The sums of what was chosen on the way are random, and bound nothing without a limit fixed before."""
-    adapted, filtered = Accountant(), Accountant(Budget(1.0, DELTA, mode="gdp"))
+    adapted, filtered = Accountant(), Accountant(Budget(1.0, DELTA, "replace_one", mode="gdp"))
     adapted.record(WHOLE, 1, adaptive=True)
     filtered.authorize(WHOLE)
     for accountant in (adapted, filtered):
@@ -211,7 +218,7 @@ def test_an_adaptive_run_has_no_delta_mu_or_rho():
 
 
 def test_a_planned_budget_ends_where_parameters_were_adapted():
-    accountant = Accountant(Budget(1.0, DELTA))
+    accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
     accountant.authorize(WHOLE)
     accountant.record(WHOLE, 1, adaptive=True)
     before = image(accountant)
@@ -219,8 +226,8 @@ def test_a_planned_budget_ends_where_parameters_were_adapted():
         accountant.authorize(WHOLE)
     assert image(accountant) == before
     assert (accountant.admits(WHOLE), accountant.max_steps(WHOLE)) == (False, 0)
-    late = Accountant()
+    late = Accountant(adjacency=REPLACE_ONE)
     late.record(WHOLE, 1, adaptive=True)
-    late.budget = Budget(1.0, DELTA)
+    late.budget = Budget(1.0, DELTA, "replace_one")
     with pytest.raises(PrivacyError, match="budget must be adaptive"):
         late.authorize(WHOLE)

@@ -31,7 +31,7 @@ def test_copies_share_the_ledger_and_pickling_raises():
 
 
 def test_the_state_survives_torch_save_with_weights_only_and_json():
-    accountant = Accountant(Budget(8.0, DELTA))
+    accountant = Accountant(Budget(8.0, DELTA, "replace_one"))
     events = (STEP, FIXED, WHOLE, part("0"), part("1"), Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9))
     for event in events:
         accountant.declare(event, 3)
@@ -44,7 +44,7 @@ def test_the_state_survives_torch_save_with_weights_only_and_json():
         torch.load(buffer, weights_only=True),
         json.loads(json.dumps(accountant.state_dict())),
     ):
-        resumed = Accountant(Budget(8.0, DELTA))
+        resumed = Accountant(Budget(8.0, DELTA, "replace_one"))
         resumed.load_state_dict(state)
         assert image(resumed) == image(accountant)
         assert resumed.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
@@ -137,7 +137,7 @@ def test_a_state_of_something_else_is_refused(change, message):
 
 
 def test_a_state_of_another_adjacency_or_unit_is_refused():
-    source = Accountant()
+    source = Accountant(adjacency=REPLACE_ONE)
     source.authorize(STEP, 5)
     for target, message in (
         (
@@ -186,9 +186,9 @@ def test_one_altered_count_or_bit_of_a_float_is_noticed():
 
 
 def test_a_loaded_state_counts_against_the_budget():
-    source = Accountant()
+    source = Accountant(adjacency=REPLACE_ONE)
     source.authorize(STEP, 10**4)
-    tight = Accountant(Budget(1.0, DELTA))
+    tight = Accountant(Budget(1.0, DELTA, "replace_one"))
     assert tight.max_steps(STEP) > 0
     tight.load_state_dict(source.state_dict())
     assert tight.max_steps(STEP) == 0

@@ -21,7 +21,7 @@ STEP = clipped_gaussian(9.0)
 
 
 def stated(name="NoisyGD", accountant=None):
-    accountant = Accountant(Budget(3.0, DELTA)) if accountant is None else accountant
+    accountant = Accountant(Budget(3.0, DELTA, "replace_one")) if accountant is None else accountant
     accountant.authorize(STEP, 4)
     return make_statement(
         accountant.report(DELTA), Run(name, Full(50), STEP, steps=4, planned=4, finalized=True)
@@ -112,7 +112,7 @@ def test_the_pictures_end_at_what_was_spent():
 
 
 def test_each_kind_of_charge_has_a_bar():
-    accountant = Accountant()
+    accountant = Accountant(adjacency="replace_one")
     accountant.record(Gaussian(30.0, {"replace_one": 1.0}))
     statement = stated(accountant=accountant)
     _, _, _, kinds = statement.plot().axes
@@ -161,7 +161,7 @@ def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
 
 
 def test_an_adaptive_card_draws_no_sums():
-    figures = stated(accountant=Accountant(Budget(3.0, DELTA, mode="gdp"))).figures
+    figures = stated(accountant=Accountant(Budget(3.0, DELTA, "replace_one", mode="gdp"))).figures
     assert figures.spent == ()
     assert figures.privacy_curve() == ((figures.epsilon, DELTA),)
 

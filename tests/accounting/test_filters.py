@@ -98,7 +98,7 @@ def test_a_budget_is_a_value_of_plain_numbers(scalar):
     assert (type(budget.epsilon), type(budget.delta)) == (float, float)
     assert budget == Budget(2, 0.125)
     assert len({budget, Budget(2, 0.125), Budget(2, 0.125, adjacency="add_remove")}) == 2
-    assert (budget.adjacency, budget.unit, budget.mode) == ("replace_one", "example", "planned")
+    assert (budget.adjacency, budget.unit, budget.mode) == ("zero_out", "example", "planned")
 
 
 # -- filter -----------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_the_target_of_a_filter_is_checked(change, message):
 
 # -- budgets of adaptive modes ----------------------------------------------------------------------------------------
 
-TARGET = {"epsilon": 1.0, "delta": 1e-5}
+TARGET = {"epsilon": 1.0, "delta": 1e-5, "adjacency": "replace_one"}
 NEEDS = {"rdp": {"orders": 20.0}}
 ADAPTIVE = [
     {"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"
@@ -452,14 +452,14 @@ def test_a_mode_names_the_event_that_it_cannot_take():
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_an_event_without_a_guarantee_under_the_adjacency_is_named(mode):
-    run = make_filter(Budget(**TARGET, adjacency="add_remove", **mode))
+    run = make_filter(Budget(**TARGET | {"adjacency": "add_remove"}, **mode))
     with pytest.raises(AdjacencyError, match=r"Gaussian\(sigma=20\.0.*add_remove"):
         run.admits(Ledger(), gaussian(20.0))
 
 
 def test_the_adjacency_of_the_budget_counts():
     one, zero = (
-        make_filter(Budget(**TARGET, mode="gdp", adjacency=a)).max_steps(Ledger(), gaussian(20.0))
+        make_filter(Budget(1.0, 1e-5, a, mode="gdp")).max_steps(Ledger(), gaussian(20.0))
         for a in ("replace_one", "zero_out")
     )
     assert zero in range(4 * one, 4 * one + 4)
@@ -482,7 +482,7 @@ class SomeOrder(RDPOrdersFilter):
 
 def check_every_order(make):
     """Low orders are cheap for one event, high orders for another: each passes the budget of the other's order."""
-    budget = Budget(2.0, 1e-5, mode="rdp", orders=(8.0, 64.0))
+    budget = Budget(2.0, 1e-5, "replace_one", mode="rdp", orders=(8.0, 64.0))
     low = RDPCurve((8.0, 64.0), (0.02, 5.0))
     high = RDPCurve((8.0, 64.0), (0.6, 0.7))
     run = make(budget)
@@ -501,7 +501,7 @@ def test_an_order_that_still_fits_does_not_save_one_that_does_not():
 
 
 def test_without_orders_the_schedule_chooses_the_one_that_lasts_longest():
-    event, budget = gaussian(20.0), {"epsilon": 1.0, "delta": 1e-5, "mode": "rdp"}
+    event, budget = gaussian(20.0), TARGET | {"mode": "rdp"}
     run = make_filter(Budget(**budget, schedule=[(event, 7)]))
     fixed = [
         make_filter(Budget(**budget, orders=order)).max_steps(Ledger(), event)
@@ -652,8 +652,8 @@ def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
     assert float(found[1]) >= ledger.epsilon(1e-5, "replace_one")
     assert float(found[2]) == pytest.approx(1.0 - ledger.epsilon(1e-5, "replace_one"), rel=1e-5)
     least = float(text.rpartition(" ")[2])
-    assert make_filter(Budget(least, 1e-5)).admits(ledger, event, 26)
-    assert not make_filter(Budget(least * 0.9999, 1e-5)).admits(ledger, event, 26)
+    assert make_filter(Budget(least, 1e-5, "replace_one")).admits(ledger, event, 26)
+    assert not make_filter(Budget(least * 0.9999, 1e-5, "replace_one")).admits(ledger, event, 26)
 
 
 # -- the epsilon to quote ---------------------------------------------------------------------------------------------
@@ -710,7 +710,7 @@ def test_an_adaptive_run_of_nothing_spends_nothing_and_failures_only_what_was_se
 def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
     for epsilon, delta, steps in ((0.1, 1e-3, 1), (1.0, 1e-5, 1), (2.0, 1e-6, 10), (50.0, 1e-8, 7)):
         sigma = gaussian_sigma(epsilon, delta, sensitivity=math.sqrt(steps))
-        run = make_filter(Budget(epsilon, delta, mode="gdp"))
+        run = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp"))
         assert run.max_steps(Ledger(), Gaussian(sigma, {"replace_one": 1.0})) == steps
 
 
@@ -824,7 +824,7 @@ def test_an_exhausted_mode_is_its_target_exactly(epsilon, delta):
     """The largest sum that each mode lets pass, tolerance for rounding included, is judged with 40 digits."""
     slack = 1.0 + 4.0 * 2.0**-52
     with mp.workdps(40):
-        gdp = make_filter(Budget(epsilon, delta, mode="gdp")).usage(Ledger()).limit
+        gdp = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp")).usage(Ledger()).limit
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * slack), epsilon) <= delta
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * (1 + 1e-9)), epsilon) > delta * (1 - 1e-9)
         for order in (1.5, 8.0, 1000.0):

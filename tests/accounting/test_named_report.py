@@ -15,7 +15,7 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import AssignedParts, Design, Undeclared
-from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, clipped_gaussian
+from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, clipped_gaussian, in_words
 from torch_dpsco.accounting.report.figures import OneRelease, Run
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.estimators import LogisticRegression
@@ -67,7 +67,7 @@ def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: boo
         assert len(named.sections) == len(plain.sections)
         proviso = ", if each patient has one row" if unit == "example" else ""
         assert named.headline == plain.headline.replace(
-            f"one {unit} ({adjacency})", f"one patient ({adjacency}){proviso}"
+            f"one {unit} ({in_words(adjacency)})", f"one patient ({in_words(adjacency)}){proviso}"
         )
 
 
@@ -91,7 +91,7 @@ def test_a_row_is_not_said_to_be_a_person() -> None:
     flat = " ".join(
         str(statement("example", "add_remove", DESIGNS[0]).named("patient", **ONE_ROW)).split()
     )
-    assert "for one patient (add_remove), if each patient has one row." in flat
+    assert "for one patient (add_remove: added or removed), if each patient has one row." in flat
     assert (
         "One patient is one row of the training data. With several rows, a patient is not protected"
         in flat

@@ -162,8 +162,8 @@ def test_a_bound_shuffled_loader_is_never_accounted_as_poisson(shuffle):
     script.steps(5, loader)
     script.accountant.step(noise_multiplier=1.0, sample_rate=0.25)
     assert entries(script.accountant) == [(clipped_gaussian(1.0).only(ZERO_OUT, REPLACE_ONE), 6)]
-    assert script.accountant.adjacency == REPLACE_ONE
-    poisson = Accountant(adjacency=REPLACE_ONE)
+    assert script.accountant.adjacency == ZERO_OUT
+    poisson = Accountant(adjacency=ZERO_OUT)
     poisson.record(PoissonGaussian(1.0, 0.25), 6)
     assert script.engine.get_epsilon(DELTA) > 2 * poisson.get_epsilon(DELTA)
     with pytest.raises(AdjacencyError):

@@ -300,7 +300,7 @@ def test_only_a_part_within_another_one_adds_nothing() -> None:
 
 def test_what_was_recorded_past_the_budget_is_not_admitted_as_nothing() -> None:
     step = Parallel({"0": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p")
-    accountant = dp.Accountant(dp.Budget(1.5, 1e-5))
+    accountant = dp.Accountant(dp.Budget(1.5, 1e-5, "replace_one"))
     accountant.authorize(step)
     accountant.authorize(Parallel({"1": [Gaussian(5.0, {REPLACE_ONE: 1.0})]}, "p"))
     accountant.record(Gaussian(1.0, {REPLACE_ONE: 1.0}))

@@ -31,7 +31,7 @@ from torch_dpsco.accounting.planning import PlannedEvents
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 QUIET = PoissonGaussian(8.0, 0.01)
-BUDGET = Budget(1.0, DELTA)
+BUDGET = Budget(1.0, DELTA, "replace_one")
 
 
 def gaussian(mu: float) -> Gaussian:
@@ -96,14 +96,16 @@ def test_another_event_than_the_first_is_refused_and_changes_nothing(other):
 def test_without_a_planned_budget_nothing_need_be_planned():
     for budget in (
         None,
-        Budget(1.0, DELTA, mode="rdp", orders=40),
-        Budget(1.0, DELTA, mode="rdp-mixture"),
+        Budget(1.0, DELTA, "replace_one", mode="rdp", orders=40),
+        Budget(1.0, DELTA, "replace_one", mode="rdp-mixture"),
     ):
         accountant = Accountant(budget)
         for event in (STEP, QUIET, gaussian(0.01)):
             accountant.authorize(event)
         assert "plan" not in accountant.state_dict()["config"]
-    pure = Accountant(Budget(1.0, 0.0))  # the sum of pure epsilons holds whatever chose them
+    pure = Accountant(
+        Budget(1.0, 0.0, "replace_one")
+    )  # the sum of pure epsilons holds whatever chose them
     pure.authorize(Pure(0.25))
     pure.authorize(Pure(0.5))
     assert pure.get_epsilon(0.0) == 0.75
@@ -222,7 +224,10 @@ def test_what_has_happened_is_recorded_and_joins_the_plan():
 
 @pytest.mark.slow
 def test_a_run_of_several_events_may_be_repeated_while_the_budget_lasts():
-    accountant, run = Accountant(Budget(1.0, DELTA)), Sequential((Repeat(QUIET, 5), FIXED))
+    accountant, run = (
+        Accountant(Budget(1.0, DELTA, "replace_one")),
+        Sequential((Repeat(QUIET, 5), FIXED)),
+    )
     accountant.authorize(run)
     most = accountant.max_steps(run)
     accountant.authorize(run, most)
@@ -302,7 +307,7 @@ KINDS = [STEP, QUIET, FIXED, part("0"), part("1"), Sequential((QUIET, FIXED))]
 )
 def test_whatever_is_charged_is_within_one_set_of_events_that_fits(declared, requests):
     """The guarantee's premise, checked on what was charged: it never leaves what the first charge reserved."""
-    accountant = Accountant(Budget(0.5, DELTA))
+    accountant = Accountant(Budget(0.5, DELTA, "replace_one"))
     for event, steps in declared:
         accountant.declare(event, steps)
     for event, count in requests:
@@ -339,7 +344,10 @@ def test_whatever_is_charged_is_within_one_set_of_events_that_fits(declared, req
 
 
 def test_gaussian_noise_may_be_chosen_on_the_way_and_the_target_is_then_the_guarantee():
-    accountant, plain = Accountant(BUDGET), Accountant(Budget(1.0, DELTA, mode="gdp"))
+    accountant, plain = (
+        Accountant(BUDGET),
+        Accountant(Budget(1.0, DELTA, "replace_one", mode="gdp")),
+    )
     for mu in (0.1, 0.05, 0.12):
         accountant.authorize(gaussian(mu))
         plain.authorize(gaussian(mu))
@@ -422,7 +430,7 @@ def test_a_ledger_file_keeps_the_mode_it_came_to(tmp_path):
 
 
 def test_a_ledger_without_a_plan_goes_on_with_its_only_event_or_not_at_all():
-    one, two = Accountant(), Accountant()
+    one, two = (Accountant(adjacency="replace_one") for _ in range(2))
     one.authorize(STEP, 4)
     two.authorize(STEP, 4)
     two.authorize(QUIET)

@@ -130,8 +130,8 @@ def test_a_sparse_vector_run_counts_with_its_pure_epsilon():
 
 def test_nothing_costs_nothing_at_delta_0():
     assert Accountant().get_epsilon(0.0) == 0.0
-    assert Accountant(Budget(1.0, 0.0)).report().epsilon == 0.0
-    assert Accountant(Budget(1.0, 0.0)).get_delta(0.0) == 0.0
+    assert Accountant(Budget(1.0, 0.0, "replace_one")).report().epsilon == 0.0
+    assert Accountant(Budget(1.0, 0.0, "replace_one")).get_delta(0.0) == 0.0
 
 
 @pytest.mark.parametrize("event", IMPURE, ids=repr)
@@ -222,13 +222,13 @@ def test_an_event_of_another_adjacency_is_refused_at_delta_0():
         with pytest.raises(AdjacencyError, match=r"under add_remove|for add_remove"):
             accountant.authorize(event)
     assert len(accountant) == 0
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(replaced)
     assert accountant.report().epsilons == {REPLACE_ONE: 0.5}
 
 
 def test_a_report_at_delta_0_leaves_out_adjacencies_without_a_pure_epsilon():
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(Gaussian(1.0, {REPLACE_ONE: 0.0, ZERO_OUT: 1.0}))
     assert accountant.report(0.0).epsilons == {REPLACE_ONE: 0.0}
     assert set(accountant.report(1e-5).epsilons) == {REPLACE_ONE, ZERO_OUT}
@@ -260,25 +260,29 @@ def test_no_part_of_delta_0_can_be_set_aside(mode):
     with pytest.raises(
         ValueError, match=rf"failure must not be given in mode '{mode}' \(got 1e-09\)"
     ):
-        Budget(1.0, 0.0, mode=mode, failure=1e-9)
+        Budget(1.0, 0.0, "replace_one", mode=mode, failure=1e-9)
 
 
 def test_a_pure_budget_is_a_value():
-    budget = Budget(1.0, -0.0)
-    assert budget == Budget(1, 0) == Budget(torch.ones(()), torch.zeros(()))
+    budget = Budget(1.0, -0.0, "replace_one")
+    assert (
+        budget
+        == Budget(1, 0, "replace_one")
+        == Budget(torch.ones(()), torch.zeros(()), "replace_one")
+    )
     assert (
         repr(budget)
         == "Budget(epsilon=1.0, delta=0.0, adjacency='replace_one', unit='example', mode='planned')"
     )
-    assert (budget.adaptive, Budget(1.0, 0.0, mode="pure").adaptive) == (False, True)
+    assert (budget.adaptive, Budget(1.0, 0.0, "replace_one", mode="pure").adaptive) == (False, True)
     with pytest.raises(ValueError, match=r"delta must be 0 in mode 'pure' \(got 1e-05\)"):
-        Budget(1.0, 1e-5, mode="pure")
+        Budget(1.0, 1e-5, "replace_one", mode="pure")
 
 
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("event", IMPURE, ids=repr)
 def test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0(event, mode):
-    accountant = Accountant(Budget(1e6, 0.0, mode=mode))
+    accountant = Accountant(Budget(1e6, 0.0, "replace_one", mode=mode))
     accountant.authorize(Pure(0.5))
     before = image(accountant)
     for asked in (event, Parallel({"a": [event]}, "p"), Sequential((Pure(0.1), event))):
@@ -292,7 +296,7 @@ def test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0(event, mode):
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_a_budget_at_delta_0_ends_where_the_sum_would_pass_it(mode):
-    accountant = Accountant(Budget(1.0, 0.0, mode=mode))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one", mode=mode))
     assert accountant.max_steps(Pure(0.1)) == 10
     for _ in range(10):
         accountant.authorize(Pure(0.1))
@@ -307,7 +311,7 @@ def test_a_budget_at_delta_0_ends_where_the_sum_would_pass_it(mode):
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place(mode):
-    run = make_filter(Budget(1.0, 0.0, mode=mode))
+    run = make_filter(Budget(1.0, 0.0, "replace_one", mode=mode))
     assert run.admits(Ledger(), Pure(1.0 + 2.0**-50))
     assert not run.admits(Ledger(), Pure(1.0 + 2.0**-50 + 2.0**-52))
     # however many rounded parts: no slack of its own for each
@@ -322,7 +326,7 @@ def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place(mode):
     ("target", "parts"), [(0.3, (0.1, 0.2)), (0.6, (0.2, 0.4)), (0.7, (0.15, 0.55))]
 )
 def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mode):
-    accountant = Accountant(Budget(target, 0.0, mode=mode))
+    accountant = Accountant(Budget(target, 0.0, "replace_one", mode=mode))
     for part in parts:
         accountant.authorize(KNorm(part, 3))
     assert accountant.ledger.epsilon(0.0, REPLACE_ONE) > target
@@ -342,7 +346,7 @@ def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mo
 @given(target=st.floats(0.01, 5.0), rows=charges)
 @settings(max_examples=60, deadline=None)
 def test_a_budget_at_delta_0_admits_exactly_what_fits(mode, target, rows):
-    accountant, taken = Accountant(Budget(target, 0.0, mode=mode)), []
+    accountant, taken = Accountant(Budget(target, 0.0, "replace_one", mode=mode)), []
     limit = Fraction(target) * (1 + SLACK)
     for partition, part, epsilon, count in rows:
         event, asked = (
@@ -364,7 +368,7 @@ def test_a_budget_at_delta_0_admits_exactly_what_fits(mode, target, rows):
 @given(target=st.floats(0.01, 5.0), spent=st.floats(0.0, 2.0), epsilon=st.floats(1e-6, 2.0))
 @settings(max_examples=60, deadline=None)
 def test_the_number_of_pure_steps_left_is_exact(target, spent, epsilon):
-    accountant = Accountant(Budget(target, 0.0))
+    accountant = Accountant(Budget(target, 0.0, "replace_one"))
     accountant.record(Pure(spent))
     steps = accountant.max_steps(Pure(epsilon))
     assert not accountant.admits(Pure(epsilon), steps + 1)
@@ -374,7 +378,7 @@ def test_the_number_of_pure_steps_left_is_exact(target, spent, epsilon):
 
 
 def test_a_pure_schedule_is_decided_as_a_whole():
-    budget = Budget(1.0, 0.0, schedule=[(Pure(0.1), 5), (KNorm(0.5, 4), 1)])
+    budget = Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 5), (KNorm(0.5, 4), 1)])
     accountant = Accountant(budget)
     accountant.authorize(KNorm(0.5, 4))
     accountant.authorize(Pure(0.1), 5)
@@ -383,13 +387,13 @@ def test_a_pure_schedule_is_decided_as_a_whole():
     with pytest.raises(
         BudgetExceeded, match=r"epsilon to 1\.1, past the budget of 1 .*declare fewer steps"
     ):
-        Accountant(Budget(1.0, 0.0, schedule=[(Pure(0.1), 11)]))
+        Accountant(Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 11)]))
     with pytest.raises(
         BudgetExceeded,
         match=r"epsilon to inf.*has no finite pure epsilon \(delta = 0 has no Gaussian",
     ):
-        Accountant(Budget(1.0, 0.0, schedule=[(Pure(0.1), 1), (GAUSSIAN, 1)]))
-    open_plan = Accountant(Budget(1.0, 0.0, schedule=()))
+        Accountant(Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 1), (GAUSSIAN, 1)]))
+    open_plan = Accountant(Budget(1.0, 0.0, "replace_one", schedule=()))
     open_plan.declare(Pure(0.25), 4)
     with pytest.raises(BudgetExceeded, match="Gaussian noise"):
         open_plan.declare(GAUSSIAN, 1)
@@ -397,7 +401,7 @@ def test_a_pure_schedule_is_decided_as_a_whole():
 
 
 def test_what_was_recorded_past_a_pure_budget_ends_it():
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(Pure(0.25))
     accountant.record(GAUSSIAN)  # truth wins over wishes
     assert f"{GAUSSIAN} has no finite pure epsilon" in refusal(accountant, Pure(0.25))
@@ -405,7 +409,7 @@ def test_what_was_recorded_past_a_pure_budget_ends_it():
     with pytest.raises(InfeasibleError, match="give delta > 0"):
         accountant.report()
     assert 0.2499 < accountant.report(1e-6).epsilon < 0.26
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.record(Pure(1.5))
     statement = make_statement(accountant.report(), Run("Sgd", Full(100), Pure(1.5), 1, 1, True))
     assert "The budget (epsilon 1 at delta 0) was exceeded" in statement.warnings[0]
@@ -417,12 +421,12 @@ def test_the_figures_of_the_page_on_accounting_are_right():
     accountant.authorize(KNorm(0.1, 10), 10)
     assert accountant.get_epsilon(0.0) == 1.0
     assert accountant.get_epsilon(1e-6) == pytest.approx(0.411, abs=5e-4)
-    more = Accountant(Budget(1.0, 1e-6))
+    more = Accountant(Budget(1.0, 1e-6, "replace_one"))
     assert more.max_steps(KNorm(0.1, 10)) > 20
 
 
 def test_a_budget_with_a_delta_still_takes_pure_events():
-    accountant = Accountant(Budget(1.0, 1e-6))
+    accountant = Accountant(Budget(1.0, 1e-6, "replace_one"))
     accountant.authorize(KNorm(1.0, 5))
     assert accountant.get_epsilon(0.0) == 1.0 > accountant.get_epsilon(1e-6)
 
@@ -433,7 +437,7 @@ def test_a_budget_with_a_delta_still_takes_pure_events():
 def worst_ratio(target: float, seed: int, depth: int) -> float:
     """The largest likelihood ratio of a run of randomized responses, each chosen at random from the answers before."""
     rule = random.Random(seed)
-    budget = make_filter(Budget(target, 0.0, mode="pure"))
+    budget = make_filter(Budget(target, 0.0, "replace_one", mode="pure"))
 
     def ratio(ledger: list[Event], left: int) -> float:
         event = Pure(rule.choice([0.1, 0.3, target / 2, rule.uniform(0.0, target)]))
@@ -458,7 +462,7 @@ def test_a_run_of_pure_releases_chosen_on_the_way_stays_within_its_target():
 
 
 def test_adaptive_pure_runs_quote_the_target_and_without_a_budget_the_sum():
-    accountant = Accountant(Budget(1.0, 0.0, mode="pure"))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one", mode="pure"))
     accountant.authorize(Pure(0.25), adaptive=True)
     assert (
         accountant.get_epsilon(0.0)
@@ -477,7 +481,7 @@ def test_adaptive_pure_runs_quote_the_target_and_without_a_budget_the_sum():
 
 
 def test_a_planned_pure_budget_sends_adaptive_runs_to_the_pure_mode():
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     with pytest.raises(PrivacyError, match=r"Budget\(..., mode='pure'\), or no budget"):
         accountant.authorize(Pure(0.25), adaptive=True)
     assert len(accountant) == 0
@@ -488,7 +492,7 @@ def test_a_planned_pure_budget_sends_adaptive_runs_to_the_pure_mode():
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path, mode):
-    budget, path = Budget(1.0, 0.0, mode=mode), tmp_path / "ledger"
+    budget, path = Budget(1.0, 0.0, "replace_one", mode=mode), tmp_path / "ledger"
     accountant = Accountant(budget, ledger_path=path)
     accountant.authorize(KNorm(0.3, 5))
     with accountant.phase("a", partition="p"):
@@ -505,10 +509,10 @@ def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path, mod
 
 
 def test_a_state_of_pure_events_comes_back_to_the_bit():
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(KNorm(1 / 3, 5), 2)
     state = json.loads(json.dumps(accountant.state_dict()))
-    again = Accountant(Budget(1.0, 0.0))
+    again = Accountant(Budget(1.0, 0.0, "replace_one"))
     again.load_state_dict(state)
     assert image(again) == image(accountant)
     assert again.get_epsilon(0.0) == accountant.get_epsilon(0.0) == 2 / 3
@@ -537,7 +541,7 @@ def test_no_gaussian_noise_is_calibrated_at_delta_0(call):
 
 
 def stated(epsilon: float = 1.0, finalized: bool = True) -> Statement:
-    accountant = Accountant(Budget(epsilon, 0.0))
+    accountant = Accountant(Budget(epsilon, 0.0, "replace_one"))
     event = Pure(epsilon)
     if finalized:
         accountant.authorize(event)
@@ -549,7 +553,7 @@ def test_a_pure_statement_says_what_holds_and_speaks_of_no_slack():
     statement = stated()
     assert (
         statement.headline
-        == "1-differential privacy, pure (delta = 0), for one example (replace_one)."
+        == "1-differential privacy, pure (delta = 0), for one example (replace_one: replaced by any other)."
     )
     assert statement.warnings == ()
     assert "What delta is" not in dict(statement.sections)
@@ -594,7 +598,7 @@ def test_a_pure_statement_is_exact_in_json():
 
 
 def test_a_tighter_curve_of_a_pure_release_is_told_beside_its_epsilon():
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(KNorm(1.0, 100))
     run = OneRelease("OutputPerturbation", Full(100), KNorm(1.0, 100), 1, 1, True)
     assert "Epsilon alone would allow 73.2 %." in str(
@@ -609,7 +613,7 @@ def test_a_pure_statement_warns_of_weakness_and_of_what_is_to_come():
     early = stated(finalized=False)
     assert early.headline.endswith("because nothing was released yet.")
     assert any("Final epsilon: at most 1 by plan or budget" in line for line in early.warnings)
-    accountant = Accountant(Budget(1.0, 0.0))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(Pure(1.0))
     undeclared = make_statement(
         accountant.report(), Run("Sgd", Undeclared(8), Pure(1.0), 1, 1, True)
@@ -629,7 +633,7 @@ def test_a_group_pays_its_size_times_epsilon_rounded_up(epsilon, size):
 
 
 def test_report_lines_at_delta_0_add_up_over_all_pure_kinds():
-    accountant = Accountant(Budget(2.0, 0.0))
+    accountant = Accountant(Budget(2.0, 0.0, "replace_one"))
     for event, times in itertools.product(
         (Pure(0.25), KNorm(0.25, 2), Laplace(4.0, {REPLACE_ONE: 1.0})), (1, 1)
     ):

@@ -88,7 +88,7 @@ def test_figures_are_those_of_the_ledger():
     accountant = charged(STEP, clipped_gaussian(5.0))
     report = accountant.report(DELTA)
     assert report.epsilons == {a: accountant.get_epsilon(DELTA, adjacency=a) for a in ADJACENCIES}
-    assert report.epsilon == report.epsilons[REPLACE_ONE]
+    assert report.epsilon == report.epsilons[ZERO_OUT]
     assert report.events == (f"3 x {STEP}", f"3 x {clipped_gaussian(5.0)}")
     assert all(f"  event: {line}" in str(report) for line in report.events)
 
@@ -147,7 +147,7 @@ def test_the_method_is_named_with_its_order_if_it_has_one():
 
 
 def test_the_budget_is_shown_and_gives_the_default_delta():
-    accountant = charged(STEP, budget=Budget(8.0, 1e-6))
+    accountant = charged(STEP, budget=Budget(8.0, 1e-6, "replace_one"))
     assert "  budget: epsilon 8 at delta 1e-06" in str(accountant.report()).splitlines()
     assert accountant.report().delta == 1e-6
     assert accountant.report(DELTA).delta == DELTA
@@ -187,7 +187,7 @@ def test_passes_over_parts_are_gathered_and_show_their_noise():
 
 def test_parts_of_unequal_cost_are_shown_by_the_costliest():
     a, b = Gaussian(1.0, {REPLACE_ONE: 1.0}), Gaussian(2.0, {REPLACE_ONE: 1.0})
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(Parallel({"0": [a, a, b], "1": [a]}, "p"))
     accountant.authorize(b, 7)
     assert accountant.report(DELTA).charges == (

@@ -201,7 +201,7 @@ def test_the_risk_of_a_ledger_is_that_of_its_events_when_asked():
 
 
 def test_a_report_tells_its_risk():
-    accountant = Accountant(Budget(2.0, 1e-5))
+    accountant = Accountant(Budget(2.0, 1e-5, "replace_one"))
     accountant.authorize(clipped_gaussian(8.0), 2)
     report = accountant.report()
     assert report.risk().advantage == report.advantage
@@ -211,7 +211,7 @@ def test_a_report_tells_its_risk():
 
 
 def test_an_adaptive_report_knows_its_point_only():
-    accountant = Accountant(Budget(2.0, 1e-5, mode="gdp"))
+    accountant = Accountant(Budget(2.0, 1e-5, "replace_one", mode="gdp"))
     accountant.authorize(clipped_gaussian(8.0), 2)
     report = accountant.report()
     assert report.risk().advantage == pytest.approx(attack_advantage(report.epsilon, 1e-5))

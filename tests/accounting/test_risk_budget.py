@@ -102,11 +102,11 @@ def test_the_filter_stops_where_the_risk_is_spent():
 
 
 def test_what_may_fail_takes_the_whole_of_its_delta():
-    accountant = Accountant(Budget(advantage=0.1))
+    accountant = Accountant(Budget(advantage=0.1, adjacency="replace_one"))
     assert not accountant.admits(ApproxDP(0.0, 0.11))
     assert accountant.admits(ApproxDP(0.0, 0.05))
     assert not accountant.admits(ApproxDP(0.05, 0.09))  # tanh(0.025) + 0.18/2.05 > 0.1
-    rates = Accountant(Budget(tpr=0.02, fpr=0.01))
+    rates = Accountant(Budget(tpr=0.02, fpr=0.01, adjacency="replace_one"))
     assert not rates.admits(ApproxDP(0.0, 0.011))  # found without a false alarm
 
 
@@ -128,7 +128,7 @@ def test_plans_and_reports_keep_the_risk(target):
 
 
 def test_clipped_and_user_plans_take_a_risk():
-    budget = Budget(advantage=0.2)
+    budget = Budget(advantage=0.2, adjacency="replace_one")
     plan = dp.ClippedSGD.plan(n=1000, budget=budget, batch_size=100, epochs=1, clip=1.0, lr=0.1)
     users = dp.UserClippedSGD.plan(
         n_users=1000, budget=replace(budget, unit="user"), clip=1.0, lr=0.1, steps=5
@@ -169,21 +169,21 @@ def test_an_adaptive_report_says_no_more_than_the_target(target, mode):
 
 
 def test_changed_budgets_keep_their_risk():
-    budget = Budget(tpr=0.2, fpr=0.01)
+    budget = Budget(tpr=0.2, fpr=0.01, adjacency="replace_one")
     assert replace(budget, unit="user").risk == budget.risk
     assert replace(budget, advantage=None).line == budget.line
     assert eval(repr(budget), {"Budget": Budget}) == budget
-    assert Budget(budget.epsilon, budget.delta) != budget
-    assert "advantage" not in repr(Budget(1.0, 1e-5))
+    assert Budget(budget.epsilon, budget.delta, "replace_one") != budget
+    assert "advantage" not in repr(Budget(1.0, 1e-5, "replace_one"))
 
 
 def test_a_risk_and_another_epsilon_are_refused():
     with pytest.raises(ValueError, match="epsilon and delta must be left out"):
-        Budget(8.0, 1e-5, advantage=0.1)
+        Budget(8.0, 1e-5, "replace_one", advantage=0.1)
     with pytest.raises(ValueError, match="epsilon and delta must be left out"):
-        replace(Budget(advantage=0.1), advantage=0.01)
+        replace(Budget(advantage=0.1, adjacency="replace_one"), advantage=0.01)
     with pytest.raises(ValueError, match="epsilon and delta must be left out"):
-        Budget(8.0, tpr=0.2, fpr=0.1)
+        Budget(8.0, tpr=0.2, fpr=0.1, adjacency="replace_one")
 
 
 @pytest.mark.parametrize(

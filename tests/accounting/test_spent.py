@@ -11,7 +11,7 @@ from torch_dpsco.accounting.events import Gaussian, Laplace, PoissonGaussian, cl
 from torch_dpsco.accounting.ledger import Ledger
 
 STEP = clipped_gaussian(30.0)
-TARGET = dp.Budget(1.0, 1e-5)
+TARGET = dp.Budget(1.0, 1e-5, "replace_one")
 
 
 def charged(steps: int, budget: dp.Budget | None = TARGET) -> dp.Accountant:
@@ -54,7 +54,7 @@ def test_nothing_remains_where_more_was_recorded_than_the_budget_allows() -> Non
 
 
 def test_an_adaptive_budget_is_quoted_as_its_target_from_the_first_charge_on() -> None:
-    accountant = dp.Accountant(dp.Budget(1.0, 1e-5, mode="gdp"))
+    accountant = dp.Accountant(dp.Budget(1.0, 1e-5, "replace_one", mode="gdp"))
     assert (accountant.spent.epsilon, accountant.remaining) == (0.0, 1.0)
     accountant.authorize(STEP)
     assert (accountant.spent.epsilon, accountant.remaining) == (1.0, 0.0)
@@ -117,7 +117,7 @@ def test_the_repr_is_one_line_whatever_was_charged() -> None:
     assert repr(unproved).startswith(
         "Accountant(epsilon not proved at delta 1e-06 under add_remove, events: 1"
     )
-    pure = dp.Accountant(dp.Budget(1.0, 0.0))
+    pure = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
     pure.record(Laplace(10.0, {"replace_one": 1.0}), 2)
     assert repr(pure).startswith(
         "Accountant(epsilon 0.2 of 1 at delta 0 under replace_one, events: 2"

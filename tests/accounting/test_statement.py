@@ -40,6 +40,7 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     PoissonGaussian,
     clipped_gaussian,
+    in_words,
 )
 from torch_dpsco.accounting.report import grounds
 from torch_dpsco.accounting.report.figures import Run, rounded_up
@@ -78,7 +79,8 @@ def stated(
     **settings: object,
 ) -> Statement:
     """Returns the statement of a run that charged its steps; keywords of Accountant go to a new one."""
-    accountant = Accountant(**settings) if accountant is None else accountant
+    if accountant is None:
+        accountant = Accountant(**{"adjacency": REPLACE_ONE} | settings)
     for k in range(steps):
         accountant.record(design.draw_event(event, Draw(1, "cut", str(k))))
     run = Run("SomeSGD", design, event, steps, planned, finalized)
@@ -140,7 +142,7 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
     epsilon = rounded_up(statement.figures.epsilon)
     assert (
         statement.headline
-        == f"({epsilon}, 1e-05)-differential privacy for one {unit} ({adjacency})."
+        == f"({epsilon}, 1e-05)-differential privacy for one {unit} ({in_words(adjacency)})."
     )
     assert f"differ in one {unit} only" in section(statement, "What it means")
     assert WORLD[adjacency].format(unit) in section(statement, "What it means")
@@ -262,7 +264,10 @@ def test_a_design_of_somebody_else_is_quoted_as_it_is():
 
 def test_no_guarantee_is_said_first_and_nothing_is_promised():
     statement = stated(event=NonPrivate())
-    assert statement.headline == "NO privacy guarantee: epsilon is infinite (replace_one)."
+    assert (
+        statement.headline
+        == "NO privacy guarantee: epsilon is infinite (replace_one: replaced by any other)."
+    )
     assert statement.warnings[0].startswith("No guarantee: something was released without noise")
     assert section(statement, "What it means") == (
         "Nothing bounds what the release tells about one example. Treat it like the data themselves."
@@ -338,23 +343,27 @@ def test_a_run_without_plan_or_budget_has_no_final_epsilon():
 
 
 def test_a_budget_bounds_a_run_without_plan():
-    (warning,) = stated(planned=None, finalized=False, budget=Budget(3.0, DELTA)).warnings
+    (warning,) = stated(
+        planned=None, finalized=False, budget=Budget(3.0, DELTA, "replace_one")
+    ).warnings
     assert "Final epsilon: at most 3 by plan or budget." in warning
     # at a smaller delta the budget says nothing, at a larger one it still holds
     warnings = stated(
-        planned=None, finalized=False, delta=DELTA / 2, budget=Budget(3.0, DELTA)
+        planned=None, finalized=False, delta=DELTA / 2, budget=Budget(3.0, DELTA, "replace_one")
     ).warnings
     assert any("Final epsilon: nothing bounds it." in warning for warning in warnings)
     warnings = stated(
-        planned=None, finalized=False, delta=DELTA * 2, budget=Budget(3.0, DELTA)
+        planned=None, finalized=False, delta=DELTA * 2, budget=Budget(3.0, DELTA, "replace_one")
     ).warnings
     assert any("Final epsilon: at most 3 by plan or budget." in warning for warning in warnings)
 
 
 def test_the_smaller_of_plan_and_budget_bounds_a_run():
-    planned = stated(steps=4, finalized=False, budget=Budget(50.0, DELTA))
+    planned = stated(steps=4, finalized=False, budget=Budget(50.0, DELTA, "replace_one"))
     assert f"at most {rounded_up(planned.figures.planned_epsilon)} by plan" in planned.warnings[0]
-    tight = stated(steps=4, planned=10**5, finalized=False, budget=Budget(1.0, DELTA))
+    tight = stated(
+        steps=4, planned=10**5, finalized=False, budget=Budget(1.0, DELTA, "replace_one")
+    )
     assert "at most 1 by plan or budget" in tight.warnings[0]
 
 
@@ -377,28 +386,28 @@ def test_steps_that_were_not_declared_hold_only_if_chosen_blindly():
     (warning,) = stated(planned=None).warnings
     assert warning.startswith("The number of steps (10) was not declared in advance.")
     assert "Then no figure here holds." in warning
-    warnings = stated(planned=None, budget=Budget(3.0, DELTA)).warnings
+    warnings = stated(planned=None, budget=Budget(3.0, DELTA, "replace_one")).warnings
     assert "Then quote epsilon 3." in warnings[0]
 
 
 def test_the_part_of_a_budget_that_is_left_is_not_promised_away():
     spent = stated().figures.epsilon
-    left = stated(budget=Budget(3.0, DELTA))
+    left = stated(budget=Budget(3.0, DELTA, "replace_one"))
     assert left.warnings == (
         "The budget (epsilon 3 at delta 1e-05) is not used up. Whoever may still spend the rest on these data must "
         "promise the budget, not the figure above.",
     )
-    assert stated(budget=Budget(spent, DELTA)).warnings == ()
+    assert stated(budget=Budget(spent, DELTA, "replace_one")).warnings == ()
     assert "Budget: epsilon 3 at delta 1e-05." in section(left, "How it was computed")
 
 
 def test_a_budget_that_was_passed_by_what_happened_is_said():
-    (warning,) = stated(budget=Budget(0.1, DELTA)).warnings
+    (warning,) = stated(budget=Budget(0.1, DELTA, "replace_one")).warnings
     assert warning.startswith("The budget (epsilon 0.1 at delta 1e-05) was exceeded")
 
 
 def test_figures_at_another_delta_are_not_compared_with_the_budget():
-    (warning,) = stated(delta=1e-6, budget=Budget(0.1, DELTA)).warnings
+    (warning,) = stated(delta=1e-6, budget=Budget(0.1, DELTA, "replace_one")).warnings
     assert (
         warning
         == "The budget is epsilon 0.1 at delta 1e-05: figures at another delta cannot be compared with it."
@@ -406,7 +415,7 @@ def test_figures_at_another_delta_are_not_compared_with_the_budget():
 
 
 def test_the_budget_gives_the_default_delta():
-    assert stated(delta=None, budget=Budget(3.0, 1e-7)).figures.delta == 1e-7
+    assert stated(delta=None, budget=Budget(3.0, 1e-7, "replace_one")).figures.delta == 1e-7
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -499,7 +508,7 @@ SAMPLES = [
     {"steps": 4, "finalized": False},
     {"event": NonPrivate()},
     {"design": Undeclared(64)},
-    {"design": Shuffled(64, 1000), "budget": Budget(0.01, DELTA)},
+    {"design": Shuffled(64, 1000), "budget": Budget(0.01, DELTA, "replace_one")},
     {"adjacency": ADD_REMOVE, "unit": "user", "planned": None},
 ]
 

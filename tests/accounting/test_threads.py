@@ -95,7 +95,7 @@ def test_no_charge_of_16_threads_is_lost(attempt):
 @pytest.mark.parametrize("kinds", [1, 10])
 def test_no_number_of_threads_passes_the_budget(kinds):
     """Room for 500 events of one kind, or of 10 kinds, and 16 threads that each try for 100."""
-    accountant, granted = Accountant(Budget(5.0, 0.0, mode="pure")), []
+    accountant, granted = Accountant(Budget(5.0, 0.0, "replace_one", mode="pure")), []
 
     def work(number: int) -> None:
         for k in range(ROUNDS // 10):
@@ -307,7 +307,12 @@ def test_a_secret_run_too_is_for_one_thread_at_a_time():
     layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     problem = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0)
     plan = dp.HolderOutputSGD.plan(
-        problem=problem, n=20, dim=layer, budget=dp.Budget(1.0, 1e-4), batch_size=10, lr=0.01
+        problem=problem,
+        n=20,
+        dim=layer,
+        budget=dp.Budget(1.0, 1e-4, "replace_one"),
+        batch_size=10,
+        lr=0.01,
     )
     ours = dp.HolderOutputSGD(layer.parameters(), plan)
     x, y = next(iter(ours.loader(data)))

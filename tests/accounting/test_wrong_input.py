@@ -236,7 +236,7 @@ CHARGES = [
         "budget must be for",
     ),
     (
-        lambda a: setattr(a, "budget", Budget(1.0, DELTA, unit="user")),
+        lambda a: setattr(a, "budget", Budget(1.0, DELTA, "replace_one", unit="user")),
         PrivacyError,
         "budget must be for",
     ),

@@ -356,7 +356,7 @@ for _name, _more in ESTIMATORS.items():
 
 def fresh() -> estimators.LogisticRegression:
     return estimators.LogisticRegression(
-        n=N, bound_x=2.0, classes=(0, 1), accountant=dp.Accountant(adjacency="add_remove")
+        n=N, bound_x=2.0, classes=(0, 1), accountant=dp.Accountant(adjacency="zero_out")
     )
 
 

@@ -131,7 +131,7 @@ def new_search() -> PrivateSearch:
         n=N,
         trials=2.0,
         holdout=0.5,
-        accountant=dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
+        accountant=dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="zero_out")),
     )
 
 

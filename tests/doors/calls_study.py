@@ -105,7 +105,7 @@ CALLS["statistics.search.PrivateSearch"] = lambda: (
         "n": N,
         "trials": 2.0,
         "holdout": 0.5,
-        "accountant": dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="add_remove")),
+        "accountant": dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="zero_out")),
     },
 )
 CALLS["dp.Schema.from_public"] = lambda: (
@@ -149,7 +149,7 @@ for _name, _more in TRANSFORMERS.items():
             "lower": -1.0,
             "upper": 1.0,
             "epsilon": 1.0,
-            "accountant": dp.Accountant(adjacency="add_remove"),
+            "accountant": dp.Accountant(adjacency="zero_out"),
         }
         | more,
     )
@@ -159,7 +159,7 @@ def scaler() -> prepare.PrivateStandardScaler:
     return prepare.PrivateStandardScaler(
         lower=-1.0,
         upper=1.0,
-        accountant=dp.Accountant(dp.Budget(9.0, 1e-5, adjacency="add_remove")),
+        accountant=dp.Accountant(dp.Budget(9.0, 1e-5, adjacency="zero_out")),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch_dpsco import estimators as models
 
 N = 120
-COMMON = {"epsilon": 20.0, "delta": 1e-3, "n": N, "bound_x": 5.0}
+COMMON = {"epsilon": 20.0, "delta": 1e-3, "adjacency": "add_remove", "n": N, "bound_x": 5.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "LogisticRegression": {"classes": (0, 1)},
     "SoftmaxRegression": {"classes": (0, 1, 2)},

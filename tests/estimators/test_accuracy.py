@@ -28,7 +28,7 @@ from torch_dpsco.estimators import (
 )
 
 pytestmark = pytest.mark.usefixtures("same_noise")
-PUBLIC = {"n": 32_561, "bound_x": 3.47, "classes": (0, 1)}
+PUBLIC = {"adjacency": "add_remove", "n": 32_561, "bound_x": 3.47, "classes": (0, 1)}
 
 
 @pytest.fixture(scope="module")

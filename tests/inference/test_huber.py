@@ -14,6 +14,7 @@ from torch_dpsco.estimators import HuberRegressor
 
 TRUTH = np.array([0.5, -0.5, 0.1])
 SETTINGS: dict[str, Any] = {
+    "adjacency": "add_remove",
     "bound_x": math.sqrt(2),
     "bound_y": 3.0,
     "threshold": 0.3,

@@ -22,6 +22,7 @@ from torch_dpsco.step import exact_noise as vector_noise
 TRUTH = np.array([0.5, -0.5, 0.1])
 SETTINGS: dict[str, Any] = {
     "epsilon": 4.0,
+    "adjacency": "add_remove",
     "bound_x": math.sqrt(2),
     "bound_y": 2.0,
     "intervals": 0.05,

@@ -18,7 +18,12 @@ from torch_dpsco.estimators import LogisticRegression, QuantileRegressor
 from torch_dpsco.estimators.reading import NotFittedError
 from torch_dpsco.statistics import debias, needed_eigenvalue, p_value, reach
 
-SETTINGS = {"epsilon": 4.0, "bound_x": math.sqrt(2), "classes": (0, 1)}
+SETTINGS = {
+    "epsilon": 4.0,
+    "adjacency": "add_remove",
+    "bound_x": math.sqrt(2),
+    "classes": (0, 1),
+}
 
 
 def table(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

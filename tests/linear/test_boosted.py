@@ -202,7 +202,8 @@ def test_a_clip_follows_public_numbers() -> None:
     small, large = (plan_boosted(task(n=n)) for n in (10, 10**6))
     assert small.clip == pytest.approx(0.1 * TARGET * BOUND)
     assert large.clip == pytest.approx(0.2 * TARGET * BOUND)  # in public units it stops widening
-    measured = Ridge(n=10**6, delta=1e-9, bound_x=BOUND, bound_y=TARGET).plan(2)
+    public = {"adjacency": "add_remove", "n": 10**6, "bound_x": BOUND, "bound_y": TARGET}
+    measured = Ridge(delta=1e-9, **public).plan(2)
     assert measured.clip / measured.task.preparation.bound > 10.0  # spreads
 
 
@@ -212,7 +213,7 @@ def test_the_noise_of_rounds_is_for_residuals_and_not_for_the_bound_on_targets()
     draws = np.random.default_rng(5)
     X = draws.uniform(0, 1, size=(8000, 4))
     y = X @ [1.0, -2.0, 0.5, 1.0] + 0.3 * draws.standard_normal(8000) + 3.0
-    given = {"epsilon": 0.3, "n": 8000, "bound_x": 2.0}
+    given = {"epsilon": 0.3, "adjacency": "add_remove", "n": 8000, "bound_x": 2.0}
     assert min(Ridge(bound_y=40.0, **given).fit(X, y).score(X, y) for _ in range(10)) > 0.84
     near, far = (Ridge(bound_y=bound, **given).plan(4) for bound in (40.0, 400.0))
     assert near.noise_std == far.noise_std

@@ -36,7 +36,7 @@ def task(delta: float = 1e-6, **settings: object) -> LinearTask:
         "n": 4,
         "reg": 2.0,
     }
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, delta)} | settings))
+    return LinearTask(**(given | {"budget": dp.Budget(1.0, delta, "replace_one")} | settings))
 
 
 def data(sign: float) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ def test_a_tolerance_below_the_rounding_is_not_planned() -> None:
         preparation=Preparation(1.0),
         dim=3,
         n=10**6,
-        budget=dp.Budget(1.0, 1e-6),
+        budget=dp.Budget(1.0, 1e-6, "replace_one"),
         reg=1e4,
     )
     assert plan_output(given).distance * 1e4 == pytest.approx(

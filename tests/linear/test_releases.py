@@ -48,7 +48,7 @@ def task(delta: float = 1e-6, **settings: object) -> LinearTask:
         "n": 4,
         "reg": 2.0,
     }
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, delta)} | settings))
+    return LinearTask(**(given | {"budget": dp.Budget(1.0, delta, "replace_one")} | settings))
 
 
 def assert_std(values: Tensor, std: float) -> None:
@@ -117,7 +117,7 @@ def test_the_noise_covers_what_the_solver_left() -> None:
         moved = dict(plan.event().sens)["replace_one"]
         assert moved >= plan.sensitivity + 2 * plan.distance
         assert gaussian_delta(moved / plan.noise_scale, 1.0) <= 1e-6 * (1 + 1e-9)
-        pure = plan_output(replace(given, budget=dp.Budget(1.0, 0.0)))
+        pure = plan_output(replace(given, budget=dp.Budget(1.0, 0.0, "replace_one")))
         assert pure.noise_scale >= moved / 1.0
         assert pure.event().eps == 1.0
         paper = plan_output(given, mode="paper")
@@ -191,7 +191,7 @@ def test_the_noise_in_an_objective_is_that_of_the_theorem_for_its_loss(replaced:
 @pytest.mark.parametrize("epsilon", [0.1, 3.0])
 def test_pure_noise_covers_both_approximate_minimizers(epsilon: float) -> None:
     """Each may be off by the distance, which K-norm noise pays for with its share of epsilon."""
-    plan = plan_objective(task(budget=dp.Budget(epsilon, 0.0), reg=50.0))
+    plan = plan_objective(task(budget=dp.Budget(epsilon, 0.0, "replace_one"), reg=50.0))
     paid = 2 * plan.distance / plan.output_scale
     assert AMP_PURE_SHARE * epsilon * (1 - 1e-12) <= paid <= AMP_PURE_SHARE * epsilon
 
@@ -250,9 +250,9 @@ def test_the_perturbed_point_has_a_gradient_below_its_certified_norm(
 
 MECHANISMS = [
     ("output", {}),
-    ("output", {"budget": dp.Budget(1.0, 0.0)}),
+    ("output", {"budget": dp.Budget(1.0, 0.0, "replace_one")}),
     ("objective", {}),
-    ("objective", {"budget": dp.Budget(1.0, 0.0)}),
+    ("objective", {"budget": dp.Budget(1.0, 0.0, "replace_one")}),
     ("noisy_gd", {}),
     ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
     ("boosted_adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
@@ -362,17 +362,30 @@ def test_noise_is_drawn_once(mechanism: str, monkeypatch: pytest.MonkeyPatch) ->
         ("objective", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
         ("objective", {"tilt": 1.0}),
         ("objective", {"attack_radius": 1.0}),
-        ("objective", {"loss": dp.losses.SoftmaxCrossEntropy(3), "budget": dp.Budget(1.0, 0.0)}),
+        (
+            "objective",
+            {
+                "loss": dp.losses.SoftmaxCrossEntropy(3),
+                "budget": dp.Budget(1.0, 0.0, "replace_one"),
+            },
+        ),
         ("noisy_gd", {"loss": dp.losses.Hinge()}),
         ("noisy_gd", {"loss": dp.losses.Squared(), "bound_y": 1.0}),
         ("noisy_gd", {"tilt": 1.0}),
         ("noisy_gd", {"attack_radius": 1.0}),
-        ("noisy_gd", {"budget": dp.Budget(1.0, 0.0)}),
+        ("noisy_gd", {"budget": dp.Budget(1.0, 0.0, "replace_one")}),
         ("adassp", {}),
         ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0, "residual_clip": 0.5}),
         ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0, "tilt": 0.5}),
         ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0, "attack_radius": 0.5}),
-        ("adassp", {"loss": dp.losses.Squared(), "bound_y": 1.0, "budget": dp.Budget(1.0, 0.0)}),
+        (
+            "adassp",
+            {
+                "loss": dp.losses.Squared(),
+                "bound_y": 1.0,
+                "budget": dp.Budget(1.0, 0.0, "replace_one"),
+            },
+        ),
         ("output", {"tilt": 1.0, "budget": dp.Budget(1.0, 1e-6, adjacency="add_remove")}),
         ("output", {"tilt": -10.0}),
         ("output", {"loss": dp.losses.Squared(), "bound_y": 1.0, "tilt": 1.0}),

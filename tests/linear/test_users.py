@@ -513,7 +513,7 @@ def test_groups_of_any_kind_protect_users(model: type) -> None:
 
 def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
     X, y = np.zeros((6, 2)), np.array([0, 1, 0, 1, 0, 1])
-    settings = {"epsilon": 1.0, "n": 3, "bound_x": 1.0}
+    settings = {"epsilon": 1.0, "adjacency": "add_remove", "n": 3, "bound_x": 1.0}
     model = LogisticRegression(**settings, classes=(0, 1))
     ledger = dp.Accountant(adjacency="add_remove")
     for groups in ([0, 1], 3, [0.5] * 6, [None] * 6, [0, 1, 2, -1, 0, 1]):
@@ -563,7 +563,7 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(
 
 def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    settings = {"epsilon": 0.5, "bound_x": 1.0, "classes": (0, 1)}
+    settings = {"epsilon": 0.5, "adjacency": "add_remove", "bound_x": 1.0, "classes": (0, 1)}
     few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
     assert few.last_std is None
     assert many.last_std is not None
@@ -576,7 +576,7 @@ def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    settings = {"delta": 1e-6, "bound_x": 1.0, "bound_y": 1.0}
+    settings = {"delta": 1e-6, "adjacency": "add_remove", "bound_x": 1.0, "bound_y": 1.0}
     few, some, many = (
         QuantileRegressor(epsilon=1.0, n=n, **settings).plan(3, "user")
         for n in (300, 1_500, 30_000)

@@ -19,7 +19,7 @@ import torch_dpsco as dp
 N, DIM, BATCH, EPOCH = 12, 3, 5, 3
 LOSS = dp.losses.Hinge(power=1.5)
 PROBLEM = LOSS.problem(bound_x=1.0, radius=1.0)
-BUDGET = dp.Budget(1.0, 1e-3)
+BUDGET = dp.Budget(1.0, 1e-3, "replace_one")
 
 
 def records(n: int = N) -> TensorDataset:

@@ -39,7 +39,7 @@ Vector = np.ndarray
 DELTA = 1e-4
 HINGE = SmoothedHinge(width=0.5)  # of slope -1 below margin 1/2
 PROBLEM = HINGE.problem(bound_x=1.0)
-GENEROUS = dp.Budget(100.0, DELTA)  # of runs on a few records whose noise is off
+GENEROUS = dp.Budget(100.0, DELTA, "replace_one")  # of runs on a few records whose noise is off
 LOSSES: dict[str, dp.losses.TableLoss] = {
     "logistic": Logistic(),
     "smoothed hinge": HINGE,
@@ -87,7 +87,7 @@ def planned(**changes: Any) -> Any:
     arguments = {
         "problem": PROBLEM,
         "n": 20,
-        "budget": dp.Budget(1.0, DELTA),
+        "budget": dp.Budget(1.0, DELTA, "replace_one"),
         "dim": 3,
         "lr": 0.1,
         **changes,
@@ -232,7 +232,7 @@ def test_with_a_regularizer_more_epochs_need_no_more_noise() -> None:
     }
     for delta in (0.0, DELTA):
         noise = [
-            planned(**runs, budget=dp.Budget(1.0, delta), epochs=epochs).noise_scale
+            planned(**runs, budget=dp.Budget(1.0, delta, "replace_one"), epochs=epochs).noise_scale
             for epochs in (1, 2, 10, 50)
         ]
         assert max(noise) < min(noise) * (1 + 1e-6)
@@ -405,7 +405,7 @@ def test_a_larger_step_would_move_runs_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_default_step_size_minimizes_the_risk_bound() -> None:
     problem = Logistic().problem(bound_x=1.0, radius=2.0)
-    for budget in (dp.Budget(1.0, DELTA), dp.Budget(1.0, 0.0)):
+    for budget in (dp.Budget(1.0, DELTA, "replace_one"), dp.Budget(1.0, 0.0, "replace_one")):
         for epochs in (1, 4):
             run = {
                 "problem": problem,
@@ -429,7 +429,8 @@ def test_the_default_step_size_minimizes_the_risk_bound() -> None:
 
 @pytest.mark.parametrize("radius", [0.3, 1.0, 1e3])
 @pytest.mark.parametrize(
-    "given", [{"budget": dp.Budget(1.0, DELTA)}, {"budget": None, "noise_multiplier": 3.0}]
+    "given",
+    [{"budget": dp.Budget(1.0, DELTA, "replace_one")}, {"budget": None, "noise_multiplier": 3.0}],
 )
 def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(
     radius: float, given: Any
@@ -463,7 +464,13 @@ def test_the_risk_bound_holds() -> None:
     n, dim, runs, rng = 200, 2, 20, np.random.default_rng(1)
     problem = Logistic().problem(bound_x=1.0, radius=3.0)
     plan = planned(
-        problem=problem, n=n, dim=dim, batch_size=5, epochs=2, lr=None, budget=dp.Budget(5.0, DELTA)
+        problem=problem,
+        n=n,
+        dim=dim,
+        batch_size=5,
+        epochs=2,
+        lr=None,
+        budget=dp.Budget(5.0, DELTA, "replace_one"),
     )
 
     def drawn(count: int) -> tuple[Vector, Vector]:
@@ -511,7 +518,7 @@ def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     with pytest.warns(
         UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "
     ):
-        plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta), average="last")
+        plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta, "replace_one"), average="last")
     noise = released(plan, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
     radius = np.linalg.norm(noise, axis=1)
     cosine = (noise[:, 0] / radius + 1) / 2
@@ -534,7 +541,7 @@ def test_the_noise_of_the_answer_has_its_law(delta: float) -> None:
 
 def test_weight_and_bias_share_one_vector_of_noise() -> None:
     problem, answers = HINGE.problem(bound_x=2.0), []
-    plan = planned(problem=problem, dim=4, budget=dp.Budget(0.5, 0.0))
+    plan = planned(problem=problem, dim=4, budget=dp.Budget(0.5, 0.0, "replace_one"))
     data = np.random.default_rng(0).normal(size=(20, 3)), np.ones(20)
     for noise in (None, torch.Generator().manual_seed(4)):
         model = nn.Linear(3, 1).double()
@@ -564,7 +571,9 @@ def test_k_norm_noise_of_another_size_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "budget", [dp.Budget(1.0, 0.0), dp.Budget(1.0, DELTA)], ids=["pure", "gaussian"]
+    "budget",
+    [dp.Budget(1.0, 0.0, "replace_one"), dp.Budget(1.0, DELTA, "replace_one")],
+    ids=["pure", "gaussian"],
 )
 def test_a_plan_with_half_the_noise_is_refused(budget: dp.Budget) -> None:
     plan = planned(budget=budget)
@@ -587,7 +596,7 @@ def test_an_audit_finds_half_the_noise_and_nothing_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.warns(UtilityWarning, match="noise buries the signal"):
-        plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0), average="last")
+        plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0, "replace_one"), average="last")
 
     def found(trials: int) -> Audit:
         sides = (released(plan, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0)))
@@ -616,7 +625,7 @@ def made(**changes: Any) -> tuple[nn.Linear, dp.BoltOnPSGD]:
     arguments = {
         "problem": PROBLEM,
         "n": 60,
-        "budget": dp.Budget(1.0, 0.0),
+        "budget": dp.Budget(1.0, 0.0, "replace_one"),
         "batch_size": 10,
         "epochs": 2,
         "lr": 0.1,
@@ -654,8 +663,8 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
 
 @pytest.mark.slow
 def test_runs_that_share_a_pure_budget_add_up() -> None:
-    accountant = dp.Accountant(dp.Budget(1.0, 0.0))
-    pure = {"n": 60, "budget": None, "noise": "knorm"}
+    accountant = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
+    pure = {"n": 60, "budget": None, "noise": "knorm", "adjacency": "replace_one"}
     for epsilon in (0.25, 0.75):
         model = nn.Linear(3, 1, bias=False).double()
         plan = planned(**pure, noise_multiplier=1 / epsilon * (1 + 1e-12))
@@ -676,7 +685,7 @@ def test_metrics_give_the_standard_deviation_of_either_noise() -> None:
     assert pure.metrics["noise_std"] == pytest.approx(
         2 * pure.noise_std
     )  # sqrt(d + 1) times the scale
-    _, gaussian = made(budget=dp.Budget(1.0, DELTA))
+    _, gaussian = made(budget=dp.Budget(1.0, DELTA, "replace_one"))
     assert gaussian.metrics["noise_std"] == gaussian.noise_std
 
 
@@ -730,7 +739,7 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ),
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
         (
-            {"budget": dp.Budget(1.0, 0.0), "noise": "gaussian"},
+            {"budget": dp.Budget(1.0, 0.0, "replace_one"), "noise": "gaussian"},
             ValueError,
             "noise must be 'knorm' for a budget with",
         ),
@@ -800,7 +809,7 @@ def test_parameters_and_ledgers_that_the_plan_is_not_about_are_refused() -> None
         dp.BoltOnPSGD(
             nn.Linear(3, 1, bias=False).double().parameters(),
             plan,
-            accountant=dp.Accountant(dp.Budget(2.0, 0.0)),
+            accountant=dp.Accountant(dp.Budget(2.0, 0.0, "replace_one")),
         )
 
 
@@ -811,7 +820,7 @@ def test_softmax_with_a_certified_gradient_error_is_trained() -> None:
         problem=loss.problem(bound_x=1.0),
         n=30,
         dim=model,
-        budget=dp.Budget(1.0, 0.0),
+        budget=dp.Budget(1.0, 0.0, "replace_one"),
         reg=0.1,
         gradient_error=1e-12,
     )

@@ -86,8 +86,8 @@ def own(oracle: dp.oracles.MeanOracle, design: dp.Design) -> dp.PrivateOptimizer
 
 # -- budgets that bury the signal -------------------------------------------------------------------------------------
 
-SMALL, USERS = dp.Budget(0.05, 1e-5), dp.Budget(1.0, 1e-5, unit="user")
-PURE, ADDED = dp.Budget(0.05, 0.0), dp.Budget(0.05, 1e-5, "add_remove")
+SMALL, USERS = dp.Budget(0.05, 1e-5, "replace_one"), dp.Budget(1.0, 1e-5, unit="user")
+PURE, ADDED = dp.Budget(0.05, 0.0, "replace_one"), dp.Budget(0.05, 1e-5, "add_remove")
 DIM, UNIT = 20, dp.losses.Logistic().problem(bound_x=1.0)
 BALL, SMOOTH = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0), dp.Problem(smoothness=1.0)
 FILTER = {"budget": USERS, "dim": 10**6, "pair_radius": 0.5}
@@ -104,7 +104,7 @@ def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
 
 
 def users_clipped(n: int) -> Any:
-    budget = dp.Budget(0.05, 1e-5, unit="user")
+    budget = dp.Budget(0.05, 1e-5, "replace_one", unit="user")
     return dp.UserClippedSGD.plan(n_users=n, budget=budget, clip=2.0, lr=0.1, dim=DIM)
 
 
@@ -202,12 +202,12 @@ def test_parameters_beyond_the_records_do_not_count() -> None:
 
 
 def test_nothing_is_said_where_no_scale_is_public() -> None:
-    fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3)}
+    fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3, "replace_one")}
     hinge = dp.losses.Hinge(power=1.5)
     law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
-    output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3)}
+    output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3, "replace_one")}
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), **output)
     dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0), **output)  # gradients have no bound

@@ -23,7 +23,7 @@ NOTHING = TensorDataset(torch.zeros(N, DIM), torch.zeros(N, 1))
 def built(plan: dp.Plan, ledger: Path | None = None) -> tuple[nn.Module, dp.CorrelatedSGD]:
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
     nn.init.zeros_(model.weight)
-    accountant = dp.Accountant(adjacency="replace_one", ledger_path=ledger)
+    accountant = dp.Accountant(adjacency=plan.adjacency, ledger_path=ledger)
     return model, dp.CorrelatedSGD(model.parameters(), plan, accountant=accountant)
 
 

@@ -346,9 +346,12 @@ TRAINING: dict[str, Misuse] = {
         r"loss_reduction must be 'sum', as the model was attached \(got 'mean'\); dp.detach\(model\)",
     ),
     "no sampling declared": (
-        lambda a: holder(a, n=None, sampling=dp.accounting.designs.Undeclared(BATCH)).loader(
-            records()
-        ),
+        lambda a: holder(
+            a,
+            n=None,
+            sampling=dp.accounting.designs.Undeclared(BATCH),
+            adjacency="replace_one",
+        ).loader(records()),
         UnknownSamplerError,
         r"give n= \(Poisson sampling\) or sampling= to the plan \(design=",
     ),

@@ -27,7 +27,7 @@ from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import on_grid
 
 N, DIM = 60, 3
-BUDGET = dp.Budget(1.0, 1e-4)
+BUDGET = dp.Budget(1.0, 1e-4, "replace_one")
 IDEAL = "floating-point attacks on the noise are out of scope"
 LOGISTIC = dp.losses.Logistic()
 GRID = 1.0 + 2.0**-12
@@ -207,7 +207,7 @@ def task(**changes: object) -> LinearTask:
         "preparation": Preparation(1.0),
         "dim": DIM,
         "n": 40,
-        "budget": dp.Budget(1.0, 1e-4),
+        "budget": BUDGET,
     }
     return LinearTask(**(given | changes))
 

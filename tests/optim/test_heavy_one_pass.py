@@ -166,16 +166,13 @@ def test_proximal_steps_are_those_of_algorithm_8(
 def test_the_planned_step_size_and_steps_are_those_of_the_theorem() -> None:
     problem = dp.Problem(smoothness=2.0, moment=3.0, moment_order=4.0, pl_constant=0.5)
     run = calibrated(problem=problem, clip=None, steps=None, distance=1.0, n=2000)
-    plan = dp.AcceleratedSGD.plan(
-        problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0
-    )
+    budget = dp.Budget(1.0, DELTA, "replace_one")
+    plan = dp.AcceleratedSGD.plan(problem=problem, n=2000, budget=budget, dim=4, distance=1.0)
     assert (run.opt.schedule.steps, run.opt.oracle.fixed_clip) == (plan.steps, plan.clip)
     assert run.opt.param_groups[0]["lr"] == plan.lr <= 1 / (4 * 2.0)
     assert run.opt.design == dp.Disjoint(2000 // plan.steps, 2000)
     assert plan.risk_bound > 0
-    proximal = dp.ProximalSGD.plan(
-        problem=problem, n=2000, budget=dp.Budget(1.0, DELTA), dim=4, distance=1.0
-    )
+    proximal = dp.ProximalSGD.plan(problem=problem, n=2000, budget=budget, dim=4, distance=1.0)
     assert proximal.lr == 1 / (2 * 2.0)
 
 
@@ -409,7 +406,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         {"steps": 3},
         {"reg": 0.1},
         {"prox": dp.prox.Ball(1.0)},
-        {"adjacency": "zero_out"},
+        {"adjacency": "replace_one"},
         {"adjacency": "add_remove"},
     )
 

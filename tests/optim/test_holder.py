@@ -187,7 +187,7 @@ def test_calibration_uses_nearly_all_of_small_and_large_budgets(
 
 @pytest.mark.slow
 def test_one_more_step_than_planned_is_past_the_budget() -> None:
-    model, budget = linear(), dp.Budget(1.0, 1e-4)
+    model, budget = linear(), dp.Budget(1.0, 1e-4, "replace_one")
     plan = dp.HolderSGD.plan(
         problem=SMOOTH, n=300, budget=budget, batch_size=64, epochs=1, sampling="poisson"
     )
@@ -397,7 +397,7 @@ def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.
 
 def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
     kind = {"problem": SMOOTH, "noise_multiplier": 5.0, "batch_size": 8, "n": 64, "lr": 0.1}
-    accountant = dp.Accountant(BUDGET)
+    accountant = dp.Accountant(dp.Budget(1.0, 1e-4, "replace_one"))
     with pytest.raises(
         AdjacencyError,
         match=r"adjacency must be 'replace_one', the accountant's \(got 'add_remove'",

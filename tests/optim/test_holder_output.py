@@ -176,8 +176,11 @@ def test_several_parameter_groups_are_refused_and_one_group_or_named_parameters_
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
+BUDGET = dp.Budget(1.0, DELTA, "replace_one")
+
+
 def planned(**changes: Any) -> Any:
-    arguments = {"problem": PROBLEM, "n": 100, "budget": dp.Budget(1.0, DELTA), "dim": 3, **changes}
+    arguments = {"problem": PROBLEM, "n": 100, "budget": BUDGET, "dim": 3, **changes}
     return dp.HolderOutputSGD.plan(**arguments)
 
 

@@ -394,7 +394,7 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
     run.opt.finalize()
     reports.append(run.opt.report())
     for text in (" ".join(str(report).split()) for report in reports):
-        assert "for one user (replace_one)" in text
+        assert "for one user (replace_one: replaced by any other)" in text
         assert "The number of users is taken to be public" in text
         assert "Phases on disjoint parts: 520 users in a random order, cut into 2 parts" in text
         assert (

@@ -138,14 +138,17 @@ def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjac
     ],
 )
 def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> None:
-    check_ledger(partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA))
+    check_ledger(
+        partial(calibrated, dp.ClippedSGD, **changes), dp.Budget(1.0, DELTA, "replace_one")
+    )
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
     check_ledger(
-        partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12), dp.Budget(1.0, DELTA)
+        partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12),
+        dp.Budget(1.0, DELTA, "replace_one"),
     )
 
 
@@ -167,7 +170,7 @@ def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
 @pytest.mark.parametrize("size", [20, 60])
 def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
     """One coefficient, so that minibatches of a single record are planned."""
-    budget = dp.Budget(1.0, DELTA)
+    budget = dp.Budget(1.0, DELTA, "replace_one")
     layer = dp.attach(torch.nn.Linear(1, 1, bias=False))
     plan = dp.LocalizedSGD.plan(
         n=400,

@@ -145,14 +145,14 @@ def test_a_release_that_the_budget_does_not_admit_any_more_is_refused() -> None:
     assert not noise.drawn
     with pytest.raises(BudgetExceeded, match="epsilon"), second.opt:
         pass
-    accountant.budget = dp.Budget(2.0, 1e-3)
+    accountant.budget = dp.Budget(2.0, 1e-3, "replace_one")
     second.opt.finalize()
     assert second.opt.finalized
     assert len(accountant) == 2
 
 
 def test_runs_that_share_an_accountant_add_up_as_one_gaussian() -> None:
-    accountant = dp.Accountant(dp.Budget(3.0, 1e-3))
+    accountant = dp.Accountant(dp.Budget(3.0, 1e-3, "replace_one"))
     runs = [hold(make(accountant=accountant, epochs=epochs)).train() for epochs in (1, 2)]
     assert len(accountant) == 0  # nothing is charged before a release
     for run in runs:
@@ -182,7 +182,7 @@ def test_the_release_spends_the_whole_budget_and_no_more() -> None:
         (dp.Accountant(dp.Budget(1.0, 1e-3, "add_remove")), AdjacencyError),
         (dp.Accountant(dp.Budget(1.0, 1e-3, "zero_out")), AdjacencyError),
         (dp.Accountant(adjacency="add_remove"), AdjacencyError),
-        (dp.Accountant(dp.Budget(1.0, 1e-3, unit="user")), UnitError),
+        (dp.Accountant(dp.Budget(1.0, 1e-3, "replace_one", unit="user")), UnitError),
     ],
     ids=["add_remove", "zero_out", "no budget", "user"],
 )
@@ -268,7 +268,7 @@ def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
     with pytest.raises(SequenceError, match="released by another optimizer"):
         started.train()
     accountant = dp.Accountant(
-        dp.Budget(4.0, 1e-3)
+        dp.Budget(4.0, 1e-3, "replace_one")
     )  # of all that have to do with one run: each answer is charged
     started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
     for again in [resumed(started, accountant=accountant) for _ in range(2)]:
@@ -326,7 +326,7 @@ def test_a_checkpoint_holds_no_noise() -> None:
         ({"lr": 0.2}, "lrs"),
         ({"epochs": 2}, "steps"),
         ({"batch_size": 4}, "design"),
-        ({"budget": dp.Budget(2.0, 1e-3)}, "noise_std"),
+        ({"budget": dp.Budget(2.0, 1e-3, "replace_one")}, "noise_std"),
         ({"sampling": "fixed"}, "event"),
         ({"problem": LOSS.problem(bound_x=1.0, radius=0.5)}, "prox"),
         ({"problem": LOSS.problem(bound_x=0.5, radius=1.0)}, "bounds"),
@@ -359,7 +359,7 @@ def test_a_finalized_checkpoint_stays_finalized() -> None:
 
 
 def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:
-    accountant = dp.Accountant(dp.Budget(4.0, 1e-3))
+    accountant = dp.Accountant(dp.Budget(4.0, 1e-3, "replace_one"))
     run = make(epochs=3, accountant=accountant).train(steps=EPOCH)
     accountant.authorize(run.opt.event)
     state, _ = saved(run)
@@ -368,7 +368,7 @@ def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:
     again = make(epochs=3, accountant=accountant)
     again.opt.load_state_dict(state)
     assert len(accountant) == 2  # the later state of one history wins
-    stranger = make(epochs=3, accountant=dp.Accountant(dp.Budget(4.0, 1e-3)))
+    stranger = make(epochs=3, accountant=dp.Accountant(dp.Budget(4.0, 1e-3, "replace_one")))
     stranger.opt.accountant.authorize(run.opt.event)
     with refused(stranger, PrivacyError, "histor"):
         stranger.opt.load_state_dict(state)

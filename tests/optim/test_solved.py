@@ -32,7 +32,7 @@ from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import build_objective, make_records
 
 N = 24
-BUDGET = dp.Budget(1.0, 1e-6)
+BUDGET = dp.Budget(1.0, 1e-6, "replace_one")
 ADD_REMOVE = dp.Budget(1.0, 1e-6, adjacency="add_remove")
 KINDS = ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")
 ROWS = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
@@ -182,7 +182,7 @@ def test_classes_have_a_row_each() -> None:
     softmax = {
         "loss": dp.losses.SoftmaxCrossEntropy(3),
         "reg": 50.0,
-        "budget": dp.Budget(2.0, 1e-6),
+        "budget": dp.Budget(2.0, 1e-6, "replace_one"),
     }
     for kind in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD"):
         model, optimizer = make(kind, nn.Linear(3, 3), **softmax)
@@ -417,14 +417,14 @@ def test_another_adjacency_unit_or_budget_of_the_accountant_is_refused(kind: str
     for ledger in (
         dp.Accountant(adjacency="add_remove"),
         dp.Accountant(ADD_REMOVE),
-        dp.Accountant(dp.Budget(2.0, 1e-6)),
+        dp.Accountant(dp.Budget(2.0, 1e-6, "replace_one")),
         dp.Accountant(unit="user"),
     ):
         with pytest.raises((AdjacencyError, UnitError)):
             make(kind, accountant=ledger)
         assert len(ledger) == 0
     with pytest.raises(UnitError):
-        make(kind, budget=dp.Budget(1.0, 1e-6, unit="user"))
+        make(kind, budget=dp.Budget(1.0, 1e-6, "replace_one", unit="user"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -615,18 +615,22 @@ def test_the_report_says_where_the_noise_comes_from() -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_pure_budget_is_spent_purely(kind: str) -> None:
-    _model, optimizer = make(kind, budget=dp.Budget(1.0, 0.0))
+    _model, optimizer = make(kind, budget=dp.Budget(1.0, 0.0, "replace_one"))
     optimizer.solve(DATA)
     optimizer.finalize()
     assert 0.9 < optimizer.report(0.0).epsilon <= 1
     with pytest.raises(ConditionError, match="delta"):
-        make("NoisyGD", budget=dp.Budget(1.0, 0.0))
+        make("NoisyGD", budget=dp.Budget(1.0, 0.0, "replace_one"))
 
 
 def test_the_doctor_finds_nothing_in_what_no_pass_over_the_model_enters() -> None:
     model = torch.nn.Linear(2, 1)
     plan = dp.OutputPerturbation.plan(
-        model=model, loss=dp.losses.Logistic(), n=10, budget=dp.Budget(1.0, 1e-6), bound_x=1.0
+        model=model,
+        loss=dp.losses.Logistic(),
+        n=10,
+        budget=dp.Budget(1.0, 1e-6, "replace_one"),
+        bound_x=1.0,
     )
     optimizer = dp.OutputPerturbation(model.parameters(), plan)
     data = torch.utils.data.TensorDataset(torch.ones(10, 2), torch.ones(10))

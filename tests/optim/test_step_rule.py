@@ -21,7 +21,7 @@ from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step import pace as theory
 from torch_dpsco.step.plan import Plan
 
-BUDGET = dp.Budget(1.0, 1e-6)
+BUDGET = dp.Budget(1.0, 1e-6, "replace_one")
 LOGISTIC = dp.losses.Logistic().problem(bound_x=2.0)
 HUBER = dp.losses.Huber(threshold=1.0).problem(bound_x=2.0, bound_y=5.0)
 PINBALL = dp.losses.Pinball(quantile=0.5).problem(bound_x=2.0, bound_y=5.0)
@@ -43,7 +43,8 @@ def horizon(made: Any) -> float:
 @pytest.mark.parametrize("problem", [LOGISTIC, HUBER, PINBALL])
 def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: dp.Problem) -> None:
     made = [
-        plan(problem, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.03, 0.1, 0.3, 1.0, 3.0)
+        plan(problem, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
+        for epsilon in (0.03, 0.1, 0.3, 1.0, 3.0)
     ]
     assert problem is PINBALL or all(horizon(a) <= horizon(b) for a, b in pairwise(made))
     assert horizon(made[0]) < horizon(made[-1]) / 3
@@ -54,20 +55,23 @@ def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: 
 
 
 def test_the_horizon_is_the_distance_over_the_exact_noise() -> None:
-    made = plan(budget=dp.Budget(0.1, 1e-6))
+    made = plan(budget=dp.Budget(0.1, 1e-6, "replace_one"))
     clip = made.clip * LOGISTIC.lipschitz
     noise = theory.noise_of_mean(
         made.noise_multiplier, clip, made.batch_size, made.steps, 10, sampled=True
     )
     assert horizon(made) == pytest.approx(25.0 / 2.0 / noise)
-    twice = plan(budget=dp.Budget(0.1, 1e-6), distance=1.0)
+    twice = plan(budget=dp.Budget(0.1, 1e-6, "replace_one"), distance=1.0)
     assert horizon(twice) == pytest.approx(
         1.0 / noise, rel=0.02
     )  # in other steps, of nearly equal noise
 
 
 def test_a_ball_is_a_distance_that_the_answer_has_at_most() -> None:
-    problem, budget = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0), dp.Budget(0.1, 1e-6)
+    problem, budget = (
+        dp.losses.Logistic().problem(bound_x=2.0, radius=1.0),
+        dp.Budget(0.1, 1e-6, "replace_one"),
+    )
     made = plan(problem, budget=budget)
     assert horizon(made) < horizon(plan(budget=budget)) / 5
     assert made.prox() == dp.prox.Ball(1.0)
@@ -76,7 +80,7 @@ def test_a_ball_is_a_distance_that_the_answer_has_at_most() -> None:
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("n", [20_000, 100_000, 2_000_000])
 def test_batches_make_twenty_passes_but_a_million_rows_at_least_and_twenty_at_most(n: int) -> None:
-    made = plan(n=n, budget=dp.Budget(1.0, 1e-9))
+    made = plan(n=n, budget=dp.Budget(1.0, 1e-9, "replace_one"))
     rows = made.steps * made.batch_size
     assert rows == pytest.approx(min(max(20 * n, 1e6), 2e7), rel=0.1)
     assert 64 <= made.steps <= 1100
@@ -169,7 +173,7 @@ def test_the_papers_noise_is_that_of_rows_that_are_not_clipped() -> None:
 
 def test_losses_of_many_scores_are_not_clipped_by_default() -> None:
     softmax = dp.losses.SoftmaxCrossEntropy(num_classes=4).problem(bound_x=2.0)
-    assert plan(softmax, budget=dp.Budget(0.05, 1e-6)).clip == 1
+    assert plan(softmax, budget=dp.Budget(0.05, 1e-6, "replace_one")).clip == 1
     assert plan(softmax, clip=0.5).clip == 0.5
 
 
@@ -247,7 +251,7 @@ def test_a_run_with_momentum_goes_on_from_a_checkpoint() -> None:
 
 
 def test_a_plan_with_momentum_prints_and_is_saved() -> None:
-    made = plan(budget=dp.Budget(0.1, 1e-6))
+    made = plan(budget=dp.Budget(0.1, 1e-6, "replace_one"))
     text = " ".join(str(made).split())
     assert f"momentum {made.momentum:.3g}, answer: an average weighted by step" in text
     assert "rows are clipped at 0.5 of the bound that the loss promises" in text
@@ -295,15 +299,15 @@ def test_an_oracle_with_a_share_says_so_to_checkpoints() -> None:
 def test_many_passes_of_clipped_sgd_follow_the_noise_whatever_the_clip(sampling: str) -> None:
     kind = {"problem": dp.Problem(smoothness=4.0), "n": N, "dim": 10, "sampling": sampling}
     small, large = (
-        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6), clip=1.0)
+        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6, "replace_one"), clip=1.0)
         for epsilon in (0.1, 1.0)
     )
     assert horizon(small) < horizon(large)
     assert 64 <= small.steps <= large.steps
-    again = dp.ClippedSGD.plan(**kind, budget=dp.Budget(0.1, 1e-6), clip=7.0)
+    again = dp.ClippedSGD.plan(**kind, budget=dp.Budget(0.1, 1e-6, "replace_one"), clip=7.0)
     assert (again.lr, again.momentum, again.steps) == (small.lr, small.momentum, small.steps)
     known = dp.ClippedSGD.plan(
-        **kind, budget=dp.Budget(0.1, 1e-6), clip=7.0, distance=7.0 * 50 / 4 / 2
+        **kind, budget=dp.Budget(0.1, 1e-6, "replace_one"), clip=7.0, distance=7.0 * 50 / 4 / 2
     )
     assert horizon(known) == pytest.approx(horizon(small) / 2, rel=0.05)
     assert (small.average, dp.ClippedSGD.plan(**kind, budget=BUDGET, clip=1.0, lr=0.1).average) == (
@@ -326,12 +330,13 @@ def test_one_pass_makes_more_steps_where_there_is_less_noise() -> None:
         "sampling": "shuffled",
     }
     made = [
-        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6)) for epsilon in (0.1, 1.0, 8.0)
+        dp.ClippedSGD.plan(**kind, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
+        for epsilon in (0.1, 1.0, 8.0)
     ]
     assert made[0].steps < made[1].steps < made[2].steps
     assert all(p.design.one_pass and p.momentum > 0 for p in made)
     flat = [
-        dp.ProximalSGD.plan(**kind | {"n": 500}, budget=dp.Budget(epsilon, 1e-6))
+        dp.ProximalSGD.plan(**kind | {"n": 500}, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
         for epsilon in (0.7, 1.0, 8.0)
     ]
     assert all((p.momentum, p.average) == (0, "last") and p.lr <= 1 / 8 * (1 + 1e-12) for p in flat)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
+from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
@@ -234,9 +235,10 @@ def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str)
 
 
 def test_the_budget_refuses_a_step_too_many() -> None:
-    one = runs.clipped(40, noise_multiplier=2.0).train(*runs.agreeing(40)).epsilon()
+    kind = {"noise_multiplier": 2.0, "adjacency": "replace_one"}
+    one = runs.clipped(40, **kind).train(*runs.agreeing(40)).epsilon()
     accountant = dp.Accountant(runs.budget(epsilon=1.01 * one))
-    run = runs.clipped(40, noise_multiplier=2.0, steps=None, accountant=accountant)
+    run = runs.clipped(40, **kind, steps=None, accountant=accountant)
     data, ids = runs.agreeing(40)
     run.train(data, ids, steps=1)
     before = run.weights
@@ -315,7 +317,7 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) 
     run.opt.finalize()
     texts.append(str(run.opt.report(1e-3)))
     for text in texts:
-        assert f"for one user ({adjacency})" in text
+        assert f"for one user ({in_words(adjacency)})" in text
         assert "each batch takes each user with probability 0.2 (8/40)" in text
         assert "All rows of a user carry its id" in text
         assert ("The number of users is taken to be public" in " ".join(text.split())) == (

@@ -295,7 +295,8 @@ def test_users_of_one_ledger_add_up_over_optimizers_of_any_kind() -> None:
     accountant = dp.Accountant(unit="user")
     runs.filtered(runs.plan(), accountant=accountant).train(*runs.agreeing(200))
     alone = accountant.get_epsilon(runs.DELTA)
-    runs.clipped(200, noise_multiplier=3.0, accountant=accountant).train(*runs.agreeing(200))
+    replaced = {"accountant": accountant, "adjacency": "replace_one"}
+    runs.clipped(200, noise_multiplier=3.0, **replaced).train(*runs.agreeing(200))
     both = accountant.get_epsilon(runs.DELTA)
     assert both > alone
     with pytest.raises(AdjacencyError):
@@ -522,7 +523,7 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point() -> None:
     run.opt.finalize()
     reports.append(run.opt.report())
     for text in (" ".join(str(report).split()) for report in reports):
-        assert "for one user (replace_one)" in text
+        assert "for one user (replace_one: replaced by any other)" in text
         assert "All rows of a user carry its id, and no other does" in text
         assert "One user is everything that one person contributed" in text
         assert "each step uses all users, and divides by the public constant 200" in text

@@ -111,7 +111,7 @@ def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
 
 
 def test_full_batches_are_filtered_by_their_mu():
-    budget = dp.Budget(1.0, 1e-5, mode="gdp")
+    budget = dp.Budget(1.0, 1e-5, "replace_one", mode="gdp")
     model, optimizer = made(
         budget, noise_std=0.5, batch_size=200, n=None, sampling=dp.Full(200), steps=500
     )

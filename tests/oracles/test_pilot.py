@@ -190,6 +190,7 @@ def test_a_run_with_a_pilot_moves_nothing_in_its_step_and_costs_the_larger_group
         oracle=Phased([(pilot, 1), (PilotClipped(pilot, 4.0, 100), 4)]),
         rule=dp.rules.SGD(),
         design=design,
+        adjacency="replace_one",
     )
     generator = torch.Generator().manual_seed(8)
     data = torch.utils.data.TensorDataset(

@@ -190,7 +190,11 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "low and high are swapped": (ValueError, "low must be below high", lambda: Number(90, 17)),
     "the wrong n": (UnitError, "n", lambda: model(n=N + 1, adjacency="replace_one").fit(X, Y)),
-    "no n": (ValueError, "n must be given", lambda: model(n=None).fit(X, Y)),
+    "no n": (
+        ValueError,
+        "n must be given",
+        lambda: model(n=None, adjacency="add_remove").fit(X, Y),
+    ),
     "no bound on rows": (
         ValueError,
         "bound_x must be given",

@@ -138,7 +138,9 @@ POLICIES = [bolder_when_lucky, bolder_when_unlucky, careful, all_at_once]
 
 def filter_of(mode: str, factor: float = 1.0, **more: float) -> Filter:
     return make_filter(
-        Budget(EPSILON[mode] * factor, DELTA, mode=mode, **NEEDS.get(mode, {}), **more)
+        Budget(
+            EPSILON[mode] * factor, DELTA, "replace_one", mode=mode, **NEEDS.get(mode, {}), **more
+        )
     )
 
 

@@ -16,7 +16,7 @@ from torch_dpsco.statistics.scores import Estimate, bins_of, of_area, of_share, 
 
 APART = 1.07  # of the means of two classes of normal log odds: AUC 0.775
 TRUE = float(stats.norm.cdf(APART / math.sqrt(2.0)))
-STD = scores._Noise(dp.Budget(0.5, 1e-6)).deviation
+STD = scores._Noise(dp.Budget(0.5, 1e-6, "replace_one")).deviation
 
 
 def log_odds(rng: np.random.Generator, first: int, second: int) -> tuple[Any, Any]:
@@ -149,7 +149,10 @@ def test_the_score_of_a_rare_class_is_not_pulled_by_empty_bins() -> None:
     """
     X, y = rare()
     truth = exact(X[:1258, 0], X[1258:, 0])
-    found = [dp.score(Logistic(), X, y, "auc", budget=dp.Budget(0.5, 1e-6)) for _ in range(60)]
+    found = [
+        dp.score(Logistic(), X, y, "auc", budget=dp.Budget(0.5, 1e-6, "replace_one"))
+        for _ in range(60)
+    ]
     values, errors = np.array([(one.value, one.noise_error) for one in found]).T
     assert abs(values.mean() - truth) < 0.1 * np.median(errors) + 5 * values.std() / math.sqrt(60)
     assert values.std() < 1.6 * np.median(errors)
@@ -159,7 +162,9 @@ def test_the_score_of_a_rare_class_is_not_pulled_by_empty_bins() -> None:
 
 def test_a_score_is_shown_with_its_errors() -> None:
     X, y = rare()
-    found = dp.score(Logistic(), X, y, "log_loss", bound=2.0, budget=dp.Budget(1.0, 1e-6))
+    found = dp.score(
+        Logistic(), X, y, "log_loss", bound=2.0, budget=dp.Budget(1.0, 1e-6, "replace_one")
+    )
     assert found.error == math.hypot(found.noise_error, found.sampling_error)
     assert str(found).startswith(f"log_loss {found.value:.4g} +- {found.error:.2g} (noise ")
     assert 2 * 0.5 / math.sqrt(1400) > found.sampling_error > 0
@@ -176,7 +181,7 @@ def test_a_score_of_its_own_ledger_has_the_smaller_noise(monkeypatch: pytest.Mon
             return super().release(*given)
 
     monkeypatch.setattr(scores, "_Noise", Watched)
-    budget = dp.Budget(0.5, 1e-6)
+    budget = dp.Budget(0.5, 1e-6, "replace_one")
     given = dp.Accountant(budget)
     assert isinstance(scores.score_event(budget), Gaussian)
     alone = dp.score(Logistic(), X, y, "auc", budget=budget)
@@ -187,12 +192,15 @@ def test_a_score_of_its_own_ledger_has_the_smaller_noise(monkeypatch: pytest.Mon
     assert given.spent.epsilon <= 0.5
     assert quietest(budget).delta == 0
     assert isinstance(scores.score_event(quietest(budget)), Pure)
-    for kept in (dp.Budget(0.5, 0.1), dp.Budget(0.5, 1e-6, mode="gdp")):
+    for kept in (
+        dp.Budget(0.5, 0.1, "replace_one"),
+        dp.Budget(0.5, 1e-6, "replace_one", mode="gdp"),
+    ):
         assert quietest(kept) is kept
 
 
 def test_the_deviation_of_pure_noise_is_what_is_drawn() -> None:
     """4000 numbers, whose squares have a standard deviation of sqrt(5) of their mean."""
-    noise = scores._Noise(dp.Budget(1.0, 0.0))
+    noise = scores._Noise(dp.Budget(1.0, 0.0, "replace_one"))
     drawn = noise.release(np.zeros(4000, dtype=np.int64), scores.noise_generator("cpu", None))
     assert (drawn**2).mean() == pytest.approx(noise.variance, rel=6 * math.sqrt(5 / 4000))

@@ -326,7 +326,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
     "adjacency": (
-        {"accountant": dp.Accountant(adjacency="add_remove")},
+        {
+            "accountant": dp.Accountant(adjacency="add_remove"),
+            "budget": dp.Budget(1.0, 1e-6, "replace_one"),
+        },
         AdjacencyError,
         "adjacency of the accountant",
     ),

@@ -49,6 +49,7 @@ GOOD, BAD = Ridge(**BOUNDS, prepare=None), Ridge(**BOUNDS, prepare=None, reg=1e7
 def search(candidates: Any = None, **settings: Any) -> PrivateSearch:
     given: dict[str, Any] = {
         "epsilon": 4.0,
+        "adjacency": ADD_REMOVE,
         "n": N,
         "metric": "absolute_error",
         "bound": 2.0,
@@ -347,7 +348,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, setti
         (
             AdjacencyError,
             "accountant must have the adjacency 'add_remove'",
-            {"accountant": dp.Accountant()},
+            {"accountant": dp.Accountant(adjacency=REPLACE_ONE)},
         ),
         (UnitError, "n_max=1600 must be a public cap", {"n": 1000, "rows": 3 * N}),
         (ValueError, "Complex", {"y": Y + 1j}),

@@ -310,7 +310,7 @@ def test_intervals_have_the_names_of_the_schema():
     assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
     assert "sex=m" in found.summary()
     assert found.report().headline.endswith(
-        "for one patient (replace_one), if each patient has one row."
+        "for one patient (zero_out: emptied), if each patient has one row."
     )
     assert "No patient has a second row: one_row_per_unit=True" in found.summary()
     text = " ".join(str(found.report()).split())
@@ -326,7 +326,7 @@ def test_units_with_ids_have_their_name_without_a_proviso(rows):
     """With ids the code keeps one row of each, or protects all of them."""
     schema = Schema(COLUMNS, **LABELS, ids="id", rows_per_unit=rows, unit="patient")
     report = made(schema, dp.Budget(2.0, 1e-6, unit="example" if rows else "user")).report()
-    assert report.headline.endswith("for one patient (replace_one).")
+    assert report.headline.endswith("for one patient (zero_out: emptied).")
     assert "All rows of a patient carry its id, and no other does." in " ".join(str(report).split())
 
 

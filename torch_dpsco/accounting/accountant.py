@@ -215,12 +215,12 @@ class Accountant:
 
     @typed
     @locked
-    def require_unit(self, unit: str) -> None:
-        """Signs an optimizer up: raises UnitError for another privacy unit, and fixes the default adjacency."""
+    def require_unit(self, unit: str, adjacency: Adjacency = ZERO_OUT) -> None:
+        """Signs an optimizer up: raises UnitError for another privacy unit; settles the adjacency if none was said."""
         if unit != self.unit:
             raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
         # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
-        self._config["adjacency"] = self.adjacency
+        self.settle(adjacency)
 
     @locked
     def require_adaptive(self) -> None:
@@ -528,9 +528,9 @@ class Accountant:
             >>> accountant, step = Accountant(Budget(1.0, 1e-5)), clipped_gaussian(30.0)
             >>> accountant.authorize(step, 6)
             >>> accountant
-            Accountant(epsilon 0.5815 of 1 at delta 1e-05 under replace_one, events: 6, unit: example)
+            Accountant(epsilon 0.2732 of 1 at delta 1e-05 under zero_out, events: 6, unit: example)
             >>> round(accountant.remaining, 3), accountant.max_steps(step)  # 6 steps took more than 10 more will
-            (0.419, 10)
+            (0.727, 58)
         """
         return max(0.0, self._required_budget("remaining").epsilon - self.spent.epsilon)
 

@@ -332,7 +332,9 @@ class Budget:
             raise ValueError(
                 "schedule must be given, as () at least, for a planned budget to take declarations"
             )
-        return replace(self, schedule=(*self.schedule, (event, check.count(steps=steps))))
+        said = self.adjacency if self.says_adjacency else None
+        schedule = (*self.schedule, (event, check.count(steps=steps)))
+        return replace(self, adjacency=said, schedule=schedule)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}

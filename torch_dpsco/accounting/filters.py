@@ -553,7 +553,7 @@ def make_filter(budget: Budget) -> Filter:
     Example:
         >>> from torch_dpsco.accounting.events import Gaussian
         >>> run, ledger = make_filter(Budget(1.0, 1e-5, mode="gdp")), Ledger()
-        >>> loud, quiet = Gaussian(4.0, {"replace_one": 1.0}), Gaussian(10.0, {"replace_one": 1.0})
+        >>> loud, quiet = Gaussian(4.0, {"zero_out": 1.0}), Gaussian(10.0, {"zero_out": 1.0})
         >>> ledger.add(loud)
         >>> run.admits(ledger, loud), run.max_steps(ledger, quiet)
         (False, 0)

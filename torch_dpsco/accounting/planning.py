@@ -27,7 +27,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import largest
 from torch_dpsco.accounting.events import (
-    REPLACE_ONE,
     Event,
     Parallel,
     Repeat,
@@ -245,7 +244,10 @@ class Limit:
         return adapted and self.budget is not None and not self.budget.adaptive
 
     def reread(self) -> None:
-        """Follows a new budget or book."""
+        """Follows a new budget or book, whose adjacency a budget takes that says none."""
+        if self.budget is not None:
+            # PRIVACY: else a restored ledger is held to the cheaper adjacency (test_a_budget_follows_a_restored_ledger)
+            self.budget = self.budget.under(self._config["adjacency"])
         self._closed: PlannedEvents | None = None  # the plan, as far as it is known
         # number of events of a ledger that is a part of the plan's fixed ones, these, and whether they fit the budget
         self._covered = -1
@@ -262,6 +264,8 @@ class Limit:
 
     def change(self, budget: Budget | None) -> None:
         """Takes another budget; raises PrivacyError where what was charged rests on this one."""
+        if budget is not None:
+            budget = budget.under(self._config["adjacency"])
         charged = len(self._ledger) > 0
         for known in (self.rule, budget):
             bound = known is not None and (known.adaptive or known.schedule)
@@ -281,10 +285,11 @@ class Limit:
             unit = self._config["unit"]
             if fixed not in (None, budget.adjacency) or budget.unit != unit:
                 raise PrivacyError(
-                    f"budget must be for {fixed or REPLACE_ONE!r} and {unit!r}, the accountant's"
+                    f"budget must be for {fixed or budget.adjacency!r} and {unit!r}, the accountant's"
                 )
             make_filter(budget)  # may raise
-            self._config["adjacency"] = budget.adjacency
+            if budget.says_adjacency:
+                self._config["adjacency"] = budget.adjacency
         self.budget = budget
         self.reread()
 

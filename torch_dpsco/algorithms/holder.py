@@ -232,7 +232,7 @@ class HolderSGD(PlannedOptimizer):
                 batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
-            adjacency: default the budget's, or "zero_out".
+            adjacency: default the budget's, or "zero_out" ("replace_one" without n).
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the

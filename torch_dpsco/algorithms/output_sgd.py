@@ -204,7 +204,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             >>> problem = dp.losses.Hinge(power=1.5).problem(bound_x=1.0, radius=1.0)
             >>> plan = HolderOutputSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6), dim=20, lr=0.005)
             >>> round(plan.noise_scale, 3)
-            0.093
+            0.048
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
@@ -400,7 +400,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             >>> plan = dp.BoltOnPSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 0.0), dim=20, batch_size=50,
             ...                           epochs=5, reg=0.01)
             >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
-            (0.02, 0.02)
+            (0.01, 0.01)
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -316,7 +317,7 @@ class LinearModel(BaseEstimator):
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check.positive_count(dim=dim)
         check_fields(self, largest=1e100)
-        self._require_given()
+        self._require_given({"n": _HOW_TO_COUNT})
         budget = Budget(
             self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit
         )
@@ -325,8 +326,6 @@ class LinearModel(BaseEstimator):
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
-        if self.n is None:
-            raise ValueError(f"n must be given: {_HOW_TO_COUNT} (got None)")
         n = check.positive_count(n=self.n)
         prepare = None
         warn_of_delta(budget, n, stacklevel=4)
@@ -361,11 +360,10 @@ class LinearModel(BaseEstimator):
         counted = {"n": _HOW_TO_COUNT} if self.adjacency == ADD_REMOVE else {}
         return counted | {"bound_x": _HOW_TO_BOUND}
 
-    def _require_given(self) -> None:
-        """Raises ValueError for all settings together that must be given and are not."""
-        missing = {
-            name: how for name, how in self._required().items() if getattr(self, name) is None
-        }
+    def _require_given(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raises ValueError for all settings together that must be given, or these more, and are not."""
+        required = {**more, **self._required()}
+        missing = {name: how for name, how in required.items() if getattr(self, name) is None}
         if len(missing) == 1:
             raise ValueError(
                 "".join(f"{name} must be given: {how} (got None)" for name, how in missing.items())

@@ -301,8 +301,7 @@ def fit_linear(
 
 def _require_unit(plan: LinearPlan, ledger: Accountant, users: Tensor | None) -> None:
     """Raises UnitError and AdjacencyError for a ledger or records of another unit or adjacency than the plan's."""
-    ledger.require_unit(plan.unit)
-    ledger.settle(plan.task.adjacency)
+    ledger.require_unit(plan.unit, plan.task.adjacency)
     if ledger.adjacency != plan.task.adjacency:
         # PRIVACY: a cost under one adjacency bounds nothing under another
         # (test_a_ledger_of_another_adjacency_is_refused)

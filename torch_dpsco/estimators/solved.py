@@ -197,7 +197,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._steps = 0
         self._finalized = False
         self._solved: Any = None
-        ledger.require_unit("example")
+        ledger.require_unit("example", task.adjacency)
         checks.agreed_adjacency(task.adjacency, ledger, Full(task.n))
         checks.require_one_step(ledger, task.adjacency, plan.event())
         ledger.expect(plan.event(), 1)

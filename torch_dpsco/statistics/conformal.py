@@ -51,6 +51,7 @@ from torch_dpsco.statistics.held_out import (
     HeldOut,
     Method,
     Read,
+    agreed_budget,
     asked,
     held_out,
     ledger_of,
@@ -208,6 +209,7 @@ def conformal(
         )
     labels = public_labels(model, classes) if bound is None else []
     edges = np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
+    budget = agreed_budget(budget, accountant)
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
     sensitivity = _sensitivities(rank)[budget.adjacency]
     error = math.ceil(score_slack(bins + 1, sensitivity, budget.epsilon, failure))

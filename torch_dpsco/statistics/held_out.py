@@ -58,6 +58,11 @@ class HeldOut:
         return len(self.rows) if self.users is None else len(np.unique(self.users))
 
 
+def agreed_budget(budget: Budget, accountant: Accountant | None) -> Budget:
+    """Returns the budget, of the accountant's adjacency if it says none."""
+    return budget if accountant is None else budget.under(accountant.adjacency)
+
+
 def ledger_of(
     budget: Budget, accountant: Accountant | None, groups: Any
 ) -> tuple[Accountant, float | None]:
@@ -73,8 +78,7 @@ def ledger_of(
             f" {budget.unit!r})"
         )
     ledger = Accountant(budget) if accountant is None else accountant
-    ledger.require_unit(budget.unit)
-    ledger.settle(budget.adjacency)
+    ledger.require_unit(budget.unit, budget.adjacency)
     if ledger.adjacency != budget.adjacency:
         raise AdjacencyError(
             f"budget must have the adjacency of the accountant, {ledger.adjacency} (got"

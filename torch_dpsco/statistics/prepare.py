@@ -1,6 +1,6 @@
 """Private preparation of tables, with scikit-learn's conventions: scales, quantiles, missing values.
 
-    ledger = dp.Accountant(dp.Budget(2.0, 1e-6, adjacency="add_remove"))
+    ledger = dp.Accountant(dp.Budget(2.0, 1e-6))
     scaler = PrivateStandardScaler(lower=0, upper=100, epsilon=0.5, delta=1e-7, accountant=ledger)
     model = LogisticRegression(bound_x=scaler.bound_x(d), epsilon=1.4, delta=5e-7, accountant=ledger, ...)
     make_pipeline(scaler, model).fit(X, y)
@@ -145,8 +145,7 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         target = Budget(self.epsilon, self.delta, adjacency=self.adjacency)
         if ledger is None:
             ledger = Accountant(target)
-        ledger.require_unit("example")
-        ledger.settle(self.adjacency)
+        ledger.require_unit("example", self.adjacency)
         if ledger.adjacency != self.adjacency:
             # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
             raise AdjacencyError(

@@ -59,6 +59,7 @@ from torch_dpsco.statistics.held_out import (
     CPU,
     Method,
     Read,
+    agreed_budget,
     asked,
     held_out,
     ledger_of,
@@ -185,6 +186,7 @@ def score(
     limit = 1.0 if bound is None else check.positive(bound=bound)
     if bins is not None and not 2 <= check.positive_count(bins=bins) <= _MOST_BINS:
         raise ValueError(f"bins must be in 2..{_MOST_BINS} (got {bins})")
+    budget = agreed_budget(budget, accountant)
     noise = _Noise(quietest(budget) if accountant is None else budget)
     ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)

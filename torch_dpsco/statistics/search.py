@@ -207,8 +207,7 @@ class PrivateSearch(BaseEstimator):
             )
         plan = self.plan(features.shape[1])
         ledger = Accountant(budget) if self.accountant is None else self.accountant
-        ledger.require_unit("example")
-        ledger.settle(budget.adjacency)
+        ledger.require_unit("example", budget.adjacency)
         if ledger.adjacency != budget.adjacency:
             raise AdjacencyError(
                 f"accountant must have the adjacency {budget.adjacency!r} (got"

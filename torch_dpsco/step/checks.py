@@ -256,11 +256,10 @@ def require_one_step(
 
 def require_budget(accountant: Accountant, budget: Budget) -> None:
     """Raises AdjacencyError unless the accountant has this budget, or none, and the budget's adjacency."""
+    held = accountant.budget
+    if held is not None and held.under(budget.adjacency) != budget:
+        raise AdjacencyError(f"accountant must have the budget {budget}, or none (got {held})")
     accountant.settle(budget.adjacency)
-    if accountant.budget not in (None, budget):
-        raise AdjacencyError(
-            f"accountant must have the budget {budget}, or none (got {accountant.budget})"
-        )
     if accountant.adjacency != budget.adjacency:
         raise AdjacencyError(
             f"accountant must have the budget's adjacency {budget.adjacency!r} (got"

@@ -59,7 +59,8 @@ class PrivateOptimizer(RunOptimizer):
         prox: constraint or penalty, applied to the joint vector of all parameters after each update.
         reg: lambda >= 0 of a term (lambda/2) |w|^2 added to the mean loss; never put it into the loss itself.
         accountant: ledger (and budget) to charge; default a new one without budget.
-        adjacency: neighboring relation of the guarantee; default that of the accountant, or "zero_out".
+        adjacency: neighboring relation of the guarantee; default that of the accountant, or "zero_out" (`Undeclared`:
+            "replace_one").
         generator: noise generator of your own; repeatable, so for tests only (warns).
         secure: "exact" for noise in integers on a public grid (docs/proofs/exact_gaussian.md): 0.03 % more of it, in
             up to 9 times its time from 10,000 numbers on; for oracles that are clipped means.

@@ -68,7 +68,7 @@ class Statement:
         >>> run = Run("NoisyGD", Full(50), step, steps=4, planned=4, finalized=True)
         >>> statement = make_statement(accountant.report(1e-5), run)
         >>> print(statement.headline)
-        (1.748, 1e-05)-differential privacy for one example (replace_one).
+        (0.8142, 1e-05)-differential privacy for one example (zero_out: emptied).
         >>> statement.warnings
         ()
     """
