@@ -388,8 +388,8 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.accountant import Accountant
     from torch_dpsco.accounting.events import check_adjacency
     from torch_dpsco.accounting.ledger_file import LedgerCopy, write_state
-    from torch_dpsco.accounting.report import card
     from torch_dpsco.accounting.report.statement import finite
+    from torch_dpsco.show import card
 
     _require_new(plot=args.plot)
     book = LedgerCopy(_file(args.ledger)).book

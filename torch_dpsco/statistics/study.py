@@ -33,7 +33,6 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
-from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
 from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.accounting.report.statement import Statement, make_statement
@@ -44,7 +43,7 @@ from torch_dpsco.estimators.columns import ROW, Category
 from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.schema import Schema, Table
-from torch_dpsco.show import plots
+from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
 from torch_dpsco.statistics import Summary
 from torch_dpsco.statistics.conformal import ConformalSets, conformal, conformal_event

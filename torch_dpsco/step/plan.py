@@ -13,7 +13,6 @@ import math
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -41,15 +40,14 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
     in_words,
-    scaled_noise,
 )
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,9 +56,6 @@ _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL = 12
 _WIDTH = 110
-_NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
-_SHOWN = 16
-_POINTS = 12
 _LAST = (
     "assumed",
     "trusted",
@@ -169,74 +164,12 @@ class Plan(ABC):
             >>> [axes.get_title() for axes in plan.plot().axes]
             ['Noise beside signal', 'What is spent']
         """
-        title = f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"
-        return plots.figure(title, self._noise_panel(), self._epsilon_panel())
-
-    def _noise_panel(self) -> plots.Panel:
-        title = "Noise beside signal"
-        shares = list(self.noise_shares())[:_SHOWN]
-        if not shares or not all(math.isfinite(share) and share > 0 for _, share, _ in shares):
-            return plots.words(title, "the plan does not bound\nwhat the noise is added to")
-        drawn = {"noise, one coordinate (std)": [share for _, share, _ in shares]}
-        dims = [dim for _, _, dim in shares if dim is not None]
-        if len(dims) == len(shares):
-            norms = [
-                share * math.sqrt(dim) for (_, share, _), dim in zip(shares, dims, strict=True)
-            ]
-            drawn[f"noise, all {dims[0]} coordinates (norm)"] = norms
-        names = [name for name, _, _ in shares]
-        whole = ("largest signal (norm)", 1.0)
-        return plots.dots(title, "share of the largest signal", names, drawn, whole)
-
-    def _epsilon_panel(self) -> plots.Panel:
-        level = f"epsilon at delta {rounded_up(self._shown_delta)}"
-        target = None if self.budget is None or self.budget.risk else self.budget.epsilon
-        limit = None if target is None else (f"budget: {target:g}", target)
-        try:
-            stages = list(self.stages())
-            if not stages:
-                return self._release_panel(level, limit)
-            drawn = [plots.Line("this plan", *self._costs(stages, 1.0))]
-        except ConditionError as error:
-            return plots.words(
-                "What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40)
-            )
-        for factor in _NEIGHBORS:
-            with suppress(ConditionError):
-                drawn.append(plots.Line(f"with noise x {factor:g}", *self._costs(stages, factor)))
-        return plots.lines("What is spent", "steps made", level, drawn, limit=limit)
-
-    def _release_panel(self, level: str, limit: tuple[str, float] | None) -> plots.Panel:
-        factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
-        own = self._cost(self.event(), 1.0)
-        try:
-            line = plots.Line(
-                "one release", factors, [self._cost(self.event(), factor) for factor in factors]
-            )
-        except ConditionError:
-            return plots.words(
-                "What is spent",
-                f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(self._shown_delta)}",
-            )
-        x_label = "noise, as a multiple of this plan's"
-        return plots.lines(
-            "What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own)
-        )
-
-    def _costs(
-        self, stages: list[tuple[int, Event]], factor: float
-    ) -> tuple[list[float], list[float]]:
-        return [0.0, *(float(steps) for steps, _ in stages)], [
-            0.0,
-            *(self._cost(made, factor) for _, made in stages),
-        ]
-
-    def _cost(self, event: Event, factor: float) -> float:
-        scaled = event if factor == 1 else scaled_noise(event, factor)
-        return Ledger([scaled]).epsilon(self._shown_delta, self.adjacency)
+        figure: Figure = act("plan.plot")(self)
+        return figure
 
     @property
-    def _shown_delta(self) -> float:
+    def shown_delta(self) -> float:
+        """The delta at which epsilons are shown: the budget's."""
         return NO_BUDGET_DELTA if self.budget is None else self.budget.quoted_delta
 
     def __str__(self) -> str:
@@ -273,7 +206,7 @@ class Plan(ABC):
         )
 
     def _epsilons(self) -> str:
-        delta = self._shown_delta
+        delta = self.shown_delta
         found = []
         beyond = ""
         try:

@@ -19,7 +19,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.events import event_to_json
-from torch_dpsco.accounting.report import card
 from torch_dpsco.accounting.report.figures import (
     PrivacyReport,
     Run,
@@ -36,6 +35,7 @@ from torch_dpsco.accounting.report.wording import (
     table,
     words_of,
 )
+from torch_dpsco.acts import act
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +141,8 @@ class Statement:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return card.draw(self.figures)
+        figure: Figure = act("report.plot")(self.figures)
+        return figure
 
     @typed
     def save(
@@ -159,7 +160,7 @@ class Statement:
             FileExistsError: the file is there.
             ImportError: matplotlib, which draws the pictures, is not installed.
         """
-        card.save(self, path, date, overwrite)
+        act("report.save")(self, path, date, overwrite)
 
     def _repr_markdown_(self) -> str:
         return self.markdown()
