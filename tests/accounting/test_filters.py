@@ -782,7 +782,10 @@ ADAPTIVE = given(
 def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
     """Each mu is chosen from the luck so far: more is asked for after lucky noise."""
     epsilon *= 2 if delta < 1e-6 else 1
-    run, ledger = make_filter(Budget(epsilon, delta, "replace_one", mode=mode, **SETTINGS[mode])), Ledger()
+    run, ledger = (
+        make_filter(Budget(epsilon, delta, "replace_one", mode=mode, **SETTINGS[mode])),
+        Ledger(),
+    )
     mus: list[float] = []
     samples, loss, refused = 0, 0.0, None
     for mu, noise, kind in rounds:
