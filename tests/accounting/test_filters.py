@@ -584,7 +584,7 @@ def test_failures_are_paid_from_the_part_set_aside(mode):
     assert "would bring failure probability to 5e-06" in run.refusal(ledger, failing, 2)
     none = make_filter(Budget(**TARGET, **mode))
     assert not none.admits(Ledger(), failing)
-    same = make_filter(Budget(1.0, 1e-5 - 4e-6, **mode))
+    same = make_filter(Budget(1.0, 1e-5 - 4e-6, "replace_one", **mode))
     assert run.max_steps(Ledger(), gaussian(300.0)) == same.max_steps(Ledger(), gaussian(300.0))
 
 
@@ -782,7 +782,10 @@ ADAPTIVE = given(
 def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
     """Each mu is chosen from the luck so far: more is asked for after lucky noise."""
     epsilon *= 2 if delta < 1e-6 else 1
-    run, ledger = make_filter(Budget(epsilon, delta, mode=mode, **SETTINGS[mode])), Ledger()
+    run, ledger = (
+        make_filter(Budget(epsilon, delta, "replace_one", mode=mode, **SETTINGS[mode])),
+        Ledger(),
+    )
     mus: list[float] = []
     samples, loss, refused = 0, 0.0, None
     for mu, noise, kind in rounds:

@@ -105,7 +105,7 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
 
 def test_the_repr_is_one_line_whatever_was_charged() -> None:
     assert repr(dp.Accountant()) == (
-        "Accountant(epsilon 0 at delta 1e-06 under replace_one, events: 0, unit: example)"
+        "Accountant(epsilon 0 at delta 1e-06 under zero_out, events: 0, unit: example)"
     )
     users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="zcdp"))
     assert (

@@ -47,6 +47,7 @@ simple(
     mode="rdp",
     schedule=((events.PoissonGaussian(2.0, 0.01), 2),),
 )
+CALLS["dp.Budget.under"] = lambda: (budget().under, {"adjacency": "zero_out"})
 CALLS["dp.Budget.declaring"] = lambda: (
     budget(schedule=()).declaring,
     {"event": step_event(), "steps": 2},
@@ -63,7 +64,8 @@ for _name, _more in {
     "get_rho": {},
     "report": {},
     "bind": {"loader": lambda: DataLoader(records(), batch_size=10)},
-    "require_unit": {"unit": "example"},
+    "require_unit": {"unit": "example", "adjacency": "zero_out"},
+    "settle": {"adjacency": "zero_out"},
     "step": {"noise_multiplier": 2.0, "sample_rate": 0.01},
     "get_optimizer_hook_fn": {"sample_rate": 0.01},
     "state_dict": {},

@@ -372,7 +372,7 @@ def test_a_refused_exact_release_draws_nothing(monkeypatch):
     with pytest.raises(BudgetExceeded):
         plan.release(
             torch.zeros(DIM, dtype=torch.float64),
-            dp.Accountant(dp.Budget(0.1, 1e-6)),
+            dp.Accountant(dp.Budget(0.1, 1e-6, "replace_one")),
             torch.Generator(),
         )
     ledger = dp.Accountant(plan.task.budget)

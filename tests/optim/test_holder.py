@@ -407,7 +407,7 @@ def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
             dp.HolderSGD.plan(adjacency="add_remove", **kind),
             accountant=accountant,
         )
-    plan = dp.HolderSGD.plan(**kind)
+    plan = dp.HolderSGD.plan(adjacency="replace_one", **kind)
     assert (
         dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
     )

@@ -375,7 +375,8 @@ def test_the_optimizer_does_what_the_plan_says() -> None:
 def test_noise_that_is_given_is_drawn_and_charged() -> None:
     kind = {"batch_size": 10, "epochs": 2, "lr": 0.02}
     chosen = planned(**kind)
-    given = planned(**kind, budget=None, noise_multiplier=3.0)
+    own = {"budget": None, "adjacency": "replace_one"}
+    given = planned(**kind, **own, noise_multiplier=3.0)
     assert (given.sensitivity, given.noise_scale) == (chosen.sensitivity, 3.0 * chosen.sensitivity)
     assert given.event() == Gaussian(given.noise_scale, {"replace_one": given.sensitivity})
     assert (
@@ -383,7 +384,7 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
         == "zero_out"
     )
     ratio = chosen.noise_scale / chosen.sensitivity
-    same = planned(batch_size=10, epochs=2, budget=None, noise_multiplier=ratio)
+    same = planned(batch_size=10, epochs=2, **own, noise_multiplier=ratio)
     assert same.lr == planned(batch_size=10, epochs=2).lr  # the balanced step knows the noise
     with pytest.raises(InfeasibleError, match="epsilon must be >= "):
         dp.HolderOutputSGD(

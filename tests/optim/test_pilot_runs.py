@@ -349,7 +349,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         {"quantile": 0.7},
         {"sampling": dp.Full(120), "batch_size": None, "cls": dp.ClippedSGD},
         {"cls": dp.ProximalSGD},
-        {"adjacency": "zero_out"},
+        {"adjacency": "replace_one"},
     )
 
 

@@ -185,7 +185,7 @@ def test_the_slack_is_not_far_from_needed() -> None:
 def test_an_edge_within_the_error_has_the_rank(errors: list[float], level: float) -> None:
     epsilon, failure = 20.0, (1 - level) / 20
     X, y = table(errors)
-    scores = taken(X, y, level=level, budget=dp.Budget(epsilon, 1e-6))
+    scores = taken(X, y, level=level, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
     rank = math.ceil(level / (1 - failure) * UNIT)
     error = score_slack(9, module._sensitivities(rank)["replace_one"], epsilon, failure)
     valid = y[np.isfinite(y)]

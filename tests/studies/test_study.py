@@ -266,7 +266,7 @@ def test_a_preview_of_a_plan_spends_nothing():
             "n must be given under add_remove",
             {"budget": dp.Budget(1.0, 1e-6, ADD_REMOVE)},
         ),
-        (UnitError, "n must be the number of examples under replace_one", {"n": N - 1}),
+        (UnitError, "n must be the number of examples under zero_out", {"n": N - 1}),
         (ValueError, "speed must be an argument of study", {"speed": 1}),
         (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
         (ValueError, "candidates must be one or more", {"candidates": {}}),
