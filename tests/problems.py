@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rules import SGD
 from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.loading import make_slots
 from torch_dpsco.step.oracle import MeanOracle
 
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum}
@@ -77,3 +79,11 @@ def released(oracle: MeanOracle, query: Sequence[Tensor], batches: Sequence[Grad
         oracle.observe(batch)
     release_in_float64(oracle)
     return torch.cat([mean.flatten() for mean in oracle.release(torch.Generator()).mean]).clone()
+
+
+def slots_of(
+    optimizer: Any, sampler: Any, *, padding: bool | None = True, records: int | None = None
+) -> Any:
+    """Returns where an optimizer's loader puts the rows of a sampler's draws; None where they are not filled up."""
+    dim = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return make_slots(optimizer._run, sampler, padding=padding, most=None, records=records, dim=dim)

@@ -17,10 +17,12 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
+from tests.problems import slots_of
 from torch_dpsco.accounting.events import in_words
 from torch_dpsco.algorithms.user_localized_numbers import UserPhases
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
+from torch_dpsco.sampling.one_pass import make_sampler
 from torch_dpsco.step.plan import Plan
 from torch_dpsco.step.planned import StepPlan
 
@@ -338,9 +340,8 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     cls, make = MADE[name]
     plan = make()
     optimizer = cls(nn.Linear(DIM, 1).parameters(), plan)
-    places = optimizer._slots(
-        None, None, optimizer._new_sampler(plan.n, plan.steps, False)
-    ).capacity
+    sampler = make_sampler(plan.design, size=plan.n, steps=plan.steps)
+    places = slots_of(optimizer, sampler, padding=None).capacity
     text = dict(plan.lines())["filled"]
     assert (
         text

@@ -31,6 +31,7 @@ from tests.optim.test_allocated import (
     sums,
     train,
 )
+from tests.problems import slots_of
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
@@ -413,9 +414,9 @@ def test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw() -> No
     """Of two processes one may hold nearly all records; by positions each has half of them."""
     _, optimizer = built()
     place: dict[str, Any] = {"rank": 0, "processes": 2, "key": KEY}
-    alone = optimizer._slots(True, None, AssignedSampler(optimizer.design))
-    own = optimizer._slots(True, None, RankAssignedSampler(optimizer.design, **place, ids=IDS[1:]))
-    by_place = optimizer._slots(True, None, RankAssignedSampler(optimizer.design, **place))
+    alone = slots_of(optimizer, AssignedSampler(optimizer.design))
+    own = slots_of(optimizer, RankAssignedSampler(optimizer.design, **place, ids=IDS[1:]))
+    by_place = slots_of(optimizer, RankAssignedSampler(optimizer.design, **place))
     assert alone is not None
     assert own is not None
     assert by_place is not None

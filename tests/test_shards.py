@@ -20,6 +20,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
+from tests.problems import slots_of
 from tests.processes import (
     DIM,
     SECONDS,
@@ -597,6 +598,6 @@ def test_the_blocks_of_a_rank_with_a_shard_have_room_for_all_it_declares() -> No
     optimizer = built("poisson", layer())
     place: dict[str, Any] = {"rank": 1, "processes": 4, "key": bytes(32)}
     own = RankSampler(optimizer.design, **place, own=True)
-    rooms = [optimizer._slots(True, None, own, most).capacity for most in (N, N // 2)]
+    rooms = [slots_of(optimizer, own, records=most).capacity for most in (N, N // 2)]
     assert rooms == [capacity(optimizer.design), capacity(optimizer.design, records=N // 2)]
-    assert optimizer._slots(True, None, RankSampler(optimizer.design, **place)).capacity < rooms[1]
+    assert slots_of(optimizer, RankSampler(optimizer.design, **place)).capacity < rooms[1]

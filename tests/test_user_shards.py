@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
+from tests.problems import slots_of
 from tests.processes import DIM, launch, layer, numbers, records
 from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed_layer, train
 from torch_dpsco.accounting.designs import Draw
@@ -329,7 +330,7 @@ def test_the_blocks_of_a_rank_have_room_for_a_draw_of_the_users_it_declares(desi
     optimizer = built("poisson" if isinstance(design, dp.Poisson) else "full", layer())
     own = RankSampler(design, rank=1, processes=4, key=bytes(32), own=True)
     for most in (USERS, 5):
-        assert optimizer._slots(True, None, own, most).capacity == capacity(design, records=most)
+        assert slots_of(optimizer, own, records=most).capacity == capacity(design, records=most)
 
 
 def test_a_loader_of_users_numbers_those_of_a_shard_only() -> None:
