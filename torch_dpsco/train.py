@@ -6,7 +6,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -127,22 +127,17 @@ def fit(
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
         # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
-        kinds = {
-            name: None if given is None else type(given)
-            for name, given in (("users", users), ("ids", ids))
-        }
-        wrong = kinds | {"shard": shard, "steps": steps, "loss_reduction": loss_reduction}
-        wrong |= {
-            "padding": padding,
-            "physical_batch_size": physical_batch_size,
-            "compile": compile or None,
-        }
-        given = [name for name, value in wrong.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"{given[0]} must not be given (got {check.shown(wrong[given[0]])}): the plan of "
-                f"{type(optimizer).__name__} fixes it"
-            )
+        _require_left_out(
+            optimizer,
+            users=None if users is None else type(users),
+            ids=None if ids is None else type(ids),
+            shard=shard,
+            steps=steps,
+            loss_reduction=loss_reduction,
+            padding=padding,
+            physical_batch_size=physical_batch_size,
+            compile=compile or None,
+        )
         saved = open_checkpoint(checkpoint, every, model, optimizer)
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell)
     if isinstance(optimizer, SolvedOptimizer):
@@ -158,8 +153,6 @@ def fit(
     goal = steps_to_make(optimizer, steps) + optimizer.steps
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
-    if delta is None and optimizer.accountant.budget is not None:
-        delta = optimizer.accountant.budget.quoted_delta
     left = goal - optimizer.steps
     optimizer.discard()  # what a run before left in progress comes again
     loader = optimizer.loader(
@@ -180,40 +173,76 @@ def fit(
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     note_probed(model, optimizer)
     model.train()
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    # a step of the caller's expects a backward before it
-    plain = own_step(type(optimizer)) is own_step(PrivateOptimizer)
-    closed = (
-        closed_form(model, trained, loss_fn, dataset, loader) if plain and users is None else None
-    )
-    compiled = (
-        _compiled(model, loss_fn, loader, attached, reduction)
-        if compile and closed is None
-        else None
-    )
-    due = _steps_on(model, optimizer, loader, loss_fn, compiled)
+    closed = None if users is not None else _closed_form(model, optimizer, loss_fn, dataset, loader)
     if closed is not None:
-        due = (partial(optimizer.step_on, rows) for rows in closed.batches(loader))
+        due: Iterable[Callable[[], Any]] = (
+            partial(optimizer.step_on, rows) for rows in closed.batches(loader)
+        )
+    else:
+        compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
+        due = _steps_on(model, optimizer, loader, loss_fn, compiled)
     with (
         optimizer,
         tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar,
+        torch.set_grad_enabled(closed is None),
     ):
-        progress_bar = _Progress(bar, optimizer, delta)
-        optimizer.zero_grad()
-        saved.save()  # what the first step needs to be resumed: partition and thresholds
-        made = optimizer.steps
-        with torch.set_grad_enabled(closed is None):
-            for make_step in due:
-                if not _made(optimizer, make_step):
-                    break
-                if optimizer.steps > made:  # else it was a part of a draw
-                    made = optimizer.steps
-                    saved.step_made()
-                    tell(optimizer)
-                progress_bar.show(goal - optimizer.steps)
+        shown = _Progress(bar, optimizer, _delta_of(optimizer, delta))
+        _make_steps(optimizer, due, saved, tell, shown, goal)
     saved.save()
     tell(optimizer)
     return model.eval()
+
+
+def _require_left_out(optimizer: RowFreeOptimizer, **fixed: Any) -> None:
+    """Raises ValueError for an argument that the plan of the optimizer fixes."""
+    for name, value in fixed.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} must not be given (got {check.shown(value)}): the plan of"
+                f" {type(optimizer).__name__} fixes it"
+            )
+
+
+def _delta_of(optimizer: PrivateOptimizer, delta: float | None) -> float | None:
+    """Returns the delta of the bar: as given, or the budget's."""
+    budget = optimizer.accountant.budget
+    return budget.quoted_delta if delta is None and budget is not None else delta
+
+
+def _closed_form(
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    loss_fn: _LossFn,
+    dataset: Dataset[Any],
+    loader: PrivateLoader,
+) -> Any:
+    """Returns the rows of a linear model in closed form; None where there are none, or `step` is the caller's."""
+    if own_step(type(optimizer)) is not own_step(PrivateOptimizer):  # which expects a backward
+        return None
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return closed_form(model, trained, loss_fn, dataset, loader)
+
+
+def _make_steps(
+    optimizer: PrivateOptimizer,
+    due: Iterable[Callable[[], Any]],
+    saved: Unsaved,
+    tell: Callable[[Any], None],
+    shown: _Progress,
+    goal: int,
+) -> None:
+    """Makes the steps that are due, until the budget is spent."""
+    optimizer.zero_grad()
+    saved.save()  # what the first step needs to be resumed: partition and thresholds
+    made = optimizer.steps
+    for make_step in due:
+        if not _made(optimizer, make_step):
+            break
+        if optimizer.steps > made:  # else it was a part of a draw
+            made = optimizer.steps
+            saved.step_made()
+            tell(optimizer)
+        shown.show(goal - optimizer.steps)
 
 
 def _steps_on(

@@ -271,16 +271,7 @@ class OneRunAudit:
         """
         total = len(self.canaries)
         guesses = self.guess_in + self.guess_out
-        try:
-            values = np.asarray(scores, dtype=np.float64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"scores must be {total} numbers, one a canary (got {check.shown(scores)})"
-            ) from error
-        if values.shape != (total,) or np.isnan(values).any():
-            raise ValueError(
-                f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})"
-            )
+        values = _numbers(scores, total)
         check.choice(("any", "gaussian"), family=family)
         if claimed is not None:
             check.nonnegative(claimed=claimed, allow_inf=True)
@@ -314,3 +305,18 @@ class OneRunAudit:
         return OneRunResult(
             bound, float(delta), float(confidence), total, guesses, correct, reach, mu, claimed
         )
+
+
+def _numbers(scores: Any, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Returns scores as an array; raises ValueError unless there is a number for each canary."""
+    try:
+        values = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"scores must be {total} numbers, one a canary (got {check.shown(scores)})"
+        ) from error
+    if values.shape != (total,) or np.isnan(values).any():
+        raise ValueError(
+            f"scores must be {total} numbers, one a canary, none NaN (got shape {values.shape})"
+        )
+    return values

@@ -103,6 +103,11 @@ class Released:
         several = len(self.classes) >= 2 if self.kind == "softmax" else len(self.classes) == 2
         _require(not self.classes if self.kind == "regressor" else several, _CLASSES)
         _require(_finite(self.bound_x) and self.bound_x > 0, "bound_x must be a number > 0")
+        _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
+        self._check_columns(width)
+
+    def _check_columns(self, width: int) -> None:
+        """Raises for units, names and a schema that do not go with the coefficients."""
         for name, given in (("center", self.center), ("scale", self.scale)):
             fits = given is None or (len(given) == width and all(_finite(value) for value in given))
             _require(fits, f"{name} must be {width} finite numbers, or null")
@@ -111,7 +116,6 @@ class Released:
             len(self.names) == width and all(isinstance(x, str) for x in self.names)
         )
         _require(named, f"names must be {width} texts, or null")
-        _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
             _require(

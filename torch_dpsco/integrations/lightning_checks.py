@@ -93,6 +93,11 @@ def require_settings(trainer: Any, module: LightningModule, private_logs: bool) 
             f" {type(trainer.strategy).__name__}): give devices=1; for several processes write the"
             " loop with dp.fit, a plain model in each, under torchrun (docs/distributed.md)"
         )
+    _require_own_calls(trainer, module, private_logs)
+
+
+def _require_own_calls(trainer: Any, module: LightningModule, private_logs: bool) -> None:
+    """Raises SequenceError for callbacks and overridden methods that touch or show gradients."""
     for callback in trainer.callbacks:
         for kind, way_out in (_CALLBACKS if private_logs else _CALLBACKS | _TELLING).items():
             if isinstance(callback, kind):

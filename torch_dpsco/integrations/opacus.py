@@ -42,6 +42,12 @@ from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
 from torch_dpsco.schedule import Phase
 
+_N_IS_READ = (
+    "n is not given: the number of records was read off the data set and counts as public, so that"
+    " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
+    " removed"
+)
+
 
 class DPOptimizer(ClippedSGD):
     """A torch optimizer on private means, or sums, with the attributes of Opacus' class of this name.
@@ -274,9 +280,11 @@ class PrivacyEngine:
             adjacency=ZERO_OUT if n is None else ADD_REMOVE,
             secure="exact" if self.secure_mode else None,
         )
-        ledger = self._ledger(self.plan)
         private = DPOptimizer(
-            optimizer, self.plan, loss_reduction=form.loss_reduction, accountant=ledger
+            optimizer,
+            self.plan,
+            loss_reduction=form.loss_reduction,
+            accountant=self._ledger(self.plan),
         )
         batches = private.loader(
             loader.dataset,
@@ -285,25 +293,18 @@ class PrivacyEngine:
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )
-        rows = ROWS[form.grad_sample_mode]
-        reduction = form.loss_reduction
         if form.grad_sample_mode == "ghost":
             criterion = criterion or nn.CrossEntropyLoss()
         attach_sound(
             module,
             criterion,
             batches,
-            loss_reduction=reduction,
-            rows=rows,
+            loss_reduction=form.loss_reduction,
+            rows=ROWS[form.grad_sample_mode],
             batch_first=form.batch_first,
         )
         if n is None:
-            warn(
-                "n is not given: the number of records was read off the data set and counts as"
-                " public, so that epsilon is about a record replaced by an empty one; give n=, a"
-                " public number, for one added or removed",
-                stacklevel=4,
-            )
+            warn(_N_IS_READ, stacklevel=4)
         model = module if form.wrap_model else Attached(module)
         if form.grad_sample_mode != "ghost":
             return model, private, batches

@@ -205,49 +205,34 @@ def _command(
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(args: argparse.Namespace) -> Result:
-    """Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions."""
-    import torch_dpsco as dp
-
-    kinds = {name: kind for name in dp.__all__ if hasattr(kind := getattr(dp, name), "plans")}
-    kinds = {name: kind for name, kind in kinds.items() if "model" not in _names(kind.plan)}
-    if args.algorithm not in kinds:
-        raise ValueError(f"ALGORITHM must be one of {', '.join(kinds)} (got {args.algorithm!r})")
-    kind = kinds[args.algorithm]
-    tables = {
-        name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")
-    }
-    losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
-
-    def budget(epsilon: float, delta: float, adjacency: Any = None) -> dp.Budget:
-        return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
-
-    sources = [kind.plan, dp.Budget]
-    own = {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
-    promised = "problem" in _names(kind.plan)
-    if promised:
-        sources += [dp.Problem, *losses.values()]
-        own |= {name for made in sources[2:] for name in _names(made)} - {"exact_grad_bound"}
+def _options_of_plan(
+    algorithm: str, sources: list[Any], own: set[str], losses: dict[str, Any]
+) -> argparse.ArgumentParser:
+    """Returns the options of a plan: the arguments of its sources, described by their docstrings."""
     parser = _Parser(
-        prog=f"dpsco plan {args.algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=f"dpsco plan {algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     texts = {
         name: text for source in reversed(sources) for name, text in _described(source).items()
     }
     for name in sorted(own):
         parser.add_argument(_option(name), type=_value, metavar="VALUE", help=texts.get(name))
-    if promised:
+    if losses:
         parser.add_argument(
             "--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}"
         )
     parser.add_argument("--json", action="store_true", help="print what --save writes")
     parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict")
     parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
-    given = vars(parser.parse_args(args.options))
-    as_json = given.pop("json", False)
-    file = given.pop("save", None)
-    picture = given.pop("plot", None)
-    _require_new(save=file, plot=picture)
+    return parser
+
+
+def _made_plan(kind: Any, given: dict[str, Any], own: set[str], losses: dict[str, Any]) -> Any:
+    """Returns the plan of these options, with the budget and the promises that are among them."""
+    import torch_dpsco as dp
+
+    def budget(epsilon: float, delta: float, adjacency: Any = None) -> dp.Budget:
+        return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
 
     if given.keys() & {"epsilon", "delta"}:
         given["budget"] = _made(budget, given)
@@ -263,6 +248,37 @@ def _plan(args: argparse.Namespace) -> Result:
     if given := given | promises:
         name, value = given.popitem()
         raise ValueError(f"{name} must be left out: nothing here takes it (got {value!r})")
+    return plan
+
+
+def _plan(args: argparse.Namespace) -> Result:
+    """Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions."""
+    import torch_dpsco as dp
+
+    kinds = {name: kind for name in dp.__all__ if hasattr(kind := getattr(dp, name), "plans")}
+    kinds = {name: kind for name, kind in kinds.items() if "model" not in _names(kind.plan)}
+    if args.algorithm not in kinds:
+        raise ValueError(f"ALGORITHM must be one of {', '.join(kinds)} (got {args.algorithm!r})")
+    kind = kinds[args.algorithm]
+    tables = {
+        name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")
+    }
+    losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
+
+    sources = [kind.plan, dp.Budget]
+    own = {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
+    promised = "problem" in _names(kind.plan)
+    if promised:
+        sources += [dp.Problem, *losses.values()]
+        own |= {name for made in sources[2:] for name in _names(made)} - {"exact_grad_bound"}
+    parser = _options_of_plan(args.algorithm, sources, own, losses if promised else {})
+    given = vars(parser.parse_args(args.options))
+    as_json = given.pop("json", False)
+    file = given.pop("save", None)
+    picture = given.pop("plot", None)
+    _require_new(save=file, plot=picture)
+
+    plan = _made_plan(kind, given, own, losses)
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
         _write(file, f"{text}\n".encode())

@@ -293,13 +293,7 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
     for plan in plans:
         found = []
         for _ in range(runs):
-            drawn, users = halves.rows_of(rng.choice(halves.own, task.n))
-            weights = None if sample.weights is None else sample.weights[drawn]
-            ids = None if sample.ids is None else torch.from_numpy(users)
-            fitted = fit_linear(
-                plan, sample.features[drawn], sample.targets[drawn], weights, users=ids
-            )
-            answer = _answer(plan.task, fitted, sample.features[out])
+            answer = _answer(task, halves.fitted(plan, sample, rng), sample.features[out])
             found.append(_scores(task, answer, halves.truth[out]))
         errors = halves.standard_errors(task, answer, rng)
         for score, row in bands.items():
@@ -385,6 +379,13 @@ class _Halves:
         return self.order[np.repeat(self.starts[drawn], sizes) + within], np.repeat(
             np.arange(len(drawn)), sizes
         )
+
+    def fitted(self, plan: LinearPlan, sample: Sample, rng: np.random.Generator) -> LinearFit:
+        """Returns a fit to resampled records of the first half."""
+        drawn, users = self.rows_of(rng.choice(self.own, plan.task.n))
+        weights = None if sample.weights is None else sample.weights[drawn]
+        ids = None if sample.ids is None else torch.from_numpy(users)
+        return fit_linear(plan, sample.features[drawn], sample.targets[drawn], weights, users=ids)
 
     def standard_errors(
         self, task: LinearTask, answer: _Array, rng: np.random.Generator

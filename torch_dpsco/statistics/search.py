@@ -218,11 +218,7 @@ class PrivateSearch(BaseEstimator):
             delta
         )  # raises, before anything is charged, if the ledger has no answer at this delta
         rows = features.cpu().numpy()
-        targets = np.asarray(y, dtype=object) if isinstance(y, list) else np.asarray(y)
-        if targets.shape != (len(rows),):
-            raise ValueError(
-                f"y must have one target per row (got shape {targets.shape} for {len(rows)} rows)"
-            )
+        targets = _targets(y, len(rows))
         held = split(len(rows), self.holdout, budget.adjacency)
         # PRIVACY: a trial that a setting fails tells of no record (test_no_setting_fails_after_the_charge)
         for name in self.candidates:
@@ -242,14 +238,20 @@ class PrivateSearch(BaseEstimator):
                 "the search failed: nothing is released, and what was charged stays"
             ) from None
         best, model = found
+        model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
+        self._install(best, model, ledger, delta)
+        return self
+
+    def _install(
+        self, best: PrivateScore, model: LinearModel, ledger: Accountant, delta: float | None
+    ) -> None:
+        """Keeps the winner, which says what its search promised and charged."""
         self.best_score_ = best.value
         self.best_error_ = best.error
         self.privacy_ = model.privacy_ = ledger.report(delta)
-        model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
         model.accountant = ledger
         model.epsilon = self.epsilon
         self.best_estimator_ = model
-        return self
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns what the winner says of public rows."""
@@ -474,3 +476,13 @@ def draw_count(law: str, gamma: float, source: Stream) -> int:
             break  # what is left is less than the digits
         below = _EXACT.add(below, chance)
     return count
+
+
+def _targets(y: Any, rows: int) -> NDArray[Any]:
+    """Returns targets as an array; raises ValueError unless there is one per row."""
+    targets = np.asarray(y, dtype=object) if isinstance(y, list) else np.asarray(y)
+    if targets.shape != (rows,):
+        raise ValueError(
+            f"y must have one target per row (got shape {targets.shape} for {rows} rows)"
+        )
+    return targets
