@@ -19,10 +19,11 @@ from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
-from torch_dpsco.doctor.evidence import Check, Evidence
 from torch_dpsco.doctor.model_checks import coupled_records, excess, some
 from torch_dpsco.doctor.probe import ROUNDING
 from torch_dpsco.doctor.script import (
+    Check,
+    Evidence,
     Finding,
     Script,
     accounted,

@@ -9,17 +9,22 @@ from typing import Any
 import torch
 
 from torch_dpsco.compat import BatchNorm
-from torch_dpsco.doctor.evidence import (
+from torch_dpsco.doctor.probe import in_place
+from torch_dpsco.doctor.script import (
     Check,
     Evidence,
+    Finding,
     NotScalarError,
+    Script,
+    critical,
+    error,
+    is_ghost_loss_value,
     joint_norms,
     tolerance,
+    warning,
 )
-from torch_dpsco.doctor.probe import in_place
-from torch_dpsco.doctor.script import Finding, Script, critical, error, is_ghost_loss_value, warning
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.carried import CarriedStateError
+from torch_dpsco.rows.forwards import CarriedStateError
 from torch_dpsco.rows.supported import coarse_setting
 from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.trial import HALF

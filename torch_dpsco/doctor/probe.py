@@ -22,21 +22,23 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.doctor.evidence import (
+from torch_dpsco.doctor.script import (
     Evidence,
     JointRows,
     Line,
     NotScalarError,
+    OfBatch,
     Pass,
+    Script,
+    is_ghost_loss_value,
     movement,
     remembered,
     rows_of,
     rows_to_probe,
 )
-from torch_dpsco.doctor.script import OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
-from torch_dpsco.rows.passes import forget_uses
+from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.trial import (
     Mixed,
     Rows,

@@ -2,7 +2,7 @@
 
 Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
 
-Labels need not be checked: a criterion reads y > 0 as 1 and others as -1 (`losses.labels`), so that every constant of
+Labels need not be checked: a criterion reads y > 0 as 1 and others as -1 (`base.read`), so that every constant of
 the table holds. `value` and `derivative` take y as it is: for |y| <= 1 the constants hold too (the loss phi(y w.x) is
 that of the record (y x, 1), and ||y x|| <= B), and y = 0 is a null record of gradient 0.
 """

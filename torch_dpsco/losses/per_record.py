@@ -22,7 +22,7 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.losses.labels import as_module, read_for
+from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.trial.loss import apply_as_one
 
 _AVERAGING = (
@@ -120,7 +120,7 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
         (`torch.autograd.Function`, `torch.library`) keep records apart; the first step looks for those that do not.
         Class weights and ignored targets of
         CrossEntropyLoss and NLLLoss stay within the record: an ignored target counts 0, and a mean is over all records.
-        Labels of torch's losses are read by `losses.labels`: 0/1, -1/1 and booleans say the same, and a record with a
+        Labels of torch's losses are read by `losses.base`: 0/1, -1/1 and booleans say the same, and a record with a
         label that is not finite, or no class, has no gradient.
 
     Example:

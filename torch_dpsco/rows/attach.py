@@ -8,7 +8,7 @@ state dict. After attach no non-private gradient survives a backward:
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
   outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
 * a training forward that changes a buffer (batch normalization and similar layers couple the rows) raises;
-* so does one whose inputs are outputs of an earlier batch, a state that the loop carries (see `rows.carried`).
+* so does one whose inputs are outputs of an earlier batch, a state that the loop carries (see `rows.forwards`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from torch_dpsco._doors import typed
 from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
-from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
-from torch_dpsco.rows.forms import SHORTCUTS
+from torch_dpsco.rows.forwards import (
+    NO_FORWARD,
+    ONE_MODULE,
+    PASSES,
+    WATCH,
+    CarriedState,
+    Forward,
+    PassCounter,
+    batch_sizes,
+    forget_uses,
+)
 from torch_dpsco.rows.layers.table import (
     RECORDED,
+    SHORTCUTS,
     can_record,
     is_recorded,
     start_recording,
     stop_recording,
 )
-from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
-from torch_dpsco.rows.plain_steps import PASSES, WATCH
 from torch_dpsco.rows.supported import (
     HALF,
     forget_wrappers,

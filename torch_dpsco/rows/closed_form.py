@@ -12,7 +12,7 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 | the optimizer's `step` is the library's | a subclass with a `step` of its own |
 
 A record's row is a function of that record alone: products are with its own features only. Labels are read as by
-`losses.labels`; a null record has the slope 0, or NaN in C, which leaves such a row out. The input's factor of the
+`losses.base`; a null record has the slope 0, or NaN in C, which leaves such a row out. The input's factor of the
 norms, sqrt(|x|^2 + 1), is computed once per data set.
 
 Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import compat, native
-from torch_dpsco.losses.base import Loss
+from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
 from torch_dpsco.losses.classification import Logistic
-from torch_dpsco.losses.labels import CHANCE, CLASS, REAL, SIGN, read
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
 from torch_dpsco.rows.layers.table import is_recorded
 from torch_dpsco.sampling import PrivateLoader

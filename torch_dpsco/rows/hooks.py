@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.passes import NO_FORWARD, PassCounter
+from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
 from torch_dpsco.rows.supported import require_full_precision, require_known
 
 compat.require_opacus()

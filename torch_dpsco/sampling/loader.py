@@ -45,8 +45,7 @@ from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.rng import Stream, sampling_generator
-from torch_dpsco.sampling.one_by_one import one_by_one
-from torch_dpsco.sampling.row_file import Gathered
+from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
 from torch_dpsco.sampling.streamed import Itself, Streamed
 

@@ -62,7 +62,7 @@ from torch_dpsco.accounting.designs import (
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.rng import Stream, rank_generator, sampling_generator
-from torch_dpsco.sampling.row_file import Gathered
+from torch_dpsco.sampling.datasets import Gathered
 
 _Indices = npt.NDArray[np.int64]
 

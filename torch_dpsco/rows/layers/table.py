@@ -4,12 +4,24 @@ Linear layers keep the two factors of their rows on vectors, the cheaper form on
 record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
 
 Kinds that are not the library's are tried on synthetic records before they see real ones.
+
+The forms of rows, and what is registered from outside: shortcuts through recorded layers, and engines of `fit`.
+
+| form | where | who chooses it |
+|---|---|---|
+| recorded: a layer's backward keeps its rows | `layers.table`, more by `layers.register` | `attach` |
+| dense: Opacus' hooks, or `torch.func` where it has none | `hooks` | `attach`, for all other layers |
+| closed: of a linear model, from its data | `closed_form` | `fit`, where nobody could see the difference |
+| shortcuts: several recorded layers as one, with the same bits | `SHORTCUTS` | `attach` |
+| engines: in place of forward and backward | `ENGINES` | `fit`, or a loop |
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +30,7 @@ from torch import Tensor, nn
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.blocks import FLOAT64, work_dtype
+from torch_dpsco.rows.forwards import PassCounter
 from torch_dpsco.rows.layers.convolution import ConvolutionKind
 from torch_dpsco.rows.layers.embedding import EmbeddingKind
 from torch_dpsco.rows.layers.recorded import (
@@ -32,7 +45,6 @@ from torch_dpsco.rows.layers.recorded import (
     plain_forward,
     require_dims,
 )
-from torch_dpsco.rows.passes import PassCounter
 from torch_dpsco.rows.supported import slack
 
 _RECORDS = 3
@@ -246,3 +258,29 @@ def stop_recording(layer: Any) -> None:
     del layer.kind, layer.tape, layer.passes
     if isinstance(layer.__dict__.get("forward"), RecordedForward):
         del layer.forward
+
+
+class Shortcut(ABC):
+    """A faster way through recorded layers, whose outputs, rows and gradients have the same bits."""
+
+    @abstractmethod
+    def start(self, modules: Sequence[nn.Module]) -> None:
+        """Takes the way in the modules of a model whose layers are recorded, in place."""
+
+    @abstractmethod
+    def stop(self, modules: Sequence[nn.Module]) -> None:
+        """Undoes it; has nothing to undo in a model that was never started."""
+
+
+class Engine(Protocol):
+    """Leaves rows on the parameters of a model that is not attached, and makes the steps."""
+
+    def step(
+        self, optimizer: Any, inputs: Any, targets: Any, *, users: Tensor | None = None
+    ) -> None:
+        """Makes one private step from a batch."""
+
+
+SHORTCUTS: list[Shortcut] = []
+# by name: (model, loss_fn, loader) -> engine, or why there is none
+ENGINES: dict[str, Callable[[nn.Module, Any, Any], Engine | str]] = {}
