@@ -74,9 +74,8 @@ def doctor(
             f"loader must be what the loop iterates over, or None (got {check.shown(loader)})"
         )
     if isinstance(optimizer, SolvedOptimizer):
-        return Diagnosis.of(
-            ()
-        )  # it reads records by itself: no model, loss or loader of the script is in its release
+        # it reads records by itself: no model, loss or loader of the script is in its release
+        return Diagnosis.of(())
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
     note(script, evidence)

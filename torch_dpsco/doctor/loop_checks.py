@@ -385,9 +385,8 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     found = evidence.isolation
     if found is None:
         return
-    if (
-        found.company and found.company < _NO_ROUNDING
-    ):  # more is coupling, which has a finding of its own
+    if found.company and found.company < _NO_ROUNDING:
+        # more is coupling, which has a finding of its own
         yield warning(
             "rows-not-isolated",
             f"in batches of {found.rows} rows the last bits of a row depend on the other records,"
@@ -541,9 +540,8 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest"
             " gradient"
         )
-    if (
-        optimizer.bounds[0] is not None
-    ):  # otherwise synthetic records may be beyond bounds that nobody enforces
+    if optimizer.bounds[0] is not None:
+        # otherwise synthetic records may be beyond bounds that nobody enforces
         apart = (
             line.places[:, None] - line.places
         ).abs() ** promises.holder_exponent * promises.holder_constant

@@ -57,10 +57,8 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     consequence = "many rows, which clipping one row at a time does not bound"
     limit = _NO_MIX
     if script.row_free is not None:
-        consequence, limit = (
-            "the gradients of many, which the noise does not cover",
-            1e-6,
-        )  # in double precision
+        # in double precision
+        consequence, limit = ("the gradients of many, which the noise does not cover", 1e-6)
     if evidence.mixing is not None and evidence.mixing > limit:
         found = (
             f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of"

@@ -213,9 +213,8 @@ class _Probe:
                 float(movement(again, after_other, size).max()),
                 float(movement(base, again, size).max()),
             )
-        if (
-            self.synthetic.has_numbers
-        ):  # only now: a model that remembers a batch may not take one of another size
+        if self.synthetic.has_numbers:
+            # only now: a model that remembers a batch may not take one of another size
             self._look_at_outliers()
         self._look_at_bits()
 

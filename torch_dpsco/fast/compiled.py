@@ -68,9 +68,8 @@ from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.trial import SEED, Leaf, Mixed, Rows, both_fills, compare, rows_first
 from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
 
-_MOST_PATCHES = (
-    2**14
-)  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
+# numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
+_MOST_PATCHES = 2**14
 
 
 def has_convolutions(model: nn.Module) -> bool:
@@ -120,9 +119,8 @@ def _conv2d(
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     (height, width), (down, right), held = _pair(padding), _pair(stride), weight.detach()
     patches = F.pad(input.detach(), (width, width, height, height))
-    patches = patches.unfold(2, weight.shape[2], down).unfold(
-        3, weight.shape[3], right
-    )  # (N, C, H, W, kh, kw)
+    # (N, C, H, W, kh, kw)
+    patches = patches.unfold(2, weight.shape[2], down).unfold(3, weight.shape[3], right)
     if patches[0].numel() > _MOST_PATCHES:
         return F.conv2d(input, weight, bias, stride, padding)
     patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)
@@ -137,10 +135,8 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
-_MADE_UP, _APART = (
-    7,
-    0.1,
-)  # records that are made up, and how far from the model's parameters their rows are taken
+# records that are made up, and how far from the model's parameters their rows are taken
+_MADE_UP, _APART = (7, 0.1)
 _COUPLED = (
     "records must not reach each other in model and loss (with {what} as one of several made-up"
     " records, rows of others changed): an operation with a vmap rule of its own"
@@ -241,16 +237,14 @@ class CompiledRows:
                 "model must not be attached to compile its rows: call dp.detach(model) first"
             )
         require_same_parameters(self._model, optimizer)
-        if (
-            optimizer.outstanding_rows == 0
-        ):  # an empty draw is a step of noise only, whatever its batch looks like
+        if optimizer.outstanding_rows == 0:
+            # an empty draw is a step of noise only, whatever its batch looks like
             optimizer.step(users=users)
             return
         params = self._trained()
         optimizer.note_checks(self._verdicts)
-        self._size(
-            optimizer.design if optimizer.oracle.unit == "example" else None
-        )  # a user has any number of records
+        # a user has any number of records
+        self._size(optimizer.design if optimizer.oracle.unit == "example" else None)
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
@@ -282,9 +276,8 @@ class CompiledRows:
             raise ValueError(
                 f"model must be one that torch.func.vmap vectorizes: {rows}"
             ) from rows.error
-        for old, new in zip(
-            values, self._state(), strict=True
-        ):  # a write through `.data` leaves no trace in versions
+        for old, new in zip(values, self._state(), strict=True):
+            # a write through `.data` leaves no trace in versions
             if not torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True).all():
                 raise PrivacyError(_CHANGED)
         self._require_no_capture(*zeros)
@@ -335,9 +328,8 @@ class CompiledRows:
         """
         try:
             parts = self._parts(inputs, targets)
-            if (
-                isinstance(optimizer.design, Undeclared) and len(parts) > 1
-            ):  # takes the rows of a step at once, or none
+            if isinstance(optimizer.design, Undeclared) and len(parts) > 1:
+                # takes the rows of a step at once, or none
                 rows = [self._rows(inputs, targets, part) for part in parts]
                 leave_rows(params, [torch.cat(side) for side in zip(*rows, strict=True)])
                 parts = [slice(0, parts[-1].stop)]
@@ -390,9 +382,8 @@ class CompiledRows:
 
         def rows(batch: list[Tensor]) -> list[Rows]:
             seed_torch(SEED)
-            params = tuple(
-                p + _APART * torch.randn_like(p) for p in self._trained()
-            )  # at zeros few rows would move
+            # at zeros few rows would move
+            params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())
             made_inputs, made_targets = tree_unflatten(batch, structure)
             found = self._call(self._eager, made_inputs, made_targets, params)
             return [rows_first(row, 0) for row in found]
@@ -516,9 +507,8 @@ def _filled(records: Tensor, size: int) -> Tensor:
         if not missing
         else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
     )
-    return (
-        whole.contiguous().view(-1).view(whole.shape)
-    )  # contiguous() leaves strides of dimensions of size 1
+    # contiguous() leaves strides of dimensions of size 1
+    return whole.contiguous().view(-1).view(whole.shape)
 
 
 def _synthetic(records: Tensor) -> Tensor:

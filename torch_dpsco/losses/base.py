@@ -534,9 +534,8 @@ def _is_batch(tensor: Any) -> bool:
 def _classes(loss: Any, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns class numbers, and which are some; a number that the loss ignores is none of another class."""
     label = target.long()
-    least = (
-        -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0
-    )  # which ends the list of a record's classes
+    # which ends the list of a record's classes
+    least = -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0
     known = (label >= least) & (label < count)
     ignored = getattr(loss, "ignore_index", None)
     if ignored is None:

@@ -25,10 +25,8 @@ from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.trial.loss import apply_as_one
 
-_AVERAGING = (
-    nn.CrossEntropyLoss,
-    nn.NLLLoss,
-)  # by weights of classes, and over targets that are not ignored
+# by weights of classes, and over targets that are not ignored
+_AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class PerRecord:

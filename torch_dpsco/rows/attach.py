@@ -89,25 +89,7 @@ class _Attachment:
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
         self.layers = list(model.modules())
-        self.hooks: DenseHooks | None = None
-        if self.dense:
-            from torch_dpsco.rows.hooks import DenseHooks  # which imports Opacus
-
-            try:
-                self.hooks = DenseHooks(
-                    model,
-                    factored,
-                    self.passes,
-                    batch_first=batch_first,
-                    loss_reduction=loss_reduction,
-                )
-            except NotImplementedError as error:
-                raise ValueError(
-                    "model must have layers that Opacus can sample where they do not record their"
-                    f" own rows, and it says: {error}; move trained parameters into modules without"
-                    " buffers (docs/compatibility.md)"
-                ) from error
-            self.hooks.refuse = self.refuse
+        self.hooks = self._dense_hooks(model, factored, loss_reduction) if self.dense else None
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
         for shortcut in SHORTCUTS:
@@ -120,11 +102,28 @@ class _Attachment:
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim)
         self.compared = False
-        self.through_training = (
-            True  # whether the last backward came through a forward in training mode
-        )
+        self.through_training = True  # whether the last backward came through a training forward
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
+
+    def _dense_hooks(
+        self, model: nn.Module, factored: list[nn.Module], loss_reduction: str
+    ) -> DenseHooks:
+        from torch_dpsco.rows.hooks import DenseHooks  # which imports Opacus
+
+        first = self.batch_dim == 0
+        try:
+            hooks = DenseHooks(
+                model, factored, self.passes, batch_first=first, loss_reduction=loss_reduction
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                "model must have layers that Opacus can sample where they do not record their"
+                f" own rows, and it says: {error}; move trained parameters into modules without"
+                " buffers (docs/compatibility.md)"
+            ) from error
+        hooks.refuse = self.refuse
+        return hooks
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
@@ -256,9 +255,8 @@ class _Weakly:
 
 
 def _after_accumulation(p: nn.Parameter, method: Callable[[Tensor], None]) -> Any:
-    required = (
-        p.requires_grad
-    )  # torch registers on no other tensor; a copy of a model may have frozen parameters
+    # torch registers on no other tensor; a copy of a model may have frozen parameters
+    required = p.requires_grad
     handle = p.requires_grad_(True).register_post_accumulate_grad_hook(_Weakly(method))
     p.requires_grad_(required)
     return handle
@@ -305,14 +303,16 @@ def _changed_values(attachment: _Attachment) -> set[str]:
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if (
-        not attachment.hooked
-    ):  # in eval mode too: a backward there would leave a raw gradient on a copy
+    if not attachment.hooked:
+        # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
     if attachment.passes.paused:
         return None
     if model.training:
-        _BEGIN.call(attachment, (args, kwargs), leaves_rows=torch.is_grad_enabled())
+        leaves_rows = torch.is_grad_enabled()
+        _OUTSIDE.call(attachment.carried.begin, (args, kwargs), leaves_rows=leaves_rows)
+        if leaves_rows:
+            _OUTSIDE.call(attachment.first.begin, attachment.layers)
     if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
@@ -340,7 +340,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     args, kwargs = tree_map(_copied, (args, kwargs))
-    _TAKE.call(attachment, (args, kwargs))
+    _OUTSIDE.call(attachment.carried.take, (args, kwargs))
     return args, kwargs
 
 
@@ -357,7 +357,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
         _tell_of_filling(error, attachment.filled)
     number = attachment.passes.tag
-    forward = _END.call(attachment, output, (args, kwargs))
+    forward = _OUTSIDE.call(attachment.carried.end, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: attachment.require_fresh(number, forward))
@@ -384,7 +384,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     failed = output is None  # this hook is called then too
     if not attachment.first.waits or failed:
         return None
-    return _LOOK.call(attachment, model, args, kwargs, output)
+    return _OUTSIDE.call(_look, attachment, model, args, kwargs, output)
 
 
 def _tell_of_filling(error: BaseException, rows: int) -> None:
@@ -412,24 +412,11 @@ def _look(
         raise
 
 
-def _begin(attachment: _Attachment, inputs: Any, *, leaves_rows: bool) -> None:
-    attachment.carried.begin(inputs, leaves_rows=leaves_rows)
-    if leaves_rows:
-        attachment.first.begin(attachment.layers)
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
 
 
-def _take(attachment: _Attachment, copies: Any) -> None:
-    attachment.carried.take(copies)
-
-
-def _end(attachment: _Attachment, output: Any, inputs: Any) -> Forward | None:
-    return attachment.carried.end(output, inputs)
-
-
-_LOOK = LeftOut(_look)
-_BEGIN = LeftOut(_begin)
-_TAKE = LeftOut(_take)
-_END = LeftOut(_end)
+_OUTSIDE = LeftOut(_called)  # of the graph of a compiled model
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:

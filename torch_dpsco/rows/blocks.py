@@ -59,10 +59,8 @@ UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
 _GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
-_FEW, _SMALL = (
-    2**16,
-    2**17,
-)  # up to that many numbers float64 is not slower, in one block or altogether
+# up to that many numbers float64 is not slower, in one block or altogether
+_FEW, _SMALL = (2**16, 2**17)
 _LARGE = 64  # rows of a tile
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
@@ -364,6 +362,10 @@ class Block(ABC):
     @abstractmethod
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
+
+    def linear(self) -> LinearBlock | None:
+        """Returns the rows as those of weight and bias of one output, None if they are others."""
+        return None
 
 
 class DenseBlock(Block):

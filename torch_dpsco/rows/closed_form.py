@@ -37,13 +37,11 @@ from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factor
 from torch_dpsco.rows.layers.table import is_recorded
 from torch_dpsco.sampling import PrivateLoader
 
-_Slope = Callable[
-    [Tensor, Tensor], Tensor
-]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+# scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+_Slope = Callable[[Tensor, Tensor], Tensor]
 _BLOCK_ROWS = 8192
-_FEW = (
-    2**16
-)  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+# numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+_FEW = 2**16
 
 
 class ClosedForm:
@@ -242,10 +240,8 @@ def closed_form(
 
 def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
     """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
-    for module, own in (
-        (model, [1, 1]),
-        (loss_fn, [0, 0]),
-    ):  # attach has a hook before and one after the forward
+    for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):
+        # attach has a hook before and one after the forward
         if isinstance(module, nn.Module):
             hooks = [module._forward_pre_hooks, module._forward_hooks]
             others = len(module._backward_hooks) + len(module._backward_pre_hooks)

@@ -37,15 +37,8 @@ from torch_dpsco.trial import (
 from torch_dpsco.trial.loss import plain, trace_outputs
 from torch_dpsco.trial.undo import Memory, Refused, Untouched, attempt, seed_torch
 
-_SIZES = (
-    7,
-    5,
-    11,
-    13,
-    17,
-    19,
-    23,
-)  # of synthetic batches: the first that is no other size of the model's tensors
+# of synthetic batches: the first that is no other size of the model's tensors
+_SIZES = (7, 5, 11, 13, 17, 19, 23)
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error
 _NOT_FOUND = "a part that was not found"
@@ -172,13 +165,11 @@ class FirstStep:
             )
             return
         verdict = ""
-        for batch in (
-            size for size in sizes if size
-        ):  # the batch is the size that the outputs follow
+        for batch in (size for size in sizes if size):
+            # the batch is the size that the outputs follow
             calls = _Calls(model, args, kwargs, output, batch, self._dim, before)
-            verdict = calls.problem or self._compared(
-                calls
-            )  # PrivacyError leaves the part open: it comes again
+            # PrivacyError leaves the part open: it comes again
+            verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
                 break
@@ -355,9 +346,8 @@ class _Calls:
                 runs.append(self._watched)
             for first, second in zip(*runs, strict=True):
                 if changed(first.outputs, second.outputs):
-                    inside = changed(
-                        first.inputs, second.inputs
-                    )  # then they met on the way to this module
+                    # then they met on the way to this module
+                    inside = changed(first.inputs, second.inputs)
                     name = first.name.rpartition(".")[0] if inside else first.name
                     kind = type(self._model.get_submodule(name)).__name__
                     return f"{kind} {name!r}" if name else f"the forward of {kind}"
@@ -371,9 +361,8 @@ class _Calls:
             watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
 
         for name, module in self._model.named_modules():
-            module.register_forward_hook(
-                partial(note, name), with_kwargs=True
-            )  # the next rewind() removes it
+            # the next rewind() removes it
+            module.register_forward_hook(partial(note, name), with_kwargs=True)
 
     def _records(self, tree: Any) -> list[Rows]:
         found = []

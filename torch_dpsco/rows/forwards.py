@@ -217,9 +217,8 @@ class CarriedState:
             None  # of the running forward, with their versions
         )
         self._copies: list[tuple[Tensor, int]] = []  # which it runs on
-        self._kept: list[
-            tuple[Forward, int, Tensor | bytes]
-        ] = []  # the last outputs: forward, size and numbers
+        # the last outputs: forward, size and numbers
+        self._kept: list[tuple[Forward, int, Tensor | bytes]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
@@ -281,9 +280,8 @@ class CarriedState:
     def _keep(self, forward: Forward, t: Tensor, inputs: list[Tensor]) -> None:
         if not t.is_floating_point() or t.numel() < _DISTINCT:
             return
-        numbers = (
-            _numbers(t) if t.is_cuda else _bytes(_numbers(t))
-        )  # which needs not wait for a GPU
+        # which needs not wait for a GPU
+        numbers = _numbers(t) if t.is_cuda else _bytes(_numbers(t))
         alike = [x for x in inputs if x.numel() == t.numel() and x.is_floating_point()]
         if not any(_bytes(_numbers(x)) == _bytes(numbers) for x in alike):
             self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]

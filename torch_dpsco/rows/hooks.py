@@ -37,10 +37,8 @@ from torch_dpsco.rows.supported import require_full_precision, require_known
 compat.require_opacus()
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
-_OWN_LAYOUT = (
-    RNNLinear,
-    SequenceBias,
-)  # inside of Opacus' own layers, whose inputs are laid out in another way
+# inside of Opacus' own layers, whose inputs are laid out in another way
+_OWN_LAYOUT = (RNNLinear, SequenceBias)
 
 
 def _embedding_rows(

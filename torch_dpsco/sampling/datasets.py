@@ -31,9 +31,8 @@ from torch_dpsco._owned import owned
 from torch_dpsco.errors import PrivacyError, UnitError
 
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
-_GIVE_BACK = (
-    getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-)  # elsewhere it means more
+# elsewhere it means more
+_GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
@@ -171,9 +170,8 @@ class OneByOne(Dataset[Any]):
 
 def one_by_one(dataset: Any) -> Any:
     """Returns a data set whose records nothing writes to, as those of tensors in memory, or `OneByOne` of it."""
-    fresh = type(dataset) is TensorDataset or isinstance(
-        dataset, (Gathered, OneByOne)
-    )  # a subclass may write to them
+    # a subclass may write to them
+    fresh = type(dataset) is TensorDataset or isinstance(dataset, (Gathered, OneByOne))
     return dataset if fresh else OneByOne(dataset)
 
 
@@ -229,9 +227,8 @@ class Spilled(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
             raise IndexError("index must be that of a record")  # how many there are may be private
-        places = os.pread(
-            self._places.fileno(), 2 * _PLACE, _PLACE * index
-        )  # which workers may do side by side
+        # which workers may do side by side
+        places = os.pread(self._places.fileno(), 2 * _PLACE, _PLACE * index)
         start, end = (int.from_bytes(places[k : k + _PLACE], "little") for k in (0, _PLACE))
         return pickle.loads(os.pread(self._records.fileno(), end - start, start))
 

@@ -227,9 +227,8 @@ class PrivateLoader:
             yield from _gathered(self.dataset.tensors, parts)
             return
         lists = (part.tolist() for part in parts)
-        drawn = isinstance(
-            getattr(self.batch_sampler, "ids", None), Streamed
-        )  # are records, and no positions
+        # are records, and no positions
+        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)
         yield from DataLoader(
             Itself() if drawn else self.dataset,
             batch_sampler=lists,
@@ -277,9 +276,8 @@ class PrivateLoader:
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
-        chunks: deque[Chunk] = (
-            deque()
-        )  # of this iteration only: nothing is left over when it is broken off
+        # of this iteration only: nothing is left over when it is broken off
+        chunks: deque[Chunk] = deque()
         for batch in batches(self._split(chunks)):
             chunk = chunks.popleft()
             log.deliver(chunk)
@@ -467,12 +465,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 _RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
-_EACH, _LEAST, _MOST, _NUMBERS = (
-    4,
-    64,
-    8192,
-    2**26,
-)  # of blocks of users: rows of a user, rows, numbers of all rows
+# of blocks of users: rows of a user, rows, numbers of all rows
+_EACH, _LEAST, _MOST, _NUMBERS = (4, 64, 8192, 2**26)
 
 
 def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
@@ -630,9 +624,8 @@ class Slots:
         width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
         column = places[owner] % (self.block // width) * width
         block = _stacked(column, width, self.block)
-        nth = np.arange(length.sum()) - np.repeat(
-            np.cumsum(length) - length, length
-        )  # of its piece's rows
+        # of its piece's rows
+        nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
         return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
 
 

@@ -37,10 +37,8 @@ from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
-_BY_ID, _OF_SHARDS = (
-    b"\x01",
-    b"\x02",
-)  # ends of cuts from which records draw by their ids, or places in shards
+# ends of cuts from which records draw by their ids, or places in shards
+_BY_ID, _OF_SHARDS = (b"\x01", b"\x02")
 _HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
@@ -341,9 +339,8 @@ class AssignedSampler(_KeyedSampler):
             return
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
         stream = KeyedStream(key, self._label(k))
-        block = (
-            _BLOCK if self.design.amplification else max(1, count)
-        )  # the latter as versions before drew them
+        # the latter as versions before drew them
+        block = _BLOCK if self.design.amplification else max(1, count)
         for begin in range(0, count, block):
             yield stream.integers(self.design.batches, min(block, count - begin))
 

@@ -417,9 +417,8 @@ def _bytes_of(leaf: Any) -> Iterator[Any]:
     elif isinstance(leaf, (bytes, str, int, float, complex, NoneType)):
         yield type(leaf).__name__.encode()
         yield leaf if isinstance(leaf, bytes) else repr(leaf).encode()
-    elif (
-        hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject
-    ):  # their scalars, images
+    elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:
+        # their scalars, images
         values = np.asarray(leaf)
         yield f"{values.dtype}{values.shape}".encode()
         yield values.tobytes()

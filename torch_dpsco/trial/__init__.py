@@ -393,9 +393,8 @@ def isolation(
     sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
     places = sorted({1, rows // 2, rows - 1} - {0})
     others = 1 + (pool - 1) // 2
-    differ = [
-        made for made in seen(rows, places, others) if _gap(base, made) != 0.0
-    ]  # by place, or by company
+    # by place, or by company
+    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]
     return Isolation(
         rows,
         size=any(_gap(base, made) != 0.0 for made in sizes),

@@ -170,14 +170,12 @@ class _Trace:
         self._rows = outputs[0].shape[dims[0]]
         self._device = outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
-        self.through: dict[
-            Any, list[Any]
-        ] = {}  # their nodes in the graph of gradients, and those of what they took
+        # their nodes in the graph of gradients, and those of what they took
+        self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
         self._calls: list[Call] = []
-        self._elsewhere: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by id, which stays theirs as long as they are here
+        # by id, which stays theirs as long as they are here
+        self._elsewhere: dict[int, tuple[int, Tensor]] = {}
         self._places = len(outputs)
         self._lost: set[str] = set()
         self._ended = False
@@ -205,17 +203,15 @@ class _Trace:
             return Ref(t._place)
         with without_subclasses():
             if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
-                self._lost.add(
-                    "an operation of your own"
-                )  # an autograd.Function, say, or rows of another forward
+                # an autograd.Function, say, or rows of another forward
+                self._lost.add("an operation of your own")
         return Ref(self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True)
 
     def note(self, func: Any, spec: Any, result: Any) -> None:
         """Notes an operation and its results."""
         name = getattr(func, "__name__", "")
-        tensors = [
-            t for t in tree_leaves(result) if isinstance(t, Traced)
-        ]  # not `.grad` and its like
+        # not `.grad` and its like
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Traced)]
         if not tensors and name != "__setitem__":
             self._lost |= {name} & _OUT_OF_SIGHT
             return
@@ -413,9 +409,8 @@ class RepeatedLoss:
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
-        if (
-            others and found == CHECKED
-        ):  # what can be told depends on the size of the batch, which may be private
+        if others and found == CHECKED:
+            # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
         return found + _INDEX if picks and found.startswith(CHECKED) else found
 

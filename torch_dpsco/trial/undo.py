@@ -204,9 +204,8 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if t.requires_grad or not same_values(
-                t.detach(), saved
-            ):  # what is frozen may be memory that others read
+            if t.requires_grad or not same_values(t.detach(), saved):
+                # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
 
     def changed(self) -> list[str]:

@@ -104,9 +104,8 @@ def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     width = use.weight[0].numel()
     rows = grad.new_empty(n_records, out, *kernel, channels)  # as they are in memory
     step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
-    buffer = grad.new_empty(
-        step, *patches.shape[1:]
-    )  # one for all tiles: fresh memory costs more than the arithmetic
+    # one for all tiles: fresh memory costs more than the arithmetic
+    buffer = grad.new_empty(step, *patches.shape[1:])
     unused = grad.new_empty(1, 1, 1)
     shape = (n_records * groups, out // groups)
     tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
@@ -129,9 +128,8 @@ def _kept(use: Use, trained: dict[str, bool]) -> Kept:
     times = grad.shape[2]
     if layer.groups == 1 and leaves_factors(times, out, width):
         dims = len(layer.kernel_size)
-        acts = patches.movedim(-1, 2 + dims).reshape(
-            len(grad), times, width
-        )  # in the order of the weight
+        # in the order of the weight
+        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)
         return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
     bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
     return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)

@@ -194,9 +194,8 @@ def _formed(
     if not weight:
         return Formed(None, sums)
     rows = outer_sums(acts, backprops, scale)
-    return Formed(
-        rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1))
-    )  # while they are in cache
+    # while they are in cache
+    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))
 
 
 class _Factors(Kept):
@@ -438,9 +437,8 @@ class Kind(ABC):
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x, differentiable in x, weight and grad."""
-        twice = (
-            torch.is_grad_enabled()
-        )  # the gradient of a gradient is wanted too: torch's backward may have none
+        # the gradient of a gradient is wanted too: torch's backward may have none
+        twice = torch.is_grad_enabled()
         with torch.enable_grad():
             x = use.x if twice else use.x.detach().requires_grad_()
             out = self.forward(use.layer, x, use.weight, use.layer._parameters.get("bias"))[0]

@@ -162,9 +162,8 @@ class LayerNormKind(Kind):
         times = use.x[:1].numel() // size if n_records else 1
         x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
         weight = bias = None
-        if use.trained[
-            "weight"
-        ]:  # normalized x times grad, summed: the deviations are weights of that sum
+        if use.trained["weight"]:
+            # normalized x times grad, summed: the deviations are weights of that sum
             means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
             weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
             weight = weight.view(n_records, *use.layer.normalized_shape)
