@@ -109,15 +109,12 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    covered = (
-        input.dim() == 4
-        and not isinstance(padding, str)
-        and _pair(dilation) == (1, 1)
-        and groups == 1
-    )
-    if not covered or input.device.type != "cpu":
+    common = _pair(dilation) == (1, 1) and groups == 1 and not isinstance(padding, str)
+    if not common or input.dim() != 4 or input.device.type != "cpu":
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    (height, width), (down, right), held = _pair(padding), _pair(stride), weight.detach()
+    height, width = _pair(padding)
+    down, right = _pair(stride)
+    held = weight.detach()
     patches = F.pad(input.detach(), (width, width, height, height))
     # (N, C, H, W, kh, kw)
     patches = patches.unfold(2, weight.shape[2], down).unfold(3, weight.shape[3], right)
@@ -301,9 +298,7 @@ class CompiledRows:
         assert self.backend is not None
         # isolated: other models that run the same code must not count as recompilations of this one
         known = inspect.signature(torch.compile).parameters
-        isolated: dict[str, Any] = (
-            {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-        )
+        isolated: Any = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
         fast = torch.compile(
             _rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated
         )
@@ -373,12 +368,11 @@ class CompiledRows:
         leaves, structure = tree_flatten((inputs, targets))
         if any(t.device.type != "cpu" and not t.is_floating_point() for t in leaves):
             return "not checked, a wrong index ends the process on this device"
-        made = [
-            Leaf(
-                (_MADE_UP, *t.shape[1:]), t.dtype, t.device, 0, target=k >= len(tree_leaves(inputs))
-            )
-            for k, t in enumerate(leaves)
-        ]
+        n_inputs = len(tree_leaves(inputs))
+        made = []
+        for k, t in enumerate(leaves):
+            shape = (_MADE_UP, *t.shape[1:])
+            made.append(Leaf(shape, t.dtype, t.device, 0, target=k >= n_inputs))
 
         def rows(batch: list[Tensor]) -> list[Rows]:
             seed_torch(SEED)
@@ -463,13 +457,8 @@ class CompiledRows:
             )
 
     def _trained(self) -> list[nn.Parameter]:
-        found = {
-            id(p): p
-            for m in self._layers
-            for p in m._parameters.values()
-            if p is not None and p.requires_grad
-        }
-        return list(found.values())
+        params = (p for m in self._layers for p in m._parameters.values() if p is not None)
+        return list({id(p): p for p in params if p.requires_grad}.values())
 
     def _state(self) -> list[Tensor]:
         tensors = [[*m._parameters.values(), *m._buffers.values()] for m in self._layers]
@@ -502,11 +491,7 @@ class _RecordLoss(nn.Module):
 def _filled(records: Tensor, size: int) -> Tensor:
     """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
-    whole = (
-        records
-        if not missing
-        else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
-    )
+    whole = torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
     # contiguous() leaves strides of dimensions of size 1
     return whole.contiguous().view(-1).view(whole.shape)
 
@@ -588,11 +573,12 @@ def micro_batch_size(
         return min(_UNKNOWN, most)
     plan = design.parts if isinstance(design, Parts) else ((design, 1),)
 
+    def parts(size: int) -> Iterator[float]:
+        for drawn, draws in plan:
+            yield draws * _expected_parts(drawn, size, physical_batch_size)
+
     def cost(size: int) -> float:
-        parts = math.fsum(
-            draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan
-        )
-        return parts * (size + _CALL)
+        return math.fsum(parts(size)) * (size + _CALL)
 
     return min(range(1, most + 1), key=cost)
 
@@ -601,11 +587,9 @@ def _expected_parts(design: Design, size: int, physical_batch_size: int | None) 
     mean = design.batch_size
     if physical_batch_size is not None and physical_batch_size <= mean:  # most come in full ones
         return mean / physical_batch_size * math.ceil(physical_batch_size / size)
-    return (
-        _poisson_parts(mean, size)
-        if isinstance(design, (Poisson, Assigned))
-        else math.ceil(mean / size)
-    )
+    if isinstance(design, (Poisson, Assigned)):
+        return _poisson_parts(mean, size)
+    return math.ceil(mean / size)
 
 
 def _poisson_parts(mean: int, size: int) -> float:

@@ -453,11 +453,8 @@ def as_module(loss: Any) -> Any:
         >>> as_module(F.cross_entropy), as_module(functools.partial(F.huber_loss, delta=2.0)).delta, as_module(max)
         (CrossEntropyLoss(), 2.0, <built-in function max>)
     """
-    function = loss
-    options = {}
-    if isinstance(loss, functools.partial) and not loss.args:
-        function = loss.func
-        options = loss.keywords
+    whole = isinstance(loss, functools.partial) and not loss.args
+    function, options = (loss.func, loss.keywords) if whole else (loss, {})
     for known, (module, _) in _OF_TORCH.items():
         if function is known:
             return module(**options)
@@ -538,9 +535,6 @@ def _classes(loss: Any, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
     least = -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0
     known = (label >= least) & (label < count)
     ignored = getattr(loss, "ignore_index", None)
-    if ignored is None:
-        return torch.where(known, label, 0), known
-    # a class, so that a mean is over null records too
-    return torch.where(known | (label == ignored), label, int(ignored == 0)), known | (
-        label == ignored
-    )
+    if ignored is not None:  # a class, so that a mean is over null records too
+        known = known | (label == ignored)
+    return torch.where(known, label, int(ignored == 0)), known

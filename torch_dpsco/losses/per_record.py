@@ -61,11 +61,8 @@ class PerRecord:
             ValueError: the tensors have not one entry per record; the function returns several numbers for a record, or
                 cannot be vectorized.
         """
-        reduction = (
-            self.reduction
-            if reduction is None
-            else check.choice(("mean", "sum", "none"), reduction=reduction)
-        )
+        reduction = self.reduction if reduction is None else reduction
+        check.choice(("mean", "sum", "none"), reduction=reduction)
         _require_batch(output, target)
         return apply_as_one(self._reduced, (output, target, reduction), reduction)
 

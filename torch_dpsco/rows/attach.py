@@ -57,7 +57,7 @@ from torch_dpsco.rows.supported import (
     require_unwrapped,
     trainable_layers,
 )
-from torch_dpsco.trial.loss import Traced, plain
+from torch_dpsco.trial.loss import plain
 
 if TYPE_CHECKING:
     from torch_dpsco.rows.hooks import DenseHooks
@@ -92,8 +92,8 @@ class _Attachment:
         self.hooks = self._dense_hooks(model, factored, loss_reduction) if self.dense else None
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
-        for shortcut in SHORTCUTS:
-            shortcut.start(self.layers)
+        for start in SHORTCUTS:
+            start(self.layers)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -222,9 +222,7 @@ class _Attachment:
         if p.grad is None or self.passes.paused:
             return
         p.grad = None
-        used_in = [
-            layer for layer in self.layers if any(q is p for q in layer._parameters.values())
-        ]
+        used_in = [m for m in self.layers if any(q is p for q in m._parameters.values())]
         trained = self.through_training and all(layer.training for layer in used_in)
         raise SequenceError(
             f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}"
@@ -282,12 +280,8 @@ def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
         if not t.requires_grad:
             sizes = t.detach().abs().double()
             # text, so that NaN equals NaN
-            found.append(
-                (
-                    f"{type(m).__name__}.{name}",
-                    f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}",
-                )
-            )
+            fingerprint = f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"
+            found.append((f"{type(m).__name__}.{name}", fingerprint))
     return found
 
 
@@ -331,12 +325,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.values = _values(attachment.layers)
         attachment.compared = True
     attachment.buffers = _states(attachment.layers)
-    traced = attachment.first.waits and any(
-        isinstance(t, Traced) for t in tree_leaves((args, kwargs))
-    )
-    if traced:  # outputs of another attached model
-        args = plain(args)
-        kwargs = plain(kwargs)
+    if attachment.first.waits:  # they may be outputs of another attached model
+        args, kwargs = plain((args, kwargs))
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     args, kwargs = tree_map(_copied, (args, kwargs))
@@ -366,13 +356,10 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     attachment.passes.close()
     changed = _changed_values(attachment)
     if _states(attachment.layers) != attachment.buffers:
-        before = set(attachment.buffers)
-        found = _everything(attachment.layers)
-        new = {
-            f"{type(m).__name__}.{name}"
-            for m, name, t in found
-            if (id(t), t._version) not in before
-        }
+        new = set()
+        for m, name, t in _everything(attachment.layers):
+            if (id(t), t._version) not in attachment.buffers:
+                new.add(f"{type(m).__name__}.{name}")
         changed |= new or {"tensors removed or exchanged"}
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
@@ -500,16 +487,13 @@ def attach(
         )
     factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
     if rows == "factored":
-        others = [
-            f"{type(m).__name__} {name!r}"
-            for name, m in trainable_layers(model)
-            if m not in factored
-        ]
-        if others:
-            raise ValueError(
-                "rows='factored' needs layers that own their parameters, of the kinds "
-                f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
-            )
+        for name, m in trainable_layers(model):
+            if m not in factored:
+                raise ValueError(
+                    "rows='factored' needs layers that own their parameters, of the kinds "
+                    f"{', '.join(kind.__name__ for kind in RECORDED)} (got {type(m).__name__}"
+                    f" {name!r})"
+                )
     attachment = _Attachment(model, factored, loss_reduction, batch_first, check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]
     return model
@@ -530,11 +514,8 @@ def detach(model: _Model) -> _Model:
         attachment.stop_watching()
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
-    for shortcut in SHORTCUTS:
-        shortcut.stop(list(model.modules()))
     for module in model.modules():
-        if is_recorded(module):
-            stop_recording(module)
+        stop_recording(module)
     for p in model.parameters():
         for name in _OWN:
             p.__dict__.pop(name, None)

@@ -43,10 +43,8 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(
-        p.__dict__.get("grad_sample") is not None or _LEFT in p.__dict__ or _tape(p) is not None
-        for p in params
-    )
+    left = any(_LEFT in p.__dict__ or p.__dict__.get("grad_sample") is not None for p in params)
+    return left or any(map(_tape, params))
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:

@@ -211,31 +211,23 @@ def closed_form(
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
         return None
     features, targets = dataset.tensors
-    if (
-        not isinstance(model, nn.Linear)
-        or type(model) is not nn.Linear
-        or not is_recorded(model)
-        or _is_changed(model, loss_fn)
-    ):
+    if not isinstance(model, nn.Linear) or type(model) is not nn.Linear:
+        return None
+    if not is_recorded(model) or _is_changed(model, loss_fn):
         return None
     own = [model._parameters[name] for name in ("weight", "bias")]
     if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
         return None
     weight = model.weight
     same = features.dtype == weight.dtype and features.device == weight.device == targets.device
-    if (
-        not same
-        or features.dim() != 2
-        or features.shape[1] != model.in_features
-        or not features.is_contiguous()
-    ):
+    fits = features.dim() == 2 and features.shape[1] == model.in_features
+    if not same or not fits or not features.is_contiguous():
         return None
-    found = _slope_of(
-        loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean)
-    )
-    return (
-        None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
-    )
+    mean = bool(model._dpsco.mean)
+    found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=mean)
+    if found is None:
+        return None
+    return ClosedForm(model, found[0], features, found[1], loader.design.n)
 
 
 def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
@@ -258,12 +250,9 @@ def _slope_of(
     if isinstance(loss_fn, Loss):
         if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
             return None
-        fits = (
-            mean
-            and loss_fn.num_scores == outputs
-            and targets.shape in ((len(targets),), (len(targets), 1))
-        )
-        if not fits or targets.is_complex():
+        fits = mean and loss_fn.num_scores == outputs
+        column = targets.shape in ((len(targets),), (len(targets), 1))
+        if not fits or not column or targets.is_complex():
             return None
         if type(loss_fn) is Logistic:  # the same numbers in fewer calls
             return _sign_slope, -_labels(SIGN, targets, dtype).nan_to_num(nan=0.0)
@@ -280,18 +269,13 @@ def _slope_of(
             return None
         ignored = targets == loss_fn.ignore_index
         # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
-        return (
-            None
-            if mean and bool(ignored.any())
-            else (_softmax_slope, _classes(targets, outputs, ignored))
-        )
+        if mean and bool(ignored.any()):
+            return None
+        return _softmax_slope, _classes(targets, outputs, ignored)
     if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
         return None
-    if (
-        type(loss_fn) is nn.BCEWithLogitsLoss
-        and loss_fn.weight is None
-        and loss_fn.pos_weight is None
-    ):
+    unweighted = getattr(loss_fn, "weight", None) is getattr(loss_fn, "pos_weight", None) is None
+    if type(loss_fn) is nn.BCEWithLogitsLoss and unweighted:
         return _logistic_slope, _labels(CHANCE, targets, dtype)
     square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
     return (_square_slope, _labels(REAL, targets, dtype)) if square else None

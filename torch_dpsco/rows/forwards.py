@@ -71,9 +71,8 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
         return frozenset()
     if not isinstance(inputs, (tuple, list, dict)):
         return None
-    parts = [
-        batch_sizes(part, dim) for part in (inputs.values() if isinstance(inputs, dict) else inputs)
-    ]
+    entries = inputs.values() if isinstance(inputs, dict) else inputs
+    parts = [batch_sizes(part, dim) for part in entries]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -295,19 +294,15 @@ class CarriedState:
         if forward is not None and self._is_over(forward) and not self._is_released(storage):
             # PRIVACY: (test_state_that_a_loop_carries_is_refused)
             raise CarriedStateError(_FOUND.format(what="one in the same memory", shape=(*t.shape,)))
-        kept = [
-            numbers
-            for forward, size, numbers in self._kept
-            if size == t.numel() and self._is_over(forward)
-        ]
+        alike = [kept for kept in self._kept if kept[1] == t.numel() and self._is_over(kept[0])]
+        kept = [numbers for _, _, numbers in alike]
         if kept and t.is_floating_point() and _is_one_of(_numbers(t), kept):
             # PRIVACY: (test_copies_of_state_that_a_loop_carries_are_refused)
             raise CarriedStateError(_FOUND.format(what="a copy of one", shape=(*t.shape,)))
 
     def _is_released(self, storage: Any) -> bool:
-        return any(
-            _storage(t) is storage for t in (*self._model.parameters(), *self._model.buffers())
-        )
+        released = (*self._model.parameters(), *self._model.buffers())
+        return any(_storage(t) is storage for t in released)
 
 
 def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
@@ -316,10 +311,10 @@ def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         if _storage(tree) is not None:
             yield tree
     elif depth and not isinstance(tree, (str, type, nn.Module)):
-        parts = (
-            tree.values() if isinstance(tree, Mapping) else getattr(tree, "__dict__", {}).values()
-        )
-        for part in tree if isinstance(tree, (tuple, list)) else parts:
+        parts: Any = tree
+        if not isinstance(tree, (tuple, list)):
+            parts = (tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})).values()
+        for part in parts:
             yield from _tensors(part, depth - 1)
 
 
@@ -375,12 +370,10 @@ def note_owner(params: Iterable[nn.Parameter], optimizer: Any) -> None:
 
 def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     """Returns the private optimizers that train some of the parameters."""
-    found = {
-        id(owner): owner
-        for p in params
-        if _OWNERS in p.__dict__
-        for owner in p.__dict__[_OWNERS].alive
-    }
+    found: dict[int, Any] = {}
+    for p in params:
+        if _OWNERS in p.__dict__:
+            found.update((id(owner), owner) for owner in p.__dict__[_OWNERS].alive)
     return list(found.values())
 
 

@@ -91,11 +91,9 @@ def joined(passes: Sequence[Kept]) -> Kept:
 
 
 def _of_one_form(all_kept: Sequence[Kept]) -> Sequence[Kept]:
-    return (
-        all_kept
-        if len({type(kept) for kept in all_kept}) == 1
-        else [kept.formed() for kept in all_kept]
-    )
+    if len({type(kept) for kept in all_kept}) == 1:
+        return all_kept
+    return [kept.formed() for kept in all_kept]
 
 
 class Formed(Kept):
@@ -141,12 +139,12 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block for each."""
+        found: list[Block] = []
         parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
-        return [
-            DenseBlock(part, pieces)
-            for part, pieces, chosen in parts
-            if chosen and part is not None
-        ]
+        for part, pieces, chosen in parts:
+            if chosen and part is not None:
+                found.append(DenseBlock(part, pieces))
+        return found
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -284,19 +282,20 @@ class _Pairs(_Factors):
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
         uses = self._all(others)
-        acts, backprops = (
-            torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("acts", "backprops")
-        )
+        acts = torch.cat([use.acts for use in uses], dim=1)
+        backprops = torch.cat([use.backprops for use in uses], dim=1)
         return pairs(acts, backprops, self.shape, scale=1, **self.trained)
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns sequences of one length: pairs of zeros add nothing."""
         uses = self._all(others)
         times = max(use.acts.shape[1] for use in uses)
-        acts, backprops = (
-            torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side])
-            for side in ([use.acts for use in uses], [use.backprops for use in uses])
-        )
+
+        def side(parts: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in parts])
+
+        acts = side([use.acts for use in uses])
+        backprops = side([use.backprops for use in uses])
         return _Pairs(acts, backprops, self.shape, bias=self.trained["bias"])
 
     def formed(self) -> Formed:
@@ -307,9 +306,9 @@ class _Pairs(_Factors):
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a block of sequences, and the rows of the bias."""
         self._require_unwritten()
-        found: list[Block] = (
-            [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
-        )
+        found: list[Block] = []
+        if weight:
+            found.append(SequenceBlock(self.acts, self.backprops, self.shape))
         sums = _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias)
         return found + sums.blocks(weight=False, bias=bias)
 
@@ -468,9 +467,8 @@ def run(layer: Any, x: Tensor) -> Tensor:
     """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
     if not records(layer):
         return plain_forward(layer)(x)
-    recorded: Tensor = (
-        _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
-    )
+    record = _RECORD.call if torch.compiler.is_compiling() else _recorded
+    recorded: Tensor = record(layer, x)
     return recorded
 
 
@@ -540,13 +538,10 @@ class _Recorded(torch.autograd.Function):
             require_recordable(ctx.tag, use)
             with torch.no_grad():
                 layer.tape.record(ctx.tag, use)
-        wanted = ctx.needs_input_grad[0]
-        return (
-            layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None,
-            None,
-            None,
-            None,
-        )
+        g = None
+        if ctx.needs_input_grad[0]:
+            g = layer.kind.input_gradient(Use(layer, x, weight, more, grad))
+        return g, None, None, None
 
 
 def reaches(weights: Iterable[tuple[Any, int]]) -> bool:

@@ -19,7 +19,6 @@ The forms of rows, and what is registered from outside: shortcuts through record
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -253,22 +252,11 @@ def start_recording(layer: Any, passes: PassCounter, *, scale_by_batch: bool) ->
 
 
 def stop_recording(layer: Any) -> None:
-    """Turns a recorded layer back."""
-    del layer.kind, layer.tape, layer.passes
-    if isinstance(layer.__dict__.get("forward"), RecordedForward):
+    """Turns a module back, whether it is recorded or has the forward of a shortcut."""
+    if is_recorded(layer):
+        del layer.kind, layer.tape, layer.passes
+    if hasattr(layer.__dict__.get("forward"), "of_class"):
         del layer.forward
-
-
-class Shortcut(ABC):
-    """A faster way through recorded layers, whose outputs, rows and gradients have the same bits."""
-
-    @abstractmethod
-    def start(self, modules: Sequence[nn.Module]) -> None:
-        """Takes the way in the modules of a model whose layers are recorded, in place."""
-
-    @abstractmethod
-    def stop(self, modules: Sequence[nn.Module]) -> None:
-        """Undoes it; has nothing to undo in a model that was never started."""
 
 
 class Engine(Protocol):
@@ -280,6 +268,7 @@ class Engine(Protocol):
         """Makes one private step from a batch."""
 
 
-SHORTCUTS: list[Shortcut] = []
+# faster ways through recorded layers: each gives some modules of a model a `forward` that says `of_class`
+SHORTCUTS: list[Callable[[Sequence[nn.Module]], None]] = []
 # by name: (model, loss_fn, loader) -> engine, or why there is none
 ENGINES: dict[str, Callable[[nn.Module, Any, Any], Engine | str]] = {}
