@@ -83,11 +83,9 @@ class OneRunResult:
         return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
 
     def __str__(self) -> str:
-        mu = (
-            ""
-            if self.mu_lower is None
-            else f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
-        )
+        mu = ""
+        if self.mu_lower is not None:
+            mu = f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
         said = (
             f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least"
             f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} under add_remove:"
@@ -293,13 +291,11 @@ class OneRunAudit:
             check.nonnegative(claimed=claimed, allow_inf=True)
 
         def bounds(correct: int) -> tuple[float, float | None]:
+            counts = (correct, guesses, total)
             if family == "any":
-                return (
-                    epsilon_of_guesses(correct, guesses, total, delta=delta, confidence=confidence),
-                    None,
-                )
+                return epsilon_of_guesses(*counts, delta=delta, confidence=confidence), None
             check.open_interval(0.0, 1.0, delta=delta)
-            mu = mu_of_guesses(correct, guesses, total, confidence=confidence)
+            mu = mu_of_guesses(*counts, confidence=confidence)
             return gaussian_epsilon(mu, delta) * (1.0 - _ROUNDING), mu
 
         reach, _ = bounds(guesses)
@@ -377,13 +373,11 @@ def canaries(
         )
         made += list(torch.linalg.qr(raw).Q.T)
     chosen = torch.randint(len(labels), (count,), generator=generator).tolist()
-    return [
-        (
-            (bound_x * _BELOW * row).to(template.dtype).view(template.shape),
-            torch.full(target.shape, labels[i]).to(target),
-        )
-        for row, i in zip(made, chosen, strict=True)
-    ]
+    found = []
+    for row, i in zip(made, chosen, strict=True):
+        x = (bound_x * _BELOW * row).to(template.dtype).view(template.shape)
+        found.append((x, torch.full(target.shape, labels[i]).to(target)))
+    return found
 
 
 @typed

@@ -143,11 +143,9 @@ class Script:
     @cached_property
     def source(self) -> Any:
         """The loader behind those that split or bound its batches."""
-        loader = (
-            self.loader._loader
-            if isinstance(self.loader, (BoundedLoader, PhysicalBatches))
-            else self.loader
-        )
+        loader = self.loader
+        if isinstance(loader, (BoundedLoader, PhysicalBatches)):
+            loader = loader._loader
         return underlying_loader(loader)
 
     @property
@@ -165,9 +163,8 @@ class Script:
         """Whether a record is known, to make up a batch from."""
         if self.record is not NO_RECORD:
             return True
-        return self.dataset is not None and (
-            not hasattr(self.dataset, "__len__") or len(self.dataset) > 0
-        )
+        endless = not hasattr(self.dataset, "__len__")
+        return self.dataset is not None and (endless or len(self.dataset) > 0)
 
     def first_record(self) -> Any:
         """Returns the record that shows shapes and dtypes."""
@@ -250,13 +247,8 @@ class Diagnosis:
     @typed
     def of(cls, findings: Iterable[Finding]) -> Diagnosis:
         """Returns the diagnosis of findings in any order; equal ones are kept once."""
-        return cls(
-            tuple(
-                sorted(
-                    dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)
-                )
-            )
-        )
+        unique = dict.fromkeys(findings)
+        return cls(tuple(sorted(unique, key=lambda found: SEVERITIES.index(found.severity))))
 
     @property
     def healthy(self) -> bool:
@@ -287,9 +279,8 @@ class Diagnosis:
         return plots.figure("", plots.marks(self._counts(), names, SEVERITIES, places))
 
     def _counts(self) -> str:
-        counts = {
-            severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES
-        }
+        severities = [finding.severity for finding in self.findings]
+        counts = {severity: severities.count(severity) for severity in SEVERITIES}
         return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
 
     def __str__(self) -> str:
@@ -321,6 +312,8 @@ _GHOST = (
     "grad_sample.GradSampleHooksFastGradientClipping",
     "optimizers.DPOptimizerFastGradientClipping",
 )
+_SPLITS = "utils.batch_memory_manager.BatchMemoryManager"
+_PARTS = "utils.batch_memory_manager.BatchSplittingSampler"
 _MAX_DEPTH = 4
 
 
@@ -403,26 +396,19 @@ def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
 
 def underlying_loader(loader: Any) -> Any:
     """Returns the loader behind a BatchMemoryManager that was not entered."""
-    return (
-        loader.data_loader
-        if isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
-        else loader
-    )
+    return loader.data_loader if isinstance(loader, of_opacus(_SPLITS)) else loader
 
 
 def is_split(loader: Any) -> bool:
     """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
-    splits = isinstance(
-        getattr(loader, "batch_sampler", None),
-        of_opacus("utils.batch_memory_manager.BatchSplittingSampler"),
-    )
-    return splits or isinstance(loader, of_opacus("utils.batch_memory_manager.BatchMemoryManager"))
+    sampler = getattr(loader, "batch_sampler", None)
+    return isinstance(sampler, of_opacus(_PARTS)) or isinstance(loader, of_opacus(_SPLITS))
 
 
 def batch_sampler(loader: Any) -> Any:
     """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
     sampler = getattr(loader, "batch_sampler", None)
-    while isinstance(sampler, of_opacus("utils.batch_memory_manager.BatchSplittingSampler")):
+    while isinstance(sampler, of_opacus(_PARTS)):
         sampler = sampler.sampler
     return sampler
 
@@ -434,11 +420,8 @@ def poisson_rate(sampler: Any) -> float | None:
 
 def bare_collate(collate: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
     """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
-    return (
-        collate.wrapped_collator_fn
-        if isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
-        else collate
-    )
+    wrapped = isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
+    return collate.wrapped_collator_fn if wrapped else collate
 
 
 class JointRows:
@@ -487,11 +470,6 @@ def movement(first: Pass, second: Pass, size: int) -> Tensor:
     before = JointRows(first.rows, size)
     largest = float(before.norms().nan_to_num(0.0, 0.0, 0.0).max())
     return before.gaps(JointRows(second.rows, size)) / max(largest, 1e-30)
-
-
-def joint_norms(rows: Mapping[str, Rows]) -> Tensor:
-    """Returns the norms of rows over all parameters, (size,) float64."""
-    return torch.stack([made.norms().square() for made in rows.values()]).sum(0).sqrt()
 
 
 def tolerance(rows: Mapping[str, Rows]) -> float:
@@ -625,9 +603,8 @@ class Evidence:
     @property
     def shows_rows(self) -> bool:
         """Whether rows were compared, with another record 0, that are not all zero."""
-        return bool(self.moved.numel()) and any(
-            bool(made.norms().any()) for made in self.rows.values()
-        )
+        moving = any(bool(made.norms().any()) for made in self.rows.values())
+        return bool(self.moved.numel()) and moving
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""

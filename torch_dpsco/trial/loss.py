@@ -46,29 +46,15 @@ if TYPE_CHECKING:
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__array__",
-    "data_ptr",
+    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"),
+    *("data_ptr", "register_hook", "__set__"),
 }
-_OUT_OF_SIGHT |= {"register_hook", "__set__"}
 _CPU = torch.device("cpu")
 _MOST_CALLS = 10_000
 _MOST_NUMBERS = 2**24
 _PICKS = {
-    "gather",
-    "take_along_dim",
-    "index_select",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "scatter",
-    "scatter_add",
+    *("gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
+    *("scatter", "scatter_add"),
 }
 _CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
 _INDEX = ", an index of records for their own numbers"
@@ -311,11 +297,10 @@ def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> A
         dims: where the records of each of its leaves are, None for what is no tensor of records.
     """
     leaves, structure = tree_flatten(output)
-    picked = {
-        k: d
-        for k, (t, d) in enumerate(zip(leaves, dims, strict=True))
-        if d is not None and type(t) is Tensor and t.requires_grad
-    }
+    picked: dict[int, int] = {}
+    for k, (t, d) in enumerate(zip(leaves, dims, strict=True)):
+        if d is not None and type(t) is Tensor and t.requires_grad:
+            picked[k] = d
     if not picked:
         step.verdicts["loss"] = (
             "not checked, no output of the model is known to have a row for each record"
@@ -393,12 +378,8 @@ class RepeatedLoss:
         if any(self._elsewhere[k].numel() != self._rows for k in picks):
             return "not checked, records may be picked by an index"
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        unclear = any(
-            n == self._rows
-            for leaf in self._outputs
-            for d, n in enumerate(leaf.shape)
-            if d != leaf.dim
-        )
+        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
+        unclear = (False, self._rows) in sizes
         others = [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
         leaves = [*self._outputs, *others]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
@@ -482,12 +463,9 @@ class RepeatedLoss:
         return _NOT_FOUND
 
     def _moved(self, first: Tensor | None, second: Tensor | None) -> bool:
-        if (
-            first is None
-            or second is None
-            or first.dim() <= self._dim
-            or first.shape[self._dim] != self._rows
-        ):
+        if first is None or second is None or first.dim() <= self._dim:
+            return False
+        if first.shape[self._dim] != self._rows:
             return False
         return bool(changed([rows_first(first, self._dim)], [rows_first(second, self._dim)]))
 
