@@ -444,6 +444,27 @@ class Kind(ABC):
         return torch.autograd.grad(out, x, use.grad.to(out.dtype), create_graph=twice)[0]
 
 
+class LinearKind(Kind):
+    """y = x W^T + c for x (B, ..., in): keeps factors on vectors, the cheaper form on sequences (`pairs`)."""
+
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        return (F.linear(x, weight, bias),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the factors, or the rows formed from them."""
+        if use.x.dim() == 2:
+            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
+        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
+        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns grad W."""
+        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
+
+
 def plain_forward(layer: Any) -> Callable[[Tensor], Tensor]:
     """Returns the forward of a recorded layer as it was before."""
     return partial(type(layer).forward, layer)

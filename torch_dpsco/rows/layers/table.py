@@ -1,6 +1,6 @@
 """Which layers are recorded, and how a layer is turned into a recorded one and back.
 
-Linear layers keep the two factors of their rows on vectors, the cheaper form on sequences. Normalization within a
+Normalization within a
 record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
 
 Kinds that are not the library's are tried on synthetic records before they see real ones.
@@ -36,11 +36,10 @@ from torch_dpsco.rows.layers.recorded import (
     Formed,
     Kept,
     Kind,
+    LinearKind,
     RecordedForward,
     Tape,
     Use,
-    Vectors,
-    pairs,
     plain_forward,
     require_dims,
 )
@@ -116,27 +115,6 @@ def _alone(layer: Any, x: Tensor, grad: Tensor, params: list[Tensor]) -> list[Te
         out = plain_forward(layer)(x)
     gradients = torch.autograd.grad(out, [x, *params], grad)
     return [out.detach(), gradients[0], *(part.unsqueeze(0) for part in gradients[1:])]
-
-
-class LinearKind(Kind):
-    """y = x W^T + c for x (B, ..., in); see `pairs` for its rows."""
-
-    def forward(
-        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Returns the output."""
-        return (F.linear(x, weight, bias),)
-
-    def rows(self, use: Use) -> Kept:
-        """Returns the factors, or the rows formed from them."""
-        if use.x.dim() == 2:
-            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
-        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
-        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
-
-    def input_gradient(self, use: Use) -> Tensor:
-        """Returns grad W."""
-        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
 
 
 class LayerNormKind(Kind):
