@@ -223,7 +223,8 @@ class Rows:
 
 def _lengths(rows: Tensor) -> Tensor:
     flat = rows.double().reshape(len(rows), rows.shape[1:].numel())
-    return torch.linalg.vector_norm(flat, dim=1).cpu()
+    lengths: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return lengths.cpu()
 
 
 def rows_first(t: Tensor, dim: int) -> Rows:
