@@ -261,7 +261,7 @@ class AssignedSampler(_KeyedSampler):
             steps = max(1, min(design.batches, design.steps_per_epoch - made))
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
 
-    def _without_secret(self, design: Any) -> Design:
+    def _without_secret(self, design: Any) -> Any:
         # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
         return replace(design, amplification=False)
 
@@ -435,7 +435,7 @@ class PartsSampler(_KeyedSampler):
     kind: ClassVar[type[Design]] = Parts
     design: Parts
 
-    def _without_secret(self, design: Any) -> Design:
+    def _without_secret(self, design: Any) -> Any:
         # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
         return design.without_amplification()
 
