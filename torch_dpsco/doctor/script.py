@@ -418,7 +418,7 @@ def poisson_rate(sampler: Any) -> float | None:
     return float(sampler.sample_rate) if isinstance(sampler, of_opacus(*_POISSON)) else None
 
 
-def bare_collate(collate: Any) -> Callable[[list[Any]], Any] | None:
+def bare_collate(collate: Any) -> Any:
     """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
     wrapped = isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
     return collate.wrapped_collator_fn if wrapped else collate
