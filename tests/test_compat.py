@@ -110,7 +110,7 @@ model = torch.compile(dp.attach(torch.nn.Linear(2, 1)), backend="eager")
 if not torch.__version__.startswith("2.6."):  # it compiles no attached model
     model(torch.ones(3, 2)).sum().backward()
 # a compiled model leaves these out, whoever imported the compiler
-assert attach._LOOK.call is not attach._look and recorded._RECORD.call is not recorded._recorded
+assert attach._OUTSIDE.call is not attach._called and recorded._RECORD.call is not recorded._recorded
 """
 EARLIER = """
 import opacus

@@ -24,11 +24,11 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco import trial
-from torch_dpsco.doctor.evidence import Evidence
+from torch_dpsco.doctor.script import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows, first_step
 from torch_dpsco.rows.attach import first_step_of
-from torch_dpsco.rows.forms import ENGINES
+from torch_dpsco.rows.layers.table import ENGINES
 from torch_dpsco.trial import loss as loss_trace
 
 B = 9

@@ -24,7 +24,7 @@ from torch_dpsco._owned import owned
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations.tar import TarRows
 from torch_dpsco.sampling import PhysicalBatches, RecordIds, Spilled, Streamed
-from torch_dpsco.sampling.one_by_one import OneByOne, source_of
+from torch_dpsco.sampling.datasets import OneByOne, source_of
 
 N = 16  # records
 ROWS = torch.eye(N)

@@ -19,7 +19,7 @@ from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError
-from torch_dpsco.losses.labels import read_for
+from torch_dpsco.losses.base import read_for
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached

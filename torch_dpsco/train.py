@@ -25,12 +25,12 @@ from torch_dpsco.compat import own_step
 from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
 from torch_dpsco.estimators.solved import SolvedOptimizer
-from torch_dpsco.losses.labels import as_module
+from torch_dpsco.losses.base import as_module
 from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import closed_form
-from torch_dpsco.rows.forms import ENGINES, Engine
+from torch_dpsco.rows.layers.table import ENGINES, Engine
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
@@ -80,7 +80,7 @@ def fit(
         optimizer: private optimizer on the model's parameters.
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor. Labels of ours and of torch's are read by
-            `losses.labels`: 0/1, -1/1 and booleans say the same.
+            `losses.base`: 0/1, -1/1 and booleans say the same.
         users: for optimizers that protect users: the id of the user of each record.
         ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.

@@ -13,7 +13,7 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.doctor import Diagnosis
-from torch_dpsco.doctor.evidence import remembered
+from torch_dpsco.doctor.script import remembered
 from torch_dpsco.trial import Isolation, Rows, isolation
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))

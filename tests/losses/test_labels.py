@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.losses.labels import as_module, read_for
+from torch_dpsco.losses.base import as_module, read_for
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:There is a performance drop because we have not yet implemented"

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.passes import PassCounter
+from torch_dpsco.rows.forwards import PassCounter
 
 N, DIM = 8, 3
 DATA = TensorDataset(torch.ones(N, DIM), torch.ones(N, 1))

@@ -38,10 +38,10 @@ from torch_dpsco.algorithms.row_free_plan import (
 )
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows.plain_steps import note_owner
+from torch_dpsco.rows.forwards import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
-from torch_dpsco.sampling.one_by_one import source_of
+from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.step import checks
 from torch_dpsco.step.checkpoint import (
     add_private_state,

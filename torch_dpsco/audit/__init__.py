@@ -1,11 +1,18 @@
 """Audits: lower bounds, with stated confidence, on the epsilon of anything that runs.
 
-`repeated` compares many runs on two neighboring inputs; `one_run` guesses, after one run, which canaries were in it;
-`canaries` makes and scores them for any loop.
+`repeated` compares many runs on two neighboring inputs; `one_run` guesses, after one run, which canaries were in it,
+and makes and scores them for any loop.
 """
 
-from torch_dpsco.audit.canaries import canaries, check_training, loss_scores
-from torch_dpsco.audit.one_run import OneRunAudit, OneRunResult, epsilon_of_guesses, mu_of_guesses
+from torch_dpsco.audit.one_run import (
+    OneRunAudit,
+    OneRunResult,
+    canaries,
+    check_training,
+    epsilon_of_guesses,
+    loss_scores,
+    mu_of_guesses,
+)
 from torch_dpsco.audit.repeated import Audit, audit, audit_outputs, audit_training
 
 __all__ = [

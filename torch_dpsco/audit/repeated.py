@@ -217,11 +217,9 @@ def fitted_scores(first: Array, second: Array, fit: int) -> list[Sides]:
             return np.asarray(outputs @ (means[1] - means[0]))
 
         def gaussian(outputs: Array) -> Array:
-            squares = [
-                (outputs - mean) ** 2 / variance
-                for mean, variance in zip(means, variances, strict=True)
-            ]
-            return np.asarray((squares[0] - squares[1]).sum(axis=1))
+            near = (outputs - means[0]) ** 2 / variances[0]
+            far = (outputs - means[1]) ** 2 / variances[1]
+            return np.asarray((near - far).sum(axis=1))
 
         scores = [(score(first), score(second)) for score in (linear, gaussian)]
     _require_finite(*scores[0], *scores[1])

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.doctor.evidence import note
 from torch_dpsco.doctor.loop_checks import LOOP_CHECKS, ROW_FREE_CHECKS
 from torch_dpsco.doctor.model_checks import MODEL_CHECKS, ROW_CHECKS
 from torch_dpsco.doctor.probe import examine
-from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
+from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script, note
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
 
@@ -75,9 +74,8 @@ def doctor(
             f"loader must be what the loop iterates over, or None (got {check.shown(loader)})"
         )
     if isinstance(optimizer, SolvedOptimizer):
-        return Diagnosis.of(
-            ()
-        )  # it reads records by itself: no model, loss or loader of the script is in its release
+        # it reads records by itself: no model, loss or loader of the script is in its release
+        return Diagnosis.of(())
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
     note(script, evidence)

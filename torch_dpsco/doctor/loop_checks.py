@@ -19,10 +19,11 @@ from torch_dpsco.accounting.designs import Poisson, Undeclared
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.accounting.identify import identify
 from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
-from torch_dpsco.doctor.evidence import Check, Evidence
 from torch_dpsco.doctor.model_checks import coupled_records, excess, some
 from torch_dpsco.doctor.probe import ROUNDING
 from torch_dpsco.doctor.script import (
+    Check,
+    Evidence,
     Finding,
     Script,
     accounted,
@@ -36,7 +37,7 @@ from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.trial import HALF
-from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, same_values, seed_torch
+from torch_dpsco.trial.undo import RandomStreams, attempt, same_values, seed_torch
 
 _DEFAULT_SEED = (
     67_280_421_310_721  # of every torch.Generator() that nobody seeded: a constant of torch
@@ -206,11 +207,9 @@ def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     optimizer = script.opacus_optimizer
     if optimizer is not None and accounted(optimizer.step_hook)[0] is None:
         hook = optimizer.step_hook
-        held = (
-            "step_hook is None"
-            if hook is None
-            else f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
-        )
+        held = "step_hook is None"
+        if hook is not None:
+            held = f"the step hook is {getattr(hook, '__qualname__', hook)!s}"
         yield critical(
             "no-accountant",
             f"{held}: no step is accounted, and epsilon stays 0 whatever is released (there is one"
@@ -252,11 +251,9 @@ def _seeds(script: Script) -> Iterator[str]:
 
 def _weak(user: str, generator: torch.Generator | None, device: torch.device) -> Iterator[str]:
     source = "torch's global generator" if generator is None else "a torch.Generator"
-    default = (
-        torch.cuda.default_generators[device.index or 0]
-        if device.type == "cuda"
-        else torch.default_generator
-    )
+    default = torch.default_generator
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[device.index or 0]
     seed = (generator or default).initial_seed()
     if seed == _DEFAULT_SEED and generator is not None:
         yield f"{user} comes from {source} that was never seeded: its seed is the constant {seed}"
@@ -341,10 +338,7 @@ def private_optimizer_inside_opacus(script: Script, evidence: Evidence) -> Itera
     how = ""
     if isinstance(inner, CommonOptimizer):
         how = "it is an optimizer of torch_dpsco, which takes the raw gradients"
-    elif (
-        not isinstance(reads := attempt("a step of a copy", lambda: _reads_rows(inner)), Refused)
-        and reads
-    ):
+    elif attempt("a step of a copy", lambda: _reads_rows(inner)) is True:
         how = (
             "two steps with the same p.grad and other p.grad_sample differ: it reads raw per-sample"
             " gradients"
@@ -384,9 +378,8 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     found = evidence.isolation
     if found is None:
         return
-    if (
-        found.company and found.company < _NO_ROUNDING
-    ):  # more is coupling, which has a finding of its own
+    if found.company and found.company < _NO_ROUNDING:
+        # more is coupling, which has a finding of its own
         yield warning(
             "rows-not-isolated",
             f"in batches of {found.rows} rows the last bits of a row depend on the other records,"
@@ -488,26 +481,19 @@ def reduction_of_gradients(script: Script, evidence: Evidence) -> Iterator[Findi
     weights = {"mean": 1 / evidence.size, "sum": 1.0}
     declared = script.reductions[type(script.optimizer).__name__]
     if not math.isclose(evidence.weight, weights[declared], rel_tol=_CLOSE):
-        kind = next(
-            (
-                k
-                for k, weight in weights.items()
-                if math.isclose(evidence.weight, weight, rel_tol=_CLOSE)
-            ),
-            "",
-        )
+        what = "neither a mean nor a sum"
+        fix = "reduce the loss by .mean() or .sum() over records"
+        for kind, weight in weights.items():
+            if math.isclose(evidence.weight, weight, rel_tol=_CLOSE):
+                what = f"a {kind}"
+                fix = f"declare loss_reduction={kind!r}"
         # PRIVACY: (test_another_reduction_than_the_optimizers_is_critical)
         yield critical(
             "loss-reduction",
             f"the gradient of a made-up batch of {evidence.size} is {evidence.weight:.6g} times the"
             " sum of those of its records, which is"
-            f" {f'a {kind}' if kind else 'neither a mean nor a sum'}, and the optimizer was made"
-            f" with loss_reduction={declared!r}",
-            (
-                f"declare loss_reduction={kind!r}"
-                if kind
-                else "reduce the loss by .mean() or .sum() over records"
-            ),
+            f" {what}, and the optimizer was made with loss_reduction={declared!r}",
+            fix,
         )
 
 
@@ -540,9 +526,8 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest"
             " gradient"
         )
-    if (
-        optimizer.bounds[0] is not None
-    ):  # otherwise synthetic records may be beyond bounds that nobody enforces
+    if optimizer.bounds[0] is not None:
+        # otherwise synthetic records may be beyond bounds that nobody enforces
         apart = (
             line.places[:, None] - line.places
         ).abs() ** promises.holder_exponent * promises.holder_constant

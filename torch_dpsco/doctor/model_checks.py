@@ -9,17 +9,22 @@ from typing import Any
 import torch
 
 from torch_dpsco.compat import BatchNorm
-from torch_dpsco.doctor.evidence import (
+from torch_dpsco.doctor.probe import in_place
+from torch_dpsco.doctor.script import (
     Check,
     Evidence,
+    Finding,
+    JointRows,
     NotScalarError,
-    joint_norms,
+    Script,
+    critical,
+    error,
+    is_ghost_loss_value,
     tolerance,
+    warning,
 )
-from torch_dpsco.doctor.probe import in_place
-from torch_dpsco.doctor.script import Finding, Script, critical, error, is_ghost_loss_value, warning
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.carried import CarriedStateError
+from torch_dpsco.rows.forwards import CarriedStateError
 from torch_dpsco.rows.supported import coarse_setting
 from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.trial import HALF
@@ -30,11 +35,10 @@ _NO_MIX = 1e-4  # relative gap of sums, where rounding is different in each of f
 
 def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Layers that normalize by statistics of the batch."""
-    layers = [
-        f"{type(m).__name__} {name!r}"
-        for name, m in script.module.named_modules()
-        if isinstance(m, BatchNorm) or getattr(m, "track_running_stats", False)
-    ]
+    layers = []
+    for name, m in script.module.named_modules():
+        if isinstance(m, BatchNorm) or getattr(m, "track_running_stats", False):
+            layers.append(f"{type(m).__name__} {name!r}")
     if layers:
         yield critical(
             "batch-norm",
@@ -52,10 +56,8 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     consequence = "many rows, which clipping one row at a time does not bound"
     limit = _NO_MIX
     if script.row_free is not None:
-        consequence, limit = (
-            "the gradients of many, which the noise does not cover",
-            1e-6,
-        )  # in double precision
+        consequence = "the gradients of many, which the noise does not cover"
+        limit = 1e-6  # in double precision
     if evidence.mixing is not None and evidence.mixing > limit:
         found = (
             f"gradients of made-up batches are no sums over records (by {evidence.mixing:.2g} of"
@@ -86,13 +88,8 @@ def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding
     """There must be one row per record."""
     wrong = {name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size}
     if wrong:
-        flags = sorted(
-            {
-                str(m.batch_first)
-                for m in script.module.modules()
-                if isinstance(getattr(m, "batch_first", 0), bool)
-            }
-        )
+        known = {getattr(m, "batch_first", None) for m in script.module.modules()}
+        flags = [str(flag) for flag in (False, True) if flag in known]
         layers = f"; layers with batch_first={' and '.join(flags)}" if flags else ""
         yield critical(
             "rows-are-not-records",
@@ -242,36 +239,23 @@ def excess(evidence: Evidence) -> list[str]:
     if base is None or not base.rows:
         return []
     if base.norms is not None:
-        released = joint_norms(base.rows)
+        released = JointRows(base.rows, len(base.norms)).norms()
         gap = float((released - base.norms.double().cpu()).abs().max())
-        return (
-            ["the loss of each record"]
-            if gap > 1e-2 * float(released.max().clamp_min(1e-30))
-            else []
-        )
+        wrong = gap > 1e-2 * float(released.max().clamp_min(1e-30))
+        return ["the loss of each record"] if wrong else []
     for name, rows in base.rows.items():
         total = base.totals[name]
         scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
-        expected = (
-            torch.zeros(())
-            if name in base.factored
-            else rows.left.sum(0, dtype=torch.float64) * scale
-        )
+        expected = torch.zeros(())
+        if name not in base.factored:
+            expected = rows.left.sum(0, dtype=torch.float64) * scale
         gaps[name] = float((expected if total is None else total.double() - expected).norm())
         sizes[name] = float(rows.norms().sum()) * scale
     joint = math.hypot(*sizes.values())
-    # three digits above rounding
-    slack = next(
-        s
-        for rounding, s in ((1e-9, 1e-6), (1e-5, 1e-3), (1.0, 3e-2))
-        if tolerance(base.rows) <= rounding
-    )
+    # three digits above rounding, but for half precision
+    slack = {1e-9: 1e-6, 1e-5: 1e-3, 3e-2: 3e-2}[tolerance(base.rows)]
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
-    return [
-        name
-        for name, gap in gaps.items()
-        if gap > slack * sizes[name] and gap > 1e-2 * slack * joint
-    ]
+    return [name for name, gap in gaps.items() if gap > slack * max(sizes[name], 1e-2 * joint)]
 
 
 def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -284,30 +268,21 @@ def unused_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
     missing = [name for name in script.trainable if name not in base.rows]
     used = [name for name in missing if base.totals.get(name) is not None]
     idle = [name for name in missing if name not in used]
-    for names, why, fix in (
-        (
-            idle,
-            "no gradient reaches them",
-            (
-                "freeze them with requires_grad_(False) before attach or make_private, or use them"
-                " in the loss"
-            ),
-        ),
-        (
-            used,
-            "they are used, but nothing records their rows",
-            (
-                "change the model (LoRA, new heads, unfreezing) before attach or make_private; use"
-                " layers, no functions of a bare weight"
-            ),
-        ),
-    ):
-        if names:
-            found = (
-                f"no per-sample gradients for {some(names)}: {why}, and the first step will stop"
-                " there"
-            )
-            yield error("unused-parameters", found, fix)
+    said = "no per-sample gradients for {}: {}, and the first step will stop there"
+    if idle:
+        yield error(
+            "unused-parameters",
+            said.format(some(idle), "no gradient reaches them"),
+            "freeze them with requires_grad_(False) before attach or make_private, or use them"
+            " in the loss",
+        )
+    if used:
+        yield error(
+            "unused-parameters",
+            said.format(some(used), "they are used, but nothing records their rows"),
+            "change the model (LoRA, new heads, unfreezing) before attach or make_private; use"
+            " layers, no functions of a bare weight",
+        )
 
 
 def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -315,11 +290,9 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     refused = next((refused for refused in evidence.refused if in_place(refused.error)), None)
     if refused is not None:
         layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
-        where = (
-            f"layers with inplace=True: {some(layers)}"
-            if layers
-            else "no layer has inplace=True: look for x += y"
-        )
+        where = "no layer has inplace=True: look for x += y"
+        if layers:
+            where = f"layers with inplace=True: {some(layers)}"
         yield error(
             "in-place-layers",
             f"{refused}; {where}",

@@ -22,21 +22,23 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.doctor.evidence import (
+from torch_dpsco.doctor.script import (
     Evidence,
     JointRows,
     Line,
     NotScalarError,
+    OfBatch,
     Pass,
+    Script,
+    is_ghost_loss_value,
     movement,
     remembered,
     rows_of,
     rows_to_probe,
 )
-from torch_dpsco.doctor.script import OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
-from torch_dpsco.rows.passes import forget_uses
+from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.trial import (
     Mixed,
     Rows,
@@ -143,10 +145,8 @@ def _examine(
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
         if not evidence.rows:  # layers without rows: what remains are sums
-            kept = script.row_free is None  # only hooks would be in the way
-            evidence.refused = [
-                refused for refused in evidence.refused if kept and in_place(refused.error)
-            ]
+            kept = [refused for refused in evidence.refused if in_place(refused.error)]
+            evidence.refused = kept if script.row_free is None else []  # only hooks in the way
             probe.look_at_sums()
         if script.row_free is not None:
             probe.look_at_single_records()
@@ -211,9 +211,8 @@ class _Probe:
                 float(movement(again, after_other, size).max()),
                 float(movement(base, again, size).max()),
             )
-        if (
-            self.synthetic.has_numbers
-        ):  # only now: a model that remembers a batch may not take one of another size
+        if self.synthetic.has_numbers:
+            # only now: a model that remembers a batch may not take one of another size
             self._look_at_outliers()
         self._look_at_bits()
 
@@ -227,10 +226,8 @@ class _Probe:
         def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
             found = self._gradients(records, only=torch.tensor(places)).rows
-            return [
-                JointRows({name: made.at(k) for name, made in found.items()}, 1)
-                for k in range(len(places))
-            ]
+            each = [{name: made.at(k) for name, made in found.items()} for k in range(len(places))]
+            return [JointRows(rows, 1) for rows in each]
 
         device = next(iter(script.trainable.values())).device
         known = partial(
@@ -296,12 +293,10 @@ class _Probe:
         bound = optimizer.bounds[0] if optimizer is not None else None
         places = torch.tensor(_PLACES, dtype=torch.float64) * max(1.0, 1 / (bound or 1.0))
         for place in places.tolist():
-            self.start = {
-                id(p): (
-                    torch.zeros_like(p.data) if direction[name] is None else place * direction[name]
-                )
-                for name, p in self.script.trainable.items()
-            }
+            self.start = {}
+            for name, p in self.script.trainable.items():
+                along = direction[name]
+                self.start[id(p)] = torch.zeros_like(p) if along is None else place * along
             found.append(self._alone())
         self.start = start
         grads = [made for made in found if made is not None]
@@ -418,15 +413,10 @@ class _Probe:
             return Pass(value, found, {})
         norms = hooks.get_norm_sample().detach() if len(normed) == len(params) else None
         hooks.disable_hooks()
-        grads = [
-            torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True)
-            for loss in losses
-        ]
+        options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        grads = [torch.autograd.grad(loss, every, **options) for loss in losses]
         hooks.enable_hooks()
-        stacked = {
-            name: torch.stack([torch.zeros_like(p) if g is None else g for g in column])
-            for (name, p), column in zip(params.items(), zip(*grads, strict=True), strict=True)
-        }
+        stacked = dict(zip(params, map(torch.stack, zip(*grads, strict=True)), strict=True))
         return Pass(value, found, {name: Rows(stacked[name]) for name in normed}, norms=norms)
 
 
@@ -450,12 +440,9 @@ def _scalar(value: Any) -> Tensor:
 
 def _of_outputs(outputs: Any) -> Tensor:
     """Returns a stand-in for a loss that is not known: a sum over everything that the model puts out."""
-    leaves = [
-        leaf
-        for leaf in tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-    return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in leaves]).sum()
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
+    return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in numbers]).sum()
 
 
 def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
@@ -513,14 +500,7 @@ class SyntheticRecords:
         # where all is made up, and for any number of records alike, the collate function is not asked again
         alike = len(more) == len(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
         self._structure = structure if alike else None
-        self._dims = [
-            (
-                _batch_dim(leaf, other)
-                if isinstance(leaf, Tensor) and isinstance(other, Tensor)
-                else None
-            )
-            for leaf, other in zip(leaves, more[: len(leaves)], strict=True)
-        ]
+        self._dims = list(map(_batch_dim, leaves, more))
         if all(dim is None for dim in self._dims):
             raise ValueError("a batch must hold a tensor with one entry per record (got none)")
         lengths = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape}
@@ -573,8 +553,10 @@ class SyntheticRecords:
         return tree_unflatten(out, structure)
 
 
-def _batch_dim(leaf: Tensor, other: Tensor) -> int | None:
+def _batch_dim(leaf: Any, other: Any) -> int | None:
     """Returns the dimension that grows with the number of records."""
+    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+        return None
     differing = [d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b]
     return differing[0] if len(differing) == 1 else None
 

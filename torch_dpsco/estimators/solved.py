@@ -42,7 +42,7 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.rng import noise_generator
-from torch_dpsco.sampling.one_by_one import one_by_one
+from torch_dpsco.sampling.datasets import one_by_one
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed
 from torch_dpsco.step.common import (

@@ -1,6 +1,6 @@
-"""Faster ways to the same rows, which register themselves in `rows.forms`, as a stranger would."""
+"""Faster ways to the same rows, which register themselves in `rows.layers.table`, as a stranger would."""
 
 from torch_dpsco.fast.compiled import CompiledRows
-from torch_dpsco.fast.stack import Stacks
+from torch_dpsco.fast.stack import run_as_one
 
-__all__ = ["CompiledRows", "Stacks"]
+__all__ = ["CompiledRows", "run_as_one"]

@@ -56,10 +56,10 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Assigned, Design, Full, Parts, Poisson, Undeclared
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.losses.labels import as_module, read_for
+from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.forms import ENGINES
+from torch_dpsco.rows.layers.table import ENGINES
 from torch_dpsco.rows.supported import require_supported
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
@@ -68,9 +68,8 @@ from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.trial import SEED, Leaf, Mixed, Rows, both_fills, compare, rows_first
 from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
 
-_MOST_PATCHES = (
-    2**14
-)  # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
+# numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
+_MOST_PATCHES = 2**14
 
 
 def has_convolutions(model: nn.Module) -> bool:
@@ -110,19 +109,15 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    covered = (
-        input.dim() == 4
-        and not isinstance(padding, str)
-        and _pair(dilation) == (1, 1)
-        and groups == 1
-    )
-    if not covered or input.device.type != "cpu":
+    common = _pair(dilation) == (1, 1) and groups == 1 and not isinstance(padding, str)
+    if not common or input.dim() != 4 or input.device.type != "cpu":
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    (height, width), (down, right), held = _pair(padding), _pair(stride), weight.detach()
+    height, width = _pair(padding)
+    down, right = _pair(stride)
+    held = weight.detach()
     patches = F.pad(input.detach(), (width, width, height, height))
-    patches = patches.unfold(2, weight.shape[2], down).unfold(
-        3, weight.shape[3], right
-    )  # (N, C, H, W, kh, kw)
+    # (N, C, H, W, kh, kw)
+    patches = patches.unfold(2, weight.shape[2], down).unfold(3, weight.shape[3], right)
     if patches[0].numel() > _MOST_PATCHES:
         return F.conv2d(input, weight, bias, stride, padding)
     patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)
@@ -137,10 +132,8 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
-_MADE_UP, _APART = (
-    7,
-    0.1,
-)  # records that are made up, and how far from the model's parameters their rows are taken
+# records that are made up, and how far from the model's parameters their rows are taken
+_MADE_UP, _APART = (7, 0.1)
 _COUPLED = (
     "records must not reach each other in model and loss (with {what} as one of several made-up"
     " records, rows of others changed): an operation with a vmap rule of its own"
@@ -241,16 +234,14 @@ class CompiledRows:
                 "model must not be attached to compile its rows: call dp.detach(model) first"
             )
         require_same_parameters(self._model, optimizer)
-        if (
-            optimizer.outstanding_rows == 0
-        ):  # an empty draw is a step of noise only, whatever its batch looks like
+        if optimizer.outstanding_rows == 0:
+            # an empty draw is a step of noise only, whatever its batch looks like
             optimizer.step(users=users)
             return
         params = self._trained()
         optimizer.note_checks(self._verdicts)
-        self._size(
-            optimizer.design if optimizer.oracle.unit == "example" else None
-        )  # a user has any number of records
+        # a user has any number of records
+        self._size(optimizer.design if optimizer.oracle.unit == "example" else None)
         try:
             for index, last in self._micro_batches(optimizer, params, inputs, targets):
                 ids = None if users is None else users[index]
@@ -282,9 +273,8 @@ class CompiledRows:
             raise ValueError(
                 f"model must be one that torch.func.vmap vectorizes: {rows}"
             ) from rows.error
-        for old, new in zip(
-            values, self._state(), strict=True
-        ):  # a write through `.data` leaves no trace in versions
+        for old, new in zip(values, self._state(), strict=True):
+            # a write through `.data` leaves no trace in versions
             if not torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True).all():
                 raise PrivacyError(_CHANGED)
         self._require_no_capture(*zeros)
@@ -308,9 +298,7 @@ class CompiledRows:
         assert self.backend is not None
         # isolated: other models that run the same code must not count as recompilations of this one
         known = inspect.signature(torch.compile).parameters
-        isolated: dict[str, Any] = (
-            {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-        )
+        isolated: Any = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
         fast = torch.compile(
             _rows_of(loss), backend=self.backend, fullgraph=True, dynamic=False, **isolated
         )
@@ -335,9 +323,8 @@ class CompiledRows:
         """
         try:
             parts = self._parts(inputs, targets)
-            if (
-                isinstance(optimizer.design, Undeclared) and len(parts) > 1
-            ):  # takes the rows of a step at once, or none
+            if isinstance(optimizer.design, Undeclared) and len(parts) > 1:
+                # takes the rows of a step at once, or none
                 rows = [self._rows(inputs, targets, part) for part in parts]
                 leave_rows(params, [torch.cat(side) for side in zip(*rows, strict=True)])
                 parts = [slice(0, parts[-1].stop)]
@@ -381,18 +368,16 @@ class CompiledRows:
         leaves, structure = tree_flatten((inputs, targets))
         if any(t.device.type != "cpu" and not t.is_floating_point() for t in leaves):
             return "not checked, a wrong index ends the process on this device"
-        made = [
-            Leaf(
-                (_MADE_UP, *t.shape[1:]), t.dtype, t.device, 0, target=k >= len(tree_leaves(inputs))
-            )
-            for k, t in enumerate(leaves)
-        ]
+        n_inputs = len(tree_leaves(inputs))
+        made = []
+        for k, t in enumerate(leaves):
+            shape = (_MADE_UP, *t.shape[1:])
+            made.append(Leaf(shape, t.dtype, t.device, 0, target=k >= n_inputs))
 
         def rows(batch: list[Tensor]) -> list[Rows]:
             seed_torch(SEED)
-            params = tuple(
-                p + _APART * torch.randn_like(p) for p in self._trained()
-            )  # at zeros few rows would move
+            # at zeros few rows would move
+            params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())
             made_inputs, made_targets = tree_unflatten(batch, structure)
             found = self._call(self._eager, made_inputs, made_targets, params)
             return [rows_first(row, 0) for row in found]
@@ -472,13 +457,8 @@ class CompiledRows:
             )
 
     def _trained(self) -> list[nn.Parameter]:
-        found = {
-            id(p): p
-            for m in self._layers
-            for p in m._parameters.values()
-            if p is not None and p.requires_grad
-        }
-        return list(found.values())
+        params = (p for m in self._layers for p in m._parameters.values() if p is not None)
+        return list({id(p): p for p in params if p.requires_grad}.values())
 
     def _state(self) -> list[Tensor]:
         tensors = [[*m._parameters.values(), *m._buffers.values()] for m in self._layers]
@@ -511,14 +491,9 @@ class _RecordLoss(nn.Module):
 def _filled(records: Tensor, size: int) -> Tensor:
     """Returns the records with zeros below them, up to `size`, in one layout: another one would be compiled anew."""
     missing = size - len(records)
-    whole = (
-        records
-        if not missing
-        else torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
-    )
-    return (
-        whole.contiguous().view(-1).view(whole.shape)
-    )  # contiguous() leaves strides of dimensions of size 1
+    whole = torch.cat([records, records.new_zeros(missing, *records.shape[1:])])
+    # contiguous() leaves strides of dimensions of size 1
+    return whole.contiguous().view(-1).view(whole.shape)
 
 
 def _synthetic(records: Tensor) -> Tensor:
@@ -598,11 +573,12 @@ def micro_batch_size(
         return min(_UNKNOWN, most)
     plan = design.parts if isinstance(design, Parts) else ((design, 1),)
 
+    def parts(size: int) -> Iterator[float]:
+        for drawn, draws in plan:
+            yield draws * _expected_parts(drawn, size, physical_batch_size)
+
     def cost(size: int) -> float:
-        parts = math.fsum(
-            draws * _expected_parts(drawn, size, physical_batch_size) for drawn, draws in plan
-        )
-        return parts * (size + _CALL)
+        return math.fsum(parts(size)) * (size + _CALL)
 
     return min(range(1, most + 1), key=cost)
 
@@ -611,11 +587,9 @@ def _expected_parts(design: Design, size: int, physical_batch_size: int | None) 
     mean = design.batch_size
     if physical_batch_size is not None and physical_batch_size <= mean:  # most come in full ones
         return mean / physical_batch_size * math.ceil(physical_batch_size / size)
-    return (
-        _poisson_parts(mean, size)
-        if isinstance(design, (Poisson, Assigned))
-        else math.ceil(mean / size)
-    )
+    if isinstance(design, (Poisson, Assigned)):
+        return _poisson_parts(mean, size)
+    return math.ceil(mean / size)
 
 
 def _poisson_parts(mean: int, size: int) -> float:

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
-from torch_dpsco.rows.forms import SHORTCUTS, Shortcut
 from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records, require_recordable
-from torch_dpsco.rows.layers.table import is_recorded
+from torch_dpsco.rows.layers.table import SHORTCUTS, is_recorded
 
 _ops: Any = torch.ops.aten
 
@@ -75,23 +74,20 @@ class StackedForward:
 
     def __call__(self, input: Any) -> Any:
         """Applies the modules one after another."""
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or compat.some_global_hook()
-        ):
+        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if plain or compat.some_global_hook():
             return nn.Sequential.forward(self._module, input)  # type: ignore[no-untyped-call]
         modules = list(self._module._modules.values())
         start = 0
         while start < len(modules):
             stack = modules[start : _end(modules, start)]
-            whole = (
-                len(stack) > 1
-                and type(input) is Tensor
-                and not torch.is_autocast_enabled(input.device.type)
-            )
-            input = _run(stack, input) if whole else stack[0](input)
-            start += len(stack) if whole else 1
+            several = len(stack) > 1 and type(input) is Tensor
+            if several and not torch.is_autocast_enabled(input.device.type):
+                input = _run(stack, input)
+                start += len(stack)
+            else:
+                input = stack[0](input)
+                start += 1
         return input
 
 
@@ -140,11 +136,8 @@ def _values(steps: Sequence[_Step], x: Tensor, params: Sequence[Tensor]) -> list
     found = [x]
     at = 0
     for module, weights in steps:
-        x = (
-            F.linear(x, *params[at : at + weights])
-            if weights
-            else _ACTIVATIONS[type(module)].run(module, x)
-        )
+        kind = _ACTIVATIONS.get(type(module))
+        x = F.linear(x, *params[at : at + weights]) if kind is None else kind.run(module, x)
         at += weights
         found.append(x)
     return found
@@ -208,20 +201,11 @@ def _has_stack(module: nn.Module) -> bool:
     return (True, True) in pairwise(linear)
 
 
-class Stacks(Shortcut):
-    """Runs the stacks of Sequentials as one."""
-
-    def start(self, modules: Sequence[nn.Module]) -> None:
-        """Gives the Sequentials whose layers are recorded a forward of their own."""
-        for module in modules:
-            if isinstance(module, nn.Sequential) and _has_stack(module):
-                module.forward = StackedForward(module)  # type: ignore[method-assign]
-
-    def stop(self, modules: Sequence[nn.Module]) -> None:
-        """Takes it away."""
-        for module in modules:
-            if isinstance(module.__dict__.get("forward"), StackedForward):
-                del module.forward
+def run_as_one(modules: Sequence[nn.Module]) -> None:
+    """Gives the Sequentials whose layers are recorded a forward of their own."""
+    for module in modules:
+        if isinstance(module, nn.Sequential) and _has_stack(module):
+            module.forward = StackedForward(module)  # type: ignore[method-assign]
 
 
-SHORTCUTS.append(Stacks())
+SHORTCUTS.append(run_as_one)

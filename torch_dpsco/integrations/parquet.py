@@ -1,7 +1,7 @@
 """Parquet files, Arrow tables and streams of these as a data set for `optimizer.loader` and `fit`, in bounded memory.
 
 Draws want records at random places, and Parquet has them in compressed groups. So the columns that are used are read
-once, from start to end, into an unnamed private file of rows (`sampling.row_file`), from which batches are gathered.
+once, from start to end, into an unnamed private file of rows (`sampling.datasets`), from which batches are gathered.
 
 | in the source | in the data set |
 |---|---|
@@ -34,7 +34,7 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.integrations._files import require_sound
-from torch_dpsco.sampling.row_file import RowFile, row_dtype
+from torch_dpsco.sampling.datasets import RowFile, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
 

@@ -1,7 +1,7 @@
 """Tar archives of records, several files each, as a data set for `optimizer.loader` and `fit`, in bounded memory.
 
 Draws want records at random places, and archives are read from start to end. So they are read once, decoded by a
-function of yours, into an unnamed private file of rows (`sampling.row_file`), from which batches are gathered.
+function of yours, into an unnamed private file of rows (`sampling.datasets`), from which batches are gathered.
 
     0001.npy  0001.cls  0002.npy  0002.cls  ..    files in a row that share their name up to the first dot
 
@@ -37,7 +37,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations._files import identities, identity
-from torch_dpsco.sampling.row_file import RowFile, row_dtype
+from torch_dpsco.sampling.datasets import RowFile, row_dtype
 from torch_dpsco.trial.undo import attempt
 
 _BLOCK = 1 << 20  # bytes that are looked at behind the end of an archive

@@ -2,7 +2,7 @@
 
 Losses of the margin m = y s for labels y = +-1: hinge powers, logistic, smoothed hinge.
 
-Labels need not be checked: a criterion reads y > 0 as 1 and others as -1 (`losses.labels`), so that every constant of
+Labels need not be checked: a criterion reads y > 0 as 1 and others as -1 (`base.read`), so that every constant of
 the table holds. `value` and `derivative` take y as it is: for |y| <= 1 the constants hold too (the loss phi(y w.x) is
 that of the record (y x, 1), and ||y x|| <= B), and y = 0 is a null record of gradient 0.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ _Number = TypeVar("_Number", float, Tensor)
 class MarginLoss(ScalarLoss):
     """phi(m) of the margin m = y s, phi convex and nonincreasing, with a slope in (-inf, 0]."""
 
-    target_kind: ClassVar[Literal["sign", "real", "class"]] = "sign"
-    monotone: ClassVar[bool] = True
+    target_kind = "sign"
+    monotone = True
 
     def place(self, score: Tensor, target: Tensor) -> Tensor:
         """Margin y s; score and target of one shape."""
@@ -116,9 +116,9 @@ class Logistic(MarginLoss):
         1.0
     """
 
-    interpolates: ClassVar[bool] = True
-    log_odds: ClassVar[bool] = True
-    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "hessian"
+    interpolates = True
+    log_odds = True
+    intervals = "hessian"
 
     def loss_range(self, reach: float) -> float:
         return reach  # log((1 + e^t)/(1 + e^-t)) = t
@@ -195,7 +195,7 @@ class SmoothedHinge(MarginLoss):
         2.0
     """
 
-    interpolates: ClassVar[bool] = True
+    interpolates = True
 
     width: float = 1.0
 
@@ -228,11 +228,9 @@ class SmoothedHinge(MarginLoss):
 
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         reach = 1 + bound_x * radius
-        return (
-            bound_x
-            if reach >= self.width
-            else upper(bound_x, Fraction(reach) / Fraction(self.width))
-        )
+        if reach >= self.width:
+            return bound_x
+        return upper(bound_x, Fraction(reach) / Fraction(self.width))
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class SoftmaxCrossEntropy(TableLoss):
         1.0986
     """
 
-    target_kind: ClassVar[Literal["sign", "real", "class"]] = "class"
+    target_kind = "class"
 
     num_classes: int
     num_scores: int = field(init=False, repr=False, compare=False)

@@ -22,13 +22,11 @@ from torch.func import vmap
 
 from torch_dpsco import _validate as check
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.losses.labels import as_module, read_for
+from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.trial.loss import apply_as_one
 
-_AVERAGING = (
-    nn.CrossEntropyLoss,
-    nn.NLLLoss,
-)  # by weights of classes, and over targets that are not ignored
+# by weights of classes, and over targets that are not ignored
+_AVERAGING = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class PerRecord:
@@ -63,11 +61,8 @@ class PerRecord:
             ValueError: the tensors have not one entry per record; the function returns several numbers for a record, or
                 cannot be vectorized.
         """
-        reduction = (
-            self.reduction
-            if reduction is None
-            else check.choice(("mean", "sum", "none"), reduction=reduction)
-        )
+        reduction = self.reduction if reduction is None else reduction
+        check.choice(("mean", "sum", "none"), reduction=reduction)
         _require_batch(output, target)
         return apply_as_one(self._reduced, (output, target, reduction), reduction)
 
@@ -120,7 +115,7 @@ def per_record(loss: Any, reduction: str = "mean") -> PerRecord:
         (`torch.autograd.Function`, `torch.library`) keep records apart; the first step looks for those that do not.
         Class weights and ignored targets of
         CrossEntropyLoss and NLLLoss stay within the record: an ignored target counts 0, and a mean is over all records.
-        Labels of torch's losses are read by `losses.labels`: 0/1, -1/1 and booleans say the same, and a record with a
+        Labels of torch's losses are read by `losses.base`: 0/1, -1/1 and booleans say the same, and a record with a
         label that is not finite, or no class, has no gradient.
 
     Example:

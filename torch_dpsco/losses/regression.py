@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -137,8 +136,8 @@ class Squared(ResidualLoss):
         4.0
     """
 
-    squared: ClassVar[bool] = True
-    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "moments"
+    squared = True
+    intervals = "moments"
 
     def curve(self, residual: Tensor) -> Tensor:
         return residual * residual / 2
@@ -183,8 +182,8 @@ class Huber(ResidualLoss):
         2.0
     """
 
-    interpolates: ClassVar[bool] = True
-    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = "squares"
+    interpolates = True
+    intervals = "squares"
 
     threshold: float = 1.0
 
@@ -298,7 +297,7 @@ class SmoothedPinball(ResidualLoss):
         2.0
     """
 
-    interpolates: ClassVar[bool] = True
+    interpolates = True
 
     quantile: float = 0.5
     width: float = 1.0
@@ -320,9 +319,8 @@ class SmoothedPinball(ResidualLoss):
 
     def bend(self, residual: Tensor) -> Tensor:
         scaled = residual / self.width
-        return ((scaled >= self.quantile - 1) & (scaled <= self.quantile)).to(
-            residual.dtype
-        ) / self.width
+        inside = (scaled >= self.quantile - 1) & (scaled <= self.quantile)
+        return inside.to(residual.dtype) / self.width
 
     def holder_exponent(self) -> float:
         return 1.0
@@ -337,10 +335,8 @@ class SmoothedPinball(ResidualLoss):
 
     def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
         reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
-        return upper(
-            bound_x,
-            self._steepest(Fraction(reach)) if math.isfinite(reach) else self._steepest(None),
-        )
+        slope = self._steepest(Fraction(reach) if math.isfinite(reach) else None)
+        return upper(bound_x, slope)
 
     def _steepest(self, reach: Fraction | None) -> Fraction:
         """The largest slope within a distance of the kink; everywhere for None."""

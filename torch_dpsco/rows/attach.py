@@ -8,7 +8,7 @@ state dict. After attach no non-private gradient survives a backward:
 * in factored layers a `p.grad` that still appears comes from a loss term on the weights, or from a use of the weight
   outside of its layer: it raises, naming `reg=`; in other layers the first batch is compared with the sum of its rows;
 * a training forward that changes a buffer (batch normalization and similar layers couple the rows) raises;
-* so does one whose inputs are outputs of an earlier batch, a state that the loop carries (see `rows.carried`).
+* so does one whose inputs are outputs of an earlier batch, a state that the loop carries (see `rows.forwards`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from torch_dpsco._doors import typed
 from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
-from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
-from torch_dpsco.rows.forms import SHORTCUTS
+from torch_dpsco.rows.forwards import (
+    NO_FORWARD,
+    ONE_MODULE,
+    PASSES,
+    WATCH,
+    CarriedState,
+    Forward,
+    PassCounter,
+    batch_sizes,
+    forget_uses,
+)
 from torch_dpsco.rows.layers.table import (
     RECORDED,
+    SHORTCUTS,
     can_record,
     is_recorded,
     start_recording,
     stop_recording,
 )
-from torch_dpsco.rows.passes import NO_FORWARD, ONE_MODULE, PassCounter, batch_sizes, forget_uses
-from torch_dpsco.rows.plain_steps import PASSES, WATCH
 from torch_dpsco.rows.supported import (
     HALF,
     forget_wrappers,
@@ -49,7 +57,7 @@ from torch_dpsco.rows.supported import (
     require_unwrapped,
     trainable_layers,
 )
-from torch_dpsco.trial.loss import Traced, plain
+from torch_dpsco.trial.loss import plain
 
 if TYPE_CHECKING:
     from torch_dpsco.rows.hooks import DenseHooks
@@ -81,29 +89,11 @@ class _Attachment:
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
         self.layers = list(model.modules())
-        self.hooks: DenseHooks | None = None
-        if self.dense:
-            from torch_dpsco.rows.hooks import DenseHooks  # which imports Opacus
-
-            try:
-                self.hooks = DenseHooks(
-                    model,
-                    factored,
-                    self.passes,
-                    batch_first=batch_first,
-                    loss_reduction=loss_reduction,
-                )
-            except NotImplementedError as error:
-                raise ValueError(
-                    "model must have layers that Opacus can sample where they do not record their"
-                    f" own rows, and it says: {error}; move trained parameters into modules without"
-                    " buffers (docs/compatibility.md)"
-                ) from error
-            self.hooks.refuse = self.refuse
+        self.hooks = self._dense_hooks(model, factored, loss_reduction) if self.dense else None
         for layer in factored:  # after all that may raise
             start_recording(layer, self.passes, scale_by_batch=self.mean)
-        for shortcut in SHORTCUTS:
-            shortcut.start(self.layers)
+        for start in SHORTCUTS:
+            start(self.layers)
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
@@ -112,11 +102,28 @@ class _Attachment:
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.first = FirstStep(check_first_step, loss_reduction, self.batch_dim)
         self.compared = False
-        self.through_training = (
-            True  # whether the last backward came through a forward in training mode
-        )
+        self.through_training = True  # whether the last backward came through a training forward
         forget_wrappers(self.factored + self.dense)
         self.hook_parameters()
+
+    def _dense_hooks(
+        self, model: nn.Module, factored: list[nn.Module], loss_reduction: str
+    ) -> DenseHooks:
+        from torch_dpsco.rows.hooks import DenseHooks  # which imports Opacus
+
+        first = self.batch_dim == 0
+        try:
+            hooks = DenseHooks(
+                model, factored, self.passes, batch_first=first, loss_reduction=loss_reduction
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                "model must have layers that Opacus can sample where they do not record their"
+                f" own rows, and it says: {error}; move trained parameters into modules without"
+                " buffers (docs/compatibility.md)"
+            ) from error
+        hooks.refuse = self.refuse
+        return hooks
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
@@ -215,9 +222,7 @@ class _Attachment:
         if p.grad is None or self.passes.paused:
             return
         p.grad = None
-        used_in = [
-            layer for layer in self.layers if any(q is p for q in layer._parameters.values())
-        ]
+        used_in = [m for m in self.layers if any(q is p for q in m._parameters.values())]
         trained = self.through_training and all(layer.training for layer in used_in)
         raise SequenceError(
             f"the gradient of a weight of {used_in[0]} {self.passes.why_not_of_rows(trained)}"
@@ -248,9 +253,8 @@ class _Weakly:
 
 
 def _after_accumulation(p: nn.Parameter, method: Callable[[Tensor], None]) -> Any:
-    required = (
-        p.requires_grad
-    )  # torch registers on no other tensor; a copy of a model may have frozen parameters
+    # torch registers on no other tensor; a copy of a model may have frozen parameters
+    required = p.requires_grad
     handle = p.requires_grad_(True).register_post_accumulate_grad_hook(_Weakly(method))
     p.requires_grad_(required)
     return handle
@@ -276,12 +280,8 @@ def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
         if not t.requires_grad:
             sizes = t.detach().abs().double()
             # text, so that NaN equals NaN
-            found.append(
-                (
-                    f"{type(m).__name__}.{name}",
-                    f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}",
-                )
-            )
+            fingerprint = f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"
+            found.append((f"{type(m).__name__}.{name}", fingerprint))
     return found
 
 
@@ -297,14 +297,16 @@ def _changed_values(attachment: _Attachment) -> set[str]:
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment: _Attachment = model._dpsco  # type: ignore[assignment]
-    if (
-        not attachment.hooked
-    ):  # in eval mode too: a backward there would leave a raw gradient on a copy
+    if not attachment.hooked:
+        # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
     if attachment.passes.paused:
         return None
     if model.training:
-        _BEGIN.call(attachment, (args, kwargs), leaves_rows=torch.is_grad_enabled())
+        leaves_rows = torch.is_grad_enabled()
+        _OUTSIDE.call(attachment.carried.begin, (args, kwargs), leaves_rows=leaves_rows)
+        if leaves_rows:
+            _OUTSIDE.call(attachment.first.begin, attachment.layers)
     if not (model.training and torch.is_grad_enabled()):
         return None
     require_unwrapped(attachment.dense + attachment.factored)
@@ -323,16 +325,12 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.values = _values(attachment.layers)
         attachment.compared = True
     attachment.buffers = _states(attachment.layers)
-    traced = attachment.first.waits and any(
-        isinstance(t, Traced) for t in tree_leaves((args, kwargs))
-    )
-    if traced:  # outputs of another attached model
-        args = plain(args)
-        kwargs = plain(kwargs)
+    if attachment.first.waits:  # they may be outputs of another attached model
+        args, kwargs = plain((args, kwargs))
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     args, kwargs = tree_map(_copied, (args, kwargs))
-    _TAKE.call(attachment, (args, kwargs))
+    _OUTSIDE.call(attachment.carried.take, (args, kwargs))
     return args, kwargs
 
 
@@ -349,7 +347,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
         _tell_of_filling(error, attachment.filled)
     number = attachment.passes.tag
-    forward = _END.call(attachment, output, (args, kwargs))
+    forward = _OUTSIDE.call(attachment.carried.end, output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: attachment.require_fresh(number, forward))
@@ -358,13 +356,10 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     attachment.passes.close()
     changed = _changed_values(attachment)
     if _states(attachment.layers) != attachment.buffers:
-        before = set(attachment.buffers)
-        found = _everything(attachment.layers)
-        new = {
-            f"{type(m).__name__}.{name}"
-            for m, name, t in found
-            if (id(t), t._version) not in before
-        }
+        new = set()
+        for m, name, t in _everything(attachment.layers):
+            if (id(t), t._version) not in attachment.buffers:
+                new.add(f"{type(m).__name__}.{name}")
         changed |= new or {"tensors removed or exchanged"}
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
@@ -376,7 +371,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     failed = output is None  # this hook is called then too
     if not attachment.first.waits or failed:
         return None
-    return _LOOK.call(attachment, model, args, kwargs, output)
+    return _OUTSIDE.call(_look, attachment, model, args, kwargs, output)
 
 
 def _tell_of_filling(error: BaseException, rows: int) -> None:
@@ -404,24 +399,11 @@ def _look(
         raise
 
 
-def _begin(attachment: _Attachment, inputs: Any, *, leaves_rows: bool) -> None:
-    attachment.carried.begin(inputs, leaves_rows=leaves_rows)
-    if leaves_rows:
-        attachment.first.begin(attachment.layers)
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
 
 
-def _take(attachment: _Attachment, copies: Any) -> None:
-    attachment.carried.take(copies)
-
-
-def _end(attachment: _Attachment, output: Any, inputs: Any) -> Forward | None:
-    return attachment.carried.end(output, inputs)
-
-
-_LOOK = LeftOut(_look)
-_BEGIN = LeftOut(_begin)
-_TAKE = LeftOut(_take)
-_END = LeftOut(_end)
+_OUTSIDE = LeftOut(_called)  # of the graph of a compiled model
 
 
 def _factorable(model: nn.Module) -> list[nn.Module]:
@@ -505,16 +487,13 @@ def attach(
         )
     factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
     if rows == "factored":
-        others = [
-            f"{type(m).__name__} {name!r}"
-            for name, m in trainable_layers(model)
-            if m not in factored
-        ]
-        if others:
-            raise ValueError(
-                "rows='factored' needs layers that own their parameters, of the kinds "
-                f"{', '.join(kind.__name__ for kind in RECORDED)} (got {', '.join(others)})"
-            )
+        for name, m in trainable_layers(model):
+            if m not in factored:
+                raise ValueError(
+                    "rows='factored' needs layers that own their parameters, of the kinds "
+                    f"{', '.join(kind.__name__ for kind in RECORDED)} (got {type(m).__name__}"
+                    f" {name!r})"
+                )
     attachment = _Attachment(model, factored, loss_reduction, batch_first, check_first_step)
     model._dpsco = attachment  # type: ignore[assignment]
     return model
@@ -535,11 +514,8 @@ def detach(model: _Model) -> _Model:
         attachment.stop_watching()
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
-    for shortcut in SHORTCUTS:
-        shortcut.stop(list(model.modules()))
     for module in model.modules():
-        if is_recorded(module):
-            stop_recording(module)
+        stop_recording(module)
     for p in model.parameters():
         for name in _OWN:
             p.__dict__.pop(name, None)

@@ -43,10 +43,8 @@ def _tape(p: Tensor) -> Tape | None:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    return any(
-        p.__dict__.get("grad_sample") is not None or _LEFT in p.__dict__ or _tape(p) is not None
-        for p in params
-    )
+    left = any(_LEFT in p.__dict__ or p.__dict__.get("grad_sample") is not None for p in params)
+    return left or any(map(_tape, params))
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -80,9 +78,8 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
     # PRIVACY: a loss term on the weights is in p.grad but in no row; it would be dropped, or worse, applied without
     # noise (test_regularizer_in_the_loss_is_refused). `attach` keeps the first backward's p.grad for this comparison.
-    gaps: dict[
-        int, tuple[float, float, float]
-    ] = {}  # error, size of the rows, and the share of it that rounding takes
+    # by place: error, size of the rows, and the share of it that rounding takes
+    gaps: dict[int, tuple[float, float, float]] = {}
     for place, p in enumerate(params):
         grad, mean = p.__dict__.pop("dpsco_first_backward", (None, True))
         rows = getattr(p, "grad_sample", None)
@@ -91,11 +88,8 @@ def _check_backwards(params: Sequence[nn.Parameter]) -> None:
         p.dpsco_compared = True  # type: ignore[attr-defined]
         scale = len(rows) if mean else 1
         error = float(torch.linalg.vector_norm(grad.double() - rows.double().sum(0) / scale))
-        size = (
-            float(torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1).sum())
-            / scale
-        )
-        gaps[place] = error, size, slack(rows.dtype)
+        lengths = torch.linalg.vector_norm(rows.double().reshape(len(rows), -1), dim=1)
+        gaps[place] = error, float(lengths.sum()) / scale, slack(rows.dtype)
     # rows that cancel to zero up to rounding (the keys' bias of attention) are no scale for their own error
     joint = math.hypot(*(size for _, size, _ in gaps.values()))
     for place, (error, size, share) in gaps.items():
@@ -136,9 +130,8 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
         rows = getattr(p, "grad_sample", None)
         if tape is not None:
             tags = {tag for tag, _ in tape.uses}
-            if tags != {
-                None
-            }:  # parts of the model that were called on their own have no number, and one pass
+            # parts of the model that were called on their own have no number, and one pass
+            if tags != {None}:
                 attached.add(tuple(sorted(tag or 0 for tag in tags)))
         elif hasattr(p, "dpsco_passes"):
             attached.add(tuple(p.dpsco_passes))
@@ -199,19 +192,11 @@ class GradBatch:
         Raises:
             SequenceError: rows are missing, were used before, or differ in number between parameters.
         """
-        place = {id(p): i for i, p in enumerate(params)}
+        places = {id(p): i for i, p in enumerate(params)}
         try:
-            left: LeftRows | None = next(
-                (p.__dict__[_LEFT] for p in params if _LEFT in p.__dict__), None
-            )
-            if left is not None:
-                if place.keys() != {id(p) for p in left.params}:
-                    # PRIVACY: else a parameter would move by rows that are not its own, or by none
-                    # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
-                    raise SequenceError(
-                        "the optimizer must train exactly the parameters whose rows were left"
-                    )
-                return cls([left], [place[id(p)] for p in left.params])
+            for p in params:
+                if _LEFT in p.__dict__:
+                    return cls._of_left(p.__dict__[_LEFT], places)
             blocks: list[Block] = []
             order: list[int] = []
             taken: set[int] = set()
@@ -224,10 +209,10 @@ class GradBatch:
                     order.append(i)
                 elif id(tape) not in taken:
                     taken.add(id(tape))
-                    weight, bias = (place.get(id(q)) for q in (tape.weight, tape.bias))
+                    weight, bias = (places.get(id(q)) for q in (tape.weight, tape.bias))
                     blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
                     order += [index for index in (weight, bias) if index is not None]
-            sizes = sorted({len(block) for block in blocks})
+            sizes = {len(block) for block in blocks}
             if len(sizes) > 1:
                 raise SequenceError(
                     "all parameters must have the same rows, but layers saw different numbers of"
@@ -235,15 +220,24 @@ class GradBatch:
                     " batch"
                 )
             _check_backwards(params)
-            averaged = any(
-                getattr(p, "dpsco_mean", True) for p in params
-            )  # unknown of rows of Opacus' own modules
+            # unknown of rows of Opacus' own modules
+            averaged = any(getattr(p, "dpsco_mean", True) for p in params)
             # recorded layers have looked in their backward
             if averaged and loose and (problem := inexact_mean((), loose)):
                 raise SequenceError(problem)
             return cls(joined(blocks), order, _passes(params), averaged)
         finally:
             clear_rows(params)
+
+    @classmethod
+    def _of_left(cls, left: LeftRows, places: dict[int, int]) -> GradBatch:
+        if places.keys() != {id(p) for p in left.params}:
+            # PRIVACY: else a parameter would move by rows that are not its own, or by none
+            # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
+            raise SequenceError(
+                "the optimizer must train exactly the parameters whose rows were left"
+            )
+        return cls([left], [places[id(p)] for p in left.params])
 
     def __len__(self) -> int:
         return len(self.blocks[0])
@@ -265,11 +259,7 @@ class GradBatch:
         block = self.blocks[0]
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return (
-            block.linear()
-            if isinstance(block, (FactoredBlock, LinearBlock, OccupiedBlock)) and len(block)
-            else None
-        )
+        return block.linear() if len(block) else None
 
     @property
     def has_one_output(self) -> bool:
@@ -374,9 +364,7 @@ class OccupiedBlock(Block):
         self._block = block
         self._index = index
         self.shapes = block.shapes
-        self._dense: list[
-            list[Tensor]
-        ] = []  # of all rows, once they were asked for; parts share it
+        self._dense: list[list[Tensor]] = []  # of all rows, once asked for; parts share it
 
     def __len__(self) -> int:
         return len(self._index)
@@ -404,9 +392,7 @@ class OccupiedBlock(Block):
 
     def linear(self) -> LinearBlock | None:
         """Returns the rows that count as those of one output, see `FactoredBlock.linear`."""
-        rows = (
-            self._block.linear() if isinstance(self._block, (FactoredBlock, LinearBlock)) else None
-        )
+        rows = self._block.linear()
         return None if rows is None else rows.select(self._index)
 
 

@@ -59,10 +59,8 @@ UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
 _GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
-_FEW, _SMALL = (
-    2**16,
-    2**17,
-)  # up to that many numbers float64 is not slower, in one block or altogether
+# up to that many numbers float64 is not slower, in one block or altogether
+_FEW, _SMALL = (2**16, 2**17)
 _LARGE = 64  # rows of a tile
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`
@@ -109,14 +107,12 @@ def piece_norms(rows: Tensor) -> Tensor:
     if not whole:
         pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return pieces
-    pieces = torch.linalg.vector_norm(
-        rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE), dim=2
-    )
+    cut = rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE)
+    pieces = torch.linalg.vector_norm(cut, dim=2)
     if whole == width:
         return pieces
-    return torch.cat(
-        [pieces, torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)], dim=1
-    )
+    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
+    return torch.cat([pieces, rest], dim=1)
 
 
 def joint_norms(parts: Iterable[Tensor]) -> Tensor:
@@ -236,25 +232,23 @@ def plan_summation(
         return 2.0 * chain * 2.0**-24 * rows
 
     def largest(chain_of: Callable[[int], int]) -> tuple[int, float]:
-        fitting = [
-            (t, error(chain_of(t)))
-            for t in (64, 32, 16, 8, 4)
-            if error(chain_of(t)) <= _MAX_ERROR32
-        ]
-        return fitting[0] if fitting else (0, 0.0)
+        for tile in (64, 32, 16, 8, 4):
+            if error(chain_of(tile)) <= _MAX_ERROR32:
+                return tile, error(chain_of(tile))
+        return 0, 0.0
 
     always = 2.0 * (1024 * CANCELLATION + max_rows) * 2.0**-53 * max_rows + 8.0 * 2.0**-24 * (
         2 * batch_size + 1024
     )
     if batch_size * dim <= _SMALL:
         return Summation(0, 0, rows, max_rows, always)
-    vector_tile, vector_error = largest(_vector_chain) if vectors else (0, 0.0)
+    none = (0, 0.0)
+    vector_tile, vector_error = largest(_vector_chain) if vectors else none
     matrix_tile, matrix_error = (
-        largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else (0, 0.0)
+        largest(lambda t: _matrix_chain(t, rows, in_c)) if matrices else none
     )
-    return Summation(
-        vector_tile, matrix_tile, rows, max_rows, max(vector_error, matrix_error) + always, in_c
-    )
+    error32 = max(vector_error, matrix_error)
+    return Summation(vector_tile, matrix_tile, rows, max_rows, error32 + always, in_c)
 
 
 @lru_cache(maxsize=256)
@@ -327,17 +321,12 @@ def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yields (index, rows of the tile in float64), as many as stay in cache; each is valid until the next only."""
     n_rows, width = rows.shape
     step = max(1, min(1024, _TILE_ELEMENTS // max(width, 1)))
-    buffer = (
-        None
-        if rows.dtype == torch.float64
-        else rows.new_empty(min(step, n_rows), width, dtype=torch.float64)
-    )
+    double = rows.dtype == torch.float64
+    # one buffer for all tiles: fresh memory costs more than the arithmetic
+    buffer = rows.new_empty(0 if double else min(step, n_rows), width, dtype=torch.float64)
     for start in range(0, n_rows, step):
         index = slice(start, min(start + step, n_rows))
-        if buffer is None:
-            yield index, rows[index]
-        else:  # one buffer for all tiles: fresh memory costs more than the arithmetic
-            yield index, buffer[: index.stop - start].copy_(rows[index])
+        yield index, rows[index] if double else buffer[: index.stop - start].copy_(rows[index])
 
 
 class Block(ABC):
@@ -364,6 +353,10 @@ class Block(ABC):
     @abstractmethod
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
+
+    def linear(self) -> LinearBlock | None:
+        """Returns the rows as those of weight and bias of one output, None if they are others."""
+        return None
 
 
 class DenseBlock(Block):
@@ -450,22 +443,17 @@ class DenseBlocks(Block):
         norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
         dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
         error = max(NORM_ERROR[dtype] for dtype in dtypes)
-        hidden = (
-            max(UNDERFLOW[dtype] for dtype in dtypes)
-            * sum(shape.numel() for shape in self.shapes) ** 0.5
-        )
+        width = sum(shape.numel() for shape in self.shapes)
+        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * width**0.5
         # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
         return norms.mul_(1.0 + error).add_(hidden)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
         tile = precision.vector_tile
-        if not 0 < len(self) <= tile or any(
-            block.rows.dtype == torch.float64 for block in self.blocks
-        ):
-            return [
-                total for block in self.blocks for total in block.weighted_sum(weights, precision)
-            ]
+        double = any(block.rows.dtype == torch.float64 for block in self.blocks)
+        if double or not 0 < len(self) <= tile:
+            return [block.weighted_sum(weights, precision)[0] for block in self.blocks]
         small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
         return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
 
@@ -475,7 +463,7 @@ class DenseBlocks(Block):
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
-        return [rows for block in self.blocks for rows in block.dense()]
+        return [block.rows for block in self.blocks]
 
 
 def joined(blocks: list[Block]) -> list[Block]:
@@ -582,30 +570,21 @@ class FactoredBlock(Block):
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
         # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
         # and the row is dropped), or a single number per record, of which float32 never sums enough
-        matrix32 = (
-            self.backprops.shape[1] > 1
-            and precision.matrix_tile
-            and self.acts.dtype != torch.float64
-        )
+        several = self.backprops.shape[1] > 1
+        matrix32 = several and precision.matrix_tile and self.acts.dtype != torch.float64
         if matrix32 and precision.in_c:
             if native.suits(self.acts) and native.suits(self.backprops):
                 weights = (weights * self.scale).double()
-                both = native.outer_sums(self.backprops, self.acts, weights, precision.matrix_tile)
-                return [
-                    total
-                    for total, trained in zip(both, (self.weight, self.bias), strict=True)
-                    if trained
-                ]
+                tile = precision.matrix_tile
+                matrix, vector = native.outer_sums(self.backprops, self.acts, weights, tile)
+                return [matrix] * self.weight + [vector] * self.bias
             matrix32 = False
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
-        out = []
-        if self.weight:
-            out.append(self._weight_sum(scaled, precision))
+        out = [self._weight_sum(scaled, precision)] if self.weight else []
         if self.bias:
-            out.append(
-                _column_sums(scaled, precision.matrix_tile) if matrix32 else scaled.sum(dim=0)
-            )
+            tile = precision.matrix_tile
+            out.append(_column_sums(scaled, tile) if matrix32 else scaled.sum(dim=0))
         return out
 
     def _weight_sum(self, scaled: Tensor, precision: Summation) -> Tensor:
@@ -707,11 +686,8 @@ class LinearBlock(Block):
         Returns:
             (d + 1,) float64, or None where the accelerator is missing, or does not suit.
         """
-        if (
-            self.extended
-            or self.slopes.dtype is not torch.float32
-            or not native.suits(self.features)
-        ):
+        single = self.slopes.dtype is torch.float32
+        if self.extended or not single or not native.suits(self.features):
             return None
         factors = None if self._factors is None else self._factors.double().contiguous()
         total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
@@ -777,14 +753,12 @@ class SequenceBlock(Block):
         out = self.backprops.shape[2]
         slack = 2.0 * (out + width + 2 * times + 8) * 2.0**-53
         squares, terms = (self.acts.new_zeros(len(self), dtype=torch.float64) for _ in range(2))
-        for index, acts, backprops in self._tiles(
-            max(1, _GRAM_ELEMENTS // max(times * (2 * times + width + out), 1))
-        ):
+        numbers = times * (2 * times + width + out)  # of a record
+        for index, acts, backprops in self._tiles(max(1, _GRAM_ELEMENTS // max(numbers, 1))):
             gram = torch.bmm(backprops, backprops.transpose(1, 2))
             inputs = torch.bmm(acts, acts.transpose(1, 2))
-            terms[index] = (
-                (gram.diagonal(dim1=1, dim2=2) * inputs.diagonal(dim1=1, dim2=2)).sqrt_().sum(1)
-            )
+            lengths = gram.diagonal(dim1=1, dim2=2) * inputs.diagonal(dim1=1, dim2=2)
+            terms[index] = lengths.sqrt_().sum(1)
             squares[index] = gram.mul_(inputs).sum(2).sum(1)
         terms.mul_(1.0 + slack)
         # PRIVACY: what cancels in the Gram matrix may hide a row (test_a_gram_norm_without_its_error_is_below_the_row)

@@ -12,7 +12,7 @@ oracle, ledger, noise and update are the same code, and the rows are equal up to
 | the optimizer's `step` is the library's | a subclass with a `step` of its own |
 
 A record's row is a function of that record alone: products are with its own features only. Labels are read as by
-`losses.labels`; a null record has the slope 0, or NaN in C, which leaves such a row out. The input's factor of the
+`losses.base`; a null record has the slope 0, or NaN in C, which leaves such a row out. The input's factor of the
 norms, sqrt(|x|^2 + 1), is computed once per data set.
 
 Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
@@ -31,20 +31,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import compat, native
-from torch_dpsco.losses.base import Loss
+from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
 from torch_dpsco.losses.classification import Logistic
-from torch_dpsco.losses.labels import CHANCE, CLASS, REAL, SIGN, read
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
 from torch_dpsco.rows.layers.table import is_recorded
 from torch_dpsco.sampling import PrivateLoader
 
-_Slope = Callable[
-    [Tensor, Tensor], Tensor
-]  # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+# scores (B, K) or (B,), targets -> derivatives of the losses, as scores
+_Slope = Callable[[Tensor, Tensor], Tensor]
 _BLOCK_ROWS = 8192
-_FEW = (
-    2**16
-)  # numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+# numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
+_FEW = 2**16
 
 
 class ClosedForm:
@@ -214,39 +211,29 @@ def closed_form(
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not loader.gathers:
         return None
     features, targets = dataset.tensors
-    if (
-        not isinstance(model, nn.Linear)
-        or type(model) is not nn.Linear
-        or not is_recorded(model)
-        or _is_changed(model, loss_fn)
-    ):
+    if not isinstance(model, nn.Linear) or type(model) is not nn.Linear:
+        return None
+    if not is_recorded(model) or _is_changed(model, loss_fn):
         return None
     own = [model._parameters[name] for name in ("weight", "bias")]
     if [id(p) for p in params] != [id(p) for p in own if p is not None and p.requires_grad]:
         return None
     weight = model.weight
     same = features.dtype == weight.dtype and features.device == weight.device == targets.device
-    if (
-        not same
-        or features.dim() != 2
-        or features.shape[1] != model.in_features
-        or not features.is_contiguous()
-    ):
+    fits = features.dim() == 2 and features.shape[1] == model.in_features
+    if not same or not fits or not features.is_contiguous():
         return None
-    found = _slope_of(
-        loss_fn, model.out_features, targets, weight.dtype, mean=bool(model._dpsco.mean)
-    )
-    return (
-        None if found is None else ClosedForm(model, found[0], features, found[1], loader.design.n)
-    )
+    mean = bool(model._dpsco.mean)
+    found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=mean)
+    if found is None:
+        return None
+    return ClosedForm(model, found[0], features, found[1], loader.design.n)
 
 
 def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:
     """Returns whether a user's hook, or a forward of its own, may make another function of the model or the loss."""
-    for module, own in (
-        (model, [1, 1]),
-        (loss_fn, [0, 0]),
-    ):  # attach has a hook before and one after the forward
+    for module, own in ((model, [1, 1]), (loss_fn, [0, 0])):
+        # attach has a hook before and one after the forward
         if isinstance(module, nn.Module):
             hooks = [module._forward_pre_hooks, module._forward_hooks]
             others = len(module._backward_hooks) + len(module._backward_pre_hooks)
@@ -263,12 +250,9 @@ def _slope_of(
     if isinstance(loss_fn, Loss):
         if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
             return None
-        fits = (
-            mean
-            and loss_fn.num_scores == outputs
-            and targets.shape in ((len(targets),), (len(targets), 1))
-        )
-        if not fits or targets.is_complex():
+        fits = mean and loss_fn.num_scores == outputs
+        column = targets.shape in ((len(targets),), (len(targets), 1))
+        if not fits or not column or targets.is_complex():
             return None
         if type(loss_fn) is Logistic:  # the same numbers in fewer calls
             return _sign_slope, -_labels(SIGN, targets, dtype).nan_to_num(nan=0.0)
@@ -285,18 +269,13 @@ def _slope_of(
             return None
         ignored = targets == loss_fn.ignore_index
         # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
-        return (
-            None
-            if mean and bool(ignored.any())
-            else (_softmax_slope, _classes(targets, outputs, ignored))
-        )
+        if mean and bool(ignored.any()):
+            return None
+        return _softmax_slope, _classes(targets, outputs, ignored)
     if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
         return None
-    if (
-        type(loss_fn) is nn.BCEWithLogitsLoss
-        and loss_fn.weight is None
-        and loss_fn.pos_weight is None
-    ):
+    unweighted = getattr(loss_fn, "weight", None) is getattr(loss_fn, "pos_weight", None) is None
+    if type(loss_fn) is nn.BCEWithLogitsLoss and unweighted:
         return _logistic_slope, _labels(CHANCE, targets, dtype)
     square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
     return (_square_slope, _labels(REAL, targets, dtype)) if square else None

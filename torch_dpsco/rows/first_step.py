@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.passes import batch_sizes
+from torch_dpsco.rows.forwards import batch_sizes
 from torch_dpsco.trial import (
     SEED,
     Leaf,
@@ -37,15 +37,8 @@ from torch_dpsco.trial import (
 from torch_dpsco.trial.loss import plain, trace_outputs
 from torch_dpsco.trial.undo import Memory, Refused, Untouched, attempt, seed_torch
 
-_SIZES = (
-    7,
-    5,
-    11,
-    13,
-    17,
-    19,
-    23,
-)  # of synthetic batches: the first that is no other size of the model's tensors
+# of synthetic batches: the first that is no other size of the model's tensors
+_SIZES = (7, 5, 11, 13, 17, 19, 23)
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error
 _NOT_FOUND = "a part that was not found"
@@ -137,14 +130,9 @@ class FirstStep:
         dims = self._dims
         leaves = tree_leaves(output)
         if dims is None or len(dims) != len(leaves):
-            known = (
-                {len(t) for t in leaves if isinstance(t, Tensor) and t.dim()}
-                if self._dim == 0
-                else set()
-            )
-            dims = [
-                0 if len(known) == 1 and isinstance(t, Tensor) and t.dim() else None for t in leaves
-            ]
+            sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in leaves]
+            one = self._dim == 0 and len({*sizes} - {None}) == 1
+            dims = [0 if one and size is not None else None for size in sizes]
         return trace_outputs(self, output, dims)
 
     def _look_at(
@@ -155,30 +143,22 @@ class FirstStep:
         output: Any,
         before: Memory,
     ) -> None:
-        leaves = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, (Tensor, PackedSequence))
-        ]
-        sizes = dict.fromkeys(
-            t.shape[self._dim] for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim
-        )
-        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None or _has_lists(
-            (args, kwargs)
-        )
-        if not sizes or unknown or any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        leaves = tree_leaves((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim]
+        sizes = dict.fromkeys(t.shape[self._dim] for t in tensors)
+        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None
+        packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+        if not sizes or unknown or packed or _has_lists((args, kwargs)):
             self.settle(
                 "model", "not checked, its inputs are no tensors with a row for each record"
             )
             return
         verdict = ""
-        for batch in (
-            size for size in sizes if size
-        ):  # the batch is the size that the outputs follow
+        for batch in (size for size in sizes if size):
+            # the batch is the size that the outputs follow
             calls = _Calls(model, args, kwargs, output, batch, self._dim, before)
-            verdict = calls.problem or self._compared(
-                calls
-            )  # PrivacyError leaves the part open: it comes again
+            # PrivacyError leaves the part open: it comes again
+            verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
                 break
@@ -229,11 +209,10 @@ class _Calls:
         self.dims: list[int | None] = [None] * len(self._real)  # where outputs have the batch
         sizes = {n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape}
         self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
-        self._places = [
-            k
-            for k, t in enumerate(self._inputs)
-            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
-        ]
+        self._places = []
+        for k, t in enumerate(self._inputs):
+            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch:
+                self._places.append(k)
         made = [self._inputs[k] for k in self._places]
         # a wrong index on an accelerator ends the process
         self._on_cpu = any(not t.is_floating_point() and t.device.type not in _SAFE for t in made)
@@ -243,10 +222,10 @@ class _Calls:
                 "not checked, integers are made up on the CPU, where the model is too large to be"
                 " copied"
             )
-        self.leaves = [
-            Leaf(self._shape(t.shape, self.rows), t.dtype, _CPU if self._on_cpu else t.device, dim)
-            for t in made
-        ]
+        self.leaves = []
+        for t in made:
+            device = _CPU if self._on_cpu else t.device
+            self.leaves.append(Leaf(self._shape(t.shape, self.rows), t.dtype, device, dim))
         self._watched: list[_Watched] | None = None
 
     def compared(self) -> str | PrivacyError:
@@ -266,29 +245,24 @@ class _Calls:
     def _remembers(self) -> bool:
         """Returns whether outputs depend on the records of the batch before."""
         for rows in (self.rows, self._batch):  # what a module keeps may have the size of the batch
-            leaves = [
-                leaf._replace(shape=(*leaf.shape[: self._dim], rows, *leaf.shape[self._dim + 1 :]))
-                for leaf in self.leaves
-            ]
+            leaves = [leaf._replace(shape=self._shape(leaf.shape, rows)) for leaf in self.leaves]
             for pool in both_fills(leaves, rows):
-                runs = [
-                    attempt("two batches", partial(self._second, pool, scale))
-                    for scale in (1.0, 1.0, 0.0)
-                ]
-                first, again, other = ([] if isinstance(run, Refused) else run for run in runs)
+                first, again, other = (self._second(pool, scale) for scale in (1.0, 1.0, 0.0))
                 if first and again and other:  # else it takes no such batches
                     return not changed(first, again) and bool(changed(first, other))
         return False
 
     def _second(self, pool: SyntheticBatches, scale: float) -> list[Rows]:
-        """Returns the outputs for a batch after another one, whose records are times a number."""
-        self._rewind()
-        self._outputs(pool.batch({k: [scale] * pool.rows for k in range(len(pool.leaves))}))
-        return [
-            rows_first(t, 0)
-            for t in self._outputs(pool.batch())
-            if isinstance(t, Tensor) and t.dim()
-        ]
+        """Returns the outputs for a batch after another one, whose records are times a number; none if it raises."""
+
+        def run() -> list[Any]:
+            self._rewind()
+            self._outputs(pool.batch({k: [scale] * pool.rows for k in range(len(pool.leaves))}))
+            return self._outputs(pool.batch())
+
+        found = attempt("two batches", run)
+        outputs = [] if isinstance(found, Refused) else found
+        return [rows_first(t, 0) for t in outputs if isinstance(t, Tensor) and t.dim()]
 
     def _rewind(self) -> None:
         self._state.rewind()
@@ -334,15 +308,12 @@ class _Calls:
         """Returns where an output has the batch: there alone it has changed its size."""
         if not isinstance(made, Tensor) or not isinstance(real, Tensor) or made.dim() != real.dim():
             return None
-        differing = [
-            d
-            for d, sizes in enumerate(zip(made.shape, real.shape, strict=True))
-            if sizes[0] != sizes[1]
-        ]
+        pairs = list(zip(made.shape, real.shape, strict=True))
+        differing = [d for d, (ours, theirs) in enumerate(pairs) if ours != theirs]
         if len(differing) != 1 or differing[0] > self._dim:
             return None
         (d,) = differing
-        return d if (made.shape[d], real.shape[d]) == (self.rows, self._batch) else None
+        return d if pairs[d] == (self.rows, self._batch) else None
 
     def _culprit(self, found: Mixed) -> str:
         """Returns the name of the module in which records meet."""
@@ -355,9 +326,8 @@ class _Calls:
                 runs.append(self._watched)
             for first, second in zip(*runs, strict=True):
                 if changed(first.outputs, second.outputs):
-                    inside = changed(
-                        first.inputs, second.inputs
-                    )  # then they met on the way to this module
+                    # then they met on the way to this module
+                    inside = changed(first.inputs, second.inputs)
                     name = first.name.rpartition(".")[0] if inside else first.name
                     kind = type(self._model.get_submodule(name)).__name__
                     return f"{kind} {name!r}" if name else f"the forward of {kind}"
@@ -371,19 +341,17 @@ class _Calls:
             watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
 
         for name, module in self._model.named_modules():
-            module.register_forward_hook(
-                partial(note, name), with_kwargs=True
-            )  # the next rewind() removes it
+            # the next rewind() removes it
+            module.register_forward_hook(partial(note, name), with_kwargs=True)
 
     def _records(self, tree: Any) -> list[Rows]:
         found = []
         for t in tree_leaves(tree):
-            dims = [
-                d
-                for d in (self._dim, 0)
-                if isinstance(t, Tensor) and d < t.dim() and t.shape[d] == self.rows
-            ]
-            found += [rows_first(t.clone(), d) for d in dims[:1]]
+            sizes = list(t.shape) if isinstance(t, Tensor) else []
+            if self.rows in sizes[self._dim : self._dim + 1]:
+                found.append(rows_first(t.clone(), self._dim))
+            elif self.rows in sizes[:1]:
+                found.append(rows_first(t.clone(), 0))
         return found
 
 

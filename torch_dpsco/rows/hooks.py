@@ -31,16 +31,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows.passes import NO_FORWARD, PassCounter
+from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
 from torch_dpsco.rows.supported import require_full_precision, require_known
 
 compat.require_opacus()
 
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
-_OWN_LAYOUT = (
-    RNNLinear,
-    SequenceBias,
-)  # inside of Opacus' own layers, whose inputs are laid out in another way
+# inside of Opacus' own layers, whose inputs are laid out in another way
+_OWN_LAYOUT = (RNNLinear, SequenceBias)
 
 
 def _embedding_rows(
@@ -49,13 +47,8 @@ def _embedding_rows(
     """Rows of an Embedding, for ids (B, ...): each use of an item adds its gradient; the padding item has none."""
     ids = inputs[0].reshape(len(inputs[0]), inputs[0][:1].numel() if len(inputs[0]) else 0)
     records = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
-    rows = _summed(
-        layer.weight,
-        records.flatten(),
-        ids.flatten(),
-        backprops.reshape(-1, layer.embedding_dim),
-        len(ids),
-    )
+    uses = backprops.reshape(-1, layer.embedding_dim)
+    rows = _summed(layer.weight, records.flatten(), ids.flatten(), uses, len(ids))
     if layer.padding_idx is not None:
         rows[:, layer.padding_idx] = 0.0
     return {layer.weight: rows}
@@ -118,9 +111,9 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """Yields the layers to hook."""
-        return (
-            layer for layer in super().iterate_submodules(module) if id(layer) not in self._left_out
-        )
+        for layer in super().iterate_submodules(module):
+            if id(layer) not in self._left_out:
+                yield layer
 
     def add_hooks(self, **options: Any) -> None:
         """Adds Opacus' hooks and those that check inputs; all or none."""

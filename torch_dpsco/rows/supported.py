@@ -294,9 +294,8 @@ def products_are_exact() -> bool:
 def _matmul_is_exact() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except (
-        RuntimeError
-    ):  # set through torch's newer per-backend switches: unknown, so assume the worst
+    except RuntimeError:
+        # set through torch's newer per-backend switches: unknown, so assume the worst
         return False
 
 

@@ -1,5 +1,6 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
+from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
     BoundedLoader,
     Isolation,
@@ -36,7 +37,6 @@ from torch_dpsco.sampling.samplers import (
     records_of,
     require_divisible,
 )
-from torch_dpsco.sampling.spilled import Spilled
 from torch_dpsco.sampling.streamed import Streamed
 
 __all__ = [

@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,7 @@ from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.rng import Stream, sampling_generator
-from torch_dpsco.sampling.one_by_one import one_by_one
-from torch_dpsco.sampling.row_file import Gathered
+from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
 from torch_dpsco.sampling.streamed import Itself, Streamed
 
@@ -140,11 +138,9 @@ class PrivateLoader:
             check.positive_count(physical_batch_size=physical_batch_size)
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        plain = (
-            collate_fn.collate
-            if isinstance(collate_fn, _EmptyLikeOne)
-            else collate_fn or default_collate
-        )
+        plain = collate_fn or default_collate
+        if isinstance(plain, _EmptyLikeOne):
+            plain = plain.collate
         self.collate_fn = _EmptyLikeOne(plain, self.dataset)
         # a subclass may override __getitem__
         at_once = type(dataset) is TensorDataset or isinstance(dataset, Gathered)
@@ -210,9 +206,8 @@ class PrivateLoader:
         if self.slots is None or places is None:
             step = self.physical_batch_size or max(1, size)
             return [(slice(start, start + step), None) for start in range(0, max(1, size), step)]
-        made = (
-            self.slots.of_records(places) if sizes is None else self.slots.of_users(sizes, places)
-        )
+        slots = self.slots
+        made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(slots)) for part, slots in made]
 
     def _users_of(self, part: _Indices) -> Tensor | None:
@@ -227,13 +222,11 @@ class PrivateLoader:
             assert isinstance(self.dataset, TensorDataset)
             yield from _gathered(self.dataset.tensors, parts)
             return
-        lists = (part.tolist() for part in parts)
-        drawn = isinstance(
-            getattr(self.batch_sampler, "ids", None), Streamed
-        )  # are records, and no positions
+        # are records, and no positions
+        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)
         yield from DataLoader(
             Itself() if drawn else self.dataset,
-            batch_sampler=lists,
+            batch_sampler=(part.tolist() for part in parts),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
@@ -255,32 +248,28 @@ class PrivateLoader:
         """Whether as many records as there are have their own order."""
         # PRIVACY: in blocks that are filled up records stand where their places say, not in order
         # (test_a_filled_block_of_all_records_has_them_at_their_places)
-        if self.slots is not None:
-            return False
-        return isinstance(self.design, Full)  # other draws have records in another order
+        # other draws have records in another order
+        return self.slots is None and isinstance(self.design, Full)
 
     def positions(self) -> Iterator[Tensor | None]:
         """Iterates over the positions of the records of each batch: (B,) int64, -1 for rows of the filling.
 
         None for all records in their order.
         """
-        share = self._shares
-        size = len(self.dataset)
-        return self._delivered(
-            lambda parts: (
-                None if share and len(part) == size else torch.from_numpy(part) for part in parts
-            ),
-            -1,
-        )
+        size = len(self.dataset) if self._shares else -1
+
+        def index(part: _Indices) -> Tensor | None:
+            return None if len(part) == size else torch.from_numpy(part)
+
+        return self._delivered(lambda parts: map(index, parts), -1)
 
     def _delivered(
         self, batches: Callable[[Iterator[_Indices]], Iterator[Any]], filling: int = 0
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
-        chunks: deque[Chunk] = (
-            deque()
-        )  # of this iteration only: nothing is left over when it is broken off
+        # of this iteration only: nothing is left over when it is broken off
+        chunks: deque[Chunk] = deque()
         for batch in batches(self._split(chunks)):
             chunk = chunks.popleft()
             log.deliver(chunk)
@@ -326,10 +315,7 @@ def _gathered(
             yield list(tensors)
             continue
         index = torch.from_numpy(part)
-        yield [
-            t.index_select(0, index if t.device.type == "cpu" else index.to(t.device))
-            for t in tensors
-        ]
+        yield [t.index_select(0, index.to(t.device)) for t in tensors]
 
 
 @typed
@@ -400,12 +386,7 @@ class PhysicalBatches:
     def __enter__(self) -> PhysicalBatches:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Ends nothing: after `optimizer.discard()` the next iteration delivers an unfinished draw again."""
 
 
@@ -461,19 +442,17 @@ def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[An
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns a nested batch with its tensors moved to a device."""
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-    )
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(moved, batch)
 
 
 _RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
-_EACH, _LEAST, _MOST, _NUMBERS = (
-    4,
-    64,
-    8192,
-    2**26,
-)  # of blocks of users: rows of a user, rows, numbers of all rows
+# of blocks of users: rows of a user, rows, numbers of all rows
+_EACH, _LEAST, _MOST, _NUMBERS = (4, 64, 8192, 2**26)
 
 
 def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
@@ -495,10 +474,11 @@ def capacity(design: Design, *, processes: int = 1, records: int | None = None) 
         # PRIVACY: a part of all its records has a random number of them, if they were assigned to it
         # (test_a_part_of_assigned_records_overflows_as_rarely)
         drawn = isinstance(design, AssignedParts)
-        inner = [
-            Poisson(d.n, design.n) if drawn and isinstance(d, Full) else d for d, _ in design.parts
-        ]
-        return max(capacity(part, processes=processes, records=records) for part in inner)
+        found = []
+        for part, _ in design.parts:
+            inner = Poisson(part.n, design.n) if drawn and isinstance(part, Full) else part
+            found.append(capacity(inner, processes=processes, records=records))
+        return max(found)
     if not isinstance(design, (Full, Poisson, Assigned)):
         return max(1, math.ceil(design.batch_size / processes))
     # PRIVACY: a neighbor has one record more than the declared number
@@ -540,9 +520,9 @@ class Isolation:
                 "batches are not filled up to a public size: a record's row must not depend on how"
                 f" many others are in its batch, to the last bit ({self.checked})"
             )
-        size = (
-            "one size" if self.block is None else f"{self.block} rows, to which all are filled up,"
-        )
+        size = "one size"
+        if self.block is not None:
+            size = f"{self.block} rows, to which all are filled up,"
         return (
             f"kernels for batches of {size} compute each row from its own record alone, to the last"
             f" bit ({self.checked})"
@@ -583,9 +563,8 @@ class Slots:
         if self._users:
             rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
             return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
-        return math.ceil(
-            self.capacity / math.ceil(self.capacity / min(most or self.capacity, self.capacity))
-        )
+        blocks = math.ceil(self.capacity / min(most or self.capacity, self.capacity))
+        return math.ceil(self.capacity / blocks)
 
     def of_size(self, physical_batch_size: int) -> Slots:
         """Returns slots of smaller blocks for the same draws."""
@@ -631,9 +610,8 @@ class Slots:
         width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
         column = places[owner] % (self.block // width) * width
         block = _stacked(column, width, self.block)
-        nth = np.arange(length.sum()) - np.repeat(
-            np.cumsum(length) - length, length
-        )  # of its piece's rows
+        # of its piece's rows
+        nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
         return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
 
 

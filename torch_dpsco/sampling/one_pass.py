@@ -37,10 +37,8 @@ from torch_dpsco.sampling.streamed import Streamed
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
-_BY_ID, _OF_SHARDS = (
-    b"\x01",
-    b"\x02",
-)  # ends of cuts from which records draw by their ids, or places in shards
+# ends of cuts from which records draw by their ids, or places in shards
+_BY_ID, _OF_SHARDS = (b"\x01", b"\x02")
 _HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
@@ -90,6 +88,9 @@ class OnePassSampler(DesignSampler):
         resume: Partition | None = None,
     ) -> None:
         self.require_kind(design)
+        if seed is not None:
+            design = self._without_secret(design)
+        self.resumed = resume is not None
         made = 0 if resume is None else resume.made
         left = design.steps_per_epoch - made
         if resume is not None and left < 1:
@@ -100,9 +101,10 @@ class OnePassSampler(DesignSampler):
                 f"steps must be <= {left}, what is left of one pass over the data (got"
                 f" {self.steps})"
             )
-        if resume is not None and self.size != (
-            len(resume.cut) if resume.size is None else resume.size
-        ):
+        known = self.size
+        if resume is not None:
+            known = len(resume.cut) if resume.size is None else resume.size
+        if self.size != known:
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
             raise ValueError(
                 "resume must be with the data set of the run (got one of another size)"
@@ -110,6 +112,10 @@ class OnePassSampler(DesignSampler):
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
         self._used = False
+
+    def _without_secret(self, design: Design) -> Design:
+        """Returns the design of draws that others can repeat."""
+        return design
 
     @property
     def so_far(self) -> Partition:
@@ -174,8 +180,6 @@ class _KeyedSampler(OnePassSampler):
     Under add_remove the keys must stay secret: they go with positions, so that with known keys a record less would move
     all records after it to other parts. The cut is a secret key of 256 bits, from which they are drawn.
     """
-
-    resumed = False  # whether the partition was given
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -246,24 +250,20 @@ class AssignedSampler(_KeyedSampler):
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
             self.ids.require_unique()
-        if seed is not None:
-            # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
-            design = replace(design, amplification=False)
-        if self.ids is not None and not design.amplification:
+        if self.ids is not None and not (seed is None and design.amplification):
             # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
             # batch to who knows the key (test_ids_need_secret_draws)
             raise UnknownSamplerError(
                 "ids need secret draws: leave seed= and amplification=False away, or ids="
             )
-        self.resumed = resume is not None
         if steps is None and design.passes > 1:
-            steps = max(
-                1,
-                min(
-                    design.batches, design.steps_per_epoch - (0 if resume is None else resume.made)
-                ),
-            )
+            made = 0 if resume is None else resume.made
+            steps = max(1, min(design.batches, design.steps_per_epoch - made))
         super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
+
+    def _without_secret(self, design: Any) -> Any:
+        # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
+        return replace(design, amplification=False)
 
     def _new_cut(self) -> _Indices:
         return self._of_kind(super()._new_cut())
@@ -341,9 +341,8 @@ class AssignedSampler(_KeyedSampler):
             return
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
         stream = KeyedStream(key, self._label(k))
-        block = (
-            _BLOCK if self.design.amplification else max(1, count)
-        )  # the latter as versions before drew them
+        # the latter as versions before drew them
+        block = _BLOCK if self.design.amplification else max(1, count)
         for begin in range(0, count, block):
             yield stream.integers(self.design.batches, min(block, count - begin))
 
@@ -387,17 +386,16 @@ class RankAssignedSampler(AssignedSampler):
         self.rank = check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
-        cut = np.frombuffer(key, dtype=np.uint8).copy()
         self.own = own or ids is not None
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)
         if ids is not None:
             self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
             size = len(self.ids)
-        cut = self._of_kind(cut)
-        known = (
-            Partition(cut, size=design.n if size is None else size) if resume is None else resume
-        )
+        cut = self._of_kind(np.frombuffer(key, dtype=np.uint8))
+        known = resume
+        if known is None:
+            known = Partition(cut, size=design.n if size is None else size)
         self._require_key(known.cut)
         # PRIVACY: with another key records would be drawn a second time in a pass
         # (test_ranks_go_on_with_a_partition_of_their_common_key_only)
@@ -437,22 +435,9 @@ class PartsSampler(_KeyedSampler):
     kind: ClassVar[type[Design]] = Parts
     design: Parts
 
-    def __init__(
-        self,
-        design: Design,
-        *,
-        size: int | None = None,
-        steps: int | None = None,
-        seed: int | None = None,
-        resume: Partition | None = None,
-    ) -> None:
-        self.require_kind(design)
-        assert isinstance(design, Parts)
-        if seed is not None:
-            # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
-            design = design.without_amplification()
-        self.resumed = resume is not None
-        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
+    def _without_secret(self, design: Any) -> Any:
+        # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
+        return design.without_amplification()
 
     @classmethod
     def require_kind(cls, design: Design) -> None:
@@ -476,17 +461,15 @@ class PartsSampler(_KeyedSampler):
     def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         if self._keyed:
             self._require_key(cut)
-        for part, ((design, draws), members) in enumerate(
-            zip(self.design.parts, self._members(cut), strict=True)
-        ):
+        parts = zip(self.design.parts, self._members(cut), strict=True)
+        for part, ((design, draws), members) in enumerate(parts):
             if isinstance(design, Assigned):
                 yield from islice(self._passes(cut, part, design, members), draws)
                 continue
             if isinstance(design, Disjoint):  # cut further, by the same permutation
                 size = design.batch_size
-                yield from (
-                    (f"{part}/{k}", members[k * size : (k + 1) * size]) for k in range(draws)
-                )
+                for k in range(draws):
+                    yield f"{part}/{k}", members[k * size : (k + 1) * size]
                 continue
             members = np.sort(members)  # in memory order: gathered faster
             inner: Any = kind_of(design)(design, size=len(members), steps=draws)

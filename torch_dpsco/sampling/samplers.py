@@ -62,7 +62,7 @@ from torch_dpsco.accounting.designs import (
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.rng import Stream, rank_generator, sampling_generator
-from torch_dpsco.sampling.row_file import Gathered
+from torch_dpsco.sampling.datasets import Gathered
 
 _Indices = npt.NDArray[np.int64]
 
@@ -223,11 +223,11 @@ def _sure_gap(word: int, rate: float, rng: Stream) -> int:
             log_miss = (1 - Decimal(rate)).ln()
             scale = Decimal(2) ** bits
             # wider than what is known of V by more than these errors
-            ends = {
+            first, last = (
                 int((Decimal(end) / scale).ln() / log_miss) for end in (max(word, 2) - 1, word + 2)
-            }
-        if word > 1 and len(ends) == 1:
-            return ends.pop()
+            )
+        if word > 1 and first == last:
+            return first
 
 
 class FixedSampler(DesignSampler):
@@ -256,13 +256,10 @@ class ShuffledSampler(DesignSampler):
             yield from _parts(self.log.order, self.design.batch_size, steps)
 
     def _after(self, draw: Draw) -> Iterator[Drawn]:
-        rest: list[Drawn] = []
         if self.log.order is not None:  # its permutation goes on
             parts = _parts(self.log.order, self.design.batch_size, self.design.steps_per_epoch)
-            rest = [
-                (other, indices) for other, indices in parts if other.partition == draw.partition
-            ]
-        yield from rest[int(draw.part) + 1 :]
+            rest = [drawn for drawn in parts if drawn[0].partition == draw.partition]
+            yield from rest[int(draw.part) + 1 :]
         yield from self.draws()
 
 
@@ -389,10 +386,8 @@ def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
         yield from (tensor if order is None else tensor[order] for tensor in dataset.tensors)
     elif isinstance(dataset, Gathered):
         places = np.arange(len(dataset)) if order is None else np.array(order, dtype=np.int64)
-        yield from (
-            dataset.gather(places[start : start + _BLOCK])
-            for start in range(0, len(places), _BLOCK)
-        )
+        for start in range(0, len(places), _BLOCK):
+            yield dataset.gather(places[start : start + _BLOCK])
     else:
         yield from (dataset[i] for i in (range(len(dataset)) if order is None else order))
 
@@ -417,9 +412,8 @@ def _bytes_of(leaf: Any) -> Iterator[Any]:
     elif isinstance(leaf, (bytes, str, int, float, complex, NoneType)):
         yield type(leaf).__name__.encode()
         yield leaf if isinstance(leaf, bytes) else repr(leaf).encode()
-    elif (
-        hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject
-    ):  # their scalars, images
+    elif hasattr(leaf, "__array_interface__") and not np.asarray(leaf).dtype.hasobject:
+        # their scalars, images
         values = np.asarray(leaf)
         yield f"{values.dtype}{values.shape}".encode()
         yield values.tobytes()
@@ -431,7 +425,7 @@ def _bytes_of(leaf: Any) -> Iterator[Any]:
         )
 
 
-Drawn = tuple[Draw, npt.NDArray[np.int64]]
+Drawn = tuple[Draw, _Indices]
 
 
 class Chunk(NamedTuple):
@@ -458,7 +452,7 @@ class Chunk(NamedTuple):
     users: Tensor | None = None
     slots: Tensor | None = None
     block: int | None = None
-    places: npt.NDArray[np.int64] | None = None
+    places: _Indices | None = None
 
     @property
     def size(self) -> int:
@@ -500,9 +494,7 @@ class DrawLog:
         self.waiting: deque[Chunk] = deque()
         self.taken: Chunk | None = None  # by a step that has not ended it
         self.held: Chunk | None = None  # of the draw that the next step must use
-        self.order: npt.NDArray[np.int64] | None = (
-            None  # newest permutation, where batches are parts of one
-        )
+        self.order: _Indices | None = None  # newest permutation, where batches are parts of one
         self.made = 0  # draws of one pass that steps have used
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
@@ -711,10 +703,8 @@ class RecordIds:
 
     def require_unique(self) -> None:
         """Raises UnitError if two records have one id."""
-        different = (
-            np.unique(self._ids) if isinstance(self._ids, np.ndarray) else set(self._bytes())
-        )
-        if len(different) < len(self):
+        whole = isinstance(self._ids, np.ndarray)
+        if len(np.unique(self._ids) if whole else set(self._bytes())) < len(self):
             raise UnitError(SEVERAL)
 
     def picks(self, key: bytes, k: int, batches: int) -> _Indices:
@@ -726,9 +716,7 @@ class RecordIds:
             batches: of a pass.
         """
         start = start_of_pass(key, k)
-        return np.fromiter(
-            (pick(start, name, batches) for name in self._bytes()), np.int64, len(self)
-        )
+        return np.array([pick(start, name, batches) for name in self._bytes()], dtype=np.int64)
 
     def digests(self, key: bytes) -> _Indices:
         """Returns (n, 2) words by which holders of a key can tell whether ids are equal."""
@@ -762,11 +750,8 @@ SPREAD = "users must be on one rank each, with all of their records (got one who
 
 def _plain(thing: Any) -> Any:
     """Returns the number or text of a scalar, whose memory may be filled again."""
-    return (
-        thing.item()
-        if isinstance(thing, np.generic) or (isinstance(thing, Tensor) and not thing.ndim)
-        else thing
-    )
+    scalar = isinstance(thing, (np.generic, Tensor)) and not thing.ndim
+    return thing.item() if scalar else thing
 
 
 def id_bytes(thing: Any) -> bytes:

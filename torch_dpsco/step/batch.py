@@ -37,7 +37,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.rows.passes import ONE_MODULE
+from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
     Chunk,
@@ -51,7 +51,7 @@ from torch_dpsco.sampling import (
     partition_name,
     records_of,
 )
-from torch_dpsco.sampling.one_by_one import source_of
+from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 
 _SEVERAL = (

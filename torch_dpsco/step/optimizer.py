@@ -30,7 +30,7 @@ from torch_dpsco.rows import (
     forget_wrappers,
     retire_forwards,
 )
-from torch_dpsco.rows.plain_steps import note_owner
+from torch_dpsco.rows.forwards import note_owner
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import Chunk, Isolation, PrivateLoader, UserLoader
 from torch_dpsco.schedule import Schedule

@@ -22,7 +22,7 @@ from torch import nn
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.attach import is_attached, paused
-from torch_dpsco.rows.plain_steps import owners
+from torch_dpsco.rows.forwards import owners
 from torch_dpsco.step.step import PrivateOptimizer
 
 

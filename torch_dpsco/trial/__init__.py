@@ -204,11 +204,8 @@ class Rows:
 
     def norms(self) -> Tensor:
         """Returns their lengths, (B,) float64."""
-        return (
-            _lengths(self.left)
-            if self.right is None
-            else _lengths(self.left) * _lengths(self.right)
-        )
+        lengths = _lengths(self.left)
+        return lengths if self.right is None else lengths * _lengths(self.right)
 
     def gaps(self, other: Rows) -> Tensor:
         """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
@@ -218,18 +215,15 @@ class Rows:
         b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
         left = b - c
         right = a - d
-        squares = (left.square().sum(1) * a.square().sum(1)).add_(
-            c.square().sum(1) * right.square().sum(1)
-        )
-        return (
-            squares.add_(2.0 * (left * c).sum(1) * (a * right).sum(1)).clamp_min_(0.0).sqrt_().cpu()
-        )
+        squares = left.square().sum(1) * a.square().sum(1)
+        squares += c.square().sum(1) * right.square().sum(1)
+        squares += 2.0 * (left * c).sum(1) * (a * right).sum(1)
+        return squares.clamp_min_(0.0).sqrt_().cpu()
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(
-        rows.double().reshape(len(rows), rows.shape[1:].numel()), dim=1
-    )
+    flat = rows.double().reshape(len(rows), rows.shape[1:].numel())
+    lengths: Tensor = torch.linalg.vector_norm(flat, dim=1)
     return lengths.cpu()
 
 
@@ -300,25 +294,22 @@ class SyntheticBatches:
     def variants(self) -> Iterator[Variant]:
         """Yields what the other record is, and the factors of the records without and with it."""
         rest = [1.0] * (self.rows - 1)
-        of_records = [
-            (k, leaf)
-            for k, leaf in enumerate(self.leaves)
-            if leaf.dim is not None and not leaf.counts
-        ]
-        numbers = [k for k, leaf in of_records if leaf.is_number and not leaf.target]
-        targets = [k for k, leaf in of_records if leaf.is_number and leaf.target]
+        places = enumerate(self.leaves)
+        own = {k: leaf for k, leaf in places if leaf.dim is not None and not leaf.counts}
+        numbers = [k for k, leaf in own.items() if leaf.is_number and not leaf.target]
+        targets = [k for k, leaf in own.items() if leaf.is_number and leaf.target]
+        integers = [k for k, leaf in own.items() if not leaf.is_number]
         if numbers:
             for what, before, after in outliers(self.rows):
                 first = None if before is None else dict.fromkeys(numbers, before)
                 yield Variant(what, first, dict.fromkeys(numbers, after))
             yield Variant("another record", None, {k: [-1.0, *rest] for k in numbers})
         if targets:
-            for scale, what in (
-                (0.5, "a record with another target"),
-                (LARGE, "a record with a large target"),
-            ):
-                yield Variant(what, None, {k: [scale, *rest] for k in targets})
-        for k in (k for k, leaf in of_records if not leaf.is_number):
+            other = {k: [0.5, *rest] for k in targets}
+            yield Variant("a record with another target", None, other)
+            large = {k: [LARGE, *rest] for k in targets}
+            yield Variant("a record with a large target", None, large)
+        for k in integers:
             yield Variant("a record with another integer", None, {k: [0.0, *rest]})
 
 
@@ -331,11 +322,9 @@ def both_fills(leaves: Sequence[Leaf], rows: int) -> Iterator[SyntheticBatches]:
 def _filled(leaf: Leaf, fill: float, generator: torch.Generator) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
-    return (
-        0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
-        if leaf.is_number
-        else torch.full(leaf.shape, fill)
-    )
+    if leaf.is_number:
+        return 0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
+    return torch.full(leaf.shape, fill)
 
 
 _SIZES = (15, 16)  # beside 2: where libraries change kernels
@@ -361,11 +350,8 @@ class Isolation:
         if self.company is None:
             return "it could not be checked on made-up records, since the model is random"
         verdict = "does NOT hold" if self.company else "holds"
-        others = [
-            text
-            for seen, text in ((self.size, "the number of rows"), (self.place, "their place"))
-            if seen
-        ]
+        others = ["the number of rows"] if self.size else []
+        others += ["their place"] if self.place else []
         moved = f"; bits depend on {' and '.join(others)}" if others else ""
         return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
@@ -393,9 +379,8 @@ def isolation(
     sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
     places = sorted({1, rows // 2, rows - 1} - {0})
     others = 1 + (pool - 1) // 2
-    differ = [
-        made for made in seen(rows, places, others) if _gap(base, made) != 0.0
-    ]  # by place, or by company
+    # by place, or by company
+    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]
     return Isolation(
         rows,
         size=any(_gap(base, made) != 0.0 for made in sizes),

@@ -46,29 +46,15 @@ if TYPE_CHECKING:
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__array__",
-    "data_ptr",
+    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"),
+    *("data_ptr", "register_hook", "__set__"),
 }
-_OUT_OF_SIGHT |= {"register_hook", "__set__"}
 _CPU = torch.device("cpu")
 _MOST_CALLS = 10_000
 _MOST_NUMBERS = 2**24
 _PICKS = {
-    "gather",
-    "take_along_dim",
-    "index_select",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "scatter",
-    "scatter_add",
+    *("gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
+    *("scatter", "scatter_add"),
 }
 _CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
 _INDEX = ", an index of records for their own numbers"
@@ -170,14 +156,12 @@ class _Trace:
         self._rows = outputs[0].shape[dims[0]]
         self._device = outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
-        self.through: dict[
-            Any, list[Any]
-        ] = {}  # their nodes in the graph of gradients, and those of what they took
+        # their nodes in the graph of gradients, and those of what they took
+        self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
         self._calls: list[Call] = []
-        self._elsewhere: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by id, which stays theirs as long as they are here
+        # by id, which stays theirs as long as they are here
+        self._elsewhere: dict[int, tuple[int, Tensor]] = {}
         self._places = len(outputs)
         self._lost: set[str] = set()
         self._ended = False
@@ -205,17 +189,15 @@ class _Trace:
             return Ref(t._place)
         with without_subclasses():
             if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
-                self._lost.add(
-                    "an operation of your own"
-                )  # an autograd.Function, say, or rows of another forward
+                # an autograd.Function, say, or rows of another forward
+                self._lost.add("an operation of your own")
         return Ref(self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True)
 
     def note(self, func: Any, spec: Any, result: Any) -> None:
         """Notes an operation and its results."""
         name = getattr(func, "__name__", "")
-        tensors = [
-            t for t in tree_leaves(result) if isinstance(t, Traced)
-        ]  # not `.grad` and its like
+        # not `.grad` and its like
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Traced)]
         if not tensors and name != "__setitem__":
             self._lost |= {name} & _OUT_OF_SIGHT
             return
@@ -315,11 +297,10 @@ def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> A
         dims: where the records of each of its leaves are, None for what is no tensor of records.
     """
     leaves, structure = tree_flatten(output)
-    picked = {
-        k: d
-        for k, (t, d) in enumerate(zip(leaves, dims, strict=True))
-        if d is not None and type(t) is Tensor and t.requires_grad
-    }
+    picked: dict[int, int] = {}
+    for k, (t, d) in enumerate(zip(leaves, dims, strict=True)):
+        if d is not None and type(t) is Tensor and t.requires_grad:
+            picked[k] = d
     if not picked:
         step.verdicts["loss"] = (
             "not checked, no output of the model is known to have a row for each record"
@@ -397,12 +378,8 @@ class RepeatedLoss:
         if any(self._elsewhere[k].numel() != self._rows for k in picks):
             return "not checked, records may be picked by an index"
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        unclear = any(
-            n == self._rows
-            for leaf in self._outputs
-            for d, n in enumerate(leaf.shape)
-            if d != leaf.dim
-        )
+        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
+        unclear = (False, self._rows) in sizes
         others = [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
         leaves = [*self._outputs, *others]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
@@ -413,9 +390,8 @@ class RepeatedLoss:
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
-        if (
-            others and found == CHECKED
-        ):  # what can be told depends on the size of the batch, which may be private
+        if others and found == CHECKED:
+            # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
         return found + _INDEX if picks and found.startswith(CHECKED) else found
 
@@ -487,12 +463,9 @@ class RepeatedLoss:
         return _NOT_FOUND
 
     def _moved(self, first: Tensor | None, second: Tensor | None) -> bool:
-        if (
-            first is None
-            or second is None
-            or first.dim() <= self._dim
-            or first.shape[self._dim] != self._rows
-        ):
+        if first is None or second is None or first.dim() <= self._dim:
+            return False
+        if first.shape[self._dim] != self._rows:
             return False
         return bool(changed([rows_first(first, self._dim)], [rows_first(second, self._dim)]))
 

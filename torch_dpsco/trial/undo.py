@@ -58,11 +58,9 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, NaN being equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return (
-        first.is_meta
-        or torch.equal(first, second)
-        or bool(((first == second) | ((first != first) & (second != second))).all())
-    )
+    if first.is_meta or torch.equal(first, second):
+        return True
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def seed_torch(seed: int) -> None:
@@ -94,9 +92,7 @@ class Attributes:
     """The attributes of objects, with the contents of lists and dictionaries among them."""
 
     def __init__(self, things: Iterable[Any]) -> None:
-        self._objects = [
-            (thing, type(thing), dict(vars(thing)), _contents(thing)) for thing in things
-        ]
+        self._objects = [(x, type(x), dict(vars(x)), _contents(x)) for x in things]
 
     def rewind(self) -> None:
         """Puts them back, but no values of tensors."""
@@ -127,21 +123,15 @@ class Memory:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        keepers = [
-            *modules,
-            *(value for m in modules for value in vars(m).values() if _is_keeper(value)),
-        ]
+        attributes = [value for m in modules for value in vars(m).values()]
+        keepers = [*modules, *filter(_is_keeper, attributes)]
         self.attributes = Attributes(keepers)
-        released = {
-            id(t)
-            for m in modules
-            for holder in (m._parameters, m._buffers)
-            for t in holder.values()
-        }
+        released: set[int] = set()
+        for m in modules:
+            released.update(map(id, (*m._parameters.values(), *m._buffers.values())))
         held = [value for keeper in keepers for value in vars(keeper).values()]
-        held += [
-            item for value in held if isinstance(value, (list, dict)) for item in _items(value)
-        ]
+        for container in [value for value in held if isinstance(value, (list, dict))]:
+            held += container.values() if isinstance(container, dict) else container
         kept = [value for value in held if isinstance(value, Tensor) and id(value) not in released]
         self._values = [(t, t.detach().clone()) for t in kept]
 
@@ -165,14 +155,11 @@ class Untouched:
         self.streams = RandomStreams()
         self.modules = list(model.modules())
         self.params = list(model.parameters())
-        objects = {
-            id(thing): thing for thing in _with_helpers([*self.modules, *self.params, *others])
-        }
-        self._attributes = Attributes(objects.values())
-        attributes = [value for thing in objects.values() for value in vars(thing).values()]
-        self._generators = [
-            (g, g.get_state()) for g in attributes if isinstance(g, torch.Generator)
-        ]
+        objects = list(_with_helpers([*self.modules, *self.params, *others]))
+        self._attributes = Attributes(objects)
+        attributes = [value for thing in objects for value in vars(thing).values()]
+        generators = [value for value in attributes if isinstance(value, torch.Generator)]
+        self._generators = [(g, g.get_state()) for g in generators]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
         self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
@@ -204,9 +191,8 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if t.requires_grad or not same_values(
-                t.detach(), saved
-            ):  # what is frozen may be memory that others read
+            if t.requires_grad or not same_values(t.detach(), saved):
+                # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
 
     def changed(self) -> list[str]:
@@ -221,23 +207,14 @@ class Untouched:
 
 def _contents(thing: Any) -> list[tuple[Any, Any]]:
     """Returns the lists and dictionaries among the attributes, with copies of what they hold."""
-    return [
-        (value, value.copy()) for value in vars(thing).values() if isinstance(value, (dict, list))
-    ]
+    containers = (value for value in vars(thing).values() if isinstance(value, (dict, list)))
+    return [(container, container.copy()) for container in containers]
 
 
 def _is_keeper(thing: Any) -> bool:
     ours = type(thing).__module__.startswith(_HELPERS)
-    return (
-        hasattr(thing, "__dict__")
-        and not ours
-        and not callable(thing)
-        and not isinstance(thing, Tensor)
-    )
-
-
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+    plain = hasattr(thing, "__dict__") and not isinstance(thing, Tensor)
+    return plain and not ours and not callable(thing)
 
 
 def _with_helpers(things: list[Any]) -> Iterator[Any]:

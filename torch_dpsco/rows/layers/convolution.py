@@ -31,12 +31,6 @@ from torch_dpsco.rows.layers.recorded import (
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
-_MODES = {
-    "zeros": "constant",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
 
 
 def _pads(layer: Any) -> list[tuple[int, int]]:
@@ -65,15 +59,9 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     pads = _inner(layer)
     x = x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
     records, groups, *sizes, channels = x.shape
-    shape = [
-        records,
-        groups,
-        *(size + 2 * pad for size, pad in zip(sizes, pads, strict=True)),
-        channels,
-    ]
-    found: Tensor = (
-        x.new_zeros(shape, dtype=dtype) if any(pads) else x.new_empty(shape, dtype=dtype)
-    )
+    padded = [size + 2 * pad for size, pad in zip(sizes, pads, strict=True)]
+    make = x.new_zeros if any(pads) else x.new_empty
+    found: Tensor = make([records, groups, *padded, channels], dtype=dtype)
     inside = found
     for dim, (size, pad) in enumerate(zip(sizes, pads, strict=True), start=2):
         inside = inside.narrow(dim, pad, size)
@@ -83,14 +71,11 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
     """Returns the patches of `_padded` records as a view: (B, groups, *places, *kernel, C / groups)."""
-    (records, groups, *step, channels), spatial = (
-        x.stride(),
-        list(zip(layer.stride, layer.dilation, strict=True)),
-    )
-    places = [
-        (size - d * (k - 1) - 1) // s + 1
-        for size, k, (s, d) in zip(x.shape[2:-1], layer.kernel_size, spatial, strict=True)
-    ]
+    records, groups, *step, channels = x.stride()
+    spatial = list(zip(layer.stride, layer.dilation, strict=True))
+    places = []
+    for size, k, (s, d) in zip(x.shape[2:-1], layer.kernel_size, spatial, strict=True):
+        places.append((size - d * (k - 1) - 1) // s + 1)
     strides = [s * own for own, (s, _) in zip(step, spatial, strict=True)]
     strides += [d * own for own, (_, d) in zip(step, spatial, strict=True)]
     shape = [*x.shape[:2], *places, *layer.kernel_size, x.shape[-1]]
@@ -99,14 +84,15 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
 
 def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     """Returns the rows of the weight, from the patches of some records at a time."""
-    groups, times, (out, channels, *kernel) = use.layer.groups, grad.shape[2], use.weight.shape
+    groups = use.layer.groups
+    times = grad.shape[2]
+    out, channels, *kernel = use.weight.shape
     n_records = len(grad)
     width = use.weight[0].numel()
     rows = grad.new_empty(n_records, out, *kernel, channels)  # as they are in memory
     step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
-    buffer = grad.new_empty(
-        step, *patches.shape[1:]
-    )  # one for all tiles: fresh memory costs more than the arithmetic
+    # one for all tiles: fresh memory costs more than the arithmetic
+    buffer = grad.new_empty(step, *patches.shape[1:])
     unused = grad.new_empty(1, 1, 1)
     shape = (n_records * groups, out // groups)
     tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
@@ -129,9 +115,8 @@ def _kept(use: Use, trained: dict[str, bool]) -> Kept:
     times = grad.shape[2]
     if layer.groups == 1 and leaves_factors(times, out, width):
         dims = len(layer.kernel_size)
-        acts = patches.movedim(-1, 2 + dims).reshape(
-            len(grad), times, width
-        )  # in the order of the weight
+        # in the order of the weight
+        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)
         return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
     bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
     return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
@@ -157,17 +142,16 @@ class _Waiting(Kept):
         require_unwritten((use.x, use.grad), self._versions)
         return _kept(use, self._trained)
 
+    def _all(self, others: Sequence[Kept]) -> list[Kept]:
+        return [part._made() for part in (self, *others) if isinstance(part, _Waiting)]
+
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns the sums."""
-        return added(
-            [part._made() if isinstance(part, _Waiting) else part for part in (self, *others)]
-        )
+        return added(self._all(others))
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns the rows one after another."""
-        return joined(
-            [part._made() if isinstance(part, _Waiting) else part for part in (self, *others)]
-        )
+        return joined(self._all(others))
 
     def formed(self) -> Formed:
         """Returns the rows."""
@@ -188,16 +172,16 @@ class ConvolutionKind(Kind):
         if any(_inner(layer)) or not any(map(any, _pads(layer))):
             return x
         flat = [side for pair in reversed(_pads(layer)) for side in pair]  # last dimension first
-        return F.pad(x, flat, mode=_MODES[layer.padding_mode])
+        zeros = layer.padding_mode == "zeros"
+        return F.pad(x, flat, mode="constant" if zeros else layer.padding_mode)
 
     def forward(
         self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Returns the output."""
         convolve = _CONVOLVE[len(layer.kernel_size)]
-        return (
-            convolve(x, weight, bias, layer.stride, _inner(layer), layer.dilation, layer.groups),
-        )
+        pads = _inner(layer)
+        return (convolve(x, weight, bias, layer.stride, pads, layer.dilation, layer.groups),)
 
     def rows(self, use: Use) -> Kept:
         """Returns the rows, or what they are made from if that takes less."""

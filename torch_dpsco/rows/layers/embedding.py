@@ -51,11 +51,8 @@ class ItemBlock(Block):
         squares = norms.new_zeros(self.n_records).index_add_(0, self.records, norms.square_())
         # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
         # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
-        return (
-            squares.sqrt_()
-            .mul_(1.0 + NORM_ERROR[torch.float64] + self.n_items * 2.0**-53)
-            .add_(2.0**-500)
-        )
+        error = NORM_ERROR[torch.float64] + self.n_items * 2.0**-53
+        return squares.sqrt_().mul_(1.0 + error).add_(2.0**-500)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * row_i]: added in float64, and kept in float32 where the precision allows it."""
@@ -130,18 +127,14 @@ class Items(Kept):
         return Items(ItemBlock(records, items, vectors, n_records, self._rows.n_items))
 
     def _joined(self, others: Sequence[Kept], *, offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [self._rows]
+        parts = [self._rows, *(other._rows for other in others if isinstance(other, Items))]
         before = 0
         records = []
-        parts += [other._rows for other in others if isinstance(other, Items)]
         for part in parts:
             records.append(part.records + before)
             before += len(part) if offsets else 0
-        return (
-            torch.cat(records),
-            torch.cat([p.items for p in parts]),
-            torch.cat([p.vectors for p in parts]),
-        )
+        items = torch.cat([part.items for part in parts])
+        return torch.cat(records), items, torch.cat([part.vectors for part in parts])
 
     def formed(self) -> Formed:
         """Returns the rows themselves, (B, V, D)."""

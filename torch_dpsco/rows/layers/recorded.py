@@ -91,11 +91,9 @@ def joined(passes: Sequence[Kept]) -> Kept:
 
 
 def _of_one_form(all_kept: Sequence[Kept]) -> Sequence[Kept]:
-    return (
-        all_kept
-        if len({type(kept) for kept in all_kept}) == 1
-        else [kept.formed() for kept in all_kept]
-    )
+    if len({type(kept) for kept in all_kept}) == 1:
+        return all_kept
+    return [kept.formed() for kept in all_kept]
 
 
 class Formed(Kept):
@@ -141,12 +139,12 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block for each."""
+        found: list[Block] = []
         parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
-        return [
-            DenseBlock(part, pieces)
-            for part, pieces, chosen in parts
-            if chosen and part is not None
-        ]
+        for part, pieces, chosen in parts:
+            if chosen and part is not None:
+                found.append(DenseBlock(part, pieces))
+        return found
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -194,9 +192,8 @@ def _formed(
     if not weight:
         return Formed(None, sums)
     rows = outer_sums(acts, backprops, scale)
-    return Formed(
-        rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1))
-    )  # while they are in cache
+    # while they are in cache
+    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))
 
 
 class _Factors(Kept):
@@ -285,19 +282,20 @@ class _Pairs(_Factors):
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
         uses = self._all(others)
-        acts, backprops = (
-            torch.cat([getattr(use, name) for use in uses], dim=1) for name in ("acts", "backprops")
-        )
+        acts = torch.cat([use.acts for use in uses], dim=1)
+        backprops = torch.cat([use.backprops for use in uses], dim=1)
         return pairs(acts, backprops, self.shape, scale=1, **self.trained)
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns sequences of one length: pairs of zeros add nothing."""
         uses = self._all(others)
         times = max(use.acts.shape[1] for use in uses)
-        acts, backprops = (
-            torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side])
-            for side in ([use.acts for use in uses], [use.backprops for use in uses])
-        )
+
+        def side(parts: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in parts])
+
+        acts = side([use.acts for use in uses])
+        backprops = side([use.backprops for use in uses])
         return _Pairs(acts, backprops, self.shape, bias=self.trained["bias"])
 
     def formed(self) -> Formed:
@@ -308,9 +306,9 @@ class _Pairs(_Factors):
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a block of sequences, and the rows of the bias."""
         self._require_unwritten()
-        found: list[Block] = (
-            [SequenceBlock(self.acts, self.backprops, self.shape)] if weight else []
-        )
+        found: list[Block] = []
+        if weight:
+            found.append(SequenceBlock(self.acts, self.backprops, self.shape))
         sums = _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias)
         return found + sums.blocks(weight=False, bias=bias)
 
@@ -438,13 +436,33 @@ class Kind(ABC):
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x, differentiable in x, weight and grad."""
-        twice = (
-            torch.is_grad_enabled()
-        )  # the gradient of a gradient is wanted too: torch's backward may have none
+        # the gradient of a gradient is wanted too: torch's backward may have none
+        twice = torch.is_grad_enabled()
         with torch.enable_grad():
             x = use.x if twice else use.x.detach().requires_grad_()
             out = self.forward(use.layer, x, use.weight, use.layer._parameters.get("bias"))[0]
         return torch.autograd.grad(out, x, use.grad.to(out.dtype), create_graph=twice)[0]
+
+
+class LinearKind(Kind):
+    """y = x W^T + c for x (B, ..., in): keeps factors on vectors, the cheaper form on sequences (`pairs`)."""
+
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        return (F.linear(x, weight, bias),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the factors, or the rows formed from them."""
+        if use.x.dim() == 2:
+            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
+        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
+        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns grad W."""
+        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
 
 
 def plain_forward(layer: Any) -> Callable[[Tensor], Tensor]:
@@ -470,9 +488,8 @@ def run(layer: Any, x: Tensor) -> Tensor:
     """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
     if not records(layer):
         return plain_forward(layer)(x)
-    recorded: Tensor = (
-        _RECORD.call(layer, x) if torch.compiler.is_compiling() else _recorded(layer, x)
-    )
+    record = _RECORD.call if torch.compiler.is_compiling() else _recorded
+    recorded: Tensor = record(layer, x)
     return recorded
 
 
@@ -542,13 +559,10 @@ class _Recorded(torch.autograd.Function):
             require_recordable(ctx.tag, use)
             with torch.no_grad():
                 layer.tape.record(ctx.tag, use)
-        wanted = ctx.needs_input_grad[0]
-        return (
-            layer.kind.input_gradient(Use(layer, x, weight, more, grad)) if wanted else None,
-            None,
-            None,
-            None,
-        )
+        g = None
+        if ctx.needs_input_grad[0]:
+            g = layer.kind.input_gradient(Use(layer, x, weight, more, grad))
+        return g, None, None, None
 
 
 def reaches(weights: Iterable[tuple[Any, int]]) -> bool:

@@ -1,15 +1,26 @@
 """Which layers are recorded, and how a layer is turned into a recorded one and back.
 
-Linear layers keep the two factors of their rows on vectors, the cheaper form on sequences. Normalization within a
+Normalization within a
 record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
 
 Kinds that are not the library's are tried on synthetic records before they see real ones.
+
+The forms of rows, and what is registered from outside: shortcuts through recorded layers, and engines of `fit`.
+
+| form | where | who chooses it |
+|---|---|---|
+| recorded: a layer's backward keeps its rows | `layers.table`, more by `layers.register` | `attach` |
+| dense: Opacus' hooks, or `torch.func` where it has none | `hooks` | `attach`, for all other layers |
+| closed: of a linear model, from its data | `closed_form` | `fit`, where nobody could see the difference |
+| shortcuts: several recorded layers as one, with the same bits | `SHORTCUTS` | `attach` |
+| engines: in place of forward and backward | `ENGINES` | `fit`, or a loop |
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,21 +29,20 @@ from torch import Tensor, nn
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.blocks import FLOAT64, work_dtype
+from torch_dpsco.rows.forwards import PassCounter
 from torch_dpsco.rows.layers.convolution import ConvolutionKind
 from torch_dpsco.rows.layers.embedding import EmbeddingKind
 from torch_dpsco.rows.layers.recorded import (
     Formed,
     Kept,
     Kind,
+    LinearKind,
     RecordedForward,
     Tape,
     Use,
-    Vectors,
-    pairs,
     plain_forward,
     require_dims,
 )
-from torch_dpsco.rows.passes import PassCounter
 from torch_dpsco.rows.supported import slack
 
 _RECORDS = 3
@@ -107,27 +117,6 @@ def _alone(layer: Any, x: Tensor, grad: Tensor, params: list[Tensor]) -> list[Te
     return [out.detach(), gradients[0], *(part.unsqueeze(0) for part in gradients[1:])]
 
 
-class LinearKind(Kind):
-    """y = x W^T + c for x (B, ..., in); see `pairs` for its rows."""
-
-    def forward(
-        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Returns the output."""
-        return (F.linear(x, weight, bias),)
-
-    def rows(self, use: Use) -> Kept:
-        """Returns the factors, or the rows formed from them."""
-        if use.x.dim() == 2:
-            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
-        x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
-        return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
-
-    def input_gradient(self, use: Use) -> Tensor:
-        """Returns grad W."""
-        return (use.grad.to(use.weight.dtype) @ use.weight).to(use.x.dtype)
-
-
 class LayerNormKind(Kind):
     """x is (B, ..., *normalized_shape)."""
 
@@ -150,9 +139,8 @@ class LayerNormKind(Kind):
         times = use.x[:1].numel() // size if n_records else 1
         x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
         weight = bias = None
-        if use.trained[
-            "weight"
-        ]:  # normalized x times grad, summed: the deviations are weights of that sum
+        if use.trained["weight"]:
+            # normalized x times grad, summed: the deviations are weights of that sum
             means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
             weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
             weight = weight.view(n_records, *use.layer.normalized_shape)
@@ -242,7 +230,23 @@ def start_recording(layer: Any, passes: PassCounter, *, scale_by_batch: bool) ->
 
 
 def stop_recording(layer: Any) -> None:
-    """Turns a recorded layer back."""
-    del layer.kind, layer.tape, layer.passes
-    if isinstance(layer.__dict__.get("forward"), RecordedForward):
+    """Turns a module back, whether it is recorded or has the forward of a shortcut."""
+    if is_recorded(layer):
+        del layer.kind, layer.tape, layer.passes
+    if hasattr(layer.__dict__.get("forward"), "of_class"):
         del layer.forward
+
+
+class Engine(Protocol):
+    """Leaves rows on the parameters of a model that is not attached, and makes the steps."""
+
+    def step(
+        self, optimizer: Any, inputs: Any, targets: Any, *, users: Tensor | None = None
+    ) -> None:
+        """Makes one private step from a batch."""
+
+
+# faster ways through recorded layers: each gives some modules of a model a `forward` that says `of_class`
+SHORTCUTS: list[Callable[[Sequence[nn.Module]], None]] = []
+# by name: (model, loss_fn, loader) -> engine, or why there is none
+ENGINES: dict[str, Callable[[nn.Module, Any, Any], Engine | str]] = {}
