@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -47,39 +44,3 @@ def of_torch(name: str) -> Any:
     """
     module, _, name = f"torch.{name}".rpartition(".")
     return getattr(sys.modules[module], name) if module in sys.modules else None
-
-
-def when_imported(name: str, then: Callable[[], object]) -> None:
-    """Calls a function as soon as a module is imported; at once if it is."""
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _Watch(name, then))
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    """Runs a function once a module was imported, by whomever."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name = name
-        self._then = then
-        self._asks = False
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name or self._asks:
-            return None
-        self._asks = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asks = False
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)  # where it fails, the next import is watched too
-                sys.meta_path.remove(self)
-                self._then()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

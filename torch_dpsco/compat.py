@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco._loaded import need as _need
-from torch_dpsco._loaded import when_imported
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -159,17 +158,17 @@ def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
 
 
 class LeftOut:
-    """A function whose `call` a compiled model makes outside of its graph.
-
-    torch.compiler.disable loads the compiler: it is told as soon as somebody else has loaded it.
-    """
+    """A function whose `call` a compiled model makes outside of its graph."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.call = function
-        when_imported("torch._dynamo", self._leave_out)
+        self._function = function
+        self.call = self._in_any
 
-    def _leave_out(self) -> None:
-        self.call = torch.compiler.disable(self.call)
+    def _in_any(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler, which takes seconds to load, is there
+            self.call = torch.compiler.disable(self._function)
+            return self.call(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
 
 def _require(samples: dict[str, Any]) -> None:
