@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torch_dpsco._loaded import need as _need
 
@@ -110,10 +111,8 @@ def is_sharded(thing: Tensor | nn.Module) -> bool:
 
 
 def some_global_hook() -> bool:
-    """Returns whether there is a hook on the forwards or backwards of all modules, except those that only observe."""
-    return any(
-        not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values()
-    )
+    """Returns whether there is a hook on the forwards or backwards of all modules."""
+    return any(_module_hooks)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -144,6 +143,11 @@ def some_optimizer_hook() -> bool:
     return any(
         not hasattr(hook, "only_looks") for hooks in _optimizer_hooks for hook in hooks.values()
     )
+
+
+def hooks_made() -> int:
+    """Returns a number that grows with each hook that is registered on a tensor, node, module or optimizer."""
+    return int(_need(RemovableHandle, "next_id"))
 
 
 def is_profiling() -> bool:
