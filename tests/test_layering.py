@@ -265,7 +265,7 @@ def test_private_names_of_torch_and_opacus_are_in_compat_only():
 
 
 @pytest.mark.slow
-def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import():
+def test_private_attributes_of_modules_and_parameters_are_listed():
     """Hooks, counters and versions that other people's objects keep under a private name are listed in compat."""
     known = {attribute for names in ATTRIBUTES.values() for attribute in names}
     telling = ("hooks", "_counter", "_version", "_parameters", "_buffers", "_skipped")

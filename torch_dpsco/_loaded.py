@@ -9,17 +9,26 @@ from typing import Any
 _RUN_WITH = "torch 2.6 and 2.14 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
 
 
-def need(owner: Any, name: str, called: str = "") -> Any:
-    """Returns an attribute of a module, or of what is called so; raises ImportError in a sentence if it is missing."""
-    missing = object()
-    found = getattr(owner, name, missing)
-    if found is missing:
-        raise ImportError(
-            f"torch_dpsco needs {called or owner.__name__}.{name}, which torch {version('torch')}"
-            f" with opacus {version('opacus')} does not have: it was run with {_RUN_WITH}; install"
-            " one of these"
-        )
-    return found
+def need(owner: Any, name: str, called: str = "", *, for_: str = "", instead: str = "") -> Any:
+    """Returns an attribute of a module, or of what is called so; raises `missing` without it."""
+    if not hasattr(owner, name):
+        raise missing(f"{called or owner.__name__}.{name}", for_, instead)
+    return getattr(owner, name)
+
+
+def missing(name: str, for_: str = "", instead: str = "") -> ImportError:
+    """Returns the error for a dotted name that torch or Opacus does not have.
+
+    Args:
+        name: of it.
+        for_: what does not work without it.
+        instead: a sentence on what does.
+    """
+    return ImportError(
+        f"torch_dpsco needs {name}{for_ and f' for {for_}'}, which torch {version('torch')} with"
+        f" opacus {version('opacus')} does not have: {instead and f'{instead}; '}it was run with"
+        f" {_RUN_WITH}; install one of these"
+    )
 
 
 def of_opacus(*names: str) -> tuple[Any, ...]:
