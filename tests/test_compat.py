@@ -137,11 +137,12 @@ def test_a_missing_attribute_of_an_opacus_optimizer_is_named(monkeypatch):
     compat.require_opacus()
 
 
-def test_to_look_at_opacus_draws_nothing():
+def test_to_look_at_torch_and_opacus_draws_nothing():
     torch.manual_seed(7)
     drawn = torch.rand(3)
     torch.manual_seed(7)
     compat.require_opacus()
+    compat.require_torch.__wrapped__()
     assert torch.equal(torch.rand(3), drawn)
 
 

@@ -257,7 +257,7 @@ def _require(samples: dict[str, Any], for_: str, instead: str) -> None:
 def require_torch() -> None:
     """Raises ImportError in a sentence unless modules and parameters have the attributes that are read."""
     samples = {
-        "torch.nn.Module": nn.Linear(1, 1),
+        "torch.nn.Module": nn.Module(),
         "torch.nn.Parameter": nn.Parameter(torch.zeros(1)),
     }
     _require(samples, "training", "accounting and dp.estimators do without")
