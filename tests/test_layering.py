@@ -265,7 +265,7 @@ def test_private_names_of_torch_and_opacus_are_in_compat_only():
 
 
 @pytest.mark.slow
-def test_private_attributes_of_modules_and_optimizers_are_looked_for_at_import():
+def test_private_attributes_of_modules_and_parameters_are_listed():
     """Hooks, counters and versions that other people's objects keep under a private name are listed in compat."""
     known = {attribute for names in ATTRIBUTES.values() for attribute in names}
     telling = ("hooks", "_counter", "_version", "_parameters", "_buffers", "_skipped")
@@ -340,13 +340,24 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
                 yield f"line {node.lineno}: except {caught}"
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global"
+        named = getattr(node, "attr", getattr(node, "id", getattr(node, "name", None)))
+        if isinstance(named, str) and (
+            named == "meta_path"
+            or (named.startswith("register_module_") and named.endswith("_hook"))
+        ):
+            yield f"line {node.lineno}: {named}"
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "__class__"
+            and not isinstance(node.ctx, ast.Load)
+        ):
+            yield f"line {node.lineno}: __class__"
     bars = (f"{PACKAGE}.train", f"{PACKAGE}.show.cli")
     if name not in bars and any(inside(target, "tqdm") for target in imports(tree, name)):
         yield "tqdm outside train.py and cli.py"
 
 
-@pytest.mark.weekly
-def test_no_prints_no_blanket_except_no_globals_no_progress_bar_outside_train_and_cli():
+def test_no_prints_no_blanket_except_nothing_global_no_progress_bar_outside_train_and_cli():
     assert offenders(lambda name: forbidden(parsed(name), name)) == {}
 
 
@@ -403,8 +414,12 @@ def f():
 def test_forbidden_things_are_found():
     source = """
 from tqdm import tqdm
+from torch.nn.modules.module import register_module_backward_hook as taken
 def f():
     global state
+    sys.meta_path.insert(0, None)
+    torch.nn.modules.module.register_module_forward_pre_hook(f)
+    f.__class__ = f.__class__
     print("x")
     try:
         pass
@@ -426,7 +441,17 @@ def f():
 """
     found = list(forbidden(ast.parse(source), f"{PACKAGE}.sampling"))
     things = sorted(item.split(": ")[1] for item in found if item.startswith("line"))
-    assert things == ["except ", "except BaseException", "except Exception", "global", "print"]
+    assert things == [
+        "__class__",
+        "except ",
+        "except BaseException",
+        "except Exception",
+        "global",
+        "meta_path",
+        "print",
+        "register_module_backward_hook",
+        "register_module_forward_pre_hook",
+    ]
     assert "tqdm outside train.py and cli.py" in found
     assert list(forbidden(ast.parse("from tqdm import tqdm"), f"{PACKAGE}.train")) == []
 

@@ -1,34 +1,37 @@
-"""Private interfaces of torch and Opacus, in one place: checked when the package is imported, with names in words.
+"""Private interfaces of torch and Opacus, in one place: asked for where they are used, and done without if possible.
 
-Functions and modules whose name begins with an underscore are imported from here only. Attributes of modules,
-parameters and optimizers are read where they are needed, and looked for here (`ATTRIBUTES`).
+Functions and modules whose name begins with an underscore are imported from here only. Where one is missing, plain code
+takes its place; where it tells that something must be looked at, that is assumed. Attributes of modules, parameters and
+optimizers are read where they are needed (`ATTRIBUTES`). What cannot be done without is named in a sentence.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from torch_dpsco._loaded import missing
 from torch_dpsco._loaded import need as _need
-from torch_dpsco._loaded import when_imported
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "torch.nn.Module": (
-        *(
-            "_parameters",
-            "_buffers",
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        ),
-        *("_modules", "_compiled_call_impl"),
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_compiled_call_impl",
     ),
     "torch.nn.Parameter": (
         "_version",
@@ -36,65 +39,129 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_backward_hooks",
         "_post_accumulate_grad_hooks",
     ),
-    "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "opacus.optimizers.DPOptimizer": ("_is_last_step_skipped",),
     "opacus.GradSampleModule": ("_module", "autograd_grad_sample_hooks"),
     "a parameter of opacus.GradSampleModule": ("_forward_counter", "grad_sample"),
 }
 _GLOBAL_HOOKS = (
-    *(
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-    ),
-    *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
 )
 _GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_UNKNOWN = {-1: None}  # hooks, where those that there are cannot be read
+_FACTORED = "dp.attach(model, rows='factored') does without"
+_CLIPPED = "HolderSGD and ClippedSGD do without"
+
+without_subclasses = torch.DisableTorchFunctionSubclass
+BatchNorm = getattr(
+    nn.modules.batchnorm,
+    "_BatchNorm",
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+)
+ConvNd = getattr(
+    nn.modules.conv,
+    "_ConvNd",
+    (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    ),
+)
+DropoutNd = getattr(
+    nn.modules.dropout,
+    "_DropoutNd",
+    (
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+        *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    ),
+)
 
 
-foreach_add_ = _need(torch, "_foreach_add_")
-foreach_lerp_ = _need(torch, "_foreach_lerp_")
-foreach_sub_ = _need(torch, "_foreach_sub_")
-foreach_zero_ = _need(torch, "_foreach_zero_")
-_unsafe_view = _need(torch.ops.aten, "_unsafe_view", "torch.ops.aten")
-will_run = _need(torch._C, "_will_engine_execute_node")
-_graph_task = _need(torch._C, "_current_graph_task_id")
-without_subclasses = _need(torch._C, "DisableTorchFunctionSubclass")
-_trees = _need(torch.utils, "_pytree")
-tree_flatten = _need(_trees, "tree_flatten")
-tree_leaves = _need(_trees, "tree_leaves")
-tree_map = _need(_trees, "tree_map")
-tree_unflatten = _need(_trees, "tree_unflatten")
-_need(nn.modules.batchnorm, "_BatchNorm")
-_need(nn.modules.conv, "_ConvNd")
-_need(nn.modules.dropout, "_DropoutNd")
-BatchNorm = nn.modules.batchnorm._BatchNorm
-ConvNd = nn.modules.conv._ConvNd
-DropoutNd = nn.modules.dropout._DropoutNd
-DistributedDataParallel = nn.parallel.DistributedDataParallel
-_need(DistributedDataParallel, "_active_ddp_module")
-_module_hooks = [_need(nn.modules.module, name) for name in _GLOBAL_HOOKS]
-_optimizer_module = import_module("torch.optim.optimizer")
-_profiling = _need(torch.autograd, "_profiler_enabled")
-_optimizer_hooks = [_need(_optimizer_module, name) for name in _GLOBAL_OPTIMIZER_HOOKS]
+def _foreach(name: str) -> Callable[..., Any]:
+    """Returns torch's operation on lists of tensors, or a loop over one that is on tensors."""
+
+    def loop(tensors: Any, *others: Any, **options: Any) -> None:
+        for k, tensor in enumerate(tensors):
+            each = [other[k] if isinstance(other, (list, tuple)) else other for other in others]
+            getattr(tensor, name)(*each, **options)
+
+    return getattr(torch, f"_foreach_{name}", loop)
+
+
+foreach_add_ = _foreach("add_")
+foreach_lerp_ = _foreach("lerp_")
+foreach_sub_ = _foreach("sub_")
+foreach_zero_ = _foreach("zero_")
+
+
+class _Trees:
+    """Nested tuples, lists and dicts, where `torch.utils._pytree` is missing; it knows more kinds."""
+
+    def tree_map(self, function: Callable[[Any], Any], tree: Any) -> Any:
+        if type(tree) in (dict, OrderedDict):
+            return type(tree)((key, self.tree_map(function, part)) for key, part in tree.items())
+        if not isinstance(tree, (tuple, list, dict)):
+            return function(tree)
+        parts = [self.tree_map(function, part) for part in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        if type(tree) in (tuple, list):
+            return type(tree)(parts)
+        kind = type(tree).__name__
+        raise missing("torch.utils._pytree", f"a {kind}", "tuples, lists and dicts do without")
+
+    def tree_leaves(self, tree: Any) -> list[Any]:
+        found: list[Any] = []
+        self.tree_map(found.append, tree)
+        return found
+
+    def tree_flatten(self, tree: Any) -> tuple[list[Any], Any]:
+        return self.tree_leaves(tree), self.tree_map(lambda _: None, tree)
+
+    def tree_unflatten(self, leaves: Any, structure: Any) -> Any:
+        rest = iter(leaves)
+        return self.tree_map(lambda _: next(rest), structure)
+
+
+def _trees() -> Any:
+    found = getattr(torch.utils, "_pytree", None)
+    names = ("tree_map", "tree_leaves", "tree_flatten", "tree_unflatten")
+    return found if all(hasattr(found, name) for name in names) else _Trees()
+
+
+tree_map = _trees().tree_map
+tree_leaves = _trees().tree_leaves
+tree_flatten = _trees().tree_flatten
+tree_unflatten = _trees().tree_unflatten
+
+
+def will_run(node: Any) -> bool:
+    """Returns whether the running backward comes to a node."""
+    asked = getattr(torch._C, "_will_engine_execute_node", None)
+    return asked is None or bool(asked(node))
 
 
 def backward_number() -> int:
-    """Returns the number of the backward that runs in this thread, of which each has its own; -1 if none does."""
-    return int(_graph_task())
+    """Returns the number of the backward that runs in this thread, each its own; -1 if none does or nobody knows."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if number is None else int(number())
 
 
 def is_replicated(model: nn.Module) -> bool:
     """Returns whether `replicate` has taken a part of a model, or DistributedDataParallel runs a forward of it."""
-    composed = sys.modules.get(
-        "torch.distributed._composable.contract"
-    )  # not there: nothing was replicated
-    if composed is not None and any(
-        "replicate" in (composed._get_registry(part) or ()) for part in model.modules()
-    ):
-        return True  # torch 2.6 does not say that its forwards are active (test_a_replica_is_known_before_it_is_called)
-    active = DistributedDataParallel._active_ddp_module
+    composed = sys.modules.get("torch.distributed._composable.contract")
+    if composed is not None:  # else nothing was replicated
+        registry = getattr(composed, "_get_registry", lambda part: ("replicate",))
+        # torch 2.6 does not say that its forwards are active (test_a_replica_is_known_before_it_is_called)
+        if any("replicate" in (registry(part) or ()) for part in model.modules()):
+            return True
+    kind = nn.parallel.DistributedDataParallel
+    if not hasattr(kind, "_active_ddp_module"):
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    active = kind._active_ddp_module
     return active is not None and not {*map(id, active.parameters())}.isdisjoint(
         map(id, model.parameters())
     )
@@ -111,10 +178,8 @@ def is_sharded(thing: Tensor | nn.Module) -> bool:
 
 
 def some_global_hook() -> bool:
-    """Returns whether there is a hook on the forwards or backwards of all modules, except those that only observe."""
-    return any(
-        not hasattr(hook, "only_looks") for hooks in _module_hooks for hook in hooks.values()
-    )
+    """Returns whether there is a hook on the forwards or backwards of all modules."""
+    return any(getattr(nn.modules.module, name, _UNKNOWN) for name in _GLOBAL_HOOKS)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -136,20 +201,30 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def whole(out: Tensor) -> Tensor:
     """Returns a tensor of a node's own making that the node may give out: in-place operations refuse its views."""
-    found: Tensor = _unsafe_view(out, out.shape) if out._is_view() else out
+    if not out._is_view():
+        return out
+    unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
+    found: Tensor = out.clone() if unsafe_view is None else unsafe_view(out, out.shape)
     return found
 
 
 def some_optimizer_hook() -> bool:
     """Returns whether there is a hook on the steps of all optimizers, except that which looks for plain ones."""
-    return any(
-        not hasattr(hook, "only_looks") for hooks in _optimizer_hooks for hook in hooks.values()
+    module = import_module("torch.optim.optimizer")
+    found = [getattr(module, name, _UNKNOWN) for name in _GLOBAL_OPTIMIZER_HOOKS]
+    return any(not hasattr(hook, "only_looks") for hooks in found for hook in hooks.values())
+
+
+def hooks_made() -> int:
+    """Returns a number that grows with each hook that is registered on a tensor, node, module or optimizer."""
+    return int(
+        _need(RemovableHandle, "next_id", for_="optimizers of secret iterates", instead=_CLIPPED)
     )
 
 
 def is_profiling() -> bool:
     """Returns whether a profiler of torch is running."""
-    return bool(_profiling())
+    return bool(getattr(torch.autograd, "_profiler_enabled", lambda: True)())
 
 
 def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
@@ -159,29 +234,41 @@ def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
 
 
 class LeftOut:
-    """A function whose `call` a compiled model makes outside of its graph.
-
-    torch.compiler.disable loads the compiler: it is told as soon as somebody else has loaded it.
-    """
+    """A function whose `call` a compiled model makes outside of its graph."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.call = function
-        when_imported("torch._dynamo", self._leave_out)
+        self._function = function
+        self.call = self._in_any
 
-    def _leave_out(self) -> None:
-        self.call = torch.compiler.disable(self.call)
+    def _in_any(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler, which takes seconds to load, is there
+            self.call = torch.compiler.disable(self._function)
+            return self.call(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
 
-def _require(samples: dict[str, Any]) -> None:
+def _require(samples: dict[str, Any], for_: str, instead: str) -> None:
     for owner, sample in samples.items():
         for name in ATTRIBUTES[owner]:
-            _need(sample, name, owner)
+            _need(sample, name, owner, for_=for_, instead=instead)
+
+
+@cache
+def require_torch() -> None:
+    """Raises ImportError in a sentence unless modules and parameters have the attributes that are read."""
+    samples = {
+        "torch.nn.Module": nn.Module(),
+        "torch.nn.Parameter": nn.Parameter(torch.zeros(1)),
+    }
+    _require(samples, "training", "accounting and dp.estimators do without")
 
 
 def require_opacus() -> None:
-    """Raises ImportError in a sentence unless Opacus has the attributes that are read."""
+    """Raises ImportError in a sentence unless there are the attributes that rows by Opacus read."""
     import opacus
 
+    needed_for = "rows of layers that are not factored"
+    _need(torch._C, "_current_graph_task_id", for_=needed_for, instead=_FACTORED)
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     private = opacus.optimizers.DPOptimizer(
         plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
@@ -189,12 +276,5 @@ def require_opacus() -> None:
     with torch.random.fork_rng(devices=[]):  # a seed set by hand means the same before and after
         wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
     owners = [owner for owner in ATTRIBUTES if "opacus" in owner]
-    _require(
-        {
-            "torch.optim.Optimizer": plain,
-            **dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True)),
-        }
-    )
-
-
-_require({"torch.nn.Module": nn.Linear(1, 1), "torch.nn.Parameter": nn.Parameter(torch.zeros(1))})
+    samples = dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True))
+    _require(samples, needed_for, _FACTORED)

@@ -7,6 +7,7 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import torch_dpsco.integrations.opacus  # noqa: F401 (makes "dpsco" known to Opacus)
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 

@@ -11,6 +11,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
+import torch_dpsco.integrations.opacus  # noqa: F401 (makes "dpsco" known to Opacus)
 from tests.accounting.ledgers import DELTA, image
 from tests.accounting.opacus_script import DATA, Script
 from torch_dpsco.accounting.accountant import Accountant

@@ -18,6 +18,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+import torch_dpsco.integrations.opacus  # noqa: F401 (makes "dpsco" known to Opacus)
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.calibrate import design_epsilon, noise_multiplier
 from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled

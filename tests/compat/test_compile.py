@@ -7,7 +7,6 @@ compiled. `fullgraph=True` therefore raises.
 from __future__ import annotations
 
 import copy
-import gc
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,7 +56,6 @@ LOOKED_AT = not torch.__version__.startswith("2.14.")
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    gc.collect()  # row-free optimizers of other tests look at all modules; torch warns of that
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

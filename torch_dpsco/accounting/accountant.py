@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco._loaded import when_imported
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
@@ -113,6 +113,7 @@ class Accountant:
         ledger_path: str | os.PathLike[str] | None = None,
         must_exist: bool = False,
     ) -> None:
+        know_opacus()
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
             adjacency = budget.adjacency if budget.says_adjacency else adjacency
@@ -853,12 +854,14 @@ class Accountant:
             self._journal.file.close()
 
 
-def _register() -> None:
-    from opacus.accountants import IAccountant, register_accountant
+def know_opacus() -> None:
+    """Makes the class an accountant to Opacus, "dpsco" to its `create_accountant`, if it was imported."""
+    if "opacus.accountants" in sys.modules:
+        from opacus.accountants import IAccountant, register_accountant
 
-    IAccountant.register(Accountant)
-    # the latest class wins where a module is loaded twice
-    register_accountant(Accountant.mechanism(), Accountant, force=True)
+        IAccountant.register(Accountant)
+        # the latest class wins where a module is loaded twice
+        register_accountant(Accountant.mechanism(), Accountant, force=True)
 
 
-when_imported("opacus.accountants", _register)
+know_opacus()

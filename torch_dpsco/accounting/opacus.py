@@ -1,5 +1,8 @@
 """The accountant's interface to Opacus: `PrivacyEngine(accountant="dpsco")` needs nothing else.
 
+Opacus must know the name: it does where it is imported before torch_dpsco, and after an `Accountant` was made, or
+`torch_dpsco.integrations.opacus` imported.
+
 Facts of Opacus 1.6 that give it this shape. `create_accountant` calls the class without arguments. Noise is calibrated
 by assigning `accountant.history` in a loop. The hook runs after noise is added and before the parameters move, so that
 an exception in it prevents the release. Opacus multiplies the rate by the number of accumulated batches; that is wrong

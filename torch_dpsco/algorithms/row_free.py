@@ -223,6 +223,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             sampler.log.succeed(self._log)
         self._log = sampler.log
         self._log.on_restart = self.zero_grad
+        self._log.on_delivery = lambda chunk: self._backwards.begin()
         return BoundedLoader(loader, *bounds)
 
     @property
@@ -233,6 +234,10 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients that no step has used yet."""
         self._backwards.clear()
+
+    def overlook(self, hooks: int) -> None:
+        """Counts so many hooks since the batch as none of the loop's: the doctor has made and removed them."""
+        self._backwards.hooks += hooks
 
     def discard(self) -> None:
         """Gives the outstanding batch up; the next loop over a loader begins with it again."""

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
+from torch_dpsco import compat
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, SimpleEvent
@@ -302,19 +302,22 @@ class Backwards:
 
     Args:
         params: whose gradients are watched until `close`.
+
+    Attributes:
+        hooks: how many were ever made when the batch was delivered.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        compat.require_torch()
         self._params = params
         self._counts = [0] * len(params)
         self._seen: list[Tensor | None] = [None] * len(params)
-        self._hooked = ""  # a kind of module with backward hooks that was called
+        self.begin()
         this = weakref.ref(self)
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(lambda p, k=k: _tell(this, k, p))
             for k, p in enumerate(params)
         ]
-        self._handles.append(register_module_forward_pre_hook(_Onlooker(this)))
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
@@ -328,17 +331,18 @@ class Backwards:
         for p in self._params:
             p.grad = None
         self._counts[:] = [0] * len(self._params)
-        self._hooked = ""
+
+    def begin(self) -> None:
+        """Counts hooks from here on: a batch was delivered."""
+        self.hooks = compat.hooks_made()
+        self._hooked = False
 
     def note(self, k: int, gradient: Tensor | None) -> None:
         """Notes what a backward has left on parameter k."""
         self._counts[k] += 1
         self._seen[k] = None if gradient is None else gradient.clone()
-
-    def look_at(self, module: nn.Module) -> None:
-        """Notes a module whose hooks could change gradients."""
-        if torch.is_grad_enabled() and (module._backward_hooks or module._backward_pre_hooks):
-            self._hooked = type(module).__name__
+        # a call of a module with backward hooks makes one on its output
+        self._hooked |= compat.hooks_made() != self.hooks
 
     def require_one(self) -> None:
         """Raises SequenceError, and clears the gradients, unless they are those of one backward as it left them."""
@@ -363,8 +367,9 @@ class Backwards:
             )
         if self._hooked:
             self._refuse(
-                "modules must have no backward hooks, which could change gradients (got a"
-                f" {self._hooked})"
+                "a batch and its backward pass must have no backward hooks of modules between them,"
+                " nor other new hooks, which could change gradients: remove them; train and compile"
+                " other models before or after it"
             )
         if not all(_same(p.grad, seen) for p, seen in zip(params, self._seen, strict=True)):
             # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
@@ -376,6 +381,7 @@ class Backwards:
 
     def _refuse(self, message: str) -> None:
         self.clear()
+        self.begin()
         raise SequenceError(f"{message}; gradients were cleared; compute it again")
 
 
@@ -383,20 +389,6 @@ def _tell(watch: weakref.ref[Backwards], k: int, p: Tensor) -> None:
     backwards = watch()
     if backwards is not None:
         backwards.note(k, p.grad)
-
-
-class _Onlooker:
-    """A hook that changes no forward: other models may be called while it is installed."""
-
-    only_looks = True
-
-    def __init__(self, watch: weakref.ref[Backwards]) -> None:
-        self._watch = watch
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        backwards = self._watch()
-        if backwards is not None:
-            backwards.look_at(module)
 
 
 def _after_accumulation(p: nn.Parameter) -> Mapping[int, Any]:

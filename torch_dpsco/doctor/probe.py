@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.doctor.script import (
     Evidence,
     JointRows,
@@ -100,6 +100,7 @@ def examine(script: Script) -> Evidence:
     optimizer = script.opacus_optimizer or script.row_free
     others = [script.loss, criterion, optimizer, script.hooks]
     state = Untouched(script.module, [thing for thing in others if hasattr(thing, "__dict__")])
+    hooks = hooks_made()
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # what warns here warns in training too
@@ -108,6 +109,8 @@ def examine(script: Script) -> Evidence:
                 _examine(script, evidence, state, synthetic)
     finally:
         state.restore()
+        if script.row_free is not None:
+            script.row_free.overlook(hooks_made() - hooks)
     return evidence
 
 

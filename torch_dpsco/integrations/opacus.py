@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.accountant import Accountant, know_opacus
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
@@ -41,6 +41,8 @@ from torch_dpsco.rows.supported import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
 from torch_dpsco.schedule import Phase
+
+know_opacus()
 
 _N_IS_READ = (
     "n is not given: the number of records was read off the data set and counts as public, so that"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.compat import LeftOut, tree_leaves, tree_map
+from torch_dpsco.compat import LeftOut, require_torch, tree_leaves, tree_map
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.rows.batch import clear_rows, has_rows
 from torch_dpsco.rows.first_step import FirstStep
@@ -472,6 +472,7 @@ def attach(
     """
     check.choice(("auto", "dense", "factored"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
+    require_torch()
     if _is_part_of_attached(model):
         raise SequenceError(
             "model is attached already: call dp.detach(model) first to attach it in another way; a"

@@ -321,8 +321,8 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
     own = (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or "step" in vars(optimizer)
     )
     return bool(own or compat.some_optimizer_hook() or compat.is_profiling())
