@@ -90,7 +90,11 @@ def calls(noises: int) -> list[tuple[str, Callable[[], object], str, int]]:
 
     def calibration() -> None:
         noise_multiplier(
-            next(target), DELTA, design=Poisson(BATCH, N), steps=10 * STEPS, adjacency="add_remove"
+            next(target),
+            DELTA,
+            design=Poisson(BATCH, N),
+            steps=10 * STEPS,
+            adjacency="add_remove",
         )
 
     def schedule() -> None:

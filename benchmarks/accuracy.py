@@ -38,7 +38,11 @@ from torch_dpsco import errors
 
 EPSILONS, SEEDS, SMOKE_ROWS = (0.1, 0.5, 1.0, 3.0), 5, 1_500
 EQUAL_LOSS, EQUAL_AUC = 1e-3, 1e-3
-REFUSED = (TypeError, ValueError, errors.DpscoError)  # of what does not exist, or cannot be planned
+REFUSED = (
+    TypeError,
+    ValueError,
+    errors.DpscoError,
+)  # of what does not exist, or cannot be planned
 
 GOALS = {
     "estimator": 0.7,
@@ -283,7 +287,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, metavar="NAME", default=list(TABLES))
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, metavar="NAME", default=list(TABLES)
+    )
     parser.add_argument("--split", choices=("develop", "score"), help="tables of this group only")
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)

@@ -77,7 +77,9 @@ def grid(table: Table, method: str) -> list[Setting]:
     if method == "DP-SGD":
         return [
             Setting(*numbers)
-            for numbers in itertools.product(losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES)
+            for numbers in itertools.product(
+                losses, BATCH_CLIPS, BATCH_RATES, BATCH_STEPS, BATCHES
+            )
         ]
     numbers = (
         (CLIPS, RATES, STEPS) if table.users is None else (USER_CLIPS, BATCH_RATES, USER_STEPS)
@@ -136,7 +138,10 @@ def grouped(rows: Tensor, targets: Tensor, ids: Array) -> list[Users]:
     groups = []
     for size in np.unique(sizes):
         members = np.flatnonzero(sizes == size)
-        padded = torch.zeros(len(members), size, rows.shape[1]), torch.zeros(len(members), size, 1)
+        padded = (
+            torch.zeros(len(members), size, rows.shape[1]),
+            torch.zeros(len(members), size, 1),
+        )
         for place, user in enumerate(members):
             picks = torch.from_numpy(places[starts[user] : starts[user] + counts[user]])
             for values, filled in zip((rows, targets), padded, strict=True):
@@ -188,7 +193,8 @@ def sum_of_clipped(
         )
     else:
         parts = zip(
-            *(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)), strict=True
+            *(values.split(BLOCK) for values in (data.rows, data.targets, data.norms)),
+            strict=True,
         )
     total = torch.zeros_like(weights)
     for rows, targets, norms in parts:
@@ -239,7 +245,9 @@ def run(
         for average, weights in zip(AVERAGES, descend(data, group, generator), strict=True):
             answers = data.test_rows @ weights
             for column, job in enumerate(group):
-                found.setdefault((job, average), []).append(scores(data.table, answers[:, column]))
+                found.setdefault((job, average), []).append(
+                    scores(data.table, answers[:, column])
+                )
     return found
 
 

@@ -73,7 +73,9 @@ class Block(nn.Module):
 
 def _logistic(dim: int, size: int) -> Case:
     batch = (torch.randn(size, dim), (torch.rand(size, 1) > 0.5).float())
-    return Case(f"logistic {dim}/{size}", lambda: nn.Linear(dim, 1), batch, nn.BCEWithLogitsLoss())
+    return Case(
+        f"logistic {dim}/{size}", lambda: nn.Linear(dim, 1), batch, nn.BCEWithLogitsLoss()
+    )
 
 
 def _softmax(dim: int, size: int) -> Case:
@@ -107,7 +109,10 @@ def _cnn(size: int) -> Case:
 def _transformer(width: int, length: int, hidden: int, size: int) -> Case:
     batch = (torch.randn(size, length, width), torch.randint(10, (size,)))
     return Case(
-        f"transformer block b={size}", lambda: Block(width, 4, hidden), batch, nn.CrossEntropyLoss()
+        f"transformer block b={size}",
+        lambda: Block(width, 4, hidden),
+        batch,
+        nn.CrossEntropyLoss(),
     )
 
 
@@ -168,7 +173,13 @@ def more(*, smoke: bool = False) -> list[Case]:
         heads = [_softmax(1000, 4096), _softmax(10000, 256)]
         large = replace(mlp((784, 512, 256, 10), 2048), only=("plain", "loop", "ghost"))
         table = mlp((40, 64, 64, 2), 256)
-        return [*heads, table, large, _lora(128, 64, 512, 32, 8), _embedding(100_000, 32, 20, 256)]
+        return [
+            *heads,
+            table,
+            large,
+            _lora(128, 64, 512, 32, 8),
+            _embedding(100_000, 32, 20, 256),
+        ]
 
 
 def cases(*, smoke: bool = False) -> list[Case]:

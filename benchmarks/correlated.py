@@ -81,7 +81,9 @@ def cell(
     for lr in lrs:
         scores = []
         for _ in range(int(runs)):
-            model = nn.Linear(data.tensors[0].shape[1], 1, bias=False, dtype=data.tensors[0].dtype)
+            model = nn.Linear(
+                data.tensors[0].shape[1], 1, bias=False, dtype=data.tensors[0].dtype
+            )
             nn.init.zeros_(model.weight)
             budget = dp.Budget(epsilon, DELTA, "replace_one")
             optimizer = METHODS[method](
@@ -93,7 +95,9 @@ def cell(
     return min(found)
 
 
-def tasks(smoke: bool) -> dict[str, tuple[TensorDataset, Loss, Callable[[nn.Linear], float], int]]:
+def tasks(
+    smoke: bool,
+) -> dict[str, tuple[TensorDataset, Loss, Callable[[nn.Linear], float], int]]:
     """Returns data, loss, score and batch size by name."""
     task = Task(0, unseen=1000 if smoke else 100_000)
     made = {

@@ -67,19 +67,25 @@ def update(case: Case, variant: str, setting: Setting) -> Tensor:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
+    return torch.cat(
+        [p.detach().double().flatten() for p in model.parameters() if p.requires_grad]
+    )
 
 
 def errors(case: Case, peers: Sequence[Peer] = ()) -> dict[str, float]:
     """Returns the relative error of each variant; peers say it of themselves."""
     clip, reference = clip_and_reference(case, case.model())
     setting = Setting(clip=clip, noise_multiplier=0.0, lr=0.1)
-    names = [name for name in VARIANTS if name != "plain"] + ["fit"] + ["vectorized"] * CAN_COMPILE
+    names = (
+        [name for name in VARIANTS if name != "plain"] + ["fit"] + ["vectorized"] * CAN_COMPILE
+    )
     found = {name: update(case, name, setting) for name in names}
     for peer in peers:
         for name in peer.private_variants:
             found[name] = peer.update(case, name, setting)
-    return {name: float((own - reference).norm() / reference.norm()) for name, own in found.items()}
+    return {
+        name: float((own - reference).norm() / reference.norm()) for name, own in found.items()
+    }
 
 
 def tables(*, smoke: bool, peers: Sequence[Peer] = ()) -> dict[str, str]:

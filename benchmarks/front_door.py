@@ -212,7 +212,9 @@ def picture(found: Mapping[str, Scores], baseline: float, trivial: float) -> Fig
         axes.axhline(trivial, color="#777777", linewidth=0.8, label='always answers "no"')
         axes.set_xscale("log")
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-        axes.set(xlabel="epsilon (smaller: more private)", ylabel="accuracy on the public test set")
+        axes.set(
+            xlabel="epsilon (smaller: more private)", ylabel="accuracy on the public test set"
+        )
         axes.legend(loc="lower right")
 
     figure = plots.figure(
@@ -238,7 +240,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="folder of the environment of diffprivlib; default: temporary",
     )
     parser.add_argument(
-        "--smoke", action="store_true", help="1,000 records, one seed, one epsilon, no diffprivlib"
+        "--smoke",
+        action="store_true",
+        help="1,000 records, one seed, one epsilon, no diffprivlib",
     )
     args = parser.parse_args(argv)
     warnings.filterwarnings(
@@ -250,7 +254,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     epsilons, seeds = args.epsilons, args.seeds
     with tempfile.TemporaryDirectory() as folder:
         if args.smoke:
-            task, epsilons, seeds, peer, reason = task.few(1_000), (1.0,), 1, None, "not asked for"
+            task, epsilons, seeds, peer, reason = (
+                task.few(1_000),
+                (1.0,),
+                1,
+                None,
+                "not asked for",
+            )
         else:
             peer, reason = peer_python(args.environment or Path(folder))
         found = compare(task, epsilons, seeds, peer)

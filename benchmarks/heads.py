@@ -105,7 +105,12 @@ def digits(seed: int) -> tuple[Array, NDArray[np.int64]]:
 
 
 def holder(
-    rows: Array, labels: NDArray[np.int64], test: Array, classes: int, bound: float, epsilon: float
+    rows: Array,
+    labels: NDArray[np.int64],
+    test: Array,
+    classes: int,
+    bound: float,
+    epsilon: float,
 ) -> Array:
     """Returns the classes that HolderSGD predicts, by default settings."""
     problem, model = dp.losses.SoftmaxCrossEntropy(classes), nn.Linear(rows.shape[1], classes)
@@ -151,7 +156,9 @@ def show(
             right = holder(X, y, test[0], classes, bound, epsilon) == test[1]
             found.setdefault("HolderSGD", []).append(float(right.mean()))
         found["not private"] = public
-        cells = [f"{statistics.median(found[key]):.3f}" if key in found else "-" for key in COLUMNS]
+        cells = [
+            f"{statistics.median(found[key]):.3f}" if key in found else "-" for key in COLUMNS
+        ]
         print(f"| {name} | {epsilon:g} | {' | '.join(cells)} |", flush=True)
 
 
@@ -166,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     smoke = parser.parse_args(argv).smoke
     warnings.filterwarnings("ignore")
     epsilons, seeds = (EPSILONS[-1:], 1) if smoke else (EPSILONS, SEEDS)
-    print(f"| n, d, classes | epsilon | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
+    print(
+        f"| n, d, classes | epsilon | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}"
+    )
     chosen = {"smoke: ": SMOKE} if smoke else {"": DEVELOPMENT, "held out: ": HELD_OUT}
     for kind, tasks in chosen.items():
         for task in tasks:

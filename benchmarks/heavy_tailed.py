@@ -95,7 +95,9 @@ def excess(weight: Tensor, truth: Tensor) -> float:
     return float((weight.detach().double().reshape(-1) - truth).square().sum()) / 2.0
 
 
-def trained(build: Callable[[nn.Module, int], dp.PrivateOptimizer], data: TensorDataset) -> Tensor:
+def trained(
+    build: Callable[[nn.Module, int], dp.PrivateOptimizer], data: TensorDataset
+) -> Tensor:
     """Returns the weights of one of our optimizers."""
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
     nn.init.zeros_(model.weight)
@@ -497,7 +499,11 @@ def _tensors(item: object) -> list[Tensor]:
     if isinstance(item, Tensor):
         return [item]
     parts = (
-        item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+        item.values()
+        if isinstance(item, dict)
+        else item
+        if isinstance(item, (list, tuple))
+        else ()
     )
     return [tensor for part in parts for tensor in _tensors(part)]
 

@@ -368,7 +368,9 @@ def compare_speed(
     plan = dp.HolderOutputSGD.plan(
         n=len(data), dim=ours, budget=BUDGET, batch_size=size, epochs=1_000, **setup["private"]
     )
-    private = dp.HolderOutputSGD(ours.parameters(), plan, certify_convex=True)  # for its time only
+    private = dp.HolderOutputSGD(
+        ours.parameters(), plan, certify_convex=True
+    )  # for its time only
     public = torch.optim.SGD(plain.parameters(), lr=private.lrs[0])
     double = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
     loops = {

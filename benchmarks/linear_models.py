@@ -187,7 +187,9 @@ def diamonds() -> Task | None:
         np.array([float(r["price"]) / 1000 - 5 for r in records]),
     )
     test, train = np.split(np.random.default_rng(0).permutation(len(rows)), [len(rows) // 5])
-    return Task("diamonds", rows[train], targets[train], rows[test], targets[test], 2.2, 1e-5, 15.0)
+    return Task(
+        "diamonds", rows[train], targets[train], rows[test], targets[test], 2.2, 1e-5, 15.0
+    )
 
 
 def diamond(record: dict[str, str]) -> list[float]:
@@ -304,7 +306,9 @@ def tuned_opacus(task: Task, epsilon: float, quick: bool) -> tuple[str, Fit]:
 def public(task: Task) -> Array:
     """Returns the NON-PRIVATE weights of scikit-learn: lbfgs, or least squares."""
     if task.bound_y is not None:
-        return np.asarray(LinearRegression(fit_intercept=False).fit(task.rows, task.targets).coef_)
+        return np.asarray(
+            LinearRegression(fit_intercept=False).fit(task.rows, task.targets).coef_
+        )
     model = PublicRegression(C=PUBLIC_C, max_iter=5_000, fit_intercept=False)
     return np.asarray(model.fit(task.rows, task.targets).coef_)[0]
 
@@ -400,9 +404,13 @@ def compare(
         found["Opacus, tuned by looking"] = {}
         for epsilon in epsilons:
             choices[epsilon], fit = tuned_opacus(task, epsilon, quick)
-            found["Opacus, tuned by looking"][epsilon] = [score(t, fit(t, epsilon)) for t in given]
+            found["Opacus, tuned by looking"][epsilon] = [
+                score(t, fit(t, epsilon)) for t in given
+            ]
     if only in ("", "diffprivlib") and peer is not None:
-        answers = iter(by_diffprivlib(peer, [(t, epsilon) for epsilon in epsilons for t in given]))
+        answers = iter(
+            by_diffprivlib(peer, [(t, epsilon) for epsilon in epsilons for t in given])
+        )
         found["diffprivlib, pure"] = {
             epsilon: [score(t, next(answers)) for t in given] for epsilon in epsilons
         }
@@ -415,7 +423,9 @@ def compare(
     )
     titles = ("R2",) if task.bound_y is not None else ("accuracy", "AUC", "log-loss")
     for place, title in enumerate(titles):
-        print(f"{title + ' at epsilon =':<28}" + "".join(f"{epsilon:>9g}" for epsilon in epsilons))
+        print(
+            f"{title + ' at epsilon =':<28}" + "".join(f"{epsilon:>9g}" for epsilon in epsilons)
+        )
         for name, by_epsilon in found.items():
             medians = [
                 statistics.median(s[place] for s in by_epsilon[epsilon]) for epsilon in epsilons
@@ -463,7 +473,9 @@ def print_time(task: Task) -> None:
     default = next(iter(ours(task).values()))
     theirs, private = seconds(lambda: public(task)), seconds(lambda: default(task, 1.0))
     solver = "least squares" if task.bound_y is not None else "lbfgs"
-    print(f"time of a fit at epsilon = 1: {private:.2f} s; scikit-learn ({solver}): {theirs:.2f} s")
+    print(
+        f"time of a fit at epsilon = 1: {private:.2f} s; scikit-learn ({solver}): {theirs:.2f} s"
+    )
 
 
 # -- large ------------------------------------------------------------------------------------------------------------
@@ -533,7 +545,13 @@ def excess(kind: str, n: int) -> Iterator[float]:
     for _ in range(SLOPE_SEEDS):
         layer = nn.Linear(SLOPE_DIM, 1, bias=False).double()
         plan = dp.OutputPerturbation.plan(
-            model=layer, loss=loss, n=n, budget=SLOPE_BUDGET, bound_x=1.0, bound_y=1.0, reg=lam * n
+            model=layer,
+            loss=loss,
+            n=n,
+            budget=SLOPE_BUDGET,
+            bound_x=1.0,
+            bound_y=1.0,
+            reg=lam * n,
         )
         optimizer = dp.OutputPerturbation(layer.parameters(), plan)
         optimizer.solve(data)
@@ -581,7 +599,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one seed, 1,000 records, epsilon = 1")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, 1,000 records, epsilon = 1"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--only", choices=("ours", "opacus", "diffprivlib"), default="")
@@ -620,7 +640,9 @@ def print_sets(args: argparse.Namespace, folder: Path) -> None:
             print(f"\n{name} is left out: plotnine, which has its file, is not installed")
             continue
         given = [task.few(QUICK_ROWS) for task in given] if args.quick else given
-        compare(given, EPSILONS[2:3] if args.quick else args.epsilons, args.only, peer, args.quick)
+        compare(
+            given, EPSILONS[2:3] if args.quick else args.epsilons, args.only, peer, args.quick
+        )
         if not args.quick and args.only in ("", "ours"):
             print_time(given[0])
 

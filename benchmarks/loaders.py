@@ -66,8 +66,12 @@ def draw_table(sizes: Sequence[int], rounds: int) -> str:
         seconds = interleaved(draw_slots(n), rounds)
         ours, opacus = (summary([1e3 * s for s in seconds[name]]) for name in ("ours", "Opacus"))
         goal = f"<= {DRAW_GOALS[n]}" if n in DRAW_GOALS else ""
-        rows.append([f"{n:,}", cell(ours), goal, cell(opacus), digits(opacus.median / ours.median)])
-    return table(["records", "ours, ms a draw", "goal", "Opacus, ms a draw", "Opacus / ours"], rows)
+        rows.append(
+            [f"{n:,}", cell(ours), goal, cell(opacus), digits(opacus.median / ours.median)]
+        )
+    return table(
+        ["records", "ours, ms a draw", "goal", "Opacus, ms a draw", "Opacus / ours"], rows
+    )
 
 
 def gather_slots(data: TensorDataset, size: int) -> dict[str, Slot]:

@@ -46,7 +46,9 @@ def generate(folder: Path, rows: int) -> None:
 
 def mapped(folder: Path) -> tuple[Tensor, Tensor]:
     """Returns the arrays as tensors, of which nothing is read yet."""
-    x, y = (torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in ("x.npy", "y.npy"))
+    x, y = (
+        torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in ("x.npy", "y.npy")
+    )
     return x, y
 
 

@@ -92,7 +92,14 @@ def tables(*, smoke: bool) -> dict[str, str]:
         line = [digits(bytes_of[name] / MIB) for name in names]
         batch = sum(t.numel() * t.element_size() for t in case.batch)
         rows.append(
-            [case.name, digits(batch / MIB), digits(buffer / MIB), *line, digits(own), f"<= {GOAL}"]
+            [
+                case.name,
+                digits(batch / MIB),
+                digits(buffer / MIB),
+                *line,
+                digits(own),
+                f"<= {GOAL}",
+            ]
         )
     heads = ["case, MiB", "batch", "parameters", *names, "(loop - parameters) / plain", "goal"]
     return {"memory": table(heads, rows)}

@@ -33,7 +33,11 @@ HEADS = (
 
 def draws(size: int) -> dict[str, Callable[[], object]]:
     """Returns what takes turns for that many numbers."""
-    single, double, source = torch.empty(size), torch.zeros(size, dtype=torch.float64), Keystream()
+    single, double, source = (
+        torch.empty(size),
+        torch.zeros(size, dtype=torch.float64),
+        Keystream(),
+    )
     grid = exact_grid(1.0, with_grid(0.1), size)
     return {
         "torch": single.normal_,

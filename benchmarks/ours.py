@@ -208,7 +208,11 @@ METHODS = (
         by_fit(clipped, "huber", "replace_one"),
     ),
     Method(
-        "UserClippedSGD, logistic", "user", CHANCES, by_fit(user_clipped(), "logistic"), users=True
+        "UserClippedSGD, logistic",
+        "user",
+        CHANCES,
+        by_fit(user_clipped(), "logistic"),
+        users=True,
     ),
     Method(
         "UserClippedSGD, pinball", "user", ("mae",), by_fit(user_clipped(), "pinball"), users=True
@@ -244,7 +248,9 @@ METHODS = (
         by_estimator(QuantileRegressor),
         users=True,
     ),
-    Method("HuberRegressor, groups", "user estimator", ("huber",), huber_at_threshold, users=True),
+    Method(
+        "HuberRegressor, groups", "user estimator", ("huber",), huber_at_threshold, users=True
+    ),
 )
 
 

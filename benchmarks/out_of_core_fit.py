@@ -48,7 +48,9 @@ def write(path: str, count: int) -> None:
     ) as file:
         for start in range(0, count, BATCH):
             rows, labels = batch(start, min(BATCH, count - start))
-            file.write_table(pa.table([*np.ascontiguousarray(rows.T), labels], schema=file.schema))
+            file.write_table(
+                pa.table([*np.ascontiguousarray(rows.T), labels], schema=file.schema)
+            )
 
 
 def read_once(path: str, count: int) -> str:

@@ -35,7 +35,8 @@ def generate(path: Path, rows: int) -> None:
     for start in range(0, rows, GROUP):
         x = rng.standard_normal((min(GROUP, rows - start), len(NAMES)), dtype=np.float32)
         x /= (
-            np.maximum(1.0, np.linalg.norm(x, axis=1, keepdims=True) / 6.0).astype(np.float32) * 6.0
+            np.maximum(1.0, np.linalg.norm(x, axis=1, keepdims=True) / 6.0).astype(np.float32)
+            * 6.0
         )
         y = rng.random(len(x)) < 1.0 / (1.0 + np.exp(-6.0 * (x @ true)))
         table = pa.table([*x.T, np.where(y, np.float32(1), np.float32(-1))], names=[*NAMES, "y"])

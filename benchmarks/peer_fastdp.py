@@ -68,7 +68,9 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "prepare":
-            model, step = private_step(known[request["case"]], request["path"], request["setting"])
+            model, step = private_step(
+                known[request["case"]], request["path"], request["setting"]
+            )
             lr = request["setting"]["lr"]
             answer()
         elif request["do"] == "time":

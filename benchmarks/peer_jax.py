@@ -58,7 +58,9 @@ def cnn(p: Params, x: jax.Array) -> jax.Array:
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     centered = x - x.mean(-1, keepdims=True)
-    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-5) * weight + bias
+    return (
+        centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-5) * weight + bias
+    )
 
 
 def transformer(p: Params, x: jax.Array, heads: int = 4) -> jax.Array:
@@ -96,7 +98,9 @@ class Run:
 
     def __init__(self, case: str, variant: str, path: str, setting: dict[str, float]) -> None:
         with np.load(path) as arrays:
-            self.start = [transposed(jnp.asarray(arrays[f"p{k}"])) for k in range(len(arrays) - 2)]
+            self.start = [
+                transposed(jnp.asarray(arrays[f"p{k}"])) for k in range(len(arrays) - 2)
+            ]
             self.batch = jnp.asarray(arrays["inputs"]), jnp.asarray(arrays["targets"])
         self.setting, self.key = setting, jax.random.key(0)
         self.params = self.start

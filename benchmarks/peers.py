@@ -52,7 +52,9 @@ class Peer:
 
     def __init__(self, name: str, python: str, folder: Path) -> None:
         self.name, self.variants, self._folder = name, PEERS[name], folder
-        self.private_variants = [variant for variant in self.variants if not variant.endswith("*")]
+        self.private_variants = [
+            variant for variant in self.variants if not variant.endswith("*")
+        ]
         script = Path(__file__).with_name(f"peer_{name}.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         self._process = subprocess.Popen(

@@ -37,7 +37,9 @@ SUITES: dict[str, Suite] = {
         sizes=user_level.SMALL_SIZES if args.smoke else USER_SIZES
     ),
     "equality": lambda args, peers: equality.tables(smoke=args.smoke, peers=peers),
-    "step": lambda args, peers: step_time.tables(smoke=args.smoke, rounds=args.rounds, peers=peers),
+    "step": lambda args, peers: step_time.tables(
+        smoke=args.smoke, rounds=args.rounds, peers=peers
+    ),
     "loaders": lambda args, peers: loaders.tables(smoke=args.smoke, rounds=args.rounds),
     "accountant": lambda args, peers: accountant.tables(smoke=args.smoke),
     "noise": lambda args, peers: noise.tables(smoke=args.smoke, rounds=args.rounds),
@@ -67,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rounds", type=int, default=0, help="of what takes turns; default 7, 2 with --smoke"
     )
     parser.add_argument(
-        "--smoke", action="store_true", help="everything tiny: shows that it runs, measures nothing"
+        "--smoke",
+        action="store_true",
+        help="everything tiny: shows that it runs, measures nothing",
     )
     parser.add_argument(
         "--update", type=Path, help="document whose tables are to be exchanged for these"

@@ -34,7 +34,9 @@ RECORDS = 2000
 def models(*, smoke: bool) -> list[Case]:
     """Returns small and large networks, and those of the other benchmarks."""
     more = (
-        [mlp((20, 32, 2), 64)] if smoke else [mlp((20, 32, 2), 64), mlp((100, 1024, 1024, 10), 256)]
+        [mlp((20, 32, 2), 64)]
+        if smoke
+        else [mlp((20, 32, 2), 64), mlp((100, 1024, 1024, 10), 256)]
     )
     return [*more, *(case for case in cases(smoke=smoke) if not case.is_linear)]
 

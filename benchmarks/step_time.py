@@ -83,7 +83,9 @@ def slots(
 ) -> dict[str, Slot]:
     """Returns the turns of all variants of a case."""
     setting, clock = Setting(), Clock(device, wall=torch.get_num_threads() > 1)
-    case = replace(case, batch=(case.batch[0].to(device), case.batch[1].to(device)), device=device)
+    case = replace(
+        case, batch=(case.batch[0].to(device), case.batch[1].to(device)), device=device
+    )
     builds = {name: build for name, build in VARIANTS.items() if name in (case.only or VARIANTS)}
     found = {
         name: in_process(build(case, case.model(), setting), clock)
@@ -94,14 +96,21 @@ def slots(
         found["fit"] = fit_slot(case, setting, clock, seconds=seconds)
     elif device == "cpu" and CAN_COMPILE and goal(FIT_GOALS, case):
         backend = None if smoke else "inductor"
-        found["compiled"] = in_process(compiled_step(case, case.model(), setting, backend=backend))
+        found["compiled"] = in_process(
+            compiled_step(case, case.model(), setting, backend=backend)
+        )
     for peer in peers if not case.only else ():
         found |= {name: peer.slot(case, name, setting) for name in peer.variants}
     return found
 
 
 def measure(
-    chosen: Sequence[Case], rounds: int, peers: Sequence[Peer], *, smoke: bool, device: str = "cpu"
+    chosen: Sequence[Case],
+    rounds: int,
+    peers: Sequence[Peer],
+    *,
+    smoke: bool,
+    device: str = "cpu",
 ) -> list[Measured]:
     """Returns the figures of all variants of the cases."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -158,7 +167,10 @@ def peer_table(measured: Sequence[Measured]) -> str:
             "-" if own is None else digits(own[0].median),
         ]
         rows.append(
-            [*line, *(cell(found[name][0]) if name in found else NOT_INSTALLED for name in others)]
+            [
+                *line,
+                *(cell(found[name][0]) if name in found else NOT_INSTALLED for name in others),
+            ]
         )
     return table(heads, rows)
 
@@ -183,9 +195,9 @@ def fresh(times: int, only: str, rounds: int) -> str:
     command = [sys.executable, __file__, "--cases", only, "--rounds", str(rounds)]
     lines: list[str] = []
     for _ in range(times):
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
-            "\n\n"
-        )
+        printed = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split("\n\n")
         lines += printed[2].splitlines()[0 if not lines else 2 :]
     return "\n".join(lines)
 
@@ -198,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="small models")
     parser.add_argument("--more", action="store_true", help="the further cases")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; the accelerator has one")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch; the accelerator has one"
+    )
     parser.add_argument(
         "--fresh", type=int, default=0, help="in so many processes, one after the other"
     )

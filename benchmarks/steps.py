@@ -53,7 +53,8 @@ def data_of(task: Task) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(task.n + task.dim)
     scales = torch.logspace(0.0, -math.log10(task.condition), task.dim)
     x = scales * (
-        torch.randn(task.n, task.dim, generator=draw) + 0.5 * torch.randn(task.dim, generator=draw)
+        torch.randn(task.n, task.dim, generator=draw)
+        + 0.5 * torch.randn(task.dim, generator=draw)
     )
     lengths = x.norm(dim=1, keepdim=True)
     x = x / lengths.quantile(0.95) * (lengths.quantile(0.95) / lengths).clamp(max=1.0)
@@ -121,7 +122,11 @@ def excess(task: Task, epsilon: float, given: dict[str, float], runs: int) -> fl
             **given,
         )
         dp.fit(
-            model, dp.HolderSGD(model.parameters(), plan), TensorDataset(x, y), loss, progress=False
+            model,
+            dp.HolderSGD(model.parameters(), plan),
+            TensorDataset(x, y),
+            loss,
+            progress=False,
         )
         found.append(float(loss(model(x), y).detach()))
     return sum(found) / runs

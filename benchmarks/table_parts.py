@@ -129,7 +129,15 @@ def made(
     ids = None if users is None else pd.factorize(users, sort=True)[0].astype(np.int64)
     test = split_of(np.arange(len(rows)) if ids is None else ids)
     return Table(
-        name, split, rows, target, test, bound_x or math.sqrt(len(blocks)), bound_y, threshold, ids
+        name,
+        split,
+        rows,
+        target,
+        test,
+        bound_x or math.sqrt(len(blocks)),
+        bound_y,
+        threshold,
+        ids,
     )
 
 

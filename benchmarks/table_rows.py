@@ -56,7 +56,9 @@ def diamonds() -> Table:
     blocks = [carat, carat**2, unit(found["depth"], 40, 80), unit(found["table"], 40, 100)]
     blocks += [one_hot(found["cut"], ("Fair", "Good", "Very Good", "Premium", "Ideal"))]
     blocks += [one_hot(found["color"], tuple("DEFGHIJ"))]
-    blocks += [one_hot(found["clarity"], ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1", "IF"))]
+    blocks += [
+        one_hot(found["clarity"], ("I1", "SI2", "SI1", "VS2", "VS1", "VVS2", "VVS1", "IF"))
+    ]
     return made("diamonds", "develop", blocks, found["price"] / 1000, bound_y=20.0)
 
 
@@ -155,7 +157,10 @@ def abortion() -> Table:
         unit(found["age"], 18, 90),
         unit(found["educ"], 0, 20),
     ]
-    blocks += [flag(found["sex"] == "Female"), one_hot(found["race"], ("White", "Black", "Other"))]
+    blocks += [
+        flag(found["sex"] == "Female"),
+        one_hot(found["race"], ("White", "Black", "Other")),
+    ]
     blocks += [one_hot(found["pid"], (0, 1, 2, 3, 4, 5, 6))]
     return made("abortion", "score", blocks, found["abany"])
 
@@ -223,7 +228,11 @@ def insurance() -> Table:
         flag(found["nwhite"] == 1),
         unit(found["age"], 18, 65),
     ]
-    blocks += [unit(found["yedu"], 0, 18), unit(found["famsize"], 1, 15), flag(found["empl"] == 1)]
+    blocks += [
+        unit(found["yedu"], 0, 18),
+        unit(found["famsize"], 1, 15),
+        flag(found["empl"] == 1),
+    ]
     blocks += [unit(found["inc"], 0, 200_000)]
     return made("insurance", "score", blocks, found["hi"])
 
@@ -304,7 +313,11 @@ def medical() -> Table:
         unit(found["coins"], 0, 100),
         unit(found["xage"], 0, 65),
     ]
-    blocks += [flag(found["female"] == 1), flag(found["child"] == 1), unit(found["educdec"], 0, 25)]
+    blocks += [
+        flag(found["female"] == 1),
+        flag(found["child"] == 1),
+        unit(found["educdec"], 0, 25),
+    ]
     blocks += [
         log_unit(found["income"], 30_000),
         unit(found["disea"], 0, 60),

@@ -32,13 +32,19 @@ def aircraft() -> Table:
     taken = np.isin(ids, np.random.default_rng(SPLIT_SEED).permutation(ids.max() + 1)[:600])
     late = flag(found["arr_delay"][taken] > 15)
     users = found["tailnum"][taken]
-    return made("aircraft", "develop", [rows[taken, :41]], late, bound_x=math.sqrt(7), users=users)
+    return made(
+        "aircraft", "develop", [rows[taken, :41]], late, bound_x=math.sqrt(7), users=users
+    )
 
 
 def batters() -> Table:
     """Runs of a season of a baseball player; users are players, with 1 to 30 seasons."""
     found = records("plyr", "baseball")
-    blocks = [unit(found["year"], 1870, 2010), unit(found["g"], 0, 162), unit(found["ab"], 0, 700)]
+    blocks = [
+        unit(found["year"], 1870, 2010),
+        unit(found["g"], 0, 162),
+        unit(found["ab"], 0, 700),
+    ]
     blocks += [
         unit(found["h"], 0, 250),
         unit(found["hr"], 0, 60),

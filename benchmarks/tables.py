@@ -131,9 +131,7 @@ def trivial(table: Table) -> dict[str, float]:
 def described(table: Table) -> str:
     """Returns a line of public numbers and of what is not private."""
     users = "" if table.users is None else f", {table.users.max() + 1:,} users"
-    size = (
-        f"{len(table.rows):,} rows ({table.test.mean():.0%} test), d = {table.rows.shape[1]}{users}"
-    )
+    size = f"{len(table.rows):,} rows ({table.test.mean():.0%} test), d = {table.rows.shape[1]}{users}"
     facts = f"bound_x {table.bound_x:.3f}"
     if table.bound_y is not None:
         facts += f", bound_y {table.bound_y:g}, threshold {table.threshold:g}"
@@ -171,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--list", action="store_true", help="a line for each table, with non-private scores"
     )
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="NAME")
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="NAME"
+    )
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")

@@ -96,7 +96,9 @@ def measure(name: str, n: int, dim: int) -> tuple[float, float]:
     variant(name, 8, 2)()  # the libraries' own memory
     call = variant(name, n, dim)
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: making the rows took more
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the peak starts anew: making the rows took more
     best = float("inf")
     for _ in range(3 if n * dim < 10**7 else 1):
         start = time.process_time()
@@ -130,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--counts", action="store_true", help="time and memory of one oracle call")
+    parser.add_argument(
+        "--counts", action="store_true", help="time and memory of one oracle call"
+    )
     parser.add_argument("--sizes", default=SIZES, help="users x dimension, separated by commas")
     parser.add_argument("--smoke", action="store_true", help="few users")
     args = parser.parse_args(argv)

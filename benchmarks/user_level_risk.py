@@ -98,7 +98,10 @@ def made(n: int, m: int, seed: int) -> tuple[TensorDataset, Tensor]:
 def excess(weight: Tensor, test: tuple[Tensor, Tensor]) -> float:
     """Returns the risk above the least one, labels integrated out."""
     x, logit = test
-    score, chance = x.double() @ weight.detach().double().reshape(-1), torch.sigmoid(logit.double())
+    score, chance = (
+        x.double() @ weight.detach().double().reshape(-1),
+        torch.sigmoid(logit.double()),
+    )
     return float((_cross_entropy(score, chance) - _cross_entropy(logit.double(), chance)).mean())
 
 
@@ -175,7 +178,9 @@ def risk(name: str, n: int, m: int, runs: int, test: tuple[Tensor, Tensor]) -> f
 def slope(sizes: Sequence[int], found: Sequence[float | None]) -> str:
     """Returns the least-squares slope on log-log of what there is, if it is two points or more."""
     points = [
-        (math.log(size), math.log(value)) for size, value in zip(sizes, found, strict=True) if value
+        (math.log(size), math.log(value))
+        for size, value in zip(sizes, found, strict=True)
+        if value
     ]
     if len(points) < 2:
         return "-"
@@ -248,7 +253,8 @@ def print_far(runs: int) -> None:
             statistics.median(far_fit(name, n, dim, away) for _ in range(runs)) for name in names
         ]
         print(
-            f"{n:>7}{dim:>6}{away:>6g}" + "".join(f"{error:>11.3g}" for error in found), flush=True
+            f"{n:>7}{dim:>6}{away:>6g}" + "".join(f"{error:>11.3g}" for error in found),
+            flush=True,
         )
 
 

@@ -23,7 +23,10 @@ from dataclasses import dataclass
 import torch
 from cases import Case
 from opacus import GradSampleModule
-from opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleFastGradientClipping
+from opacus.grad_sample import (
+    GradSampleModuleExpandedWeights,
+    GradSampleModuleFastGradientClipping,
+)
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from timing import Clock, Slot

@@ -116,7 +116,9 @@ def as_rst(text: str) -> str:
         re.sub(r"[|\\]|\*(?! )|(?<=\w)_(?=[^\w:(]|$)", lambda mark: f"\\{mark[0]}", part)
         for part in parts[::2]
     ]
-    return CITATION.sub(lambda cited: f":cited:`{cited[0][5:].replace('.md', '')}`", "".join(parts))
+    return CITATION.sub(
+        lambda cited: f":cited:`{cited[0][5:].replace('.md', '')}`", "".join(parts)
+    )
 
 
 def paragraphs(text: str) -> list[str]:
@@ -124,13 +126,19 @@ def paragraphs(text: str) -> list[str]:
     return re.split(r"\n{2,}", text.strip("\n"))
 
 
-def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def docstring(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Rewrites a docstring: indented blocks outside of sections are formulas and stay as they are."""
     written, in_section = [], False
     for text in paragraphs("\n".join(lines)):
-        in_section = (in_section and text.startswith(" ")) or bool(re.match(r"[A-Z]\w+:\n ", text))
+        in_section = (in_section and text.startswith(" ")) or bool(
+            re.match(r"[A-Z]\w+:\n ", text)
+        )
         formula = text.startswith(" ") and not in_section
-        names_joined = re.sub(r"(?m)^(    [\w, ]+,)\n +", r"\1 ", text)  # "Args:" of one line each
+        names_joined = re.sub(
+            r"(?m)^(    [\w, ]+,)\n +", r"\1 ", text
+        )  # "Args:" of one line each
         written += ["::", text] if formula else [as_rst(names_joined)]
     lines[:] = "\n\n".join(written).split("\n")
 
@@ -144,10 +152,13 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
         title, _, rest = body.strip().partition(": ")
         about, code, rest = rest.partition(".. GENERATED")
         written = [
-            f"::\n\n{part}" if part.startswith(" ") else as_rst(part) for part in paragraphs(about)
+            f"::\n\n{part}" if part.startswith(" ") else as_rst(part)
+            for part in paragraphs(about)
         ]
         written[0] = written[0][:1].upper() + written[0][1:]
-        text[0] = "\n\n".join([head + label, f"{title}\n{'=' * len(title)}", *written, code + rest])
+        text[0] = "\n\n".join(
+            [head + label, f"{title}\n{'=' * len(title)}", *written, code + rest]
+        )
     # links to files that are no page of the site are downloads
     text[0] = ROOT_PAGE_LINK.sub(r"{download}`\1 <\2>`", text[0])
     shown = {path.stem for path in (Path(app.srcdir) / "gallery").glob("*.rst")}

@@ -108,7 +108,9 @@ def infinite(value: Any) -> Any:
     if isinstance(value, list):
         return [infinite(item) for item in value]
     return (
-        {"inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+        {"inf": math.inf, "-inf": -math.inf}.get(value, value)
+        if isinstance(value, str)
+        else value
     )
 
 
@@ -205,7 +207,13 @@ def _start(
     """Returns the parameter, the data, and the numbers of a run without noise in one pass of `steps` slices."""
     weight = torch.nn.Parameter(torch.tensor([w0], dtype=torch.float64))
     n = len(X)
-    run = {"noise_multiplier": 0.0, "batch_size": n // steps, "n": n, "steps": steps, "clip": clip}
+    run = {
+        "noise_multiplier": 0.0,
+        "batch_size": n // steps,
+        "n": n,
+        "steps": steps,
+        "clip": clip,
+    }
     run["sampling"] = "shuffled"  # whose partition may be given
     return weight, torch.tensor(X, dtype=torch.float64), torch.tensor(y, dtype=torch.float64), run
 
@@ -399,7 +407,11 @@ def tilted_logistic(
     )
     objective.tilt = tilt
     value, gradient = objective.value_and_gradient(point)
-    return {"value": value, "grad": gradient.tolist(), "weights": objective.weights(point).tolist()}
+    return {
+        "value": value,
+        "grad": gradient.tolist(),
+        "weights": objective.weights(point).tolist(),
+    }
 
 
 def adversarial_logistic(

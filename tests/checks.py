@@ -145,7 +145,9 @@ def check_that_the_charge_precedes_the_noise() -> None:
     model, charges = scores(1), []
     opt = make_optimizer(model, Undeclared(1), noise=1.0)
     release = opt.oracle.release
-    opt.oracle.release = lambda generator: charges.append(len(opt.accountant)) or release(generator)
+    opt.oracle.release = lambda generator: (
+        charges.append(len(opt.accountant)) or release(generator)
+    )
     step(model, opt, torch.ones(1, 1))
     step(model, opt, torch.ones(1, 1))
     assert charges == [1, 2]
@@ -186,7 +188,9 @@ def check_that_an_empty_batch_is_like_any_other() -> None:
     for (x,) in opt.loader(TensorDataset(torch.zeros(0, DIM)), steps=steps):
         noises.append(step(model, opt, x))
     assert (len(noises), opt.steps, len(opt.accountant)) == (steps, steps, steps)
-    assert opt.accountant.ledger.digest() == _ledger_of(opt.design.event(opt.oracle.event(), steps))
+    assert opt.accountant.ledger.digest() == _ledger_of(
+        opt.design.event(opt.oracle.event(), steps)
+    )
     for noise in noises:
         assert_std(noise, 1.0 / 2)
 

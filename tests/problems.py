@@ -86,4 +86,6 @@ def slots_of(
 ) -> Any:
     """Returns where an optimizer's loader puts the rows of a sampler's draws; None where they are not filled up."""
     dim = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    return make_slots(optimizer._run, sampler, padding=padding, most=None, records=records, dim=dim)
+    return make_slots(
+        optimizer._run, sampler, padding=padding, most=None, records=records, dim=dim
+    )

@@ -37,7 +37,11 @@ def run_rank(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo",
+        f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
     )
     # the group ends with the process: `destroy_process_group` of torch 2.6 hangs now and then
     torch.save(work(rank, *args), f"{folder}/{rank}")
@@ -92,11 +96,18 @@ def layer(seed: int = 0, *, inputs: int = DIM, dtype: torch.dtype = torch.float6
 def holder(
     model: nn.Module, noise: float = 0.0, batch_size: int = 6, n: int = N, **options: Any
 ) -> dp.HolderSGD:
-    problem = dp.losses.Squared().problem(bound_x=3.0, bound_y=2.0)  # its clip follows the iterate
+    problem = dp.losses.Squared().problem(
+        bound_x=3.0, bound_y=2.0
+    )  # its clip follows the iterate
     return dp.HolderSGD(
         model.parameters(),
         dp.HolderSGD.plan(
-            lr=0.01, problem=problem, noise_multiplier=noise, batch_size=batch_size, n=n, **options
+            lr=0.01,
+            problem=problem,
+            noise_multiplier=noise,
+            batch_size=batch_size,
+            n=n,
+            **options,
         ),
     )
 
@@ -145,7 +156,9 @@ def union(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 def run_of(kind: str, model: nn.Module, **options: Any) -> dp.PrivateOptimizer:
     return (
-        holder(model, average="uniform", **options) if kind == "poisson" else full(model, **options)
+        holder(model, average="uniform", **options)
+        if kind == "poisson"
+        else full(model, **options)
     )
 
 

@@ -153,7 +153,9 @@ numbers = st.floats(-1e12, 1e12).map(repr)
 levels = st.sampled_from(["Private", "Bachelors", "Wife", "White", "Male", "?", "", "never seen"])
 
 
-@given(st.tuples(*(numbers if column in (0, 2, 4, 10, 11, 12) else levels for column in range(14))))
+@given(
+    st.tuples(*(numbers if column in (0, 2, 4, 10, 11, 12) else levels for column in range(14)))
+)
 def test_no_record_however_wild_exceeds_the_norm_bound(record):
     row = np.array(adult.encode(record))
     assert row.shape == (65,)
@@ -219,7 +221,9 @@ def test_the_baseline_reaches_the_published_non_private_anchor(data):
     scores = model(data.test_features)
     assert adult.accuracy(scores, data.test_labels) == pytest.approx(0.8467, abs=3e-4)
     assert adult.auc(scores, data.test_labels) == pytest.approx(0.8990, abs=1e-4)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(scores.squeeze(1), data.test_labels)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        scores.squeeze(1), data.test_labels
+    )
     assert float(loss) == pytest.approx(0.3292, abs=1e-4)
 
 

@@ -77,7 +77,9 @@ def words() -> dict[str, Any]:
         "batches": [data[:12], data[12:]],
         "parts": [data[:8], data[8:]],
         "phases": [
-            SimpleNamespace(steps=3, clip=1.0, sigma=0.0, reg=0.5, lr=lambda t: 1 / (0.5 * (t + 2)))
+            SimpleNamespace(
+                steps=3, clip=1.0, sigma=0.0, reg=0.5, lr=lambda t: 1 / (0.5 * (t + 2))
+            )
         ]
         * 2,
         "n": N,

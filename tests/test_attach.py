@@ -63,7 +63,9 @@ def test_a_model_with_an_attached_part_is_refused():
 
 
 @pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_copy_of_an_attached_model_gives_the_same_rows(copied, rows):
     model = dp.attach(nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 1)), rows=rows)

@@ -209,7 +209,9 @@ def test_detaching_what_is_not_attached_is_refused():
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("used", [False, True])
 def test_copies_of_a_mixed_model_give_right_rows_and_leave_the_original_alone(copied, rows, used):
@@ -243,7 +245,8 @@ def test_evaluation_records_nothing(rows):
         assert torch.equal(model.eval()(inputs()), expected)
     assert not has_rows(list(model.parameters()))
     assert_same_rows(
-        gradients(model.train(), inputs(), "mean"), gradients(dp.attach(mixed()), inputs(), "mean")
+        gradients(model.train(), inputs(), "mean"),
+        gradients(dp.attach(mixed()), inputs(), "mean"),
     )
 
 
@@ -435,7 +438,9 @@ def test_attention_over_the_batch_dimension_is_refused():
 def test_rows_that_cancel_are_not_taken_for_a_regularizer(seed):
     # the bias of the keys shifts all scores of a query alike: its gradient is zero up to rounding
     torch.manual_seed(seed)
-    model = ModuleValidator.fix(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0))
+    model = ModuleValidator.fix(
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    )
     dp.attach(model, rows="dense").train()
     (model(torch.randn(5, 6, 4)) * torch.randn(5, 6, 4)).flatten(1).sum(1).mean().backward()
     assert len(GradBatch.consume(list(model.parameters()))) == 5

@@ -73,7 +73,9 @@ def test_an_audit_finds_more_than_0_6_of_the_epsilon_of_a_gaussian_and_never_mor
     assert 0.6 * epsilon < swapped.epsilon_lower < epsilon
 
 
-@pytest.mark.parametrize(("sigma", "delta", "trials"), [(1.0, 0.05, 20_000), (1.0, 1e-5, 200_000)])
+@pytest.mark.parametrize(
+    ("sigma", "delta", "trials"), [(1.0, 0.05, 20_000), (1.0, 1e-5, 200_000)]
+)
 def test_halved_noise_is_refuted(sigma, delta, trials):
     found = dp.audit_outputs(*gaussian_outputs(sigma / 2, trials), delta=delta, confidence=SURE)
     assert found.contradicts(gaussian_epsilon(sigma, delta))
@@ -253,7 +255,9 @@ def test_no_noise_gives_the_most_that_so_many_trials_can_show():
 
 
 @pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("kind", ["number", "0-d", "tensor", "float16", "array", "list", "module"])
+@pytest.mark.parametrize(
+    "kind", ["number", "0-d", "tensor", "float16", "array", "list", "module"]
+)
 def test_outputs_may_be_numbers_arrays_tensors_and_modules(kind):
     rng = np.random.default_rng(8)
 
@@ -438,7 +442,9 @@ def test_training_with_half_of_the_noise_that_it_reports_is_refuted(monkeypatch)
         pytest.param(dp.Fixed(1, 2), "replace_one", OPPOSITE, id="fixed-replace_one"),
     ],
 )
-def test_training_passes_and_an_unclipped_canary_is_refuted(monkeypatch, design, adjacency, other):
+def test_training_passes_and_an_unclipped_canary_is_refuted(
+    monkeypatch, design, adjacency, other
+):
     sampling = picks(17)
     monkeypatch.setattr(
         "torch_dpsco.sampling.samplers.sampling_generator", lambda seed=None: sampling
@@ -495,7 +501,9 @@ def test_the_result_says_what_was_shown_in_one_sentence():
 
 def test_no_printed_bound_is_rounded_up():
     found = dp.audit(lambda x: x, (1.0, 2.0), delta=1e-5, trials=100)
-    assert "epsilon is at least 1.999 at" in str(dataclasses.replace(found, epsilon_lower=1.99999))
+    assert "epsilon is at least 1.999 at" in str(
+        dataclasses.replace(found, epsilon_lower=1.99999)
+    )
 
 
 def test_a_bound_contradicts_smaller_claims_only():
@@ -581,7 +589,8 @@ def test_canaries_that_do_not_go_with_the_adjacency_are_refused():
         training("zero_out")
     with pytest.raises(ValueError, match="dataset must hold a record"):
         training(
-            "replace_one", data=torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, 1))
+            "replace_one",
+            data=torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, 1)),
         )
     with pytest.raises(ValueError, match="canary must have a gradient"):
         training("replace_one", canary=NULL)

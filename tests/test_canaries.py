@@ -40,7 +40,9 @@ def no_seed_by_hand() -> None:
 def test_canaries_are_on_the_bound_and_orthogonal_in_blocks(
     shape: tuple[int, ...], count: int
 ) -> None:
-    made = canaries(count, like=(torch.zeros(shape), torch.tensor(0)), bound_x=3.0, labels=range(4))
+    made = canaries(
+        count, like=(torch.zeros(shape), torch.tensor(0)), bound_x=3.0, labels=range(4)
+    )
     inputs = torch.stack([x.flatten() for x, _ in made])
     assert len(made) == count
     assert all(x.shape == shape and y.dtype == torch.int64 and 0 <= y < 4 for x, y in made)
@@ -56,7 +58,9 @@ def test_values_of_the_record_are_not_looked_at() -> None:
         MADE[:20], canaries(20, like=private, bound_x=1.0, labels=(0, 1)), strict=True
     ):
         assert mine[1].shape == other[1].shape == (1,)
-    first, second = (canaries(5, like=like, bound_x=1.0, labels=(0, 1)) for like in (LIKE, private))
+    first, second = (
+        canaries(5, like=like, bound_x=1.0, labels=(0, 1)) for like in (LIKE, private)
+    )
     assert all(
         torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
         for a, b in zip(first, second, strict=True)

@@ -126,7 +126,9 @@ def test_a_record_moves_no_batch_that_it_is_not_in(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         dp.rows.forwards.CarriedState, "begin", lambda self, inputs, leaves_rows: None
     )
-    assert float((later_sum(50.0) - later_sum(-50.0)).norm()) > 1.0  # clips; its charge covers none
+    assert (
+        float((later_sum(50.0) - later_sum(-50.0)).norm()) > 1.0
+    )  # clips; its charge covers none
 
 
 FORMS: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Any]]] = {
@@ -160,7 +162,8 @@ def writers() -> tuple[Loop, Loop]:
     kept: list[Tensor] = []
     caches: list[list[Tensor]] = []
     loop = Loop(
-        Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach())), check_first_step=False
+        Cell(inputs=overwrite, outputs=lambda s: kept[-1].copy_(s.detach())),
+        check_first_step=False,
     )
     grown = Loop(
         Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())), check_first_step=False
@@ -197,7 +200,9 @@ def test_state_that_a_forward_writes_to_inputs_that_are_not_copied_is_refused() 
     loop.step(batch(0), held)
     with pytest.raises(PrivacyError, match="a copy of one"):
         loop.step(batch(1), held)
-    held.tensor.copy_(torch.randn(B, DIM))  # a buffer of the loop that is filled again is no state
+    held.tensor.copy_(
+        torch.randn(B, DIM)
+    )  # a buffer of the loop that is filled again is no state
     loop.step(batch(1), held)
 
     grown.model.inputs, grow = (lambda s: grow(s.cache)), grown.model.inputs
@@ -417,7 +422,11 @@ class Keeper(nn.Module):
         self.fixed, self.box = torch.zeros(B, DIM), SimpleNamespace(state=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = {"attribute": self.state, "list": (self.bank or [None])[-1], "in place": self.fixed}
+        kept = {
+            "attribute": self.state,
+            "list": (self.bank or [None])[-1],
+            "in place": self.fixed,
+        }
         state = kept.get(self.how, self.box.state if self.how == "object" else None)
         state = x.new_zeros(len(x), DIM) if state is None else state
         out = torch.tanh(self.cell(torch.cat([x, state], 1)))

@@ -21,7 +21,9 @@ from torch_dpsco.step.plan import Plan
 
 PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = [
-    line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
+    line
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
 ]
 SCRIPT = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 BUDGET = "--n 10000 --epsilon 1 --delta 1e-6"
@@ -141,7 +143,9 @@ def test_a_table_that_cannot_be_read_is_refused_unless_told(folder, capsys):
     code, out, err = run(capsys, words)
     assert (code, out) == (2, "")
     assert "STOPS A STUDY: died: 100.0% of values are none of the labels" in err
-    assert err.splitlines()[-1].startswith("dpsco: the table must be one that its schema can read")
+    assert err.splitlines()[-1].startswith(
+        "dpsco: the table must be one that its schema can read"
+    )
     assert not Path("study.ledger").exists()
     code, out, err = run(capsys, f"{words} --unchecked")
     assert (code, err) == (0, "")

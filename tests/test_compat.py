@@ -190,7 +190,9 @@ assert type(create_accountant("dpsco")) is dp.Accountant
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [LATER, DOOR, EARLIER], ids=["later", "by a door", "earlier"])
 def test_what_is_slow_to_import_is_imported_when_it_is_needed(order):
-    ran = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", order], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 

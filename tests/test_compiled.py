@@ -48,7 +48,11 @@ def vectorized(
 
 
 def means(
-    model: nn.Module, x: Tensor, y: Tensor, rows: dp.CompiledRows | None = None, clip: float = CLIP
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    rows: dp.CompiledRows | None = None,
+    clip: float = CLIP,
 ) -> Tensor:
     """Returns the mean without noise that one step releases, by compiled rows or by hooks; the model stays as it is."""
     before = copy.deepcopy(model.state_dict())
@@ -226,7 +230,9 @@ def test_physical_batches_make_one_step() -> None:
     for inputs, targets in ours.loader(TensorDataset(x, y), steps=1, physical_batch_size=3):
         rows.step(ours, inputs, targets)
     assert ours.steps == len(ours.accountant) == 1
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+    torch.testing.assert_close(
+        torch.cat([p.grad.flatten() for p in model.parameters()]), expected
+    )
 
 
 def test_rows_of_users_go_with_their_ids() -> None:
@@ -346,7 +352,8 @@ class _Counting(nn.Module):
 def test_a_forward_that_writes_is_refused(write: str) -> None:
     model = _Counting(write)
     with pytest.raises(
-        (PrivacyError, ValueError), match=r"must not change buffers|vectorizes.*(inplace|in-place)"
+        (PrivacyError, ValueError),
+        match=r"must not change buffers|vectorizes.*(inplace|in-place)",
     ):
         means(model, torch.ones(3, 2), torch.ones(3), vectorized(model))
 
@@ -422,7 +429,9 @@ class _Branching(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if float((0 * x.detach()).nan_to_num().sum()) == 0 else self.layer(-x)
+        return (
+            self.layer(x) if float((0 * x.detach()).nan_to_num().sum()) == 0 else self.layer(-x)
+        )
 
 
 def test_what_cannot_be_vectorized_is_refused_before_anything_is_charged() -> None:
@@ -453,7 +462,9 @@ def test_what_cannot_be_compiled_is_vectorized_with_a_warning() -> None:
 
 @pytest.fixture
 def _eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(inspect.unwrap(dp.CompiledRows.__init__).__kwdefaults__, "backend", "eager")
+    monkeypatch.setitem(
+        inspect.unwrap(dp.CompiledRows.__init__).__kwdefaults__, "backend", "eager"
+    )
 
 
 def fitted(model: nn.Module, loss: Any = None, **options: Any) -> dp.PrivateOptimizer:
@@ -494,7 +505,9 @@ def _own_function(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("loss", [dp.losses.Hinge(1.5), dp.losses.SoftmaxCrossEntropy(3)], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [dp.losses.Hinge(1.5), dp.losses.SoftmaxCrossEntropy(3)], ids=repr
+)
 def test_losses_of_the_library_have_the_same_compiled_rows(loss: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, loss.num_scores))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

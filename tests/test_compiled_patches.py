@@ -83,7 +83,9 @@ def test_the_input_has_its_gradient_too(setting: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
-def test_only_small_convolutions_take_the_form_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_small_convolutions_take_the_form_of_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[bool] = []
     convolve = F.conv2d
 

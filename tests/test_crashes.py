@@ -245,7 +245,9 @@ def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_search_that_was_lost_ends_the_run_at_its_start(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_search_that_was_lost_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     killed("user-searched", tmp_path, 1, monkeypatch)
     with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
         optimizer, accountant = train(CASES["user-searched"], tmp_path)
@@ -318,7 +320,9 @@ def test_a_run_is_resumed_with_its_own_ledger_file_only(tmp_path: Path) -> None:
         behind,
     ):
         fresh = case.build(dp.attach(case.model()).parameters(), accountant)
-        with pytest.raises(PrivacyError, match="ledger file of the run, as new as its checkpoint"):
+        with pytest.raises(
+            PrivacyError, match="ledger file of the run, as new as its checkpoint"
+        ):
             fresh.resume(newer)
         assert fresh.steps == 0
     own = case.build(
@@ -576,7 +580,9 @@ def test_a_checkpoint_needs_a_ledger_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("name", ["holder-poisson", "accelerated", "holder-output", "user-clipped"])
+@pytest.mark.parametrize(
+    "name", ["holder-poisson", "accelerated", "holder-output", "user-clipped"]
+)
 def test_a_finished_run_says_that_it_trains_nothing(name: str, tmp_path: Path) -> None:
     """Also with other records, of which it keeps no fingerprint, for it is not confidential."""
     case = CASES[name]

@@ -54,7 +54,11 @@ def test_steps_on_cuda_are_those_on_the_cpu(row):
 
 def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     norm = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 3),
     )
     words = nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Flatten(), nn.Linear(40, 3))
     return {
@@ -110,7 +114,9 @@ def test_one_record_more_moves_a_sum_on_cuda_by_what_is_declared(size, form):
         moved.append(torch.cat([mean.double().cpu().flatten() for mean in released]))
     room = 2.0**-23 * float(moved[0].norm())  # of the release, rounded to float32
     assert (
-        0.9 / size < float((moved[0] - moved[1]).norm()) <= oracle.sensitivity("add_remove") + room
+        0.9 / size
+        < float((moved[0] - moved[1]).norm())
+        <= oracle.sensitivity("add_remove") + room
     )
 
 

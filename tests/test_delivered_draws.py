@@ -267,9 +267,13 @@ def test_phases_are_begun_and_ended_by_one_optimizer() -> None:
     loader = opt.loader(DATA)
     batches = iter(loader)
     step(model, opt, next(batches)[0])
-    with pytest.raises(SequenceError, match=r"go on with draw 0 of the run \(got one at draw 1\)"):
+    with pytest.raises(
+        SequenceError, match=r"go on with draw 0 of the run \(got one at draw 1\)"
+    ):
         other.bind(loader)
-    with pytest.raises(SequenceError, match=r"go on with draw 1 of the run \(got one at draw 0\)"):
+    with pytest.raises(
+        SequenceError, match=r"go on with draw 1 of the run \(got one at draw 0\)"
+    ):
         opt.bind(DataLoader(DATA, batch_sampler=make_sampler(PHASES)))
     step(other_model, other, next(iter(other.loader(DATA, resume=True)))[0])
     step(model, opt, next(batches)[0])

@@ -70,7 +70,9 @@ def allocated() -> dict[str, Any]:
     loader = optimizer.loader(records(), padding=False)
     found = [train(model, optimizer, loader)["drawn"] for _ in range(2)]
     optimizer.finalize()
-    events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
+    events = [
+        f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()
+    ]
     return {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
 
 
@@ -90,7 +92,9 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
         [f"record {min(i, N - 2)}" for i in mine.tolist()],
         [f"record {i + (i == 2)}" for i in mine.tolist()],
     )
-    wrong = [message(UnitError, lambda ids=ids: optimizer.loader(data, ids=ids)) for ids in shared]
+    wrong = [
+        message(UnitError, lambda ids=ids: optimizer.loader(data, ids=ids)) for ids in shared
+    ]
     fewer = TensorDataset(*(tensor[:2] for tensor in data.tensors))
     wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
     others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
@@ -103,7 +107,9 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
     )
     cut = optimizer._batch.partition.cut
     optimizer.finalize()
-    events = [f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()]
+    events = [
+        f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()
+    ]
     facts = {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
     return facts | {"wrong": wrong, "others": others, "cut": torch.from_numpy(cut)}
 
@@ -281,20 +287,26 @@ def test_passes_of_secret_draws_are_charged_once_and_hold_each_record_once(
     passes = []
     for k in range(2):
         parts = [rank["allocated"]["drawn"][k] for rank in together]
-        batches = [sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)]
+        batches = [
+            sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)
+        ]
         assert sorted(i for batch in batches for i in batch) == list(range(N))
         passes.append(batches)
     assert passes[0] != passes[1]
 
 
-def test_ranks_with_own_records_make_passes_of_all_of_them(together: list[dict[str, Any]]) -> None:
+def test_ranks_with_own_records_make_passes_of_all_of_them(
+    together: list[dict[str, Any]],
+) -> None:
     """The batches are those that the ids pick under the common key, on whatever rank."""
     key = together[0]["by ids"]["cut"].numpy().tobytes()
     assert len(key) == 33
     for k in range(2):
         picks = RecordIds([f"record {i}" for i in range(N)]).picks(key[:32], k, 4)
         parts = [rank["by ids"]["drawn"][k] for rank in together]
-        batches = [sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)]
+        batches = [
+            sorted(i for part in drawn for i in part) for drawn in zip(*parts, strict=True)
+        ]
         assert batches == [np.flatnonzero(picks == batch).tolist() for batch in range(4)]
         assert {i for draw in parts[0] for i in draw} == {0, 1, 2}
     for rank in together:
@@ -366,7 +378,9 @@ def check_that_noise_is_of_one_process(noise: Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_noise_is_drawn_once_and_every_rank_gets_the_same(noises: list[dict[str, Tensor]]) -> None:
+def test_noise_is_drawn_once_and_every_rank_gets_the_same(
+    noises: list[dict[str, Tensor]],
+) -> None:
     first, second = (rank["noise"] for rank in noises)
     assert torch.equal(first, second)
     check_that_noise_is_of_one_process(first)

@@ -447,7 +447,9 @@ def test_a_budget_ends_all_ranks_at_the_same_step(failed: list[dict[str, Any]]) 
     assert all(rank["kinds"] == ["BudgetExceeded"] for rank in ranks)
 
 
-def test_a_rank_that_gives_a_draw_up_gets_the_same_one_again(failed: list[dict[str, Any]]) -> None:
+def test_a_rank_that_gives_a_draw_up_gets_the_same_one_again(
+    failed: list[dict[str, Any]],
+) -> None:
     first, second = (rank["given_up"] for rank in failed)
     assert first == second
     assert first[0] == 1

@@ -52,7 +52,10 @@ def conv() -> nn.Module:
 
 
 def private(
-    model: nn.Module, inner: str | torch.optim.Optimizer = "sgd", loader: Any = None, **changes: Any
+    model: nn.Module,
+    inner: str | torch.optim.Optimizer = "sgd",
+    loader: Any = None,
+    **changes: Any,
 ) -> tuple[nn.Module, Any, Any]:
     """Calls make_private with good arguments, but for the changes."""
     optimizer = INNER[inner](model.parameters()) if isinstance(inner, str) else inner
@@ -120,7 +123,9 @@ def test_one_line_makes_an_ordinary_loop_private(
 @pytest.mark.parametrize(
     ("build", "shape"), [(linear, (DIM,)), (conv, (1, 4, 4))], ids=["linear", "conv"]
 )
-def test_the_loop_need_not_know_that_draws_can_be_empty(build: Any, shape: tuple[int, ...]) -> None:
+def test_the_loop_need_not_know_that_draws_can_be_empty(
+    build: Any, shape: tuple[int, ...]
+) -> None:
     records_of, sizes = [], set()
     model, optimizer, loader = private(
         build(), loader=DataLoader(records(shape=shape), batch_size=1, shuffle=True), epochs=1
@@ -189,7 +194,9 @@ def test_groups_keep_their_learning_rates_and_follow_a_scheduler_of_the_torch_op
     groups = [{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.05}]
     inner = torch.optim.SGD(groups, lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    model, optimizer, loader = private(model, inner, DataLoader(records(), batch_size=N), epochs=2)
+    model, optimizer, loader = private(
+        model, inner, DataLoader(records(), batch_size=N), epochs=2
+    )
     for rates in ((0.2, 0.05), (0.1, 0.025)):
         before = values(model)
         train(model, optimizer, loader)
@@ -257,10 +264,16 @@ def doubled(items: list[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_the_loader_keeps_data_set_collate_function_and_workers() -> None:
-    plain = DataLoader(records(), batch_size=BATCH, shuffle=True, collate_fn=doubled, num_workers=1)
+    plain = DataLoader(
+        records(), batch_size=BATCH, shuffle=True, collate_fn=doubled, num_workers=1
+    )
     model, optimizer, loader = private(linear(), loader=plain)
     assert loader.dataset is plain.dataset
-    assert (loader.collate_fn.collate, loader.num_workers, loader.pin_memory) == (doubled, 1, False)
+    assert (loader.collate_fn.collate, loader.num_workers, loader.pin_memory) == (
+        doubled,
+        1,
+        False,
+    )
     known = {tuple(row.tolist()) for row in 2 * plain.dataset.tensors[0]}
     for inputs, targets in loader:
         assert {
@@ -386,7 +399,9 @@ def test_what_is_private_already_is_refused() -> None:
         SequenceError, match=r"private already: iterate over optimizer.loader\(dataset\)"
     ):
         private(model, optimizer)
-    with pytest.raises(ValueError, match=r"data_loader must be a DataLoader \(got PrivateLoader\)"):
+    with pytest.raises(
+        ValueError, match=r"data_loader must be a DataLoader \(got PrivateLoader\)"
+    ):
         private(linear(), loader=loader)
     with pytest.raises(SequenceError, match=r"attached already: call dp.detach\(model\) first"):
         private(model)
@@ -403,7 +418,9 @@ def test_an_optimizer_of_other_parameters_or_one_that_evaluates_the_loss_is_refu
         private(model, torch.optim.LBFGS(model.parameters()))
     model[0].requires_grad_(False)
     data = DataLoader(records(shape=(1, 4, 4)), batch_size=BATCH, shuffle=True)
-    model, optimizer, loader = private(model, torch.optim.SGD(model[3].parameters(), lr=0.1), data)
+    model, optimizer, loader = private(
+        model, torch.optim.SGD(model[3].parameters(), lr=0.1), data
+    )
     frozen = values(model[0])
     train(model, optimizer, loader)
     assert all(map(torch.equal, frozen, values(model[0])))

@@ -130,7 +130,9 @@ def spent(text: str) -> tuple[str, dict[str, str], int, PoissonGaussian]:
         re.findall(r"^  (zero_out|replace_one): epsilon (\S+)$", text, flags=re.MULTILINE)
     )
     events = re.findall(
-        r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$", text, re.MULTILINE
+        r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$",
+        text,
+        re.MULTILINE,
     )
     assert len(events) == 1
     steps, noise, rate = events[0]
@@ -217,7 +219,9 @@ def test_the_private_model_has_learned_and_the_other_is_better(runs: dict[str, R
     )  # equal steps and rates: the noise costs little
 
 
-def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict[str, Run]) -> None:
+def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(
+    runs: dict[str, Run],
+) -> None:
     problem = dp.losses.Logistic().problem(bound_x=3.61)
     budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
     plan = dp.HolderSGD.plan(problem=problem, n=N, budget=budget, epochs=0.1, dim=66)
@@ -232,7 +236,9 @@ def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(runs: dict
 def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(runs: dict[str, Run]) -> None:
     figures, text, _ = runs["logistic_regression"]
     verdict = text.split(" s\n\n")[1]
-    changed = [100 * (figures[kind] - figures[f"baseline_{kind}"]) for kind in ("accuracy", "auc")]
+    changed = [
+        100 * (figures[kind] - figures[f"baseline_{kind}"]) for kind in ("accuracy", "auc")
+    ]
     said = re.search(
         r"Privacy and the short run changed accuracy by (\S+) and AUC by (\S+) points", verdict
     )
@@ -243,7 +249,9 @@ def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(runs: dict[s
     accountant.record(event, steps)
     right = float(re.search(r"wins at most (\S+) % of even bets", verdict)[1])
     assert (
-        50 * (1 + accountant.get_delta(0.0)) <= right <= 50 * (1 + accountant.get_delta(0.0)) + 0.11
+        50 * (1 + accountant.get_delta(0.0))
+        <= right
+        <= 50 * (1 + accountant.get_delta(0.0)) + 0.11
     )
     assert "whether one given person is in the data" in verdict
 
@@ -387,7 +395,9 @@ def test_the_readme_is_a_door_and_not_the_house() -> None:
     assert len(README.splitlines()) <= 150
     for block in blocks("python"):
         code = [
-            line for line in block.splitlines() if line and not line.startswith(("import", "from"))
+            line
+            for line in block.splitlines()
+            if line and not line.startswith(("import", "from"))
         ]
         assert len(code) <= 12
 

@@ -33,7 +33,9 @@ from torch_dpsco.trial import loss as loss_trace
 
 B = 9
 Loss = Callable[[Tensor, Tensor], Tensor]
-CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
+CHECKED = (
+    "checked at the first step on made-up records, some of them far out: none reaches another"
+)
 
 EARLY_DYNAMO = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="torch 2.6 compiles no attached model"
@@ -91,11 +93,15 @@ SOUND: dict[str, Loss] = {
     "in place": lambda out, y: (out - y).square_().clamp_(max=3).mean(),
     "in place on outputs": lambda out, y: out.sub_(y).square().sum(),
     "masked within records": lambda out, y: ((out - y) * (y > 0)).square().sum(),
-    "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs())(out, (y > 0).float()),
+    "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs())(
+        out, (y > 0).float()
+    ),
     "picked by numbers": lambda out, y: (
         -torch.cat([out, -out], 1)[torch.arange(B), (y[:, 0] > 0).long()].sum()
     ),
-    "picked by a gather": lambda out, y: -torch.cat([out, -out], 1).gather(1, (y > 0).long()).sum(),
+    "picked by a gather": lambda out, y: (
+        -torch.cat([out, -out], 1).gather(1, (y > 0).long()).sum()
+    ),
     "picked by a mask": lambda out, y: out[y[:, 0] > 0].square().sum(),
     "picked in another order": lambda out, y: (
         (out[y[:, 0].argsort()] - y[y[:, 0].argsort()]).square().sum()
@@ -453,7 +459,9 @@ def test_healthy_models_pass(name: str) -> None:
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 @pytest.mark.parametrize(
     "what", [pytest.param("model", marks=EARLY_DYNAMO), "loss", "before attach"]
 )
@@ -465,7 +473,9 @@ def test_compiled_models_and_losses_are_looked_at(what: str) -> None:
         compiled = torch.compile(model, backend="eager") if what == "before attach" else model
         dp.attach(compiled)
         run = torch.compile(model, backend="eager") if what == "model" else compiled
-        loss: Any = torch.compile(nn.MSELoss(), backend="eager") if what == "loss" else nn.MSELoss()
+        loss: Any = (
+            torch.compile(nn.MSELoss(), backend="eager") if what == "loss" else nn.MSELoss()
+        )
         for k in range(2):
             if not sound:
                 with pytest.raises(PrivacyError, match=r"in Largest '(_orig_mod.)?1'"):
@@ -514,7 +524,11 @@ def traces_of(check: bool, rows: str) -> list[Any]:
     params = list(model.parameters())
     versions = [p._version for p in params]
     made = GradBatch.consume(params).dense()
-    noise = [torch.rand(3), torch.rand(3, generator=own), torch.rand(3, generator=model.generator)]
+    noise = [
+        torch.rand(3),
+        torch.rand(3, generator=own),
+        torch.rand(3, generator=model.generator),
+    ]
     numbers = [
         float(np.random.random()),  # noqa: NPY002
         random.random(),
@@ -524,7 +538,14 @@ def traces_of(check: bool, rows: str) -> list[Any]:
         model.training,
     ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return [*made, *noise, *(p.detach() for p in params), *numbers, hooks, [p.grad for p in params]]
+    return [
+        *made,
+        *noise,
+        *(p.detach() for p in params),
+        *numbers,
+        hooks,
+        [p.grad for p in params],
+    ]
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
@@ -645,7 +666,9 @@ def test_where_a_wrong_index_ends_the_process_integers_are_made_up_on_a_copy(
     for most, known in ((100, CHECKED), (10, large)):
         monkeypatch.setattr(first_step, "_MOST_COPIED", most)
         model = Wired(
-            lambda m, i: m.layer(m.table(i)).sum(1), table=nn.Embedding(5, 4), layer=nn.Linear(4, 1)
+            lambda m, i: m.layer(m.table(i)).sum(1),
+            table=nn.Embedding(5, 4),
+            layer=nn.Linear(4, 1),
         )
         dp.attach(model)(torch.randint(0, 5, (B, 6))).square().mean().backward()
         assert verdicts(model)[0] == known
@@ -738,7 +761,9 @@ def test_no_verdict_tells_whether_there_were_as_many_records_as_classes() -> Non
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_small_batch_is_followed_by_another_look_and_its_size_is_in_no_verdict(size: int) -> None:
+def test_a_small_batch_is_followed_by_another_look_and_its_size_is_in_no_verdict(
+    size: int,
+) -> None:
     model = dp.attach(Model(), loss_reduction="sum")
     model(torch.randn(size, 3)).softmax(0).sum().backward()
     assert verdicts(model)[1] == verdicts(dp.attach(Model()))[1]
@@ -788,7 +813,8 @@ def test_a_loss_by_record_must_reduce_as_the_model_was_attached(
     model = dp.attach(nn.Linear(3, 1), loss_reduction=attached)
     y, make = torch.ones(B, 1), BY_RECORD[kind]
     with pytest.raises(
-        ValueError, match=rf"must be '{attached}', as the model was attached \(got '{reduction}'\)"
+        ValueError,
+        match=rf"must be '{attached}', as the model was attached \(got '{reduction}'\)",
     ):
         make(reduction)(model(torch.randn(B, 3)), y).backward()
     make(attached)(model(torch.randn(B, 3)), y).backward()
@@ -868,7 +894,9 @@ def test_fit_looks_once_by_its_probes_and_reports_that(
     monkeypatch.setattr(first_step.FirstStep, "_look_at", lambda *args: looks.append("model"))
     monkeypatch.setattr(first_step, "trace_outputs", lambda *args: looks.append("loss"))
     model: nn.Module = (
-        nn.Linear(3, 1) if how == "closed form" else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        nn.Linear(3, 1)
+        if how == "closed form"
+        else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     )
     if how == "attached before":
         dp.attach(model)

@@ -153,7 +153,9 @@ dates = st.integers(-10, 5_000)
 @pytest.mark.slow
 @given(
     st.lists(
-        st.tuples(dates, dates, dates, wild, wild, wild, names, names, wild), min_size=1, max_size=5
+        st.tuples(dates, dates, dates, wild, wild, wild, names, names, wild),
+        min_size=1,
+        max_size=5,
     )
 )
 def test_no_record_however_wild_exceeds_the_norm_bounds(rows):
@@ -207,9 +209,11 @@ def test_least_squares_reaches_the_published_anchors(data, variant, r_squared, r
         np.column_stack([x[:, :width].double().numpy(), np.ones(len(x))])
         for x in (data.train_features, data.test_features)
     )
-    w = np.linalg.lstsq(train.T @ train, train.T @ data.train_hours.double().numpy(), rcond=1e-12)[
-        0
-    ]
+    w = np.linalg.lstsq(
+        train.T @ train, train.T @ data.train_hours.double().numpy(), rcond=1e-12
+    )[0]
     errors = np.square(test @ w - data.test_hours.numpy()).mean()
     assert math.sqrt(errors) == pytest.approx(rmse, abs=2e-4)
-    assert 1 - errors / data.test_hours.double().numpy().var() == pytest.approx(r_squared, abs=3e-4)
+    assert 1 - errors / data.test_hours.double().numpy().var() == pytest.approx(
+        r_squared, abs=3e-4
+    )

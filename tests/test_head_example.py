@@ -44,7 +44,9 @@ def test_the_example_prints_both_accuracies_and_what_it_spent(
     for name in ("private", "not private"):
         assert f"{name:<12} accuracy {figures[name]:.4f}" in shown
     assert 0.9 < figures["epsilon"] <= example.EPSILON
-    assert re.search(r"^spent: \(1, 1e-06\)-differential privacy, add_remove", shown, re.MULTILINE)
+    assert re.search(
+        r"^spent: \(1, 1e-06\)-differential privacy, add_remove", shown, re.MULTILINE
+    )
     [head] = seen  # one fit, one release
     assert head.mechanism_ == "preconditioned_gd"
     assert figures["private"] > 2 / example.CLASSES

@@ -154,7 +154,9 @@ def test_each_part_of_unsampled_steps_and_each_pilot_keeps_the_budget_by_itself(
             checked += 1
         if isinstance(design, Parts):
             pilots = [
-                oracle for oracle, _ in optimizer.oracle.phases if isinstance(oracle, QuantilePilot)
+                oracle
+                for oracle, _ in optimizer.oracle.phases
+                if isinstance(oracle, QuantilePilot)
             ]
             assert pilots
             assert all(pilot.epsilon <= 1.0 for pilot in pilots)
@@ -192,7 +194,10 @@ def test_the_printed_errors_are_those_of_the_trained_models(
         with torch.no_grad():
             found = float((model(data.test_features).squeeze(1) - data.test_hours).abs().mean())
         shown = re.search(rf"^{name} +(\d+) +(\S+)", text, re.MULTILINE).groups()
-        assert (int(shown[0]), float(shown[1])) == (optimizer.steps, pytest.approx(found, abs=6e-5))
+        assert (int(shown[0]), float(shown[1])) == (
+            optimizer.steps,
+            pytest.approx(found, abs=6e-5),
+        )
         assert figures[f"{name}_mae"] == pytest.approx(found, abs=1e-6)
     assert figures["Huber's loss, not private_mae"] < 0.211
     assert figures["as late as it left, nothing learned_mae"] == pytest.approx(0.2411, abs=1e-4)
@@ -232,7 +237,9 @@ def test_the_goals_on_flights_are_met(modules: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.slow
-def test_the_penalty_leaves_zeros_and_its_absence_does_not(modules: dict[str, ModuleType]) -> None:
+def test_the_penalty_leaves_zeros_and_its_absence_does_not(
+    modules: dict[str, ModuleType],
+) -> None:
     torch.manual_seed(1)
     figures = run(modules["lasso"]).figures
     for kind in ("one pass", "full batch"):
@@ -272,7 +279,9 @@ def test_the_printed_bits_are_those_of_the_oracle_and_dishonest_users_cost_more(
     oracle = quick["shuffle_model"].made[1][1].oracle
     assert isinstance(oracle, ShuffledClipped)
     sizes = oracle.parameters
-    assert f"send 10 x ({sizes.grid} + {sizes.noise_bits}) bits each" in quick["shuffle_model"].text
+    assert (
+        f"send 10 x ({sizes.grid} + {sizes.noise_bits}) bits each" in quick["shuffle_model"].text
+    )
     assert quick["shuffle_model"].figures["bits"] == 10 * (sizes.grid + sizes.noise_bits)
     doubted = modules["shuffle_model"].make_oracle(4_000, 1.0, 0.5).parameters
     assert doubted.noise_bits > 1.5 * sizes.noise_bits

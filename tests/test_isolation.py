@@ -35,7 +35,13 @@ from torch_dpsco.algorithms import user_filter_oracles as user_filtered
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
-from torch_dpsco.sampling import AssignedSampler, FullSampler, PhysicalBatches, PrivateLoader, Slots
+from torch_dpsco.sampling import (
+    AssignedSampler,
+    FullSampler,
+    PhysicalBatches,
+    PrivateLoader,
+    Slots,
+)
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.sampling.samplers import DesignSampler
 from torch_dpsco.step.run import sizes_are_private
@@ -444,7 +450,9 @@ def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users, most):
             assert len(set(taken.tolist())) == len(taken)
             assert not len(taken) or 0 <= taken.min() <= taken.max() < slots.block
             for row, place in zip(rows.tolist(), taken.tolist(), strict=True):
-                found[owner[row]].append((row - int((np.cumsum(sizes) - sizes)[owner[row]]), place))
+                found[owner[row]].append(
+                    (row - int((np.cumsum(sizes) - sizes)[owner[row]]), place)
+                )
         assert [[nth for nth, _ in own] for own in found] == [list(range(size)) for size in sizes]
         return [[place for _, place in own] for own in found[:-1]]
 
@@ -530,7 +538,9 @@ def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit
 
 
 def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
-    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove")
+    optimizer = make_optimizer(
+        dp.attach(nn.Linear(1, 1)), Poisson(16, 64), adjacency="add_remove"
+    )
     loader = optimizer.loader(TensorDataset(1.0 + torch.arange(64.0)[:, None]), steps=1)
     (whole,) = next(iter(loader))
     optimizer.discard()
@@ -584,7 +594,9 @@ class Words(Dataset):
 
 
 def test_batches_that_cannot_be_filled_up_are_refused_by_name():
-    optimizer = make_optimizer(dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove")
+    optimizer = make_optimizer(
+        dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove"
+    )
     with pytest.raises(ValueError, match="padding=False"):
         next(iter(optimizer.loader(Words())))
     optimizer.discard()
@@ -602,7 +614,9 @@ def test_batches_of_other_data_sets_are_filled_up(workers):
         def __getitem__(self, place: int) -> dict[str, Tensor]:
             return {"x": torch.tensor([1.0 + place]), "y": torch.tensor(1.0 + place**2)}
 
-    optimizer = make_optimizer(dp.attach(nn.Linear(1, 1)), Poisson(16, 16), adjacency="add_remove")
+    optimizer = make_optimizer(
+        dp.attach(nn.Linear(1, 1)), Poisson(16, 16), adjacency="add_remove"
+    )
     batch = next(iter(optimizer.loader(Squares(), num_workers=workers)))
     assert batch["x"].shape == (capacity(optimizer.design), 1)
     for x, y in zip(batch["x"][:, 0].tolist(), batch["y"].tolist(), strict=True):
@@ -648,7 +662,9 @@ def test_a_filled_block_of_all_records_has_them_at_their_places():
         assert sorted(kept.tolist()) == x.flatten().tolist()
         loader.batch_sampler.log.use_up()
         orders.append(kept.tolist())
-        loader = PrivateLoader(TensorDataset(x), FullSampler(design, steps=1), slots=Slots(design))
+        loader = PrivateLoader(
+            TensorDataset(x), FullSampler(design, steps=1), slots=Slots(design)
+        )
     assert (
         orders[0] != x.flatten().tolist() or orders[1] != x.flatten().tolist()
     )  # in order by chance: 1 in 20!^2

@@ -300,7 +300,9 @@ def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
     def wrong(name: str) -> Iterator[str]:
         body = parsed(name).body
         lists = [
-            n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+            n
+            for n in body
+            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
         ]
         taken = {
             alias.asname or alias.name
@@ -396,7 +398,8 @@ def f():
         "scipy.special",
     }
     at_top = imports(
-        ast.parse("from . import _validate\nfrom .accounting import analysis"), f"{PACKAGE}.problem"
+        ast.parse("from . import _validate\nfrom .accounting import analysis"),
+        f"{PACKAGE}.problem",
     )
     assert at_top == {f"{PACKAGE}._validate", ANALYSIS}
     in_package = imports(
@@ -407,7 +410,9 @@ def f():
         ast.parse("from ..oracles import base\nfrom ...errors import X"), f"{ANALYSIS}.convert"
     )
     assert from_inner == {f"{ACCOUNTING}.oracles", f"{PACKAGE}.errors"}
-    of_package = imports(ast.parse("from torch_dpsco import errors, __doc__"), f"{PACKAGE}.problem")
+    of_package = imports(
+        ast.parse("from torch_dpsco import errors, __doc__"), f"{PACKAGE}.problem"
+    )
     assert of_package == {f"{PACKAGE}.errors", PACKAGE}
 
 

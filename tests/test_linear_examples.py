@@ -104,7 +104,8 @@ def events(text: str) -> list[tuple[int, float, float]]:
     """Returns (steps, noise multiplier, rate) of each printed event."""
     pattern = r"^  event: (\d+) x PoissonGaussian\(noise_multiplier=(\S+), q=(\S+)\)$"
     return [
-        (int(count), float(z), float(q)) for count, z, q in re.findall(pattern, text, re.MULTILINE)
+        (int(count), float(z), float(q))
+        for count, z, q in re.findall(pattern, text, re.MULTILINE)
     ]
 
 
@@ -131,7 +132,9 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
-def test_printed_epsilons_are_true_and_within_the_budget(name: str, quick: dict[str, Run]) -> None:
+def test_printed_epsilons_are_true_and_within_the_budget(
+    name: str, quick: dict[str, Run]
+) -> None:
     figures, text, _ = quick[name]
     found = events(text)
     quoted = re.findall(
@@ -176,7 +179,9 @@ def test_printed_errors_are_those_of_the_trained_models(
         table = text.split(f"{variant}: 65,469 flights to predict")[1]
         for name in ("huber", "squared"):
             with torch.no_grad():
-                residual = next(models)(data.test_features[:, :width]).squeeze(1) - data.test_hours
+                residual = (
+                    next(models)(data.test_features[:, :width]).squeeze(1) - data.test_hours
+                )
             found = (float(residual.abs().mean()), float(residual.square().mean().sqrt()))
             shown = re.search(rf"^{name}, private +(\S+) +(\S+)$", table, re.MULTILINE).groups()
             assert tuple(map(float, shown)) == pytest.approx(found, abs=6e-5)
@@ -262,11 +267,15 @@ def test_private_huber_regression_is_as_good_as_the_other(examples: dict[str, Ex
     # Spread of the Huber errors over runs: under 0.0002. Squared: a few times 0.001, because of its larger noise.
     figures, text, _ = examples["linear_regression"].run()
     for variant, (low, high) in {"predep": (0.435, 0.450), "atdep": (0.214, 0.232)}.items():
-        private, public = figures[f"{variant}_huber_mae"], figures[f"{variant}_huber_baseline_mae"]
+        private, public = (
+            figures[f"{variant}_huber_mae"],
+            figures[f"{variant}_huber_baseline_mae"],
+        )
         assert public - 2e-3 < private < public + 5e-3
         assert low < figures[f"{variant}_squared_mae"] < high
         assert (
-            figures[f"{variant}_squared_rmse"] > figures[f"{variant}_squared_baseline_rmse"] - 2e-3
+            figures[f"{variant}_squared_rmse"]
+            > figures[f"{variant}_squared_baseline_rmse"] - 2e-3
         )
     assert all(epsilon_by_pld([event], 1e-6) <= 1.0 for event in events(text))
 

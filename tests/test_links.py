@@ -34,7 +34,10 @@ def prose(text: str) -> str:
 def slug(heading: str) -> str:
     """Returns the anchor that GitHub gives a heading: small letters, no punctuation, a hyphen for each space."""
     shown = (
-        LINK.sub(lambda link: link[0][1 : link[0].index("](")], heading).strip().rstrip("#").strip()
+        LINK.sub(lambda link: link[0][1 : link[0].index("](")], heading)
+        .strip()
+        .rstrip("#")
+        .strip()
     )
     return re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
 
@@ -96,7 +99,9 @@ def test_files_and_folders_that_pages_name_are_there() -> None:
     places = [ROOT / name for name in ("", "torch_dpsco", "tests", "docs")]
     wrong = []
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
-        named = re.findall(r"`([\w{},*]+/[\w/{},*]*(?:\.py|/))`", page.read_text(encoding="utf-8"))
+        named = re.findall(
+            r"`([\w{},*]+/[\w/{},*]*(?:\.py|/))`", page.read_text(encoding="utf-8")
+        )
         paths = [path for name in named for path in spelled_out(name)]
         wrong += [
             f"{page.relative_to(ROOT)}: {path}"

@@ -254,7 +254,9 @@ def test_public_numbers_wait_for_the_end_of_a_draw() -> None:
     LOSS(model(inputs), targets).backward()
     optimizer.step()
     assert (optimizer.steps, optimizer.in_draw) == (0, True)
-    with pytest.raises(SequenceError, match="public must be given after the last chunk of a batch"):
+    with pytest.raises(
+        SequenceError, match="public must be given after the last chunk of a batch"
+    ):
         log(optimizer, public={"accuracy": 0.5})
     optimizer.discard()
     assert not optimizer.in_draw
@@ -278,7 +280,9 @@ def test_public_numbers_wait_for_the_end_of_a_draw() -> None:
         (lambda: fitted(print), r"log must be a Logger, as loggers.tensorboard\(writer\) \(got "),
     ],
 )
-def test_wrong_objects_are_refused_with_the_way_out(make: Callable[[], Any], message: str) -> None:
+def test_wrong_objects_are_refused_with_the_way_out(
+    make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -341,7 +345,11 @@ def test_a_logger_that_fails_leaves_a_run_that_goes_on() -> None:
     assert (optimizer.steps, len(optimizer.accountant), optimizer.finalized) == (4, 4, False)
     lines, log = collecting(every=4)
     dp.fit(model, optimizer, data, LOSS, progress=False, log=log)
-    assert (optimizer.steps, len(optimizer.accountant), optimizer.finalized) == (STEPS, STEPS, True)
+    assert (optimizer.steps, len(optimizer.accountant), optimizer.finalized) == (
+        STEPS,
+        STEPS,
+        True,
+    )
     assert [step for step, _ in lines] == [8, STEPS]
 
 
@@ -374,7 +382,8 @@ def written_to_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     reader = events.EventAccumulator(str(folder))
     reader.Reload()
     return {
-        name: [(e.step, e.value) for e in reader.Scalars(name)] for name in reader.Tags()["scalars"]
+        name: [(e.step, e.value) for e in reader.Scalars(name)]
+        for name in reader.Tags()["scalars"]
     }
 
 
@@ -393,7 +402,9 @@ def test_tensorboard_keeps_what_is_written(tmp_path: Path) -> None:
     assert set(found) == {f"privacy/{field.name}" for field in fields(Numbers)}
     fitted(log)
     for name, points in found.items():
-        assert points == [(step, pytest.approx(numbers[name], rel=1e-6)) for step, numbers in lines]
+        assert points == [
+            (step, pytest.approx(numbers[name], rel=1e-6)) for step, numbers in lines
+        ]
 
 
 def test_no_written_epsilon_is_less_than_was_spent() -> None:

@@ -59,7 +59,9 @@ def worst_targets(loss: Loss, bound: float = Y) -> Tensor:
     return f64(-1, 1) if isinstance(loss, MarginLoss) else f64(-bound, bound)
 
 
-def batch(loss: Loss, dtype: torch.dtype = torch.float64, size: int = 16) -> tuple[Tensor, Tensor]:
+def batch(
+    loss: Loss, dtype: torch.dtype = torch.float64, size: int = 16
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator()
     shape = (size,) if loss.num_scores == 1 else (size, loss.num_scores)
     score = torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).to(dtype)
@@ -146,7 +148,12 @@ def test_the_derivative_is_the_finite_difference_away_from_kinks(loss: TableLoss
 
 
 def test_subgradients_at_kinks_are_fixed() -> None:
-    for loss, kink in ((Hinge(), 1.0), (Absolute(), 0.5), (PowerLoss(1), 0.5), (Pinball(0.9), 0.5)):
+    for loss, kink in (
+        (Hinge(), 1.0),
+        (Absolute(), 0.5),
+        (PowerLoss(1), 0.5),
+        (Pinball(0.9), 0.5),
+    ):
         target = 1.0 if isinstance(loss, MarginLoss) else 0.5
         assert loss.derivative(f64(kink), f64(target)).item() == 0.0
     assert EpsilonInsensitive(0.25).derivative(f64(0.25, 0.75), f64(0.5, 0.5)).tolist() == [

@@ -66,7 +66,9 @@ def test_removed_clip_of_linear_rows_is_caught(where, request):
 def test_a_clip_of_parts_instead_of_rows_is_caught():
     def mutate(patch: Patch) -> None:
         clip_weights = clipped.clip_weights
-        patch.setattr(clipped, "clip_weights", lambda norms, clip: clip_weights(norms.sqrt(), clip))
+        patch.setattr(
+            clipped, "clip_weights", lambda norms, clip: clip_weights(norms.sqrt(), clip)
+        )
 
     assert_caught(checks.check_that_no_row_passes_the_clip, mutate)
 

@@ -75,7 +75,11 @@ def test_the_environment_switches_it_off():
     script = "from torch_dpsco import native; print(native.status(), native.is_available())"
     environment = os.environ | {"TORCH_DPSCO_NATIVE": "off"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "off (TORCH_DPSCO_NATIVE=off) False"
 
@@ -135,7 +139,10 @@ def check_sums() -> None:
                 [rows_of(kind, n, d), torch.full((2, d), NAN), torch.full((1, d), INF)]
             )
             weights = torch.cat(
-                [torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+                [
+                    torch.logspace(-3, 0, n, dtype=torch.float64),
+                    torch.zeros(3, dtype=torch.float64),
+                ]
             )
             if n > 2:
                 rows[1], weights[1] = NAN, 0.0
@@ -183,7 +190,10 @@ def check_outer() -> None:
                 torch.cat([grads, torch.full((2, out), INF)]),
             )
             weights = torch.cat(
-                [torch.logspace(-3, 0, n, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+                [
+                    torch.logspace(-3, 0, n, dtype=torch.float64),
+                    torch.zeros(2, dtype=torch.float64),
+                ]
             )
             weights[2 : n - 3 : 4] = 0.0
             total, bias = native.outer_sums(grads, rows, weights, tile)
@@ -193,7 +203,8 @@ def check_outer() -> None:
                 for value, exact, size in zip(line, found, sizes, strict=True):
                     assert math.isfinite(value)
                     assert (
-                        abs(Fraction(value) - exact) <= (tile + 4) * V * size + Fraction(2) ** -140
+                        abs(Fraction(value) - exact)
+                        <= (tile + 4) * V * size + Fraction(2) ** -140
                     )
             sums, sizes = exact_sum(grads, weights)
             for value, exact, size in zip(bias.tolist(), sums, sizes, strict=True):
@@ -531,7 +542,10 @@ MUTATIONS = {
     "no clip below": ("length < -most, -most, length", "length < -most, length, length"),
     "infinite rows count": ("(length < infinite) & ", ""),
     "huge rows count": (" & (factor < largest)", ""),
-    "rows of weight 0 are read": ("if (weight[r] == 0.0) p[r] = kept;", "if (!kept) p[r] = kept;"),
+    "rows of weight 0 are read": (
+        "if (weight[r] == 0.0) p[r] = kept;",
+        "if (!kept) p[r] = kept;",
+    ),
     "the last row twice": (
         "target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY};",
         "target = {1, 1, 1, 1}, factor = {2, 2, 2, 2};",
@@ -598,7 +612,9 @@ def found_by(
     ]
     version = f"-DDPSCO_VERSION={zlib.crc32(text.encode())}LL"
     subprocess.run(
-        [compiler, *flags, version, "-o", "_kernel.bin", "_kernel.c", "-lm"], cwd=folder, check=True
+        [compiler, *flags, version, "-o", "_kernel.bin", "_kernel.c", "-lm"],
+        cwd=folder,
+        check=True,
     )
     patch.setattr(native, "_HERE", folder)
     library = native._found.__wrapped__()

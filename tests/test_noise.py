@@ -430,7 +430,9 @@ def test_no_generator_that_can_be_predicted_is_asked(
 
 
 @pytest.mark.parametrize("name", ["clipped-full", "objective", "pure", "users"])
-def test_every_release_reads_from_the_keystream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_release_reads_from_the_keystream(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The guard of the test above can fail: without the keystream nothing is released."""
 
     def refuse(size: int) -> bytes:

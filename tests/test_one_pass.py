@@ -76,7 +76,9 @@ def test_one_pass_uses_every_record_once(design: Any) -> None:
 
 
 def test_disjoint_batches_have_their_public_sizes_and_phases_all_of_their_records() -> None:
-    assert [len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))] == [
+    assert [
+        len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))
+    ] == [
         5,
         5,
         5,
@@ -286,7 +288,9 @@ def test_assigned_records_are_independent_of_each_other() -> None:
     for seed in range(4000):
         part = {
             i: k
-            for k, (_, _, indices) in enumerate(drawn(make_sampler(dp.Assigned(6, 24), seed=seed)))
+            for k, (_, _, indices) in enumerate(
+                drawn(make_sampler(dp.Assigned(6, 24), seed=seed))
+            )
             for i in indices
         }
         pairs[part[3], part[17]] += 1
@@ -433,7 +437,9 @@ def test_the_draws_of_a_key_are_those_of_every_version() -> None:
 def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
     sampler = make_sampler(dp.Assigned(6, 24, passes=3))
     assert len(sampler) == 4
-    whole = drawn(AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12, resume=sampler.partition))
+    whole = drawn(
+        AssignedSampler(dp.Assigned(6, 24, passes=3), steps=12, resume=sampler.partition)
+    )
     seen: list[Any] = []
     for stop in (4, 2, 4, 2):
         for k, indices in enumerate(sampler, 1):
@@ -445,7 +451,9 @@ def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
     assert seen == whole
     with pytest.raises(SequenceError, match="exhausted"):
         next(iter(sampler))
-    resumed = make_sampler(dp.Assigned(6, 24, passes=3), resume=replace(sampler.partition, made=7))
+    resumed = make_sampler(
+        dp.Assigned(6, 24, passes=3), resume=replace(sampler.partition, made=7)
+    )
     assert drawn(resumed) == whole[7:11]
 
 

@@ -75,7 +75,9 @@ def run(scale: float) -> float:
 
 
 def test_gaussian_sum_is_not_refuted_and_one_with_little_noise_is() -> None:
-    claim = brentq(lambda e: norm.cdf(0.5 - e) - math.exp(e) * norm.cdf(-0.5 - e) - 1e-9, 0.0, 20.0)
+    claim = brentq(
+        lambda e: norm.cdf(0.5 - e) - math.exp(e) * norm.cdf(-0.5 - e) - 1e-9, 0.0, 20.0
+    )
     assert run(1.0) <= claim
     assert run(0.0) > 1.0
     assert run(0.0) > run(1.0)
@@ -90,7 +92,9 @@ def gaussian_audits(mu: float, guesses: int, each: float) -> np.ndarray:
     right = (~np.take_along_axis(included, low, 1)).sum(1) + np.take_along_axis(
         included, high, 1
     ).sum(1)
-    table = {c: mu_of_guesses(int(c), guesses, CANARIES, confidence=each) for c in np.unique(right)}
+    table = {
+        c: mu_of_guesses(int(c), guesses, CANARIES, confidence=each) for c in np.unique(right)
+    }
     return np.array([table[c] for c in right])
 
 
@@ -120,7 +124,10 @@ def least_total(correct: int, guesses: int, canaries: int, mu: float, tail: floa
     Tangents from below stand for the convex function, so that the program's value is at most the true one.
     """
     at = np.concatenate([[1e-12], np.linspace(1e-4, 0.9999, 400)])
-    value, slope = norm.cdf(norm.ppf(at) - mu), norm.pdf(norm.ppf(at) - mu) / norm.pdf(norm.ppf(at))
+    value, slope = (
+        norm.cdf(norm.ppf(at) - mu),
+        norm.pdf(norm.ppf(at) - mu) / norm.pdf(norm.ppf(at)),
+    )
     counts, rows, limits = np.arange(guesses + 1), [], []
     for least in range(1, guesses + 1):
         right = np.where(counts >= least, counts, 0) / canaries

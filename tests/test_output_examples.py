@@ -37,7 +37,9 @@ FITS = {
 
 def load(folder: str, name: str) -> ModuleType:
     """Imports a script by its path; it finds `adult` beside itself, as it does when it is run."""
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{folder}_{name}", ROOT / folder / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
@@ -170,7 +172,9 @@ def test_each_tilted_model_scores_what_is_printed(quick: dict[str, Run], people:
     )
     assert len(lines) == len(made) == 2 * 5 + 2 * 3 + 3
     rows = (
-        torch.cat([people.test_features, torch.ones(len(people.test_features), 1)], dim=1).double()
+        torch.cat(
+            [people.test_features, torch.ones(len(people.test_features), 1)], dim=1
+        ).double()
         / 3.61
     )
     signs = 2 * people.test_labels.double() - 1
@@ -203,7 +207,9 @@ def test_a_tilt_raises_the_noise_by_the_largest_weight(quick: dict[str, Run]) ->
         assert float(shown) == pytest.approx(weight, rel=6e-3)
         # without a tilt the least distance of logistic gradients is a little below 2 L, hence "at least"
         assert figures[f"{tilt:g}: noise"] / figures["0: noise"] >= weight * (1 - 1e-9)
-        assert figures[f"{tilt:g}: noise"] / figures["0: noise"] == pytest.approx(weight, rel=0.01)
+        assert figures[f"{tilt:g}: noise"] / figures["0: noise"] == pytest.approx(
+            weight, rel=0.01
+        )
 
 
 def test_without_noise_the_worst_gain_and_with_it_only_as_long_as_the_tilt_is_small(
@@ -244,7 +250,9 @@ def test_each_attack_is_the_worst_and_its_scores_are_those_printed(
                 labels, clean - float(loss) * signs
             )  # what an attack takes off each margin at most
             assert [next(columns) for _ in range(3)] == pytest.approx(found, abs=2e-4)
-            kept = [figures[f"{name}: {attack} {kind}"] for kind in ("accuracy", "auc", "log_loss")]
+            kept = [
+                figures[f"{name}: {attack} {kind}"] for kind in ("accuracy", "auc", "log_loss")
+            ]
             assert kept == pytest.approx(found, abs=2e-4)
         assert 2.99 < epsilon == figures[f"{name}: epsilon"] <= 3.0 == float(shown[1])
 
@@ -333,7 +341,9 @@ def test_rows_of_the_benchmark_stay_within_their_public_bounds(benchmark: Module
     assert len(row) == 22
     assert row[:4] == pytest.approx([1.0, 1.0, 1.0, -2 / 3])
     assert sum(row[4:]) == 4.0  # one of each group and the constant
-    least = benchmark.diamond(worst | {"carat": "0", "cut": "Fair", "color": "D", "clarity": "I1"})
+    least = benchmark.diamond(
+        worst | {"carat": "0", "cut": "Fair", "color": "D", "clarity": "I1"}
+    )
     assert least[:2] == [-0.5, 0.25]
     assert sum(least[4:]) == 1.0  # the levels that are dropped
 
@@ -354,7 +364,9 @@ def test_a_peer_that_cannot_be_installed_is_left_out_with_a_reason(
 def test_the_large_fit_runs_and_learns(benchmark: ModuleType) -> None:
     text = printed(benchmark, "--large", "--quick")
     shown = re.search(
-        r"^a logistic fit: (\S+) s, (\S+) MiB above the input, accuracy (\S+)$", text, re.MULTILINE
+        r"^a logistic fit: (\S+) s, (\S+) MiB above the input, accuracy (\S+)$",
+        text,
+        re.MULTILINE,
     )
     assert (
         0.6 < float(shown[3]) <= 1.0

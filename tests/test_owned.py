@@ -186,7 +186,9 @@ def test_the_memory_manager_of_opacus_gives_each_record_once() -> None:
 
     model, opt = optimizer(dp.Full(N), steps=1)
     loader = opt.loader(Reusing(), padding=False)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=opt) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=opt
+    ) as parts:
         assert uses(model, opt, parts, N) == [1.0] * N
 
 
@@ -247,7 +249,12 @@ def test_a_data_set_that_fills_one_tensor_is_solved_record_by_record(
     def answer(data: Any) -> Tensor:
         layer = nn.Linear(N, 1, bias=False, dtype=torch.float64)
         plan = dp.OutputPerturbation.plan(
-            model=layer, loss=dp.losses.Logistic(), n=N, bound_x=1.0, reg=1.0, noise_multiplier=1e-9
+            model=layer,
+            loss=dp.losses.Logistic(),
+            n=N,
+            bound_x=1.0,
+            reg=1.0,
+            noise_multiplier=1e-9,
         )
         opt = dp.OutputPerturbation(layer.parameters(), plan)
         opt.solve(data)

@@ -81,7 +81,15 @@ def test_the_lowest_versions_that_are_run_are_those_that_are_declared(config):
         )
     )
     extras = config["options.extras_require"]
-    names = ("examples", "logging", "sklearn", "accelerate", "lightning", "parquet", "transformers")
+    names = (
+        "examples",
+        "logging",
+        "sklearn",
+        "accelerate",
+        "lightning",
+        "parquet",
+        "transformers",
+    )
     wanted = "\n".join([config["options"]["install_requires"], *map(extras.get, names)])
     assert pinned == dict(re.findall(r"^([\w-]+)>=(\d+\.\d+)$", wanted, re.MULTILINE))
     assert {"torch", "opacus", "numpy", "scipy", "scikit-learn", "matplotlib", "wandb"} < set(

@@ -56,7 +56,9 @@ def test_the_loss_of_a_batch_is_the_mean_of_those_of_its_records(name: str) -> N
     ours = dp.per_record(loss)
     plain = loss() if isinstance(loss, type) else loss
     records = torch.stack([plain(output[k : k + 1], target[k : k + 1]) for k in range(B)])
-    torch.testing.assert_close(ours(output, target, reduction="none"), records, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ours(output, target, reduction="none"), records, rtol=0, atol=1e-12
+    )
     torch.testing.assert_close(ours(output, target), records.mean(), rtol=0, atol=1e-12)
     torch.testing.assert_close(
         dp.per_record(loss, reduction="sum")(output, target), records.sum(), rtol=0, atol=1e-12
@@ -123,7 +125,9 @@ def test_ignored_targets_and_class_weights_stay_within_their_record() -> None:
 
 
 def test_outputs_and_targets_may_be_nested() -> None:
-    loss = dp.per_record(lambda out, y: (out["a"] - y[0]).square().sum() + (out["b"] * y[1]).sum())
+    loss = dp.per_record(
+        lambda out, y: (out["a"] - y[0]).square().sum() + (out["b"] * y[1]).sum()
+    )
     value = loss({"a": OUT, "b": BITS}, (BITS, OUT))
     assert value.item() == pytest.approx(
         ((OUT - BITS).square().sum() + (BITS * OUT).sum()).item() / B, rel=1e-12
@@ -154,7 +158,10 @@ class Scaled(nn.Module):
             "must be an instance where its class needs arguments",
         ),
         (lambda: dp.per_record(Scaled), "no parameters to train"),
-        (lambda: dp.per_record(nn.MSELoss)(OUT, BITS[1:]), r"must have one length \(got 6 and 7\)"),
+        (
+            lambda: dp.per_record(nn.MSELoss)(OUT, BITS[1:]),
+            r"must have one length \(got 6 and 7\)",
+        ),
         (lambda: dp.per_record(nn.MSELoss)(OUT.sum(), BITS), "one entry per record"),
         (lambda: dp.per_record(nn.MSELoss)(OUT, 1.0), "one entry per record"),
         (
@@ -192,7 +199,9 @@ def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     )
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     loss = dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction)
-    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss_fn"):
+    with pytest.raises(
+        ValueError, match=f"loss_reduction must be {reduction!r}, that of loss_fn"
+    ):
         dp.fit(
             model,
             optimizer,
@@ -262,7 +271,9 @@ def test_a_loss_whose_vmap_rule_couples_records_is_found_at_the_first_step() -> 
     with pytest.raises(PrivacyError, match="must not reach each other in the loss"):
         sum_of_a_step(0.0)
     # PRIVACY: where nothing looks, one record is in the rows of all: the bound is 2
-    moved = sum_of_a_step(0.0, check_first_step=False) - sum_of_a_step(1e4, check_first_step=False)
+    moved = sum_of_a_step(0.0, check_first_step=False) - sum_of_a_step(
+        1e4, check_first_step=False
+    )
     assert float(moved.norm()) > 10.0
 
 

@@ -35,7 +35,9 @@ def scores() -> nn.Linear:
 
 
 def manager(loader, optimizer, size: int = 2) -> BatchMemoryManager:
-    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer)
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=size, optimizer=optimizer
+    )
 
 
 def physical(loader, optimizer, size: int = 2) -> dp.sampling.PhysicalBatches:
@@ -126,7 +128,9 @@ def test_a_foreign_loader_with_workers_is_refused(design):
     """It runs ahead of the steps, so that nobody could see which of its batches a step uses."""
     optimizer = make_optimizer(scores(), design)
     loader = DataLoader(Tuples(), batch_sampler=make_sampler(design, steps=3), num_workers=2)
-    with pytest.raises(SequenceError, match=r"run ahead .* optimizer.loader\(dataset, num_workers"):
+    with pytest.raises(
+        SequenceError, match=r"run ahead .* optimizer.loader\(dataset, num_workers"
+    ):
         optimizer.bind(loader)
 
 
@@ -218,7 +222,9 @@ def test_a_draw_that_was_given_up_between_its_parts_is_delivered_from_its_start(
 
 def test_a_flag_without_a_draw_is_refused():
     model = scores()
-    with pytest.raises(SequenceError, match="must follow a new draw of the optimizer's own loader"):
+    with pytest.raises(
+        SequenceError, match="must follow a new draw of the optimizer's own loader"
+    ):
         make_optimizer(model, dp.Full(N)).signal_skip_step()
     with pytest.raises(
         SequenceError, match="several backward passes per step need a declared sampling"

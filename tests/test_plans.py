@@ -34,7 +34,9 @@ LOSS = dp.losses.Logistic()
 PROBLEM = LOSS.problem(bound_x=2.0, radius=3.0)
 ADDED = dp.Budget(2.0, 1e-4, "add_remove")
 CURVED = dp.Problem(smoothness=1.0, strong_convexity=0.5, radius=3.0)
-MOMENTS = dp.Problem(smoothness=1.0, strong_convexity=0.5, radius=3.0, moment=1.0, moment_order=4.0)
+MOMENTS = dp.Problem(
+    smoothness=1.0, strong_convexity=0.5, radius=3.0, moment=1.0, moment_order=4.0
+)
 PILOT = dp.Pilot(rule="median", size=20)
 
 
@@ -182,7 +184,10 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         heavy(dp.ClippedSGD, sampling="assigned", steps=4, average="uniform"),
     ),
     "ClippedSGD, pilot": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4)),
-    "ClippedSGD, exact": (dp.ClippedSGD, heavy(dp.ClippedSGD, clip=PILOT, steps=4, secure="exact")),
+    "ClippedSGD, exact": (
+        dp.ClippedSGD,
+        heavy(dp.ClippedSGD, clip=PILOT, steps=4, secure="exact"),
+    ),
     "ClippedSGD, poisson": (
         dp.ClippedSGD,
         heavy(dp.ClippedSGD, ADDED, sampling="poisson", batch_size=16, epochs=1),
@@ -309,7 +314,9 @@ FILLED: dict[str, Callable[[nn.Module], tuple[Any, dp.PrivateOptimizer]]] = {
 }
 
 
-def planned_and_made(model: nn.Module, cls: Any, plan: StepPlan) -> tuple[Any, dp.PrivateOptimizer]:
+def planned_and_made(
+    model: nn.Module, cls: Any, plan: StepPlan
+) -> tuple[Any, dp.PrivateOptimizer]:
     return plan, cls(model.parameters(), plan)
 
 
@@ -417,7 +424,9 @@ def test_only_what_a_plan_wrote_is_read() -> None:
     with pytest.raises(ValueError, match="type must be one of"):
         Plan.from_dict(row | {"problem": {"type": "Popen"}})
     own = dp.Problem(exact_grad_bound=lambda radius: 1.0)
-    with pytest.raises(ValueError, match="a plan is saved with values of the library, and losses"):
+    with pytest.raises(
+        ValueError, match="a plan is saved with values of the library, and losses"
+    ):
         holder(problem=own, budget=BUDGET, lr=0.1)().to_dict()
 
 

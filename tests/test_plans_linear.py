@@ -43,7 +43,11 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.plan import Plan
 
 N, DIM = 60, 3
-BUDGET, ADDED, PURE = dp.Budget(1.0, 1e-6), dp.Budget(1.0, 1e-6, "add_remove"), dp.Budget(1.0, 0.0)
+BUDGET, ADDED, PURE = (
+    dp.Budget(1.0, 1e-6),
+    dp.Budget(1.0, 1e-6, "add_remove"),
+    dp.Budget(1.0, 0.0),
+)
 ROWS = torch.randn(N, DIM, generator=torch.Generator().manual_seed(1))
 SIGNS = torch.where(ROWS[:, 0] > 0, 1.0, -1.0)
 SOFTMAX = dp.losses.SoftmaxCrossEntropy(3)
@@ -142,7 +146,9 @@ def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
     assert own.event().sigma == pytest.approx(chosen.event().sigma, rel=1e-15)
     assert own.epsilon(1e-6) == pytest.approx(chosen.epsilon(), rel=1e-12)
     chosen = made(dp.NoisyGD, budget=BUDGET, steps=5)()[1]
-    own = made(dp.NoisyGD, noise_multiplier=chosen.noise_std / chosen.task.lipschitz, steps=5)()[1]
+    own = made(dp.NoisyGD, noise_multiplier=chosen.noise_std / chosen.task.lipschitz, steps=5)()[
+        1
+    ]
     assert own.event().mu == pytest.approx(chosen.event().mu, rel=1e-12)
     chosen = made(dp.ObjectivePerturbation, budget=BUDGET, charge="curve")()[1]
     own = made(
@@ -237,7 +243,9 @@ def test_the_noise_adds_no_more_to_the_mean_loss_than_is_printed() -> None:
     added = mean_loss(point + plan.noise_scale * draws) - mean_loss(point)
     assert 0 < float(added.mean()) <= float(said)
     for kind in ({"tilt": 0.1}, {"attack_radius": 0.1}, {"radius": 1.0}):
-        assert "the noise adds" not in str(made(dp.OutputPerturbation, budget=BUDGET, **kind)()[1])
+        assert "the noise adds" not in str(
+            made(dp.OutputPerturbation, budget=BUDGET, **kind)()[1]
+        )
 
 
 @pytest.mark.parametrize("mechanism", ["output", "objective", "noisy_gd"])
@@ -313,7 +321,9 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {
     "adassp": of_task("adassp", REAL),
     "adassp, exact": of_task("adassp", REAL, secure="exact"),
     "adassp, intervals": of_task("adassp", {**REAL, "curvature": 0.05}),
-    "objective, intervals": of_task("objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}),
+    "objective, intervals": of_task(
+        "objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}
+    ),
     "objective, Huber's intervals": of_task(
         "objective",
         {"loss": dp.losses.Huber(threshold=0.5), "bound_y": 1.0, "curvature": 0.05},
@@ -403,7 +413,13 @@ class Draws:
 
 def require_covered(plan: LinearPlan, draws: Draws) -> None:
     """The event costs no less than theory says of what was drawn."""
-    event, task, scales, reg, hair = plan.event(), plan.task, draws.scales, plan.task.reg, 1 + 1e-9
+    event, task, scales, reg, hair = (
+        plan.event(),
+        plan.task,
+        draws.scales,
+        plan.task.reg,
+        1 + 1e-9,
+    )
     sides = 2 if plan.adjacency == "replace_one" else 1
     measured = math.hypot(
         *((sides if size == task.dim else 1) / scale for size, scale in draws.measured)
@@ -445,7 +461,9 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             measured = math.hypot(*levels, *(task.loss.threshold**2 / std for std in squares))
         spent = math.hypot(2 * draws.distance / out, measured)
         law = (noise, draws.reg, task.lipschitz, task.smoothness)
-        assert isinstance(event, Pure) == task.pure  # of K-norm noise, which no Gaussian law covers
+        assert (
+            isinstance(event, Pure) == task.pure
+        )  # of K-norm noise, which no Gaussian law covers
         if isinstance(event, Pure):
             assert (
                 event.eps * hair
@@ -547,7 +565,12 @@ def test_plans_for_one_target_are_charged_alike() -> None:
         }
         assert len(events) == 1
     assert (
-        len({made(dp.OutputPerturbation, budget=PURE, reg=reg)()[1].event() for reg in (3.0, 30.0)})
+        len(
+            {
+                made(dp.OutputPerturbation, budget=PURE, reg=reg)()[1].event()
+                for reg in (3.0, 30.0)
+            }
+        )
         == 1
     )
 

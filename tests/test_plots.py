@@ -99,7 +99,9 @@ def test_what_is_not_known_beforehand_is_said():
 
 
 def test_noise_is_scaled_in_every_event_that_has_some():
-    event = Sequential((Repeat(PoissonGaussian(2.0, 0.1), 3), Gaussian(1.0, {"replace_one": 1.0})))
+    event = Sequential(
+        (Repeat(PoissonGaussian(2.0, 0.1), 3), Gaussian(1.0, {"replace_one": 1.0}))
+    )
     scaled = scaled_noise(event, 2.0)
     assert (scaled.events[0].event.noise_multiplier, scaled.events[1].sigma) == (4.0, 2.0)
     with pytest.raises(

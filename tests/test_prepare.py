@@ -149,14 +149,19 @@ def test_scales_and_fillings_are_those_of_the_table() -> None:
     assert isinstance(scaler, PrivateStandardScaler)
     assert (abs(scaler.mean_ - np.nanmean(rows, axis=0)) < 2 * std).all()
     assert np.allclose(scaler.scale_, np.nanstd(rows, axis=0), rtol=0.2)
-    for name, true in (("mean", np.nanmean(rows, axis=0)), ("median", np.nanmedian(rows, axis=0))):
+    for name, true in (
+        ("mean", np.nanmean(rows, axis=0)),
+        ("median", np.nanmedian(rows, axis=0)),
+    ):
         filled = make(name, epsilon=4.0).fit_transform(rows)
         assert np.isfinite(filled).all()
         assert np.allclose(filled[0, 0], true[0], atol=0.5)
         assert (filled[1::7] == rows[1::7]).all()
     found = make("quantiles", epsilon=4.0).fit(rows)
     assert isinstance(found, PrivateQuantiles)
-    assert np.allclose(found.quantiles_, np.nanquantile(rows, [0.25, 0.5, 0.75], axis=0), atol=0.4)
+    assert np.allclose(
+        found.quantiles_, np.nanquantile(rows, [0.25, 0.5, 0.75], axis=0), atol=0.4
+    )
 
 
 @pytest.mark.parametrize("name", ["scaler", "quantiles"])

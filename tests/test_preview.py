@@ -112,7 +112,9 @@ def test_scores_of_real_fits_of_users_lie_in_the_band():
         public, own, rest = users < 500, (users >= 500) & (users < 750), users >= 750
         shown = model.preview(X[public], y[public], groups=users[public], epsilons=(2.0,)).scores
         got = scores_of(model.fit(X[own], y[own], groups=users[own]), X[rest], y[rest])
-        trials.append({name: band.low <= got[name] <= band.high for name, (band,) in shown.items()})
+        trials.append(
+            {name: band.low <= got[name] <= band.high for name, (band,) in shown.items()}
+        )
     require_covered(trials)
 
 
@@ -159,7 +161,8 @@ def test_a_band_of_another_table_is_missed():
     model = make("LogisticRegression", 2000, epsilon=4.0)
     (band,) = model.preview(X[:2000], y[:2000], epsilons=(4.0,), runs=5).scores["log-loss"]
     assert (
-        scores_of(model.fit(X[2000:], noisy[2000:]), X[2000:], noisy[2000:])["log-loss"] > band.high
+        scores_of(model.fit(X[2000:], noisy[2000:]), X[2000:], noisy[2000:])["log-loss"]
+        > band.high
     )
     assert band.high < np.log(2)
 

@@ -141,7 +141,11 @@ def test_beyond_its_radius_a_lipschitz_constant_holds_up_to_what_the_gradient_ca
 ) -> None:
     # Rounding asks a little beyond the radius: without this the bound there would be M + L R^a, many times larger.
     problem = Problem(
-        holder_exponent=exponent, holder_constant=100.0, grad_at_zero=1.0, lipschitz=1.0, radius=2.0
+        holder_exponent=exponent,
+        holder_constant=100.0,
+        grad_at_zero=1.0,
+        lipschitz=1.0,
+        radius=2.0,
     )
     for beyond in (1e-12, 0.25):
         expected = min(
@@ -252,7 +256,12 @@ def test_a_promised_number_is_returned_as_it_is() -> None:
 
 def test_the_paper_bound_is_its_formula_and_never_below_the_tight_one() -> None:
     problem = Problem(
-        holder_exponent=0, holder_constant=2, grad_at_zero=1, loss_at_zero=1, radius=3, lipschitz=1
+        holder_exponent=0,
+        holder_constant=2,
+        grad_at_zero=1,
+        loss_at_zero=1,
+        radius=3,
+        lipschitz=1,
     )
     assert problem.paper_grad_bound() == pytest.approx(3)
     assert problem.paper_grad_bound(0) == pytest.approx(3)

@@ -16,13 +16,31 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.processes import DIM, N, backward, full, launch, layer, message, numbers, records, train
+from tests.processes import (
+    DIM,
+    N,
+    backward,
+    full,
+    launch,
+    layer,
+    message,
+    numbers,
+    records,
+    train,
+)
 from torch_dpsco import compat, distributed
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.step.clipped import ClippedMean
 
 BUDGET = dp.Budget(1.0, 1e-3)
-KINDS = ("fsdp2", "a layer of fsdp2", "fsdp1", "a layer of fsdp1", "flat fsdp1", "tensor parallel")
+KINDS = (
+    "fsdp2",
+    "a layer of fsdp2",
+    "fsdp1",
+    "a layer of fsdp1",
+    "flat fsdp1",
+    "tensor parallel",
+)
 WAYS = 9  # in which a model is cut into shards
 loss = nn.functional.mse_loss
 
@@ -32,7 +50,9 @@ loss = nn.functional.mse_loss
 def parted(rank: int) -> dict[str, Any]:
     """Of three ranks 1 and 2 make a run, 0 makes its own, and then all make one."""
     pair = dist.new_group([1, 2])
-    found: dict[str, Any] = {"stranger": "" if rank else message(ValueError, lambda: entered(pair))}
+    found: dict[str, Any] = {
+        "stranger": "" if rank else message(ValueError, lambda: entered(pair))
+    }
     with distributed.use(pair if rank else "alone"):
         found |= {
             "own": trained(noise=1.0),
@@ -64,7 +84,9 @@ def trained(noise: float) -> dict[str, Any]:
     release = ClippedMean.release
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ClippedMean, "release", lambda self, source: (drawn.append(1), release(self, source))[1]
+            ClippedMean,
+            "release",
+            lambda self, source: (drawn.append(1), release(self, source))[1],
         )
         model = layer()
         optimizer = full(model, noise=noise)
@@ -151,7 +173,9 @@ def wrapped(rank: int) -> dict[str, Any]:
         "fsdp1": shards,
         "a layer of fsdp1": partial(layer_of, shards),
         "flat fsdp1": partial(shards, use_orig_params=False),
-        "tensor parallel": lambda model: parallelize_module(model, mesh, {"1": ColwiseParallel()}),
+        "tensor parallel": lambda model: parallelize_module(
+            model, mesh, {"1": ColwiseParallel()}
+        ),
     }
     calls = {
         "ddp": lambda: dp.attach(replicated(net())),
@@ -160,7 +184,9 @@ def wrapped(rank: int) -> dict[str, Any]:
         "replicate": lambda: step_of(lambda inner: inner, dp.attach(replicate(net()))),
     }
     calls |= {
-        f"{kind}: {way}": call for kind, cut in cuts.items() for way, call in model_of(cut).items()
+        f"{kind}: {way}": call
+        for kind, cut in cuts.items()
+        for way, call in model_of(cut).items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -236,7 +262,8 @@ def test_runs_of_one_process_are_made_alone_only(apart: list[dict[str, Any]]) ->
 
 def test_a_process_that_is_not_in_the_group_is_refused(apart: list[dict[str, Any]]) -> None:
     assert (
-        "group must be a process group that this process is in, or 'alone'" in apart[0]["stranger"]
+        "group must be a process group that this process is in, or 'alone'"
+        in apart[0]["stranger"]
     )
 
 
@@ -267,9 +294,15 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             "model must not be replicated (got a forward of DistributedDataParallel)",
         ),
         ("replicate", "model must not be replicated (got a forward of DistributedDataParallel)"),
-        ("a layer of fsdp2: attach", "ValueError: model must not be sharded (got FSDPLinear '0')"),
+        (
+            "a layer of fsdp2: attach",
+            "ValueError: model must not be sharded (got FSDPLinear '0')",
+        ),
         ("fsdp2: attach", "ValueError: model must not be sharded (got FSDPSequential ''"),
-        ("fsdp1: attach", "ValueError: model must not be sharded (got FullyShardedDataParallel ''"),
+        (
+            "fsdp1: attach",
+            "ValueError: model must not be sharded (got FullyShardedDataParallel ''",
+        ),
         ("tensor parallel: attach", "ValueError: model must not be sharded (got Linear '1'"),
         ("fsdp2: optimizer", "ValueError: params must be whole (got a shard, DTensor)"),
         ("fsdp1: optimizer", "ValueError: params must be whole (got a shard, Parameter)"),
@@ -300,7 +333,9 @@ def test_a_shard_is_refused_by_name_whenever_it_comes(
             if words == NO_CPU and torch.__version__.startswith("2.6."):
                 continue
             place = (
-                "params must be whole" if way.endswith("optimizer") else "model must not be sharded"
+                "params must be whole"
+                if way.endswith("optimizer")
+                else "model must not be sharded"
             )
             assert words.startswith(f"ValueError: {place} (got "), way
             assert (

@@ -47,7 +47,9 @@ def penalty(prox: Prox, u: Tensor) -> float:
     if isinstance(prox, ElasticNet):
         return prox.l1 * float(u.abs().sum()) + prox.l2 / 2 * float(u.square().sum())
     if isinstance(prox, L2):
-        return prox.strength * float(u.norm(dim=1).sum() if prox.groups == "per_row" else u.norm())
+        return prox.strength * float(
+            u.norm(dim=1).sum() if prox.groups == "per_row" else u.norm()
+        )
     return 0.0
 
 
@@ -154,7 +156,9 @@ def test_the_ball_is_never_left_by_rounding_and_hardly_shrunk(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_points_of_the_ball_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     for values in ([3.0, 4.0, 0, 0, 0], [0.0] * 5, [1e-3, -2e-3, 0, 0, 1]):
-        assert torch.equal(image(Ball(5.0), values, dtype=dtype), torch.tensor(values, dtype=dtype))
+        assert torch.equal(
+            image(Ball(5.0), values, dtype=dtype), torch.tensor(values, dtype=dtype)
+        )
 
 
 def test_points_hardly_outside_of_the_ball_are_projected_too() -> None:
@@ -170,7 +174,11 @@ def test_a_ball_too_small_for_the_dtype_holds_only_zero() -> None:
 
 
 def test_the_ball_accepts_mixed_dtypes_empty_tensors_and_no_tensors() -> None:
-    parts = [torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16), torch.ones(0)]
+    parts = [
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(0),
+    ]
     Ball(1.0).apply_(parts, [1.0] * 3)
     assert norm64(parts) == pytest.approx(1, rel=2**-7)
     Ball(1.0).apply_([], [])
@@ -263,7 +271,11 @@ def test_a_box_needs_ordered_bounds(low: float, high: float) -> None:
 
 def test_penalties_need_finite_strengths_that_are_not_negative() -> None:
     for strength in (-0.1, math.inf, math.nan):
-        for build in (lambda s: L1(s), lambda s: ElasticNet(s, 1.0), lambda s: ElasticNet(1.0, s)):
+        for build in (
+            lambda s: L1(s),
+            lambda s: ElasticNet(s, 1.0),
+            lambda s: ElasticNet(1.0, s),
+        ):
             with pytest.raises(ValueError, match="must be"):
                 build(strength)
 
@@ -298,7 +310,9 @@ def test_no_corner_or_random_point_of_the_simplex_is_nearer(values: list[float])
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(derandomize=True, max_examples=30)
 @given(values=vectors)
-def test_the_simplex_is_idempotent_up_to_rounding(dtype: torch.dtype, values: list[float]) -> None:
+def test_the_simplex_is_idempotent_up_to_rounding(
+    dtype: torch.dtype, values: list[float]
+) -> None:
     once = image(Simplex(1.0), values, dtype=dtype)
     twice = image(Simplex(1.0), once.tolist(), dtype=dtype)
     torch.testing.assert_close(twice, once, rtol=0, atol=2 * torch.finfo(dtype).eps)
@@ -381,7 +395,9 @@ def test_group_penalties_minimize_their_objective(prox: Prox) -> None:
                 prox, torch.tensor(u).view(2, 3)
             )
 
-        theirs = minimize(value, v.ravel(), method="Powell", options={"xtol": 1e-9, "ftol": 1e-12})
+        theirs = minimize(
+            value, v.ravel(), method="Powell", options={"xtol": 1e-9, "ftol": 1e-12}
+        )
         assert value(point.numpy().ravel()) <= theirs.fun + 1e-9
         for _ in range(200):
             assert value(point.numpy().ravel()) <= value(
@@ -390,7 +406,9 @@ def test_group_penalties_minimize_their_objective(prox: Prox) -> None:
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Simplex(2.0)])
+@pytest.mark.parametrize(
+    "prox", [L2(0.3), L2(0.3, "per_row"), L2(0.3, "per_tensor"), Simplex(2.0)]
+)
 @settings(derandomize=True, max_examples=30)
 @given(data=st.data())
 def test_every_new_map_is_firmly_nonexpansive_and_keeps_dtypes(

@@ -119,7 +119,9 @@ def test_the_smoothed_loss_lies_just_below_the_pinball_loss(module: ModuleType) 
         )
         gap = kinked - smooth
         assert float(gap.min()) > -1e-15
-        assert float(gap.max()) == pytest.approx(0.05 * max(quantile, 1 - quantile) ** 2, rel=1e-9)
+        assert float(gap.max()) == pytest.approx(
+            0.05 * max(quantile, 1 - quantile) ** 2, rel=1e-9
+        )
         assert 0.0 <= float(smooth.min()) < 1e-15
 
 
@@ -164,7 +166,9 @@ def test_private_fits_come_near_where_the_loss_is_smooth_or_the_noise_is_on_grad
     for quantile in QUANTILES:
         linear = quick.figures[f"linear, not private_{quantile}_pinball"]
         assert linear - 1e-3 < quick.figures[f"gradient_{quantile}_pinball"] < 1.25 * linear
-        assert linear - 1e-3 < quick.figures[f"output, smoothed_{quantile}_pinball"] < 1.4 * linear
+        assert (
+            linear - 1e-3 < quick.figures[f"output, smoothed_{quantile}_pinball"] < 1.4 * linear
+        )
         assert quick.figures[f"gradient_{quantile}_coverage"] == pytest.approx(
             float(quantile), abs=0.1
         )
@@ -234,7 +238,9 @@ def test_the_plot_shows_three_private_quantiles(
 ) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "quantiles.png"
-    module.draw(str(path), dict(zip(module.QUANTILES, quick.models[::3], strict=True)), quick.data)
+    module.draw(
+        str(path), dict(zip(module.QUANTILES, quick.models[::3], strict=True)), quick.data
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 5_000
 
@@ -259,7 +265,9 @@ def test_private_quantiles_of_all_flights_beat_the_constant_ones(
     linear = figures[f"linear, not private_{quantile}_pinball"]
     for method in ("gradient", "output, smoothed"):
         assert linear - 1e-3 < figures[f"{method}_{quantile}_pinball"] < constant
-        assert figures[f"{method}_{quantile}_coverage"] == pytest.approx(float(quantile), abs=0.06)
+        assert figures[f"{method}_{quantile}_coverage"] == pytest.approx(
+            float(quantile), abs=0.06
+        )
     assert figures[f"output_{quantile}_pinball"] > linear  # the kink costs
 
 
@@ -296,7 +304,8 @@ def test_output_perturbed_machines_are_charged_to_one_ledger_with_the_others() -
     assert 1.0 < figures["epsilon_replace_one"] < 8.0
     total = rounded_up(figures["epsilon_replace_one"])
     assert (
-        f"publishing all models of both tables: epsilon {total} (replace_one)\n" in text.getvalue()
+        f"publishing all models of both tables: epsilon {total} (replace_one)\n"
+        in text.getvalue()
     )
 
 
@@ -361,7 +370,9 @@ def test_the_task_of_the_benchmark_has_bounded_records_and_a_minimizer_in_the_ba
     w = holder.fit_public(x, y)
     assert float(w.norm()) <= holder.RADIUS * (1 + 1e-12)
     slope = x.T @ holder.LOSS.derivative(x @ w, y.squeeze(1)) / len(x)
-    outward = float(slope @ w) / float(w.norm()) if float(w.norm()) > holder.RADIUS * 0.999 else 0.0
+    outward = (
+        float(slope @ w) / float(w.norm()) if float(w.norm()) > holder.RADIUS * 0.999 else 0.0
+    )
     assert float((slope - min(outward, 0.0) * w / w.norm()).norm()) < 1e-3
     assert 0 <= task.excess(w) < task.excess(torch.zeros(20, dtype=torch.float64))
     assert task.excess(torch.zeros(20, dtype=torch.float64)) == pytest.approx(

@@ -46,7 +46,9 @@ def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledge
         "sample_rate": 1 / math.ceil(N / BATCH),
         "epochs": 10,
     }
-    by_prv, by_rdp = (get_noise_multiplier(**settings, accountant=name) for name in ("prv", "rdp"))
+    by_prv, by_rdp = (
+        get_noise_multiplier(**settings, accountant=name) for name in ("prv", "rdp")
+    )
     sentence = (
         f"a noise multiplier of {adult[0]:.2f} here and of {by_prv:.2f} by Opacus' PRV accountant, which leaves room "
         f"for its error ({by_rdp:.2f} by its Renyi accountant)"
@@ -61,7 +63,9 @@ def test_one_run_has_the_quoted_epsilons_under_two_relations(adult: tuple[float,
     }
     assert rounded_up(under[ADD_REMOVE], 2) == "1.00"
     three = rounded_up(under[REPLACE_ONE], 3)
-    assert f"spends 1 under add_remove and {three} under replace_one" in page("docs/from_opacus.md")
+    assert f"spends 1 under add_remove and {three} under replace_one" in page(
+        "docs/from_opacus.md"
+    )
     plan = dp.HolderSGD.plan(
         problem=PROBLEM, n=N, budget=dp.Budget(1.0, DELTA, adjacency=ADD_REMOVE), dim=66
     )
@@ -90,6 +94,9 @@ def test_claims_in_the_table_of_audits_are_those_of_the_accountant() -> None:
 
 def test_rows_protect_their_users_as_badly_as_the_page_says() -> None:
     epsilon, rows = 0.1, 50
-    times, factor = f"{rows} e^({epsilon * (rows - 1):.1f})", rows * math.exp(epsilon * (rows - 1))
+    times, factor = (
+        f"{rows} e^({epsilon * (rows - 1):.1f})",
+        rows * math.exp(epsilon * (rows - 1)),
+    )
     sentence = f"epsilon = {epsilon} a row is {epsilon * rows:g} for {rows} rows, with delta multiplied by {times}"
     assert f"{sentence}, about {round(factor, -2):,.0f}." in page("docs/user_level.md")

@@ -46,7 +46,8 @@ def check_that_positions_are_independent(found: np.ndarray) -> None:
     kept = expected > 10
     observed, wanted = [np.append(part[kept], part[~kept].sum()) for part in (sizes, expected)]
     assert (
-        stats.chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1) > FALSE_ALARM / 3
+        stats.chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1)
+        > FALSE_ALARM / 3
     )
     for a in range(RANKS):
         for b in range(a):
@@ -70,7 +71,9 @@ def test_equal_streams_of_ranks_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_streams_differ_by_rank_and_by_each_bit_of_the_key() -> None:
     keys = [bytes(32), *((1 << bit).to_bytes(32, "little") for bit in (0, 127, 128, 255))]
-    first = {tuple(parts.rank_generator(key, rank).words(2)) for key in keys for rank in range(50)}
+    first = {
+        tuple(parts.rank_generator(key, rank).words(2)) for key in keys for rank in range(50)
+    }
     assert len(first) == 50 * len(keys)
     again = parts.rank_generator(keys[1], 3).words(2)
     assert tuple(again) in first

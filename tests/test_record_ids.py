@@ -147,7 +147,9 @@ def test_sizes_of_batches_are_binomial() -> None:
 def by_id(ids: Any, cut: Any = None) -> dict[Any, int]:
     """Returns the batch of each id in the first pass of one key."""
     sampler = AssignedSampler(Assigned(N // T, N, passes=2), ids=ids)
-    sampler.partition = replace(sampler.partition, cut=np.append(np.arange(32), 1).astype(np.uint8))
+    sampler.partition = replace(
+        sampler.partition, cut=np.append(np.arange(32), 1).astype(np.uint8)
+    )
     return {ids[i]: batch for batch, members in enumerate(batches(sampler)) for i in members}
 
 

@@ -116,7 +116,13 @@ def engine(loader: DataLoader[Any]) -> Any:
 def trained() -> tuple[nn.Module, Any]:
     model = dp.attach(nn.Linear(3, 1))
     plan = dp.ClippedSGD.plan(
-        n=N, clip=1.0, noise_multiplier=1.0, sampling="poisson", batch_size=BATCH, epochs=1, lr=0.1
+        n=N,
+        clip=1.0,
+        noise_multiplier=1.0,
+        sampling="poisson",
+        batch_size=BATCH,
+        epochs=1,
+        lr=0.1,
     )
     return model, dp.ClippedSGD(model.parameters(), plan)
 
@@ -172,7 +178,9 @@ def test_a_part_of_the_data_is_all_that_is_drawn_from() -> None:
     ids=["order", "generator", "workers"],
 )
 def test_what_cannot_be_kept_is_said(loader: DataLoader[Any], lost: str) -> None:
-    with pytest.warns(UtilityWarning, match=f"{lost} data_loader cannot be kept.*say shuffle=True"):
+    with pytest.warns(
+        UtilityWarning, match=f"{lost} data_loader cannot be kept.*say shuffle=True"
+    ):
         require_replaceable(loader)
 
 

@@ -90,7 +90,9 @@ def test_noise_and_batches_do_not_follow_global_seeds_nor_disturb_global_streams
         torch.manual_seed(0)
         np.random.seed(0)  # noqa: NPY002
         noises.append(noise_generator().read(64))
-        draws.append([indices.tolist() for _, indices in PoissonSampler(Poisson(50, 1000)).draws()])
+        draws.append(
+            [indices.tolist() for _, indices in PoissonSampler(Poisson(50, 1000)).draws()]
+        )
         after = torch.rand(3).tolist(), np.random.random(3).tolist()  # noqa: NPY002
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -190,7 +192,8 @@ def test_integers_are_exactly_uniform(limit):
     assert ((drawn >= 0) & (drawn < limit)).all()
     if limit <= 10:
         assert (
-            limit == 1 or stats.chisquare(np.bincount(drawn, minlength=limit)).pvalue > FALSE_ALARM
+            limit == 1
+            or stats.chisquare(np.bincount(drawn, minlength=limit)).pvalue > FALSE_ALARM
         )
     else:
         assert stats.kstest(drawn / limit, "uniform").pvalue > FALSE_ALARM

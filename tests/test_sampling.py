@@ -192,7 +192,9 @@ def test_shuffled_epochs_hold_each_record_once_in_parts_of_their_own(batch_size)
 def test_every_iteration_and_every_sampler_has_a_permutation_of_its_own():
     sampler = make_sampler(Shuffled(5, N))
     names = {draw.partition for _ in range(3) for draw, _ in sampler.draws()}
-    names |= {draw.partition for _ in range(3) for draw, _ in make_sampler(Disjoint(5, N)).draws()}
+    names |= {
+        draw.partition for _ in range(3) for draw, _ in make_sampler(Disjoint(5, N)).draws()
+    }
     assert len(names) == 6
 
 
@@ -290,7 +292,9 @@ def test_a_seed_repeats_the_batches_and_warns():
         with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
             drawn.append(positions(make_sampler(Poisson(50, 1000), seed=3)))
     assert drawn[0] == drawn[1]
-    assert positions(make_sampler(Poisson(50, 1000))) != positions(make_sampler(Poisson(50, 1000)))
+    assert positions(make_sampler(Poisson(50, 1000))) != positions(
+        make_sampler(Poisson(50, 1000))
+    )
 
 
 # -- log --------------------------------------------------------------------------------------------------------------
@@ -419,7 +423,9 @@ def test_an_empty_draw_has_the_structure_of_the_records(workers):
 def test_a_collate_function_of_the_users_is_used_also_for_tensors():
     sampler, sizes = seeded(RARE, steps=40), set()
     loader = PrivateLoader(
-        TENSORS, sampler, collate_fn=lambda items: [2 * default_collate(items)[0], torch.tensor(1)]
+        TENSORS,
+        sampler,
+        collate_fn=lambda items: [2 * default_collate(items)[0], torch.tensor(1)],
     )
     for (x, _), chunk in used(loader, sampler):
         assert (x.shape, x.dtype) == ((chunk.rows, 3), torch.float64)

@@ -449,7 +449,9 @@ def test_fit_trains_on_shards_of_which_one_is_empty(together: list[dict[str, Any
         assert torch.equal(rank["answer"], ranks[0]["answer"])
 
 
-def test_a_record_that_two_shards_hold_is_refused_by_its_id(together: list[dict[str, Any]]) -> None:
+def test_a_record_that_two_shards_hold_is_refused_by_its_id(
+    together: list[dict[str, Any]],
+) -> None:
     """On all ranks, in a Poisson design; so are ids on some ranks only, and ids without shards."""
     for found in (rank["by ids"] for rank in together):
         assert "ids must be unique" in found["wrong"]
@@ -520,7 +522,9 @@ def test_a_poisson_run_goes_on_after_records_have_moved_to_other_ranks(
     assert first["drawn"][2:] == [[]] * 2
 
 
-def test_a_pass_over_shards_goes_on_over_the_same_shards_only(failed: list[dict[str, Any]]) -> None:
+def test_a_pass_over_shards_goes_on_over_the_same_shards_only(
+    failed: list[dict[str, Any]],
+) -> None:
     for rank in failed:
         wrong = rank["passes"]["wrong"]
         assert "with shard= if from shards" in wrong["ids"]
@@ -577,7 +581,9 @@ def test_one_process_takes_its_shard_for_all_there_is() -> None:
     assert found["drawn"] == [list(range(N))]
     with pytest.raises(UnitError, match="ids must be unique"):
         optimizer.loader(records(), shard=N, ids=[0] * N)
-    with pytest.raises(UnitError, match="shard must be how many records this process has at most"):
+    with pytest.raises(
+        UnitError, match="shard must be how many records this process has at most"
+    ):
         optimizer.loader(records(), shard=N - 1)
     with pytest.raises(UnitError, match="n must be the number of records"):
         built("full", layer()).loader(TensorDataset(*(t[:9] for t in records().tensors)), shard=N)

@@ -28,7 +28,9 @@ def test_the_link_check_of_the_site_names_what_leads_nowhere(tmp_path: Path) -> 
         return done.returncode, done.stdout
 
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "b.html").write_text('<h1 id="here">b</h1><a href="../a.html#top">a</a>')
+    (tmp_path / "folder" / "b.html").write_text(
+        '<h1 id="here">b</h1><a href="../a.html#top">a</a>'
+    )
     whole = '<p id="top"><a href="#top">1</a><a href="folder/b.html#here">2</a><a href="https://x.y/z#q">3</a>'
     (tmp_path / "a.html").write_text(whole)
     assert check()[0] == 0

@@ -32,7 +32,11 @@ def test_the_studies_find_what_is_there(tmp_path):
     for score, least in zip(scores, (0.85, 0.77, 0.45), strict=True):
         assert score > least
     assert "sex=Male" in done.stdout
-    for name, unit in (("prediction", "person"), ("intervals", "person"), ("flights", "aircraft")):
+    for name, unit in (
+        ("prediction", "person"),
+        ("intervals", "person"),
+        ("flights", "aircraft"),
+    ):
         assert f"for one {unit}" in (tmp_path / name / "report.html").read_text(encoding="utf-8")
         model = Released.load(tmp_path / name / "model.json")
         assert model.schema["unit"] == unit

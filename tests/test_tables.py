@@ -54,7 +54,13 @@ def toy(parts: ModuleType, users: bool = False, kind: str = "binary") -> object:
     groups = pd.Series(ids) if users else None
     bound = None if kind == "binary" else 100.0
     return parts.made(
-        "toy", "develop", [rows / math.sqrt(3)], targets, bound_y=bound, threshold=0.5, users=groups
+        "toy",
+        "develop",
+        [rows / math.sqrt(3)],
+        targets,
+        bound_y=bound,
+        threshold=0.5,
+        users=groups,
     )
 
 
@@ -93,7 +99,9 @@ def test_ranges_levels_and_bounds_are_literals_and_no_statistic_of_the_data_is_t
                 }, named
                 if named in {"unit", "log_unit"}:
                     calls += 1
-                    assert all(isinstance(ast.literal_eval(a), (int, float)) for a in node.args[1:])
+                    assert all(
+                        isinstance(ast.literal_eval(a), (int, float)) for a in node.args[1:]
+                    )
     assert calls > 80
 
 
@@ -154,7 +162,10 @@ def test_an_anchor_without_noise_is_the_loop_that_clips_each_gradient(
     largest = 0.5 if loss == "huber" else 1.0
     for column, clip in enumerate((0.05, 1.0)):
         iterates = literal(
-            table, loss, clip * largest * data.bound, {"logistic": 4.0}.get(loss, 0.5) / data.bound
+            table,
+            loss,
+            clip * largest * data.bound,
+            {"logistic": 4.0}.get(loss, 0.5) / data.bound,
         )
         np.testing.assert_allclose(last[:, column], iterates[-1], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(
@@ -165,7 +176,10 @@ def test_an_anchor_without_noise_is_the_loop_that_clips_each_gradient(
 def literal(table: object, loss: str, clip: float, rate: float) -> list[np.ndarray]:
     """Returns the iterates of four steps, one gradient after another."""
     train = ~table.test
-    rows, targets = np.column_stack([table.rows[train], np.ones(train.sum())]), table.targets[train]
+    rows, targets = (
+        np.column_stack([table.rows[train], np.ones(train.sum())]),
+        table.targets[train],
+    )
     ids = np.arange(len(rows)) if table.users is None else table.users[train]
     weights, found = np.zeros(rows.shape[1]), []
     for _ in range(4):
@@ -207,7 +221,8 @@ def test_a_poisson_batch_holds_each_row_at_its_rate(
     data.norms[:] = 1.0
     jobs = [anchors.Job(anchors.Setting("logistic", 1.0, 1.0, 1, 12), 1.0)]
     moved = [
-        anchors.descend(data, jobs, torch.Generator().manual_seed(s))[0][:, 0] for s in range(1_000)
+        anchors.descend(data, jobs, torch.Generator().manual_seed(s))[0][:, 0]
+        for s in range(1_000)
     ]
     seen = (np.abs(np.array(moved)) > 0).mean(0)
     rate = 12 / data.count

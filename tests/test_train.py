@@ -134,7 +134,8 @@ def test_the_bar_never_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(shown) > 5
     for frame in shown:
         assert (
-            re.search(r"[76]\.[56]\d|loss", re.sub(r"[\d.?]+ ?(step/s|s/step)", "", frame)) is None
+            re.search(r"[76]\.[56]\d|loss", re.sub(r"[\d.?]+ ?(step/s|s/step)", "", frame))
+            is None
         )
 
 
@@ -167,7 +168,9 @@ def test_without_progress_nothing_is_written(capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("build", "shape"), [(linear, (DIM,)), (mlp, (DIM,)), (conv, (1, 4, 4))])
-def test_every_kind_of_model_trains_through_empty_draws(build: Any, shape: tuple[int, ...]) -> None:
+def test_every_kind_of_model_trains_through_empty_draws(
+    build: Any, shape: tuple[int, ...]
+) -> None:
     model, calls = build(), []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -317,7 +320,10 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
         LOSS(model(inputs), targets).backward()
         optimizer.step()
     refused(
-        SequenceError, "the optimizer is finalized: make a new one to train again", model, optimizer
+        SequenceError,
+        "the optimizer is finalized: make a new one to train again",
+        model,
+        optimizer,
     )
 
 
@@ -430,7 +436,9 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, got: str) -> None
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("value", [0.0, 1e30, float("nan")])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_check_of_the_reduction_sees_no_value_of_the_data(value: float, reduction: str) -> None:
+def test_the_check_of_the_reduction_sees_no_value_of_the_data(
+    value: float, reduction: str
+) -> None:
     data, seen = TensorDataset(torch.full((N, DIM), value), torch.full((N, 1), value)), []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -551,11 +559,15 @@ def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
     with pytest.raises(
         PrivacyError, match="coupled records"
     ):  # by the doctor, whatever the labels are
-        dp.fit(model, optimizer, token_labels(True), nn.CrossEntropyLoss(), steps=1, progress=False)
+        dp.fit(
+            model, optimizer, token_labels(True), nn.CrossEntropyLoss(), steps=1, progress=False
+        )
     single = nn.Sequential(nn.Linear(5, 3))
     refused = full_steps(single)
     with pytest.raises(PrivacyError, match="must not ignore targets"):
-        dp.fit(single, refused, token_labels(False), nn.CrossEntropyLoss(), steps=1, progress=False)
+        dp.fit(
+            single, refused, token_labels(False), nn.CrossEntropyLoss(), steps=1, progress=False
+        )
     assert len(optimizer.accountant) == len(refused.accountant) == 0
 
 

@@ -47,7 +47,9 @@ def load(folder: str, name: str) -> ModuleType:
 def made_up(module: ModuleType, n_users: int = USERS, ragged: bool = False) -> Any:
     """Returns a fleet with rows like those of flights: one-hot blocks, a clock, and delays with a heavy tail."""
     generator = np.random.default_rng(1)
-    counts = ITEMS + (generator.integers(0, 7, n_users) if ragged else np.zeros(n_users, dtype=int))
+    counts = ITEMS + (
+        generator.integers(0, 7, n_users) if ragged else np.zeros(n_users, dtype=int)
+    )
     test = 3000
 
     def rows(count: int) -> tuple[Tensor, Tensor]:
@@ -160,7 +162,9 @@ def test_no_aircraft_is_in_two_phases(quick: Run) -> None:
 
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_printed_scores_are_those_of_the_models(quick: Run, module: ModuleType, loss: str) -> None:
+def test_printed_scores_are_those_of_the_models(
+    quick: Run, module: ModuleType, loss: str
+) -> None:
     fleet, late = quick.fleet, quick.fleet.test_hours > 0.25
     table = quick.text.split(f"{loss}: ")[1].split("\n\n")[0]
     for name, (model, _) in zip(METHODS, quick.made[4 * LOSSES.index(loss) :], strict=False):
@@ -269,7 +273,9 @@ def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specif
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         load("benchmarks", "user_level_risk").main(["--noise"])
-    printed = [[float(cell) for cell in line.split()] for line in text.getvalue().splitlines()[1:]]
+    printed = [
+        [float(cell) for cell in line.split()] for line in text.getvalue().splitlines()[1:]
+    ]
     section = DOC.read_text(encoding="utf-8").split("### Noise")[1].split("###")[0]
     quoted = [
         list(map(float, cells(line)))
@@ -286,7 +292,9 @@ def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specif
 
 @pytest.mark.weekly
 def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
-    section = DOC.read_text(encoding="utf-8").split("## When the filter wins")[1].split("\n## ")[0]
+    section = (
+        DOC.read_text(encoding="utf-8").split("## When the filter wins")[1].split("\n## ")[0]
+    )
     lines = [cells(line) for line in section.splitlines() if line.startswith("| ")]
     sizes = [int(re.search(r"\d+$", cell)[0]) for cell in lines[0][1:8]]
     numbers = {"steps": 60, "delta": 1e-6, "pair_radius": 1.0}
@@ -306,9 +314,13 @@ def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
 @pytest.mark.weekly
 def test_the_code_of_the_document_runs() -> None:
     names = {"torch": torch, "dp": dp, "dim": 3, "loss": dp.losses.Logistic()}
-    names["dataset"] = torch.utils.data.TensorDataset(torch.randn(20_000, 3), torch.ones(20_000, 1))
+    names["dataset"] = torch.utils.data.TensorDataset(
+        torch.randn(20_000, 3), torch.ones(20_000, 1)
+    )
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        for block in re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL):
+        for block in re.findall(
+            r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL
+        ):
             exec(block, names)
     assert (
         "(2, 1e-06)-differential privacy for one user (replace_one: replaced by any other)"

@@ -14,7 +14,13 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.optim import user_runs as runs
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
-from torch_dpsco.sampling import PhysicalBatches, PrivateLoader, UserLoader, make_sampler, user_ids
+from torch_dpsco.sampling import (
+    PhysicalBatches,
+    PrivateLoader,
+    UserLoader,
+    make_sampler,
+    user_ids,
+)
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
@@ -114,7 +120,9 @@ def test_a_second_iteration_starts_with_ids_of_its_own() -> None:
     assert [ids for _, ids, _ in taken(loader)] == [[0, 0, 1], [3, 3, 3], [5]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+)
 def test_ids_may_be_of_any_integer_type(dtype: torch.dtype) -> None:
     assert user_ids(IDS.to(dtype), 7).equal(IDS)
     assert user_ids(IDS.to(dtype).numpy(), 7).equal(IDS)
@@ -236,7 +244,9 @@ def test_the_loader_of_an_optimizer_draws_users_by_its_design() -> None:
 def test_under_add_remove_the_data_say_how_many_users_there_are(users: int) -> None:
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
     data, ids = (
-        runs.agreeing(users, rows=2) if users else (runs.dataset(np.ones((0, 2))), torch.arange(0))
+        runs.agreeing(users, rows=2)
+        if users
+        else (runs.dataset(np.ones((0, 2))), torch.arange(0))
     )
     run.train(data, ids)
     assert run.opt.steps == 60

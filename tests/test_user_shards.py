@@ -216,7 +216,9 @@ def test_users_are_drawn_with_all_their_records_where_they_are(
     assert together[0]["poisson"]["drawn"] == [([], [])] * 4
 
 
-def test_the_union_of_the_draws_of_users_is_a_poisson_draw(together: list[dict[str, Any]]) -> None:
+def test_the_union_of_the_draws_of_users_is_a_poisson_draw(
+    together: list[dict[str, Any]],
+) -> None:
     """Tests of size 1e-6: how often each user is drawn, and how often pairs of users of two ranks are together."""
 
     def check(mine: Callable[[np.ndarray], np.ndarray]) -> None:

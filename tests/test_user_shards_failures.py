@@ -237,7 +237,11 @@ def missing_rows(rank: int) -> dict[str, Any]:
     for x, y, _, ids in loader:
         backward(model, optimizer, x, y)
         optimizer.step(users=ids)
-    return {"said": said, "charged": [charged, len(optimizer.accountant)], "answer": numbers(model)}
+    return {
+        "said": said,
+        "charged": [charged, len(optimizer.accountant)],
+        "answer": numbers(model),
+    }
 
 
 def failed_charge(rank: int, what: str) -> dict[str, Any]:
@@ -399,7 +403,9 @@ def test_a_rank_that_cannot_charge_or_clip_releases_no_sum_of_users(
         assert rank["sums"] is None
 
 
-def test_a_run_goes_on_after_users_have_moved_to_other_ranks(failed: list[dict[str, Any]]) -> None:
+def test_a_run_goes_on_after_users_have_moved_to_other_ranks(
+    failed: list[dict[str, Any]],
+) -> None:
     first, second = (rank["moved on"] for rank in failed)
     assert first["charged"] == second["charged"] == 4
     assert torch.equal(first["answer"], second["answer"])

@@ -48,9 +48,12 @@ def pytest_generate_tests(metafunc):
         vectors = load(Path(chosen) if chosen else FOLDER)
         slow = {} if chosen else SLOW  # those from elsewhere are all run
         marks = [
-            [pytest.mark.slow] if each.number in slow.get(each.key, ()) else [] for each in vectors
+            [pytest.mark.slow] if each.number in slow.get(each.key, ()) else []
+            for each in vectors
         ]
-        cases = [pytest.param(each, marks=mark) for each, mark in zip(vectors, marks, strict=True)]
+        cases = [
+            pytest.param(each, marks=mark) for each, mark in zip(vectors, marks, strict=True)
+        ]
         metafunc.parametrize("vector", cases, ids=[str(each) for each in vectors])
 
 
@@ -135,7 +138,9 @@ def _as_result(vector: Vector, expected: Any) -> Any:
     if not isinstance(expected, dict):
         return expected
     returns = API_MAP[vector.key].get("returns", {})
-    return {returns.get(name, name): _as_result(vector, value) for name, value in expected.items()}
+    return {
+        returns.get(name, name): _as_result(vector, value) for name, value in expected.items()
+    }
 
 
 NO_LEAVES = {"raises", "error", "min", "sigma_at_least"}
@@ -152,7 +157,10 @@ def test_every_vector_accepts_its_own_value_and_refuses_one_wrong_leaf():
         leaves = list(_leaves(expected))
         for leaf, rebuild in (leaves[0], leaves[-1]) if leaves else ():
             for wrong in _wrong(leaf):
-                assert mismatches(vector, _as_result(vector, rebuild(wrong))) != [], (vector, wrong)
+                assert mismatches(vector, _as_result(vector, rebuild(wrong))) != [], (
+                    vector,
+                    wrong,
+                )
                 checked += 1
     assert checked > 10_000
 
@@ -171,7 +179,13 @@ RULES = [
         [1.71, 2.29],
         [1.69, 2.31, math.nan],
     ),
-    ("accounting:ledger_epsilon", 2.0, {"rtol": 0.1, "atol": 0.1}, [1.9996, 2.29], [1.9994, 2.31]),
+    (
+        "accounting:ledger_epsilon",
+        2.0,
+        {"rtol": 0.1, "atol": 0.1},
+        [1.9996, 2.29],
+        [1.9994, 2.31],
+    ),
     (
         "accounting:epsilon_wor_replace_one",
         2.0,
@@ -202,7 +216,13 @@ RULES = [
         [0.0, 9.98e-119, 1.002e-118],
     ),
     ("output:objpert_delta_general", 0.0, {"rtol": 1e-6, "atol": 1e-14}, [0.0, 9e-15], [2e-14]),
-    ("output:objpert_delta_general", 0.5, {"rtol": 1e-6, "atol": 1e-14}, [0.5000004], [0.5000006]),
+    (
+        "output:objpert_delta_general",
+        0.5,
+        {"rtol": 1e-6, "atol": 1e-14},
+        [0.5000004],
+        [0.5000006],
+    ),
     (
         "heavytail:exp_mech_quantile_probs",
         [1e-30, 0.5],
@@ -220,7 +240,13 @@ RULES = [
     ("output:sgd_iterations", 100, {"rtol": 0.0, "atol": 1.0}, [99, 100, 101], [98, 102]),
     ("userlevel:mu_for_budget", 2.0, {"rel": 0.1, "abs": 0.0}, [1.81, 2.19], [1.79, 2.21]),
     ("userlevel:mu_for_budget", 2.0, {"rel": 0.01, "abs": 0.1}, [1.91, 2.09], [1.89, 2.11]),
-    ("userlevel:bernoulli_mismatch_quantile", 12, {"rel": 0, "abs": 0}, [12, 12.0], [11, 13, 12.5]),
+    (
+        "userlevel:bernoulli_mismatch_quantile",
+        12,
+        {"rel": 0, "abs": 0},
+        [12, 12.0],
+        [11, 13, 12.5],
+    ),
     ("heavytail:sc_clip", 2.0, 0.1, [1.81, 2.19], [1.79, 2.21]),
     ("heavytail:sc_clip", 1e-9, 0.1, [9e-5, -9e-5], [1.1e-4, -1.1e-4]),
     (

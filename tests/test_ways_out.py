@@ -108,7 +108,8 @@ class Lengths(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("error", "args"), [(ValueError, ("length 0",)), (KeyError, ()), (ArithmeticError, (3, "none"))]
+    ("error", "args"),
+    [(ValueError, ("length 0",)), (KeyError, ()), (ArithmeticError, (3, "none"))],
 )
 def test_an_exception_over_filled_rows_tells_of_the_filling(
     error: type[Exception], args: tuple[Any, ...]
@@ -178,7 +179,9 @@ def test_an_optimizer_of_a_lazy_model_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("made", [net, lambda: nn.Sequential(nn.Linear(3, 1))])
-def test_sparse_inputs_are_refused_in_a_sentence(rows: str, made: Callable[[], nn.Module]) -> None:
+def test_sparse_inputs_are_refused_in_a_sentence(
+    rows: str, made: Callable[[], nn.Module]
+) -> None:
     model = dp.attach(made(), rows=rows)
     with pytest.raises(SequenceError, match=r"dense.*sparse_coo.*to_dense"):
         model(torch.ones(N, 3).to_sparse())

@@ -18,7 +18,10 @@ from torch_dpsco.estimators import LogisticRegression, Ridge
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=1.0)
 ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "C": (lambda: LogisticRegression(C=0.1), "LogisticRegression has no C: take reg .reg = 1 / C"),
+    "C": (
+        lambda: LogisticRegression(C=0.1),
+        "LogisticRegression has no C: take reg .reg = 1 / C",
+    ),
     "two": (
         lambda: LogisticRegression(penalty="l2", max_iter=9),
         "no penalty: take reg .*; no max_iter: leave it out",

@@ -43,7 +43,9 @@ def built(
         "noise_multiplier": noise,
         "steps": 4,
     }
-    given |= {"batch_size": 4, "sampling": "poisson"} if kind == "poisson" else {"sampling": "full"}
+    given |= (
+        {"batch_size": 4, "sampling": "poisson"} if kind == "poisson" else {"sampling": "full"}
+    )
     plan = dp.UserClippedSGD.plan(**given | options)
     return dp.UserClippedSGD(model.parameters(), plan, accountant=accountant)
 

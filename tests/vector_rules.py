@@ -120,7 +120,9 @@ def accepted(vector: Vector, field: str, expected: float) -> tuple[float, float]
         return expected, expected
     slack = _slack(vector, field, abs(expected))
     low, high = expected - slack, expected + slack
-    if vector.family == "accounting" and vector.function.startswith(("ledger_epsilon", "epsilon_")):
+    if vector.family == "accounting" and vector.function.startswith(
+        ("ledger_epsilon", "epsilon_")
+    ):
         low = expected - 5e-4
     if vector.family == "output" and "_sigma" in vector.function:
         low = max(low, expected * (1 - 1e-9))

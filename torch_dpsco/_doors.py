@@ -156,7 +156,9 @@ def _union(kinds: list[_Kind | None]) -> _Kind | None:
     if len(known) < len(kinds):
         return None
     words = list(dict.fromkeys(kind.words for kind in known if kind is not _NONE))
-    text = " or ".join(words) if len(words) <= _MANY else f"{', '.join(words[:-1])} or {words[-1]}"
+    text = (
+        " or ".join(words) if len(words) <= _MANY else f"{', '.join(words[:-1])} or {words[-1]}"
+    )
     if "a Repeat" in words:
         text = "a value of torch_dpsco.accounting.events"
     return _Kind(lambda value: any(kind.admits(value) for kind in known), text)

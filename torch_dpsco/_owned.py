@@ -60,5 +60,7 @@ def owned(record: Any) -> Any:
 class _OwnEntries(TorchFunctionMode):
     """Makes deep copies of tensors take their own entries: torch copies the whole memory that a tensor is a view of."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return args[0].clone() if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

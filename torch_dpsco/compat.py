@@ -173,7 +173,8 @@ def is_sharded(thing: Tensor | nn.Module) -> bool:
         return hasattr(thing, "placements") or hasattr(thing, "_fsdp_flattened")
     # by the mark that FSDP leaves on modules inside, and by name: nothing of torch.distributed need be there
     return "_is_fsdp_managed_module" in thing.__dict__ or any(
-        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(thing).__mro__
+        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+        for kind in type(thing).__mro__
     )
 
 

@@ -379,7 +379,9 @@ class World:
 
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
-        if isinstance(getattr(loader, "batch_sampler", loader), (RankSampler, RankAssignedSampler)):
+        if isinstance(
+            getattr(loader, "batch_sampler", loader), (RankSampler, RankAssignedSampler)
+        ):
             raise UnknownSamplerError(
                 "loader must draw whole batches (got the part of one of several processes)"
             )
@@ -556,7 +558,9 @@ class Ranks(World):
                 f" {run.design}); give shard= where each rank has records of its own"
             )
         if ids is not None:
-            self._require_own_ids(ids, secret, run.design.n if run.oracle.unit == "user" else None)
+            self._require_own_ids(
+                ids, secret, run.design.n if run.oracle.unit == "user" else None
+            )
         place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
         place |= {"size": size, "steps": steps, "own": shard}
         if isinstance(run.design, Assigned):
@@ -634,7 +638,9 @@ class Ranks(World):
             if group.first and noise is not None and message[-1] == group.processes:
                 oracle.replace_sum(message[:-2].to(self._device), int(message[-2]))
                 # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
-                message[:-2] = torch.cat([mean.reshape(-1) for mean in oracle.release(noise).mean])
+                message[:-2] = torch.cat(
+                    [mean.reshape(-1) for mean in oracle.release(noise).mean]
+                )
                 released = True
         finally:
             if not released:
@@ -672,7 +678,9 @@ class Ranks(World):
         return {
             "settings": self._digest_of_settings(run),
             "parameters": digest(*_contents(run)),
-            "ledger": digest(ledger.ledger.digest(), ledger.adjacency, ledger.unit, ledger.budget),
+            "ledger": digest(
+                ledger.ledger.digest(), ledger.adjacency, ledger.unit, ledger.budget
+            ),
         }
 
     def _digest_of_settings(self, run: Run) -> int:

@@ -81,7 +81,17 @@ _ARGUMENTS = {
         _POINTER,
     ],
     "outer_space": [_INTEGER, _INTEGER],
-    "linear": [*_INDEXED, _POINTER, _SINGLE, _INTEGER, _POINTER, _POINTER, _REAL, _REAL, _POINTER],
+    "linear": [
+        *_INDEXED,
+        _POINTER,
+        _SINGLE,
+        _INTEGER,
+        _POINTER,
+        _POINTER,
+        _REAL,
+        _REAL,
+        _POINTER,
+    ],
     "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
     "images": [*_MEASURED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
     "gram": [*_MEASURED, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
@@ -175,7 +185,12 @@ def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:
     # PRIVACY: the target of a record would be read from another one's (test_memory_of_another_kind_is_refused)
     if part is None:
         return
-    if part.numel() != size or part.dtype is not dtype or not part.is_contiguous() or part.is_neg():
+    if (
+        part.numel() != size
+        or part.dtype is not dtype
+        or not part.is_contiguous()
+        or part.is_neg()
+    ):
         raise ValueError(
             f"memory for C must be {size} numbers of {dtype}, side by side "
             f"(got {tuple(part.shape)} of {part.dtype}, strides {part.stride()})"
@@ -384,7 +399,9 @@ class Table:
         found = weights.new_zeros(padded, padded)
         memory = (part.data_ptr() for part in (self._shares, weights))
         more = padded, scratch.data_ptr(), found.data_ptr()
-        _found()[0].dpsco_gram(*self._place, start, max(0, stop - start), len(self), *memory, *more)
+        _found()[0].dpsco_gram(
+            *self._place, start, max(0, stop - start), len(self), *memory, *more
+        )
         return found[: self.width, : self.width]
 
     def logistic(

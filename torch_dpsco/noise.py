@@ -163,7 +163,9 @@ class _Pairs:
             if mean is not None:
                 part.add_(mean.view(part.shape))
         elif native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean):
-            logs = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, np.empty(count))
+            logs = _logarithms(
+                np.frombuffer(bits, np.int64, count), self._stream, np.empty(count)
+            )
             native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean, logs)
 
     def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:

@@ -244,7 +244,8 @@ class Problem:
         if self.holder_exponent is not None and self.holder_constant is not None:
             if self.grad_at_zero is not None:
                 yield round_up(
-                    self.grad_at_zero + self.holder_constant * math.pow(reach, self.holder_exponent)
+                    self.grad_at_zero
+                    + self.holder_constant * math.pow(reach, self.holder_exponent)
                 )
             if self.holder_exponent == 0 and self.loss_at_zero is not None:
                 yield self.holder_constant

@@ -189,7 +189,9 @@ class L2(Prox):
                 f"lr must be the same for all parameters of one group (got {sorted(set(steps))})"
             )
         for tensor, norm, step in zip(tensors, self._norms(tensors), steps, strict=True):
-            shrink = (1 - step * self.strength / norm).clamp(min=0).nan_to_num(nan=0.0, neginf=0.0)
+            shrink = (
+                (1 - step * self.strength / norm).clamp(min=0).nan_to_num(nan=0.0, neginf=0.0)
+            )
             tensor.copy_(tensor.double() * shrink)
 
 
@@ -227,7 +229,9 @@ class Ball(Prox):
         object.__setattr__(self, "radius", positive(radius=self.radius))
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        if _rough_norm_bound(tensors) <= self.radius:  # plainly inside; a NaN fails the comparison
+        if (
+            _rough_norm_bound(tensors) <= self.radius
+        ):  # plainly inside; a NaN fails the comparison
             return
         norm = _joint_norm(tensors)
         if not math.isfinite(norm):

@@ -126,7 +126,9 @@ def _blend(params: Sequence[Tensor], state: State, k: int, share: float) -> None
     """Moves the running averages (float64) by a share of their way to the parameters, where they start at k = 0."""
     for p in params:
         kept = state[p]
-        if k == 0 or "average" not in kept:  # unfrozen since: all its iterates so far are the same
+        if (
+            k == 0 or "average" not in kept
+        ):  # unfrozen since: all its iterates so far are the same
             kept["average"] = p.detach().to(torch.float64, copy=True)
         elif share:
             kept["average"].lerp_(p.detach().double(), share)
@@ -256,7 +258,9 @@ class TorchRule(UpdateRule):
         """Raises ValueError unless the torch optimizer has these very groups."""
         # PRIVACY: it would step on whatever p.grad holds for parameters that the private optimizer does not know
         # (test_a_torch_rule_on_other_parameters_is_refused)
-        if [id(group) for group in groups] != [id(group) for group in self.optimizer.param_groups]:
+        if [id(group) for group in groups] != [
+            id(group) for group in self.optimizer.param_groups
+        ]:
             raise ValueError(
                 "params must be the groups of the rule's optimizer: give `optimizer.param_groups`"
                 " of the torch optimizer as params (got other groups)"

@@ -139,7 +139,9 @@ def fit(
             compile=compile or None,
         )
         saved = open_checkpoint(checkpoint, every, model, optimizer)
-        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell)
+        return _fit_row_free(
+            model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell
+        )
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call"
@@ -173,7 +175,9 @@ def fit(
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     note_probed(model, optimizer)
     model.train()
-    closed = None if users is not None else _closed_form(model, optimizer, loss_fn, dataset, loader)
+    closed = (
+        None if users is not None else _closed_form(model, optimizer, loss_fn, dataset, loader)
+    )
     if closed is not None:
         due: Iterable[Callable[[], Any]] = (
             partial(optimizer.step_on, rows) for rows in closed.batches(loader)

@@ -12,14 +12,21 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 
 N = 64
-DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(N))
+DATA = TensorDataset(
+    torch.randn(N, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(N)
+)
 
 
 class Script:
     """A plain Opacus training script with our accountant."""
 
     def __init__(
-        self, *, batch_size: int = 16, noise: float = 1.0, budget: Budget | None = None, **keywords
+        self,
+        *,
+        batch_size: int = 16,
+        noise: float = 1.0,
+        budget: Budget | None = None,
+        **keywords,
     ) -> None:
         self.engine = PrivacyEngine(accountant="dpsco")
         self.accountant: Accountant = self.engine.accountant

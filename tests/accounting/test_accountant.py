@@ -50,7 +50,8 @@ def test_a_budget_is_exact_to_the_last_bit(event):
     target = spent.get_epsilon(DELTA)
     assert Accountant(Budget(target, DELTA, "replace_one")).max_steps(event) == 20
     assert (
-        Accountant(Budget(math.nextafter(target, 0.0), DELTA, "replace_one")).max_steps(event) == 19
+        Accountant(Budget(math.nextafter(target, 0.0), DELTA, "replace_one")).max_steps(event)
+        == 19
     )
 
 
@@ -103,7 +104,9 @@ def test_a_smaller_event_is_still_admitted_after_a_refusal():
     assert accountant.get_epsilon(DELTA) <= 1.0
 
 
-@pytest.mark.parametrize("event", [NonPrivate(), clipped_gaussian(0.0), PoissonGaussian(0.0, 1e-6)])
+@pytest.mark.parametrize(
+    "event", [NonPrivate(), clipped_gaussian(0.0), PoissonGaussian(0.0, 1e-6)]
+)
 def test_no_budget_admits_a_release_without_noise(event):
     accountant = Accountant(Budget(1e9, 0.999, "replace_one"))
     assert accountant.max_steps(event) == 0
@@ -139,7 +142,9 @@ def test_no_sequence_of_requests_ever_passes_the_budget(epsilon, delta, requests
     )
     for event, count in planned:
         accountant.declare(event, count)
-    together = Ledger(Repeat(event, count) for event, count in planned).epsilon(delta, REPLACE_ONE)
+    together = Ledger(Repeat(event, count) for event, count in planned).epsilon(
+        delta, REPLACE_ONE
+    )
     admitted = 0
     for event, count in requests:
         before = image(accountant)
@@ -262,9 +267,13 @@ def test_an_event_without_a_guarantee_there_is_refused_before_it_is_charged(even
 def test_units_never_mix():
     users = Accountant(Budget(1.0, DELTA, "replace_one", unit="user"))
     users.require_unit("user")
-    with pytest.raises(UnitError, match=r"unit must be 'user', the accountant's \(got 'example'\)"):
+    with pytest.raises(
+        UnitError, match=r"unit must be 'user', the accountant's \(got 'example'\)"
+    ):
         users.require_unit("example")
-    with pytest.raises(ValueError, match=r"unit must be one of example, user \(got 'household'\)"):
+    with pytest.raises(
+        ValueError, match=r"unit must be one of example, user \(got 'household'\)"
+    ):
         Accountant(unit="household")
 
 

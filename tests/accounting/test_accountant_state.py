@@ -32,7 +32,14 @@ def test_copies_share_the_ledger_and_pickling_raises():
 
 def test_the_state_survives_torch_save_with_weights_only_and_json():
     accountant = Accountant(Budget(8.0, DELTA, "replace_one"))
-    events = (STEP, FIXED, WHOLE, part("0"), part("1"), Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9))
+    events = (
+        STEP,
+        FIXED,
+        WHOLE,
+        part("0"),
+        part("1"),
+        Gaussian(math.pi, {REPLACE_ONE: 0.1}, 1e-9),
+    )
     for event in events:
         accountant.declare(event, 3)
     for event in events:
@@ -103,7 +110,10 @@ def test_loading_never_forgets_what_was_charged_here():
         ({"version": None}, r"version must be 3 \(got None\)"),
         ({"mechanism": "opacus"}, r"mechanism must be 'dpsco' \(got 'opacus'\)"),
         ({"mechanism": None}, r"mechanism must be 'dpsco' \(got None\)"),
-        ({"config": {"adjacency": ADD_REMOVE, "unit": "example"}}, "digest must match the ledger"),
+        (
+            {"config": {"adjacency": ADD_REMOVE, "unit": "example"}},
+            "digest must match the ledger",
+        ),
         ({"runs": []}, "digest must match the ledger"),
         ({"runs": 5}, "state must hold ledger, runs and config"),
         ({"ledger": [3]}, "state must hold ledger, runs and config"),

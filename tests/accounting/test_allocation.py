@@ -75,7 +75,9 @@ TWO = [
 @pytest.mark.parametrize(("noise", "epsilon"), TWO)
 def test_two_steps_agree_with_quadrature(noise, epsilon, way):
     exact = two_steps(noise, epsilon, way)
-    assert exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015  # of the quadrature
+    assert (
+        exact * (1 - 1e-7) <= delta(noise, 2, epsilon, way) <= exact * 1.015
+    )  # of the quadrature
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,9 @@ def test_a_term_on_its_grid_is_not_less_spread_than_itself(noise, log_weight, st
         exact += [up[-1] + ends[1]]
         # mass that is kept from above every point on (from below for -Y) dominates
         running = np.cumsum(points[::-1])[::-1] if sign > 0 else np.cumsum(points)
-        wanted = np.cumsum(np.array(exact[::-1]))[::-1] if sign > 0 else np.cumsum(np.array(exact))
+        wanted = (
+            np.cumsum(np.array(exact[::-1]))[::-1] if sign > 0 else np.cumsum(np.array(exact))
+        )
         short = [float(w - mp.mpf(float(r))) for w, r in zip(wanted, running, strict=True)]
         assert max(short) <= 1e-17
         assert max(abs(value) for value in short) < 1e-9
@@ -454,7 +458,10 @@ def test_what_is_beyond_a_grid_is_not_below_its_integral(noise, log_weight, devi
 
 def test_what_small_differences_exceed_their_grid_by_counts(monkeypatch):
     """With large noise the top of a grid is below 1; here it is at half a standard deviation."""
-    question, exact = Pass(300.0, 2, "replace").sum(1e-3, -30.0), two_steps(300.0, 1e-3, "replace")
+    question, exact = (
+        Pass(300.0, 2, "replace").sum(1e-3, -30.0),
+        two_steps(300.0, 1e-3, "replace"),
+    )
     ends = question.ends
     top = float(question.term.value(np.array([150.0]))[0])
     assert 0 < top < ends[1] < 0.5
@@ -483,7 +490,9 @@ def _hull(x, y, i):
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("grid", [pytest.param(1e-3, marks=pytest.mark.slow), 0.05])
-@pytest.mark.parametrize("way", ["remove", "add", pytest.param("replace", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["remove", "add", pytest.param("replace", marks=pytest.mark.slow)]
+)
 def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
     law = AllocationLoss(1.0, 20, way).on_grid(grid, 9.0)
     losses = law.losses()
@@ -551,7 +560,9 @@ def _exact_moments(noise, steps, largest):
                 total = [mp.fdot(total[: k + 1], series[k::-1]) for k in range(largest + 1)]
             series = [mp.fdot(series[: k + 1], series[k::-1]) for k in range(largest + 1)]
             left //= 2
-        return [mp.log(total[a] * mp.factorial(a) / mp.mpf(steps) ** a) for a in range(largest + 1)]
+        return [
+            mp.log(total[a] * mp.factorial(a) / mp.mpf(steps) ** a) for a in range(largest + 1)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -585,7 +596,9 @@ def _moments_of_two(noise, powers, way):
         )
         log_l, log_r = (2 * left - 1) / (2 * noise**2), (-2 * left - 1) / (2 * noise**2)
         one, two = (np.logaddexp(each[:, None], each) - math.log(2) for each in (log_l, log_r))
-        total = density[:, None] + density + (-b * one if way == "add" else (b + 1) * one - b * two)
+        total = (
+            density[:, None] + density + (-b * one if way == "add" else (b + 1) * one - b * two)
+        )
         out.append(float(np.logaddexp.reduce(total, axis=None)))
     return np.array(out)
 

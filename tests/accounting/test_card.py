@@ -21,7 +21,9 @@ STEP = clipped_gaussian(9.0)
 
 
 def stated(name="NoisyGD", accountant=None):
-    accountant = Accountant(Budget(3.0, DELTA, "replace_one")) if accountant is None else accountant
+    accountant = (
+        Accountant(Budget(3.0, DELTA, "replace_one")) if accountant is None else accountant
+    )
     accountant.authorize(STEP, 4)
     return make_statement(
         accountant.report(DELTA), Run(name, Full(50), STEP, steps=4, planned=4, finalized=True)

@@ -297,9 +297,13 @@ def test_a_failure_of_one_part_is_not_added_to_the_losses_of_another():
     ledger = Ledger([Parallel({"a": [fails], "b": [leaks, leaks]}, "p"), both])
     alone = [Ledger([fails, both]), Ledger([leaks, leaks, both])]
     for delta in (1.5e-6, 1e-5, 1e-3):
-        assert ledger.epsilon(delta, ZERO_OUT) == max(one.epsilon(delta, ZERO_OUT) for one in alone)
+        assert ledger.epsilon(delta, ZERO_OUT) == max(
+            one.epsilon(delta, ZERO_OUT) for one in alone
+        )
     for epsilon in (0.0, 0.5, 2.0):
-        assert ledger.delta(epsilon, ZERO_OUT) == max(one.delta(epsilon, ZERO_OUT) for one in alone)
+        assert ledger.delta(epsilon, ZERO_OUT) == max(
+            one.delta(epsilon, ZERO_OUT) for one in alone
+        )
     # a part of which Renyi divergences alone are known does not hide what is known of others
     curve, leaks = RDPCurve((2.0, 8.0, 32.0), (0.02, 0.08, 0.32)), Gaussian(3.0, {ZERO_OUT: 1.0})
     mixed = Ledger([Parallel({"a": [curve], "b": [leaks, Pure(0.5)]}, "p")])
@@ -347,7 +351,8 @@ def test_too_many_combinations_fall_back():
 @settings(max_examples=25)
 @given(
     st.lists(
-        st.sampled_from([e for e in EVENTS if not isinstance(e, (Parallel, RDPCurve))]), max_size=4
+        st.sampled_from([e for e in EVENTS if not isinstance(e, (Parallel, RDPCurve))]),
+        max_size=4,
     ),
     st.sampled_from([1e-3, 1e-6]),
 )

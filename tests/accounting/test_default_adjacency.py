@@ -164,7 +164,9 @@ def test_what_a_plan_or_its_budget_says_wins(name: str, adjacency: Any) -> None:
     assert by_plan == by_budget
     for other in set(ADJACENCIES) - {adjacency}:
         with pytest.raises(AdjacencyError, match="the budget's"):
-            kind.plan(budget=dp.Budget(2.0, DELTA, adjacency, **more), adjacency=other, **settings)
+            kind.plan(
+                budget=dp.Budget(2.0, DELTA, adjacency, **more), adjacency=other, **settings
+            )
 
 
 @pytest.mark.filterwarnings("ignore:no sampling declared")
@@ -256,7 +258,9 @@ def test_a_risk_stays_under_an_adjacency(risk: dict[str, float]) -> None:
 def test_a_declaration_says_no_adjacency() -> None:
     declared = unsaid(schedule=()).declaring(STEP, 3)
     assert not declared.says_adjacency
-    assert declared.under(REPLACE_ONE) == dp.Budget(1.0, DELTA, REPLACE_ONE, schedule=((STEP, 3),))
+    assert declared.under(REPLACE_ONE) == dp.Budget(
+        1.0, DELTA, REPLACE_ONE, schedule=((STEP, 3),)
+    )
     assert dp.Budget(1.0, DELTA, ADD_REMOVE, schedule=()).declaring(STEP, 3).says_adjacency
 
 

@@ -127,7 +127,9 @@ def test_a_started_pass_counts_as_a_whole_one():
 
 def test_one_pass_costs_one_gaussian_whatever_the_batch_size():
     epsilons = {
-        design_epsilon(1.5, 1e-5, design=kind(b, N), steps=math.ceil(N / b), adjacency=REPLACE_ONE)
+        design_epsilon(
+            1.5, 1e-5, design=kind(b, N), steps=math.ceil(N / b), adjacency=REPLACE_ONE
+        )
         for b in (1, B, N)
         for kind in (Disjoint, Shuffled)
     }
@@ -269,7 +271,9 @@ def test_the_decision_table_of_the_spec_is_reproduced_or_improved(key):
     design, adjacency = key
     published, tight = (row.split() for row in TABLE[key])
     for (epochs, noise), most, least in zip(SETTINGS, published, tight, strict=True):
-        got = design_epsilon(noise, 1e-5, design=design, steps=epochs * EPOCH, adjacency=adjacency)
+        got = design_epsilon(
+            noise, 1e-5, design=design, steps=epochs * EPOCH, adjacency=adjacency
+        )
         assert float(least) - half_a_digit(least) <= got <= float(most) + half_a_digit(most), (
             epochs,
             noise,

@@ -159,7 +159,8 @@ def test_epsilon_of_a_random_ledger_lies_in_the_error_interval_of_dp_accounting(
     assert fine - (coarse - fine) - TAILS <= ours
     assert (
         ours
-        <= (by_laws(case, STEP, pure=True, pessimistic=True) if case.has_laplace else fine) + TAILS
+        <= (by_laws(case, STEP, pure=True, pessimistic=True) if case.has_laplace else fine)
+        + TAILS
     )
     assert coarse - fine < 0.02 * fine  # the interval says something
 

@@ -228,7 +228,9 @@ def test_an_unknown_field_is_refused():
     with pytest.raises(
         ValueError, match=r"PoissonGaussian must have no field but its own \(got items\)"
     ):
-        event_from_json({"type": "PoissonGaussian", "noise_multiplier": 1.0, "q": 0.1, "items": 2})
+        event_from_json(
+            {"type": "PoissonGaussian", "noise_multiplier": 1.0, "q": 0.1, "items": 2}
+        )
     with pytest.raises(
         ValueError, match=r"Parallel must have no field but its own \(got overlap\)"
     ):
@@ -245,7 +247,10 @@ def test_an_unknown_field_is_refused():
             r"PoissonGaussian must have the field 'noise_multiplier'",
         ),
         ({"type": "PoissonGaussian", "q": 2, "noise_multiplier": 1}, r"q must be in \[0, 1\]"),
-        ({"type": "PoissonGaussian", "q": "nan", "noise_multiplier": 1}, r"q must be in \[0, 1\]"),
+        (
+            {"type": "PoissonGaussian", "q": "nan", "noise_multiplier": 1},
+            r"q must be in \[0, 1\]",
+        ),
         ({"type": "Gaussian", "sigma": 1, "sens": {"swap": 1}}, r"adjacency must be one of"),
         ({"type": "Gaussian", "sigma": "inf", "sens": {REPLACE_ONE: 1}}, r"sigma must be finite"),
         ({"type": "NonPrivate", "count": -1}, r"n must be an integer >= 0 \(got -1\)"),
@@ -262,7 +267,9 @@ def test_damaged_json_is_refused_with_the_field(data, message):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
-@pytest.mark.parametrize("event", [NonPrivate(), Gaussian(0, CLIP_UNITS), clipped_gaussian(1e-300)])
+@pytest.mark.parametrize(
+    "event", [NonPrivate(), Gaussian(0, CLIP_UNITS), clipped_gaussian(1e-300)]
+)
 def test_no_noise_costs_infinity_and_never_nan(event, adjacency, method):
     for ledger in (Ledger([event]), Ledger([Repeat(event, 10**6), clipped_gaussian(1.0)])):
         assert ledger.epsilon(1e-5, adjacency, method) == math.inf

@@ -204,7 +204,10 @@ def test_order_and_budget_are_checked(order, budget, message):
         ({"epsilon": 0.0}, r"epsilon must be > 0"),
         ({"delta": 0.0}, r"delta must be in \(0, 1\)"),
         ({"order": 1.0}, r"order must be finite and > 1"),
-        ({"order": 1.05}, r"order must leave a budget: at order 1\.05 the conversion alone costs"),
+        (
+            {"order": 1.05},
+            r"order must leave a budget: at order 1\.05 the conversion alone costs",
+        ),
     ],
 )
 def test_the_target_of_a_filter_is_checked(change, message):
@@ -246,7 +249,10 @@ def gaussian(sigma: float, **more: float) -> Gaussian:
             {"mode": "rdp", "orders": (20, 2)},
             r"order must leave a budget: at order 2 the conversion alone costs 10\.1",
         ),
-        ({"mode": "gdp", "orders": 20.0}, r"orders must not be given in mode 'gdp' \(got 20\.0\)"),
+        (
+            {"mode": "gdp", "orders": 20.0},
+            r"orders must not be given in mode 'gdp' \(got 20\.0\)",
+        ),
         ({"mode": "planned", "orders": 20.0}, r"orders must not be given in mode 'planned'"),
         (
             {"mode": "rdp", "orders": 20.0, "weights": (1.0,)},
@@ -435,7 +441,8 @@ def test_a_mode_names_the_event_that_it_cannot_take():
     for mode in ("gdp", "zcdp"):
         run = make_filter(Budget(**TARGET, mode=mode))
         with pytest.raises(
-            ValueError, match=rf"mode '{mode}' must be fed .* \(got PoissonGaussian\(.*q=0\.01\)\)"
+            ValueError,
+            match=rf"mode '{mode}' must be fed .* \(got PoissonGaussian\(.*q=0\.01\)\)",
         ):
             run.admits(Ledger([gaussian(20.0)]), Sequential((gaussian(50.0), sampled)))
         with pytest.raises(ValueError, match=r"\(got PoissonGaussian"):
@@ -477,7 +484,9 @@ class SomeOrder(RDPOrdersFilter):
     """The mistake: as long as one order is within its budget, go on."""
 
     def admits(self, ledger, event, count=1):
-        return any(use.fits for use in self.usages(ledger, event, count) if "Renyi" in use.resource)
+        return any(
+            use.fits for use in self.usages(ledger, event, count) if "Renyi" in use.resource
+        )
 
 
 def check_every_order(make):
@@ -708,7 +717,12 @@ def test_an_adaptive_run_of_nothing_spends_nothing_and_failures_only_what_was_se
 
 
 def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
-    for epsilon, delta, steps in ((0.1, 1e-3, 1), (1.0, 1e-5, 1), (2.0, 1e-6, 10), (50.0, 1e-8, 7)):
+    for epsilon, delta, steps in (
+        (0.1, 1e-3, 1),
+        (1.0, 1e-5, 1),
+        (2.0, 1e-6, 10),
+        (50.0, 1e-8, 7),
+    ):
         sigma = gaussian_sigma(epsilon, delta, sensitivity=math.sqrt(steps))
         run = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp"))
         assert run.max_steps(Ledger(), Gaussian(sigma, {"replace_one": 1.0})) == steps
@@ -733,7 +747,9 @@ def hockey_stick(mu: mp.mpf, epsilon: float) -> mp.mpf:
 
 def converted(cost: mp.mpf, order: float, delta: float) -> mp.mpf:
     return (
-        cost + mp.log1p(-1 / mp.mpf(order)) - (mp.log(delta) + mp.log(order)) / (mp.mpf(order) - 1)
+        cost
+        + mp.log1p(-1 / mp.mpf(order))
+        - (mp.log(delta) + mp.log(order)) / (mp.mpf(order) - 1)
     )
 
 
@@ -753,7 +769,9 @@ def excess(mode: str, mus: list[float], samples: int, epsilon: float, delta: flo
     if mode == "rdp":
         return float(max(converted(costs[a], a, delta) for a in ORDERS) - epsilon)
     powers = np.array([a - 1 for a in MIXED])
-    heads = np.array([float((a - 1) * (epsilon - costs[a])) for a in MIXED]) - math.log(len(MIXED))
+    heads = np.array([float((a - 1) * (epsilon - costs[a])) for a in MIXED]) - math.log(
+        len(MIXED)
+    )
     x = np.geomspace(1e-4, 20.0, 4000)[:, None]
     values = np.logaddexp.reduce(heads + powers * x, axis=1) - np.log(-np.expm1(-x[:, 0]))
     return -math.log(delta) - float(values.min())

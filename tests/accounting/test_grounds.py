@@ -223,7 +223,9 @@ def test_parts_are_said_to_be_cut_as_they_were(part: str) -> None:
     accountant.authorize(Parallel({"a": (Pure(0.1),)}, *CUTS[part]))
     lines = accountant.report(DELTA_SPENT).assumptions
     assert [other for other in CUTS if any(other in line for line in lines)] == [part]
-    assert any("public data set size" in line for line in lines) == (CUTS[part][1] == "positional")
+    assert any("public data set size" in line for line in lines) == (
+        CUTS[part][1] == "positional"
+    )
 
 
 @pytest.mark.parametrize("repeatable", [False, True])

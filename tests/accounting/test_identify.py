@@ -140,7 +140,9 @@ def test_the_poisson_sampler_of_opacus_is_recognized_with_its_rate_and_size():
 def test_an_epoch_of_a_recognized_loader_has_no_step_too_few():
     """The rate that is drawn with is rounded up by 2^-24, which must not halve the number of steps."""
     for size, batch_size in ((93, 1), (100, 2), (64, 16), (60000, 256)):
-        assert recognize(uniform(batch_size / size, size)).steps_per_epoch == -(-size // batch_size)
+        assert recognize(uniform(batch_size / size, size)).steps_per_epoch == -(
+            -size // batch_size
+        )
     assert RatePoisson(0.0, 5).steps_per_epoch == 5
 
 
@@ -181,7 +183,9 @@ class OwnLoader(DataLoader):
 
 UNKNOWN = {
     "replacement": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
-    "two permutations": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=2 * N)),
+    "two permutations": lambda: DataLoader(
+        DATA, 4, sampler=RandomSampler(DATA, num_samples=2 * N)
+    ),
     "part of a permutation": lambda: DataLoader(
         DATA, 4, sampler=RandomSampler(DATA, num_samples=N // 2)
     ),

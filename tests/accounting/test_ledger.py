@@ -44,7 +44,13 @@ def exact(*mus: float) -> float:
 
 # few kinds of events, so that places and keys meet often
 simple = st.sampled_from(
-    [gauss(0.3), gauss(0.5), gauss(0.2, 1e-7), PoissonGaussian(1.0, 0.01), WORGaussian(2.0, 3, 100)]
+    [
+        gauss(0.3),
+        gauss(0.5),
+        gauss(0.2, 1e-7),
+        PoissonGaussian(1.0, 0.01),
+        WORGaussian(2.0, 3, 100),
+    ]
 )
 anywhere = st.one_of(
     simple,

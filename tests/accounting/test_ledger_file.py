@@ -197,7 +197,9 @@ def test_a_disk_that_fails_lets_nothing_be_released(path, failing, monkeypatch):
         broken.setattr(ledger_file.os, failing, fail)
         with pytest.raises(PrivacyError, match=r"could not be written .*No space left"):
             accountant.authorize(STEP)
-    with pytest.raises(PrivacyError, match="is closed or failed"):  # who knows what the disk holds
+    with pytest.raises(
+        PrivacyError, match="is closed or failed"
+    ):  # who knows what the disk holds
         accountant.authorize(STEP)
     accountant.close()
     assert len(Accountant(ledger_path=path)) in (1, 2)
@@ -444,7 +446,10 @@ def test_lines_left_out_doubled_or_exchanged_are_refused(path):
 def test_a_line_that_does_not_follow_is_refused_even_with_a_true_digest(path):
     for row, gist in (
         ({"at": 7, "count": 1, "event": {"type": "NonPrivate"}}, "at must be 1"),
-        ({"at": 1, "count": -1, "event": {"type": "NonPrivate"}}, "count must be an integer >= 0"),
+        (
+            {"at": 1, "count": -1, "event": {"type": "NonPrivate"}},
+            "count must be an integer >= 0",
+        ),
         ({"at": 1, "count": 1, "event": {"type": "Unknown"}}, "event type must be one of"),
         ({"at": 1, "count": 1}, "event"),
         ({"at": 1, "count": 1, "event": 5}, "cannot be understood"),

@@ -79,7 +79,9 @@ def test_files_grow_until_they_are_long(path, monkeypatch):
         accountant.authorize(STEP)
     accountant.close()
     content = path.read_bytes()
-    path.write_bytes(content[: content[:-1].rindex(b"\n") + 1])  # one charge less: below the limit
+    path.write_bytes(
+        content[: content[:-1].rindex(b"\n") + 1]
+    )  # one charge less: below the limit
     unmarked(path)
     assert count_lines(path) == content.count(b"\n") - 1
     path.write_bytes(content)
@@ -113,7 +115,9 @@ def test_marks_runs_and_settings_survive(path, always):
     assert (again.adjacency, again.adaptive) == (ADD_REMOVE, True)
     assert again.report(DELTA).assumptions == accountant.report(DELTA).assumptions
     with pytest.warns(UtilityWarning, match="1 released events ahead of the checkpoint"):
-        again.load_state_dict(checkpoint)  # an old checkpoint is still known as one of this history
+        again.load_state_dict(
+            checkpoint
+        )  # an old checkpoint is still known as one of this history
     assert len(again) == CHARGES + 2
 
 
@@ -314,7 +318,9 @@ def test_an_interrupt_lets_go_of_the_lock(path, always, monkeypatch):
     assert len(Accountant(ledger_path=path)) == CHARGES
 
 
-def test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged(path, always, monkeypatch):
+def test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged(
+    path, always, monkeypatch
+):
     """After a crash between the renaming and its fsync, only the next opening can see to the name."""
     written(path)
     real, synced = os.fsync, []

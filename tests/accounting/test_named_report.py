@@ -206,8 +206,12 @@ def test_a_cap_on_users_says_users() -> None:
     )
 
 
-def test_the_page_on_promises_says_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "before_you_start.md").read_text(encoding="utf-8")
+def test_the_page_on_promises_says_what_its_code_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "before_you_start.md").read_text(
+        encoding="utf-8"
+    )
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(compile(code, "docs/before_you_start.md", "exec"), {})
     assert f"```\n{capsys.readouterr().out}```" in page

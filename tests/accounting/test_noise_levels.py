@@ -15,7 +15,13 @@ from torch_dpsco.accounting import noise_levels
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.curves import cost_of, orders_at, spread_of
-from torch_dpsco.accounting.events import Gaussian, PoissonGaussian, Repeat, Sequential, WORGaussian
+from torch_dpsco.accounting.events import (
+    Gaussian,
+    PoissonGaussian,
+    Repeat,
+    Sequential,
+    WORGaussian,
+)
 from torch_dpsco.accounting.filters import make_filter
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError
@@ -69,7 +75,10 @@ def profiles(event, adjacency, noise):
 def share(spread, noise, lower, upper):
     def area(z):
         return quad(
-            lambda x: math.exp(spread**2 / 2 * (upper**-2 - x * x)), 1 / upper, 1 / z, epsrel=1e-12
+            lambda x: math.exp(spread**2 / 2 * (upper**-2 - x * x)),
+            1 / upper,
+            1 / z,
+            epsrel=1e-12,
         )[0]
 
     return area(noise) / area(lower)
@@ -80,7 +89,9 @@ def share(spread, noise, lower, upper):
 def test_between_two_noises_the_hockey_stick_is_below_that_of_a_coin(event, adjacency):
     spread, z = spread_of(event, adjacency), event.noise_multiplier
     for ratio, part in ((1.05, 0.5), (2.0, 0.3), (2.0, 0.7)):
-        lower, at, upper = (profiles(event, adjacency, z * ratio**power) for power in (0, part, 1))
+        lower, at, upper = (
+            profiles(event, adjacency, z * ratio**power) for power in (0, part, 1)
+        )
         p = share(spread, z * ratio**part, z, z * ratio)
         for t in (0.3, 0.9, 0.99, 1.0, 1.003, 1.03, 1.3, 3.0, 20.0):
             for one, two, three in zip(lower(t), at(t), upper(t), strict=True):
@@ -177,7 +188,9 @@ def test_shares_are_rounded_up(noise, spread):
     assert noise_levels._noise(key[-1]) <= noise <= noise_levels._noise(key[-1] + 1)
     found = noise_levels._share(noise, key[-1], spread) / 2**20
     if noise >= 0.3:
-        exact = share(spread, noise, noise_levels._noise(key[-1]), noise_levels._noise(key[-1] + 1))
+        exact = share(
+            spread, noise, noise_levels._noise(key[-1]), noise_levels._noise(key[-1] + 1)
+        )
         assert exact <= found + 1e-10
         assert found <= min(1.0, exact + 1e-5 + 1e-4 * (noise > 1e4))
     assert 0 < found <= 1

@@ -66,7 +66,12 @@ def test_make_private_with_epsilon_reaches_its_target():
 
 @pytest.mark.slow
 def test_calibration_by_opacus_never_needs_more_noise_than_its_own_accountant_and_small_targets_are_reached():
-    setting = {"target_delta": DELTA, "sample_rate": 0.01, "steps": 1000, "epsilon_tolerance": 1e-3}
+    setting = {
+        "target_delta": DELTA,
+        "sample_rate": 0.01,
+        "steps": 1000,
+        "epsilon_tolerance": 1e-3,
+    }
     ours = get_noise_multiplier(target_epsilon=1.0, accountant="dpsco", **setting)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs: the best order is the last
@@ -85,7 +90,9 @@ def test_checkpoints_of_opacus_hold_the_whole_ledger(tmp_path):
     script.engine.save_checkpoint(
         path=tmp_path / "c", module=script.model, optimizer=script.optimizer
     )
-    other.engine.load_checkpoint(path=tmp_path / "c", module=other.model, optimizer=other.optimizer)
+    other.engine.load_checkpoint(
+        path=tmp_path / "c", module=other.model, optimizer=other.optimizer
+    )
     assert image(other.accountant) == image(script.accountant)
     other.steps(1)
     assert len(other.accountant) == 9
@@ -264,7 +271,9 @@ def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     ours.load_state_dict(theirs.state_dict(), import_foreign=True)
     assert ours.history == [(1.0, 0.1, 7)]
     assert ours.adjacency == ADD_REMOVE
-    assert any("7 steps asserted, not verified" in line for line in ours.report(DELTA).assumptions)
+    assert any(
+        "7 steps asserted, not verified" in line for line in ours.report(DELTA).assumptions
+    )
     ours.step(noise_multiplier=1.0, sample_rate=0.1)
     assert theirs.history == [(1.0, 0.1, 7)]
     before = image(ours)

@@ -200,7 +200,9 @@ def test_thirty_equal_batches_look_fixed_size():
     script = Script(poisson_sampling=False)
     script.steps(29)
     assert not script.accountant.suspicious_sampling
-    with pytest.warns(UserWarning, match="batches look fixed-size: 30 steps in a row had 16 rows"):
+    with pytest.warns(
+        UserWarning, match="batches look fixed-size: 30 steps in a row had 16 rows"
+    ):
         script.steps(1)
     assert script.accountant.suspicious_sampling
     assert any(

@@ -103,7 +103,13 @@ def test_calibrated_noise_never_passes_the_target():
     theirs = get_noise_multiplier(target_epsilon=1.8, accountant="gdp", **setting)
     ours = {"delta": 1 / 48000, "design": Poisson(1, 5), "steps": 50, "adjacency": ADD_REMOVE}
     assert design_epsilon(theirs, method="pld", **ours) > 1.8 * 1.05
-    for target, method in ((0.05, "rdp"), (0.3, "pld"), (1.8, "rdp"), (1.8, "pld"), (11.0, "rdp")):
+    for target, method in (
+        (0.05, "rdp"),
+        (0.3, "pld"),
+        (1.8, "rdp"),
+        (1.8, "pld"),
+        (11.0, "rdp"),
+    ):
         noise = noise_multiplier(target, method=method, **ours)
         assert design_epsilon(noise, method=method, **ours) <= target
         assert design_epsilon(noise * (1 - 1e-3), method=method, **ours) > target
@@ -191,12 +197,19 @@ def test_large_epsilons_are_finite_and_take_no_more_points_than_small_ones(monke
     with monkeypatch.context() as patch:
         for module in (pld_compose, pld_powers):
             patch.setattr(
-                module, "transform_size", lambda n: sizes.append(size := transform_size(n)) or size
+                module,
+                "transform_size",
+                lambda n: sizes.append(size := transform_size(n)) or size,
             )
         assert figures(DELTA, large)["pld"] == pytest.approx(506.19, rel=1e-3)
         assert 0 < sum(sizes) < 2**22
         sizes.clear()
-        query = {"design": Poisson(1, 10), "steps": 1000, "adjacency": ADD_REMOVE, "method": "pld"}
+        query = {
+            "design": Poisson(1, 10),
+            "steps": 1000,
+            "adjacency": ADD_REMOVE,
+            "method": "pld",
+        }
         assert 0.3013 < noise_multiplier(500.0, DELTA, rtol=1e-2, **query) < 0.3014 * 1.01
         assert 0 < sum(sizes) < points  # a whole calibration, and one query of theirs
     for delta, history in (

@@ -104,7 +104,8 @@ def test_the_whole_costs_what_the_costliest_part_costs(
 ) -> None:
     bases = [clipped_gaussian(data.draw(st.sampled_from([1.0, 2.0, 8.0]))) for _ in design.parts]
     own = [
-        epsilon(d.event(base, draws)) for (d, draws), base in zip(design.parts, bases, strict=True)
+        epsilon(d.event(base, draws))
+        for (d, draws), base in zip(design.parts, bases, strict=True)
     ]
     assert epsilon(design.between(0, design.steps_per_epoch, bases)) == pytest.approx(
         max(own), rel=2e-2

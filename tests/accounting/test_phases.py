@@ -82,7 +82,8 @@ async def _in_a_copy(action: Action) -> None:
 
 
 @pytest.mark.parametrize(
-    "start", [_as_task, _as_callback, asyncio.to_thread, _in_an_executor, _in_a_thread, _in_a_copy]
+    "start",
+    [_as_task, _as_callback, asyncio.to_thread, _in_an_executor, _in_a_thread, _in_a_copy],
 )
 def test_what_is_started_inside_of_a_phase_charges_to_all_records(start: Start) -> None:
     accountant = Accountant()

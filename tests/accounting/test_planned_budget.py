@@ -333,7 +333,9 @@ def test_whatever_is_charged_is_within_one_set_of_events_that_fits(declared, req
             for e, n in events.items()
             if e == event
         )
-        assert times <= planned or (plan.open is not None and event in Ledger([plan.open]).distinct)
+        assert times <= planned or (
+            plan.open is not None and event in Ledger([plan.open]).distinct
+        )
     reserved = plan.reserved(accountant.ledger, requests[0][0], 0)
     assert reserved is not None
     assert Ledger([reserved]).epsilon(DELTA, REPLACE_ONE) <= 0.5

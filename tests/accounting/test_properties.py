@@ -153,7 +153,9 @@ def test_loss_distributions_are_below_renyi_bounds_and_the_best_below_all(run, d
 def test_renyi_bounds_are_below_those_of_zcdp_where_there_is_one(run, delta):
     """The best order of zCDP is optimal among all, that of Renyi among those of a grid: at most 0.1 % apart."""
     for adjacency in ADJACENCIES:
-        concentrated, renyi = (epsilon(run, delta, adjacency, method) for method in ("zcdp", "rdp"))
+        concentrated, renyi = (
+            epsilon(run, delta, adjacency, method) for method in ("zcdp", "rdp")
+        )
         assert renyi <= concentrated * (1 + 1e-3)
         assert epsilon(run, delta, adjacency) <= min(renyi, concentrated)
 
@@ -180,11 +182,14 @@ def test_fixed_batches_cost_the_same_for_a_record_zeroed_or_replaced_and_more_th
     event, count, delta, method
 ):
     zeroed, replaced = (
-        epsilon([(event, count)], delta, adjacency, method) for adjacency in (ZERO_OUT, REPLACE_ONE)
+        epsilon([(event, count)], delta, adjacency, method)
+        for adjacency in (ZERO_OUT, REPLACE_ONE)
     )
     assert zeroed == replaced
     sampled = PoissonGaussian(event.noise_multiplier, event.batch_size / event.dataset_size)
-    assert epsilon([(sampled, count)], delta, REPLACE_ONE, method) <= replaced * (1 + SLACK[method])
+    assert epsilon([(sampled, count)], delta, REPLACE_ONE, method) <= replaced * (
+        1 + SLACK[method]
+    )
 
 
 @settings(max_examples=30)
@@ -273,5 +278,8 @@ def test_a_ledger_read_from_its_own_words_gives_the_same_bits(run, cut):
     rows = Ledger.from_json(whole.ledger.to_json())
     assert second.ledger.to_json() == whole.ledger.to_json() == rows.to_json()
     for delta in (1e-9, 1e-3):
-        figures = {second.get_epsilon(delta, method="rdp"), rows.epsilon(delta, REPLACE_ONE, "rdp")}
+        figures = {
+            second.get_epsilon(delta, method="rdp"),
+            rows.epsilon(delta, REPLACE_ONE, "rdp"),
+        }
         assert figures == {whole.get_epsilon(delta, method="rdp")}

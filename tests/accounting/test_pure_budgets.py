@@ -207,7 +207,9 @@ def test_at_delta_0_the_largest_part_counts():
     )
     assert ledger.epsilon(0.0, REPLACE_ONE) == 1.0 + 1.0 + 2.0
     assert ledger.evaluate(0.0, ZERO_OUT, extra=parts, count=2).epsilon == 1.0 + 2.25 + 2.0
-    with pytest.raises(AdjacencyError, match="parts cut by position have no add_remove guarantee"):
+    with pytest.raises(
+        AdjacencyError, match="parts cut by position have no add_remove guarantee"
+    ):
         ledger.epsilon(0.0, ADD_REMOVE)
     keyed = Ledger([Parallel({"a": [Pure(0.5)], "b": [Pure(0.75)]}, "k", "keyed")])
     assert keyed.epsilon(0.0, ADD_REMOVE) == 0.75
@@ -274,7 +276,10 @@ def test_a_pure_budget_is_a_value():
         repr(budget)
         == "Budget(epsilon=1.0, delta=0.0, adjacency='replace_one', unit='example', mode='planned')"
     )
-    assert (budget.adaptive, Budget(1.0, 0.0, "replace_one", mode="pure").adaptive) == (False, True)
+    assert (budget.adaptive, Budget(1.0, 0.0, "replace_one", mode="pure").adaptive) == (
+        False,
+        True,
+    )
     with pytest.raises(ValueError, match=r"delta must be 0 in mode 'pure' \(got 1e-05\)"):
         Budget(1.0, 1e-5, "replace_one", mode="pure")
 
@@ -528,7 +533,9 @@ def test_a_state_of_pure_events_comes_back_to_the_bit():
         lambda: calibrate.noise_multiplier(
             1.0, 0.0, design=Full(10), steps=1, adjacency=REPLACE_ONE
         ),
-        lambda: calibrate.design_epsilon(1.0, 0.0, design=Full(10), steps=0, adjacency=REPLACE_ONE),
+        lambda: calibrate.design_epsilon(
+            1.0, 0.0, design=Full(10), steps=0, adjacency=REPLACE_ONE
+        ),
     ],
     ids=["noise_multiplier", "design_epsilon"],
 )

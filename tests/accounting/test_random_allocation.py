@@ -45,7 +45,9 @@ def test_what_a_pass_is_on_the_wire() -> None:
         for exact in (True, False):
             assert event_from_json(event_to_json(event, exact=exact)) == event
     assert str(PASS) == "RandomAllocation(noise_multiplier=1.0, steps=100)"
-    assert scaled_noise(Repeat(full, 2), 2.0) == Repeat(RandomAllocation(3.0, 100, 30, 2, True), 2)
+    assert scaled_noise(Repeat(full, 2), 2.0) == Repeat(
+        RandomAllocation(3.0, 100, 30, 2, True), 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,12 @@ def test_a_pass_inside_a_part_is_an_event_of_the_part() -> None:
 def test_noise_is_calibrated_for_the_passes_of_a_design() -> None:
     design = dp.Assigned(1, 100)
     noise = calibrate.noise_multiplier(1.0, DELTA, design=design, steps=100, adjacency=ADD_REMOVE)
-    assert noise == allocation_noise(1.0, DELTA, 100, ADD_REMOVE) == pytest.approx(0.8731, abs=2e-4)
     assert (
-        calibrate.design_epsilon(noise, DELTA, design=design, steps=1, adjacency=ADD_REMOVE) <= 1.0
+        noise == allocation_noise(1.0, DELTA, 100, ADD_REMOVE) == pytest.approx(0.8731, abs=2e-4)
+    )
+    assert (
+        calibrate.design_epsilon(noise, DELTA, design=design, steps=1, adjacency=ADD_REMOVE)
+        <= 1.0
     )
     plain = dp.Assigned(1, 100, amplification=False)
     assert calibrate.noise_multiplier(
@@ -153,10 +158,13 @@ def test_old_ledgers_are_read_as_they_were() -> None:
         "partition_kind": "keyed",
         "key_public": True,
     }
-    old = event_from_json(row | {"parts": {"0": [event_to_json(base)], "1": [event_to_json(base)]}})
+    old = event_from_json(
+        row | {"parts": {"0": [event_to_json(base)], "1": [event_to_json(base)]}}
+    )
     assert Ledger([old]).epsilon(DELTA, REPLACE_ONE) == Ledger([base]).epsilon(DELTA, REPLACE_ONE)
     assert (
-        repr(dp.Assigned(6, 26, amplification=False)) == "Assigned(batch_size=6, n=26, parts=None)"
+        repr(dp.Assigned(6, 26, amplification=False))
+        == "Assigned(batch_size=6, n=26, parts=None)"
     )
 
 

@@ -313,7 +313,14 @@ def test_a_group_of_nobody_is_refused_and_an_infinite_epsilon_gives_no_guarantee
 
 # -- what is still planned --------------------------------------------------------------------------------------------
 
-DESIGNS = [Poisson(5, 20), Fixed(5, 20), Shuffled(5, 20), Disjoint(5, 20), Full(20), Undeclared(5)]
+DESIGNS = [
+    Poisson(5, 20),
+    Fixed(5, 20),
+    Shuffled(5, 20),
+    Disjoint(5, 20),
+    Full(20),
+    Undeclared(5),
+]
 
 
 def run_of(design, steps, planned, event=None) -> Run:
@@ -335,7 +342,9 @@ def test_the_planned_epsilon_is_what_the_ledger_holds_in_the_end(design, made):
         draws = [draw for draw, _ in make_sampler(design, steps=planned).draws()]
     for draw in draws[:made]:
         accountant.authorize(design.draw_event(step, draw))
-    expected = accountant.report(DELTA, ahead=run_of(design, made, planned).ahead()).planned_epsilon
+    expected = accountant.report(
+        DELTA, ahead=run_of(design, made, planned).ahead()
+    ).planned_epsilon
     for draw in draws[made:]:
         accountant.authorize(design.draw_event(step, draw))
     assert expected == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-12)

@@ -72,7 +72,10 @@ def test_one_point_is_its_own_trade_off(epsilon, delta, f):
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(("epsilon", "prior"), [(0.01, 0.9), (1.0, 0.1), (8.0, 0.001)])
 def test_odds_rise_by_the_pure_epsilon_at_most(epsilon, prior):
-    risk, odds = Ledger([Pure(epsilon)]).risk(REPLACE_ONE), math.exp(epsilon) * prior / (1 - prior)
+    risk, odds = (
+        Ledger([Pure(epsilon)]).risk(REPLACE_ONE),
+        math.exp(epsilon) * prior / (1 - prior),
+    )
     assert risk.posterior(prior) == pytest.approx(odds / (1 + odds), rel=1e-12)
     assert risk.posterior(prior, 0.5) <= risk.posterior(prior)
     assert gaussian(0.5).posterior(prior) == 1.0  # a rare answer may give a record away

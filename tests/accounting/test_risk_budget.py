@@ -81,12 +81,18 @@ def test_gaussian_noise_is_the_least_that_keeps_the_risk(target, mu):
 def test_sampled_noise_keeps_the_risk_and_spends_it(target):
     budget = Budget(**target, adjacency=ADD_REMOVE)
     noise = noise_multiplier(
-        budget.epsilon, budget.delta, design=dp.Poisson(256, 60000), steps=500, adjacency=ADD_REMOVE
+        budget.epsilon,
+        budget.delta,
+        design=dp.Poisson(256, 60000),
+        steps=500,
+        adjacency=ADD_REMOVE,
     )
     risk = Ledger([Repeat(PoissonGaussian(noise, 256 / 60000), 500)]).risk(ADD_REMOVE)
     spent = risk.advantage if budget.advantage else risk.true_positive(0.01)
     limit = budget.advantage or budget.tpr
-    assert 0.95 * limit <= spent <= limit * (1 + 1e-3)  # an upper bound of what is within the limit
+    assert (
+        0.95 * limit <= spent <= limit * (1 + 1e-3)
+    )  # an upper bound of what is within the limit
 
 
 def test_the_filter_stops_where_the_risk_is_spent():
@@ -119,7 +125,9 @@ def test_plans_and_reports_keep_the_risk(target):
     assert "at delta 1e-06" in str(plan)  # what a risk does not say stands beside it
     ledger = Ledger([plan.event()])
     risk = ledger.risk(REPLACE_ONE)
-    assert (risk.advantage <= 0.1001) if budget.advantage else (risk.true_positive(0.01) <= 0.2001)
+    assert (
+        (risk.advantage <= 0.1001) if budget.advantage else (risk.true_positive(0.01) <= 0.2001)
+    )
     saved = json.loads(json.dumps(plan.to_dict()))
     assert type(plan).from_dict(saved) == plan
     report = Accountant(budget).report()

@@ -22,7 +22,8 @@ def percent(share: float) -> str:
 def figures(risk: Risk) -> list[str]:
     shares = [0.5 + 0.5 * risk.advantage, risk.true_positive(0.01), risk.true_positive(0.001)]
     return [
-        percent(share) for share in (*shares, risk.posterior(0.1, 0.01), risk.posterior(0.1, 0.001))
+        percent(share)
+        for share in (*shares, risk.posterior(0.1, 0.01), risk.posterior(0.1, 0.001))
     ]
 
 

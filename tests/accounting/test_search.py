@@ -40,7 +40,9 @@ def test_a_smooth_excess_takes_a_handful_of_evaluations(root):
     assert len(seen) <= 14
 
 
-@given(st.integers(0, 10**6), st.sampled_from([-1.0, -math.inf]), st.sampled_from([1.0, math.inf]))
+@given(
+    st.integers(0, 10**6), st.sampled_from([-1.0, -math.inf]), st.sampled_from([1.0, math.inf])
+)
 def test_a_yes_or_no_is_enough(root, yes, no):
     assert largest(lambda count: yes if count <= root else no, LIMIT) == root
 

@@ -168,7 +168,9 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
     assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(
         statement, "How it was computed"
     )
-    assert f"Computed by torch_dpsco {dp.__version__}." in section(statement, "How it was computed")
+    assert f"Computed by torch_dpsco {dp.__version__}." in section(
+        statement, "How it was computed"
+    )
 
 
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=named)
@@ -177,9 +179,13 @@ def test_the_number_of_records_is_protected_under_add_remove_only(design, adjace
     private = adjacency == ADD_REMOVE
     protected = section(statement, "What is protected")
     assert ("and so is the number of examples" in protected) == private
-    assert ("n = 1000 used here is a public reference, not the true number" in protected) == private
+    assert (
+        "n = 1000 used here is a public reference, not the true number" in protected
+    ) == private
     assert ("The number of examples is taken to be public" in protected) == (not private)
-    assert ("The number of examples." in section(statement, "What is not covered")) == (not private)
+    assert ("The number of examples." in section(statement, "What is not covered")) == (
+        not private
+    )
     other = "The figure under add_remove holds only if n, batch size and steps were not taken from the data."
     assert (other in protected) == (not private and ADD_REMOVE in statement.figures.epsilons)
 
@@ -285,7 +291,8 @@ def test_noise_of_zero_is_said_before_the_first_step(event):
         in statement.warnings
     )
     assert any(
-        "Final epsilon: at most inf by plan or budget." in warning for warning in statement.warnings
+        "Final epsilon: at most inf by plan or budget." in warning
+        for warning in statement.warnings
     )
     assert statement.headline.endswith("because nothing was released yet.")
     assert "Charged: nothing." in section(statement, "How it was computed")
@@ -330,7 +337,9 @@ def test_an_unfinished_run_is_stated_with_what_it_will_come_to():
     )
     assert f"Final epsilon: at most {rounded_up(whole)} by plan or budget." in warning
     assert statement.figures.planned_epsilon == pytest.approx(whole, rel=1e-12)
-    assert "4 steps made of 10 planned; not finalized." in section(statement, "How it was computed")
+    assert "4 steps made of 10 planned; not finalized." in section(
+        statement, "How it was computed"
+    )
     assert f"Epsilon with all planned steps: {rounded_up(whole)}." in section(
         statement, "How it was computed"
     )
@@ -463,7 +472,14 @@ def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
             "ten0": 10 * spent,
             "ten1": 10 * mpmath.exp(9 * spent) * mpmath.mpf(delta),
         }
-        assert shown.keys() >= {"epsilon0", "epsilon1", "odds0", "twice0", "two_delta0", "percent0"}
+        assert shown.keys() >= {
+            "epsilon0",
+            "epsilon1",
+            "odds0",
+            "twice0",
+            "two_delta0",
+            "percent0",
+        }
         for name, value in shown.items():
             assert exact[name] <= value <= exact[name] * 1.0025, name
         for name, epsilon in statement.figures.epsilons.items():
@@ -492,9 +508,9 @@ def test_epsilon_and_delta_alone_are_shown_beside_the_better_bound():
 def test_the_odds_of_the_truth_rarely_pass_twice_the_factor(mu, epsilon, log_factor):
     """P(log-odds > epsilon + t) <= delta / (1 - e^-t), which is 2 delta at t = log 2, on the exact Gaussian pair."""
     with mpmath.workdps(30):
-        delta = mpmath.ncdf(mu / 2 - epsilon / mpmath.mpf(mu)) - mpmath.exp(epsilon) * mpmath.ncdf(
-            -mu / 2 - epsilon / mpmath.mpf(mu)
-        )
+        delta = mpmath.ncdf(mu / 2 - epsilon / mpmath.mpf(mu)) - mpmath.exp(
+            epsilon
+        ) * mpmath.ncdf(-mu / 2 - epsilon / mpmath.mpf(mu))
         for t in (mpmath.log(2), mpmath.mpf(log_factor)):
             # under the true world the log-odds are N(mu^2/2, mu^2)
             passed = mpmath.ncdf((mpmath.mpf(mu) ** 2 / 2 - epsilon - t) / mu)
@@ -535,7 +551,9 @@ def test_the_json_reads_back_with_exact_figures(settings):
     assert json.loads(json.dumps(facts)) == facts == json.loads(statement.json(indent=None))
     assert (facts["schema"], facts["schema_version"]) == ("torch_dpsco.privacy_statement", 1)
     report = statement.figures
-    assert {name: float(epsilon) for name, epsilon in facts["epsilons"].items()} == report.epsilons
+    assert {
+        name: float(epsilon) for name, epsilon in facts["epsilons"].items()
+    } == report.epsilons
     guarantee = facts["guarantee"]
     assert (float(guarantee["epsilon"]), guarantee["delta"]) == (report.epsilon, report.delta)
     assert guarantee["holds"] == math.isfinite(report.epsilon)
@@ -550,7 +568,9 @@ def test_the_json_reads_back_with_exact_figures(settings):
     assert facts["library"] == {"name": "torch_dpsco", "version": dp.__version__}
     assert (facts["budget"] is None) == (report.budget is None)
     assert facts["design"]["type"] == type(statement.run.design).__name__
-    assert facts["design"]["n"] == (None if isinstance(statement.run.design, Undeclared) else 1000)
+    assert facts["design"]["n"] == (
+        None if isinstance(statement.run.design, Undeclared) else 1000
+    )
 
 
 def test_infinity_is_a_string_in_json_because_json_has_none():
@@ -675,7 +695,9 @@ def test_the_statement_of_a_real_run_is_that_of_its_ledger():
     optimizer = fitted(1000, 3, REPLACE_ONE)
     statement = optimizer.report()
     assert (
-        statement.figures.epsilon == optimizer.report().epsilon == statement.figures.planned_epsilon
+        statement.figures.epsilon
+        == optimizer.report().epsilon
+        == statement.figures.planned_epsilon
     )
     assert f"Charged: 8 x {PoissonGaussian(12.0, 0.1)}." in section(
         statement, "How it was computed"

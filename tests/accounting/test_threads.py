@@ -123,7 +123,9 @@ def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
                 accountant.authorize(STEP)
             else:
                 accountant.ledger._totals.clear()
-                accountant.get_epsilon(1e-5 * (1 + k / 1000), adjacency="add_remove", method="rdp")
+                accountant.get_epsilon(
+                    1e-5 * (1 + k / 1000), adjacency="add_remove", method="rdp"
+                )
                 list(accountant.ledger.entries()), accountant.state_dict()
 
     together(work)
@@ -288,7 +290,12 @@ def test_a_step_during_a_step_is_refused():
             except SequenceError as error:
                 errors.append(error)
 
-        for action in (ours.step, ours.accumulate, ours.finalize, lambda: ours.load_state_dict({})):
+        for action in (
+            ours.step,
+            ours.accumulate,
+            ours.finalize,
+            lambda: ours.load_state_dict({}),
+        ):
             thread = threading.Thread(target=second, args=(action,))
             thread.start()
             thread.join()

@@ -123,9 +123,9 @@ def test_fixed_batches_are_not_accounted_as_poisson_ones():
         9.997, rel=1e-3
     )
     assert 5.03 <= design_epsilon(1.0, design=Fixed(256, 60000), method="pld", **query) <= 5.1435
-    assert design_epsilon(1.0, design=Poisson(256, 60000), method="pld", **query) == pytest.approx(
-        0.530, rel=1e-3
-    )
+    assert design_epsilon(
+        1.0, design=Poisson(256, 60000), method="pld", **query
+    ) == pytest.approx(0.530, rel=1e-3)
     with pytest.raises(UnknownSamplerError, match="SequentialSampler"):
         identify(DataLoader(data, batch_size=256))
 
@@ -174,9 +174,12 @@ def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_ar
     cyclic = [(rng.integers(n) + np.arange(rng.binomial(n, size / n))) % n for _ in range(draws)]
     with pytest.warns(UtilityWarning, match="repeatable"):
         ours = [
-            indices for _, indices in PoissonSampler(Poisson(size, n), steps=draws, seed=1).draws()
+            indices
+            for _, indices in PoissonSampler(Poisson(size, n), steps=draws, seed=1).draws()
         ]
-    assert min(subsets_p_value(batches, n, size / n) for batches in (binomial, ours)) > FALSE_ALARM
+    assert (
+        min(subsets_p_value(batches, n, size / n) for batches in (binomial, ours)) > FALSE_ALARM
+    )
     assert max(subsets_p_value(batches, n, size / n) for batches in (fixed, cyclic)) < FALSE_ALARM
 
 

@@ -314,7 +314,9 @@ def test_a_forked_copy_charges_nothing_without_a_file_either(used):
 def altered_states() -> list[Any]:
     keys = ["mechanism", "version", "ledger", "runs", "config", "id", "digest"]
     cases = [
-        pytest.param(key, value, id=f"{key}={value}") for key in keys for value in (None, 5, [], {})
+        pytest.param(key, value, id=f"{key}={value}")
+        for key in keys
+        for value in (None, 5, [], {})
     ]
     return cases + [pytest.param(key, "missing", id=f"no {key}") for key in [*keys, "history"]]
 

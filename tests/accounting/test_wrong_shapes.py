@@ -54,7 +54,10 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Gaussian(1.0, 2.0), r"sens must map adjacencies to sensitivities, .*\(got 2\.0\)"),
+        (
+            lambda: Gaussian(1.0, 2.0),
+            r"sens must map adjacencies to sensitivities, .*\(got 2\.0\)",
+        ),
         (lambda: Gaussian(1.0, REPLACE_ONE), "sens must map adjacencies"),
         (lambda: Gaussian(1.0, {REPLACE_ONE}), "sens must map adjacencies"),
         (lambda: Sequential(5), "events must hold lists of events"),
@@ -156,5 +159,7 @@ def test_a_history_of_another_shape_is_named(history):
     with pytest.raises(ValueError, match="history must hold"):
         accountant.history = history
     with pytest.raises(ValueError, match="history must"):
-        Accountant().load_state_dict({"mechanism": "rdp", "history": history}, import_foreign=True)
+        Accountant().load_state_dict(
+            {"mechanism": "rdp", "history": history}, import_foreign=True
+        )
     assert image(accountant) == before

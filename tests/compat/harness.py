@@ -31,7 +31,9 @@ def numbers(*shape: int, seed: int = 1, n: int = RECORDS) -> Tensor:
 
 
 def items(*shape: int, below: int = 5, seed: int = 2) -> Tensor:
-    return torch.randint(0, below, (RECORDS, *shape), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, below, (RECORDS, *shape), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Wired(nn.Module):
@@ -186,7 +188,9 @@ def replayed(
     model = (build or network)()
     inner = (optimizer or (lambda params: torch.optim.SGD(params, lr=LR)))(model.parameters())
     for draw in draws:
-        for p, mean in zip(model.parameters(), clipped_means(model, draw, batch_size), strict=True):
+        for p, mean in zip(
+            model.parameters(), clipped_means(model, draw, batch_size), strict=True
+        ):
             p.grad = mean
         inner.step()
     return model

@@ -241,7 +241,9 @@ def test_functional_calls_are_right_or_refused(rows):
         Wired(lambda m, x: torch.func.functional_call(model, own, (x,))), batch
     ).sum().backward()
     assert_rows(
-        GradBatch.consume(trained(model)).dense(), rows_alone(CASE, plain, batch), CASE.tolerance()
+        GradBatch.consume(trained(model)).dense(),
+        rows_alone(CASE, plain, batch),
+        CASE.tolerance(),
     )
 
     others = {name: p.detach().clone().requires_grad_() for name, p in own.items()}

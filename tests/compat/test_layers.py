@@ -209,7 +209,8 @@ CASES = {
         lambda: chain(nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(32, 2)), image
     ),
     "GroupNorm": Case(
-        lambda: chain(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)), image
+        lambda: chain(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)),
+        image,
     ),
     "InstanceNorm": Case(
         lambda: chain(
@@ -292,7 +293,9 @@ CASES = {
         sequence,
     ),
     "LSTM on packed sequences": Case(
-        lambda: fixed(wire_packed, nn.LSTM(DIM, DIM, batch_first=True), first=nn.Linear(DIM, DIM)),
+        lambda: fixed(
+            wire_packed, nn.LSTM(DIM, DIM, batch_first=True), first=nn.Linear(DIM, DIM)
+        ),
         lambda: (*sequence(), torch.tensor([3, 2, 1])),
         dtype=torch.float32,  # Opacus starts packed runs from float32 states
     ),
@@ -318,7 +321,9 @@ CASES = {
         lambda: Wired(wire_unused_use, body=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)), vector
     ),
     "frozen layer": Case(
-        lambda: frozen(chain(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 2)), "0.weight", "0.bias"),
+        lambda: frozen(
+            chain(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 2)), "0.weight", "0.bias"
+        ),
         vector,
     ),
     "frozen weight and bias": Case(
@@ -340,7 +345,10 @@ CASES = {
     ),
     "forward by keyword": Case(
         lambda: Wired(
-            wire_keywords, body=nn.Embedding(5, DIM), norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)
+            wire_keywords,
+            body=nn.Embedding(5, DIM),
+            norm=nn.LayerNorm(DIM),
+            head=nn.Linear(DIM, 2),
         ),
         lambda: {
             "input_ids": tokens()[0],
@@ -361,7 +369,9 @@ CASES = {
     ),
     "checkpoint of everything": Case(
         lambda: Wired(
-            wire_checkpoint, body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)), head=nn.Identity()
+            wire_checkpoint,
+            body=chain(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)),
+            head=nn.Identity(),
         ),
         vector,
     ),
@@ -443,7 +453,9 @@ def assert_sound(case: Case, rows: str) -> None:
             moved = rows_recorded(case, model, altered(batch, record, case.batch_dim), reduction)
             others = [i for i in range(RECORDS) if i != record]
             assert_rows(
-                [part[others] for part in moved], [part[others] for part in found], case.tolerance()
+                [part[others] for part in moved],
+                [part[others] for part in found],
+                case.tolerance(),
             )
             assert any(
                 not torch.equal(a[record], b[record]) for a, b in zip(moved, found, strict=True)
@@ -496,4 +508,6 @@ def test_a_list_of_sequences_of_different_lengths_keeps_records_apart():
     case = Case(lambda: Wired(wire_list, head=nn.Linear(DIM, 2)), tuple)
     alone = [rows_of_one(case, [record]) for record in records]
     found = rows_recorded(case, case.attach("auto", "mean"), (records,), "mean")
-    assert_rows(found, [torch.stack(parts) for parts in zip(*alone, strict=True)], case.tolerance())
+    assert_rows(
+        found, [torch.stack(parts) for parts in zip(*alone, strict=True)], case.tolerance()
+    )

@@ -19,7 +19,10 @@ TEXT = (FOLDER.parents[1] / "docs" / "compatibility.md").read_text(encoding="utf
 def names_in(folder: Path) -> set[str]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("test_*.py")]
     found = {
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
     }
     return {name for name in found if name.startswith("test_")}
 
@@ -48,5 +51,7 @@ def test_every_row_of_the_matrix_has_a_test_or_a_case() -> None:
     headings = [row for row in rows if re.search(r"\| (test|cases?) \|$", row)]
     assert len(headings) == 9
     assert not [
-        row for row in rows if row not in headings and not re.search(r"`test_\w+`|\[[^\]]+\]", row)
+        row
+        for row in rows
+        if row not in headings and not re.search(r"`test_\w+`|\[[^\]]+\]", row)
     ]

@@ -34,7 +34,9 @@ def chain(*layers: nn.Module) -> nn.Sequential:
 
 
 def attention(**options: Any) -> nn.Module:
-    return ModuleValidator.fix(chain(nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, **options)))
+    return ModuleValidator.fix(
+        chain(nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, **options))
+    )
 
 
 def second_run(m: Wired, x: Tensor, scale: float = 1.0) -> Tensor:
@@ -69,7 +71,10 @@ AT_ATTACH = {
     ),
     "sparse Embedding": (lambda: nn.Embedding(5, 2, sparse=True), "sparse=False"),
     "EmbeddingBag max": (lambda: nn.EmbeddingBag(5, 2, mode="max"), "mode='sum' or 'mean'"),
-    "EmbeddingBag with padding": (lambda: nn.EmbeddingBag(5, 2, padding_idx=0), "padding_idx=None"),
+    "EmbeddingBag with padding": (
+        lambda: nn.EmbeddingBag(5, 2, padding_idx=0),
+        "padding_idx=None",
+    ),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(DIM, 2)), "without buffers"),
     "ParameterList": (
         lambda: nn.ParameterList([parameter(2)]),
@@ -190,7 +195,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         x2,
         "one tensor by position",
     ),
-    "dense layer by keyword": (lambda: Wired(by_keyword, body=nn.RMSNorm(DIM)), x2, "by position"),
+    "dense layer by keyword": (
+        lambda: Wired(by_keyword, body=nn.RMSNorm(DIM)),
+        x2,
+        "by position",
+    ),
     "weight used outside of its layer": (
         lambda: Wired(weight_outside, body=nn.Linear(DIM, 2)),
         x2,

@@ -65,7 +65,9 @@ def test_a_scheduler_sets_the_rates_of_a_plain_optimizer(name):
             p.grad = mean
         reference.step()
         pace.step()
-        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
+        assert run.optimizer.param_groups[0]["lr"] == pytest.approx(
+            reference.param_groups[0]["lr"]
+        )
     assert run.optimizer.steps == len(run.optimizer.accountant) == STEPS
     assert_same_model(run.model, plain)
 
@@ -139,7 +141,9 @@ def test_groups_cannot_be_added_after_construction():
     with pytest.raises(SequenceError, match="make a new optimizer"):
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     assert len(run.optimizer.param_groups) == 1
-    assert all(p is q for p, q in zip(run.optimizer.param_groups[0]["params"], before, strict=True))
+    assert all(
+        p is q for p, q in zip(run.optimizer.param_groups[0]["params"], before, strict=True)
+    )
 
 
 INNER = {

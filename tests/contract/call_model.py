@@ -79,7 +79,9 @@ class Session:
         self.net, self.opt, self.setup = net, opt, setup
         self.steps, self.finalized = steps, False
         self.source: Source | None = None
-        self.place: int | None = None  # draws of its pass that are used; None where it has none yet
+        self.place: int | None = (
+            None  # draws of its pass that are used; None where it has none yet
+        )
         self.stream: Stream | None = None
         self.older: Stream | None = None
         self.old: list[Any] = []  # batches of earlier steps
@@ -392,7 +394,9 @@ class Calls(RuleBasedStateMachine):
         if self.setup.rule == "last" or (self.setup.rule == "uniform" and not s.finalized):
             lr = s.opt.param_groups[0]["lr"]
             old = [
-                b for b, p in zip(before, s.net.model.parameters(), strict=True) if p.requires_grad
+                b
+                for b, p in zip(before, s.net.model.parameters(), strict=True)
+                if p.requires_grad
             ]
             for p, b, m in zip(trained, old, mean, strict=True):
                 torch.testing.assert_close(p.detach(), b - lr * m)
@@ -450,7 +454,11 @@ class Calls(RuleBasedStateMachine):
         s.net.allowed = [
             None if p.grad is None else p.grad.clone() for p in s.net.model.parameters()
         ]
-        if len(self.truth.releases) > released and self.setup.charges_passes and drawn is not None:
+        if (
+            len(self.truth.releases) > released
+            and self.setup.charges_passes
+            and drawn is not None
+        ):
             self.truth.charges[-1] = drawn.charge, drawn.records
         if len(self.truth.releases) > released or self.truth.crashes > crashes:
             s.use_up()

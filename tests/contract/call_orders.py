@@ -125,16 +125,20 @@ class CallOrders(Calls):
 
     def a_loader_of_another_design(self, s: Session) -> None:
         other = DataLoader(
-            self.setup.dataset(), batch_sampler=make_sampler(dp.Poisson(5, N), size=self.setup.size)
+            self.setup.dataset(),
+            batch_sampler=make_sampler(dp.Poisson(5, N), size=self.setup.size),
         )
         self.refused(lambda: s.opt.bind(other), AdjacencyError)
         self.refused(
-            lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)), UnknownSamplerError
+            lambda: s.opt.bind(DataLoader(self.setup.dataset(), batch_size=6)),
+            UnknownSamplerError,
         )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    @rule(who=WHO, part=st.sampled_from(["whole", "whole", "first half", "second half", "nothing"]))
+    @rule(
+        who=WHO, part=st.sampled_from(["whole", "whole", "first half", "second half", "nothing"])
+    )
     def rows_of_the_batch(self, who: int, part: str) -> None:
         s = self.pick(who)
         x, drawn = self.current(s)
@@ -389,9 +393,11 @@ class CallOrders(Calls):
     def load_another_run(self, s: Session, what: str) -> None:
         other = dp.Accountant(adjacency=self.setup.adjacency)
         model = self.setup.model()
-        changes = {"other noise": {"noise": 0.07}, "other steps": {"steps": 77}, "another run": {}}[
-            what
-        ]
+        changes = {
+            "other noise": {"noise": 0.07},
+            "other steps": {"steps": 77},
+            "another run": {},
+        }[what]
         opt = self.setup.optimizer(model, Truth(self.setup, other), other, **changes)
         if what != "another run":
             self.refused(lambda: s.opt.load_state_dict(opt.state_dict()), ValueError)
@@ -430,7 +436,9 @@ class CallOrders(Calls):
         )
         s.net.wrapped = False
         self.sessions.append(fresh)
-        if loader != "its own" and s.source is not None:  # each of its draws is for one of the two
+        if (
+            loader != "its own" and s.source is not None
+        ):  # each of its draws is for one of the two
             if s.held is not None:
                 self.refused(lambda: fresh.opt.bind(s.source.loader))
                 return

@@ -96,7 +96,9 @@ class Setup:
         return dp.PrivateOptimizer(
             params,
             0.1,
-            oracle=watched(self.oracle, changes.get("noise", NOISE), self.design.batch_size, truth),
+            oracle=watched(
+                self.oracle, changes.get("noise", NOISE), self.design.batch_size, truth
+            ),
             rule=rule,
             design=self.design,
             schedule=dp.Schedule((dp.Phase(changes.get("steps", self.steps)),)),
@@ -139,7 +141,9 @@ def epsilon(design: Design, adjacency: str, count: int) -> float:
     base, accountant = clipped_gaussian(NOISE), dp.Accountant(adjacency=adjacency)
     passes = isinstance(design, (dp.Shuffled, dp.Disjoint))
     accountant.record(
-        Repeat(base.only("replace_one", "zero_out"), count) if passes else design.event(base, count)
+        Repeat(base.only("replace_one", "zero_out"), count)
+        if passes
+        else design.event(base, count)
     )
     return accountant.get_epsilon(DELTA)
 

@@ -201,7 +201,9 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
     half = (STEPS if s.steps is None else s.steps) // 2
     plan = dp.LocalizedSGD.plan(
-        phases=LocalizedSchedule(phases=(phase(1, N // 2, half), phase(2, N // 4, half)), rho=None),
+        phases=LocalizedSchedule(
+            phases=(phase(1, N // 2, half), phase(2, N // 4, half)), rho=None
+        ),
         n=N,
         adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
@@ -282,7 +284,9 @@ def _row(name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **
     return Row(name, build, adjacency, clip, frozenset(lacks.split()), **more)
 
 
-def _user(name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any) -> Row:
+def _user(
+    name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any
+) -> Row:
     return _row(name, build, adjacency, clip, lacks, unit="user", **more)
 
 

@@ -34,7 +34,9 @@ Patch = pytest.MonkeyPatch
 Attachment = importlib.import_module(
     "torch_dpsco.rows.attach"
 )._Attachment  # the package's `attach` is the function
-SETTINGS = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None)
+SETTINGS = settings(
+    stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None
+)
 HUNT = settings(
     SETTINGS,
     max_examples=300,
@@ -135,7 +137,9 @@ def counts_no_rows(patch: Patch) -> None:
 
 def clips_nothing(patch: Patch) -> None:
     patch.setattr(clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms))
-    patch.setattr(clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors))
+    patch.setattr(
+        clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors)
+    )
 
 
 def keeps_raw_gradients(patch: Patch) -> None:
@@ -176,7 +180,8 @@ FOUND_BY = {
 }
 LONG = (late_backwards, copies_with_rows)  # hundreds of sequences
 MUTATIONS = [
-    pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else []) for m in FOUND_BY
+    pytest.param(m, id=m.__name__, marks=[pytest.mark.slow] if m in LONG else [])
+    for m in FOUND_BY
 ]
 
 
@@ -202,7 +207,9 @@ def test_the_machine_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) 
 # -- what the machine has found ---------------------------------------------------------------------------------------
 
 
-def run(rows: str = "auto", size: int = 6) -> tuple[nn.Linear, dp.PrivateOptimizer, TensorDataset]:
+def run(
+    rows: str = "auto", size: int = 6
+) -> tuple[nn.Linear, dp.PrivateOptimizer, TensorDataset]:
     """Returns a model whose rows are the records e_0, e_1, ..., and whose batches are all of them."""
     model = nn.Linear(size, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -300,7 +307,9 @@ def test_a_mean_left_by_an_earlier_step_is_no_loss_term() -> None:
 def test_a_parameter_that_is_unfrozen_later_joins_the_average(average: str) -> None:
     model = dp.attach(nn.Linear(6, 1), loss_reduction="sum")
     oracle, rule = Clipped(1.0, 0.0, 6), dp.rules.SGD(average)
-    opt = dp.PrivateOptimizer(model.parameters(), 1.0, oracle=oracle, rule=rule, design=dp.Full(6))
+    opt = dp.PrivateOptimizer(
+        model.parameters(), 1.0, oracle=oracle, rule=rule, design=dp.Full(6)
+    )
     start = model.bias.item()
     for k, (x,) in enumerate(opt.loader(TensorDataset(torch.eye(6)), steps=2)):
         model.bias.requires_grad_(k > 0)

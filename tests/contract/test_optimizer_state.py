@@ -32,7 +32,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     children = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+        tree.values()
+        if isinstance(tree, dict)
+        else tree
+        if isinstance(tree, (list, tuple))
+        else []
     )
     return [leaf for child in children for leaf in tensors(child)]
 
@@ -294,7 +298,9 @@ def test_groups_move_by_their_own_rates(row: Row) -> None:
     run = Run(model, opt, row).train(1)
     for p, lr in ((model.weight, 0.1), (model.bias, 1e-6)):
         # momentum and Adam start with steps of lr |mean| and lr; a projection shortens both groups
-        assert 0 < float(p.detach().abs().max()) <= lr * max(1.0, float(p.grad.abs().max())) * 1.001
+        assert (
+            0 < float(p.detach().abs().max()) <= lr * max(1.0, float(p.grad.abs().max())) * 1.001
+        )
         if "plain" not in row.lacks:
             torch.testing.assert_close(p.detach(), -lr * p.grad)
     assert run.opt.steps == 1
@@ -386,7 +392,9 @@ def test_frozen_parameters_stay_as_they_are(row: Row, grouped: bool) -> None:
 def test_the_hooks_of_torch_optimizers_are_called(row: Row) -> None:
     run, calls = row.make(), []
     handles = [
-        run.opt.register_step_pre_hook(lambda opt, args, kwargs: calls.append(("pre", opt.steps))),
+        run.opt.register_step_pre_hook(
+            lambda opt, args, kwargs: calls.append(("pre", opt.steps))
+        ),
         run.opt.register_step_post_hook(
             lambda opt, args, kwargs: calls.append(("post", opt.steps))
         ),
@@ -397,7 +405,9 @@ def test_the_hooks_of_torch_optimizers_are_called(row: Row) -> None:
         run.opt.register_load_state_dict_pre_hook(
             lambda opt, state: calls.append(("load", opt.steps))
         ),
-        run.opt.register_load_state_dict_post_hook(lambda opt: calls.append(("loaded", opt.steps))),
+        run.opt.register_load_state_dict_post_hook(
+            lambda opt: calls.append(("loaded", opt.steps))
+        ),
     ]
     run.train(2)
     run.opt.load_state_dict(run.opt.state_dict())

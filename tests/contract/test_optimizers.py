@@ -291,7 +291,9 @@ def test_a_batch_of_a_foreign_loader_is_refused(row: Row) -> None:
 @pytest.mark.cases(11, 5)
 def test_a_loader_of_another_design_is_refused(row: Row) -> None:
     design = row.make().opt.design
-    other = next(run for r in ROWS if r.unit == row.unit and (run := r.make()).opt.design != design)
+    other = next(
+        run for r in ROWS if r.unit == row.unit and (run := r.make()).opt.design != design
+    )
     with pytest.raises(AdjacencyError, match="this optimizer's design"):
         row.make().opt.bind(other.loader())
 
@@ -387,7 +389,10 @@ def test_released_shows_the_answer_that_finalize_installs(row: Row) -> None:
     assert same(run.parameters(), query)
     if run.opt.rule.average != "last":
         assert not same(query, answer)
-    with pytest.raises(KeyError), run.opt.released():  # the query comes back after an error as well
+    with (
+        pytest.raises(KeyError),
+        run.opt.released(),
+    ):  # the query comes back after an error as well
         raise KeyError
     assert same(run.parameters(), query)
     run.opt.finalize()
@@ -431,7 +436,16 @@ def test_what_the_ledger_relies_on_cannot_be_reassigned(row: Row) -> None:
     run = row.make().train(1)
     before = snapshot(run)
     other = row.make(noise=0.1, accountant=row.accountant()).opt
-    for name in ("oracle", "rule", "design", "schedule", "prox", "reg", "adjacency", "accountant"):
+    for name in (
+        "oracle",
+        "rule",
+        "design",
+        "schedule",
+        "prox",
+        "reg",
+        "adjacency",
+        "accountant",
+    ):
         with pytest.raises(PrivacyError, match=f"{name} is fixed at construction"):
             setattr(run.opt, name, getattr(other, name))
     for number in {"noise_multiplier", "batch_size"} & set(dir(run.opt.oracle)):

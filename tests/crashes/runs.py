@@ -96,14 +96,22 @@ def _filtered(params: Any, accountant: dp.Accountant) -> Any:
 
 def _searched(params: Any, accountant: dp.Accountant) -> Any:
     search = pair_radius_search(2000, epsilon=1.0, smallest=0.1)
-    own = {"n_users": 2000, "lr": 0.1, "steps": 4, "pair_radius": search, "halt_probability": 1e-9}
+    own = {
+        "n_users": 2000,
+        "lr": 0.1,
+        "steps": 4,
+        "pair_radius": search,
+        "halt_probability": 1e-9,
+    }
     plan = dp.UserFilteredSGD.plan(budget=accountant.budget, **own)
     return dp.UserFilteredSGD(params, plan, accountant=accountant)
 
 
 def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
     own = runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=500)
-    return dp.LocalizedUserSGD(params, dp.LocalizedUserSGD.plan(phases=own), accountant=accountant)
+    return dp.LocalizedUserSGD(
+        params, dp.LocalizedUserSGD.plan(phases=own), accountant=accountant
+    )
 
 
 _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
@@ -185,7 +193,9 @@ class Watcher:
                 finally:
                     del optimizer.accountant.authorize
             place = [args[0].partition, args[0].index] if optimizer.design.one_pass else None
-            return self._then(real, {"charged": optimizer.steps, "place": place})(optimizer, *args)
+            return self._then(real, {"charged": optimizer.steps, "place": place})(
+                optimizer, *args
+            )
 
         return charge
 
@@ -279,7 +289,9 @@ def kill(case: Case) -> None:
                     json.loads(line)
                     for line in (Path(folder) / "published").read_text().splitlines()
                 ]
-                print(json.dumps({"point": [kind, number], "ends": ends, "rows": rows}), flush=True)
+                print(
+                    json.dumps({"point": [kind, number], "ends": ends, "rows": rows}), flush=True
+                )
                 if len(ends) == 1:
                     break
 

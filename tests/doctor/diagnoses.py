@@ -26,7 +26,9 @@ def names(diagnosis: Diagnosis) -> list[str]:
     return [finding.name for finding in diagnosis.findings]
 
 
-def ours(model: nn.Module, loss: Any = F.mse_loss, data: Any = None, **attached: Any) -> Diagnosis:
+def ours(
+    model: nn.Module, loss: Any = F.mse_loss, data: Any = None, **attached: Any
+) -> Diagnosis:
     optimizer, loader = private(model, regression_data() if data is None else data)
     return dp.doctor(dp.attach(model, **attached), loss, loader, optimizer)
 

@@ -30,7 +30,9 @@ def output(
     model: nn.Module, problem: dp.Problem | None = None, **settings: Any
 ) -> dp.HolderOutputSGD:
     problem = HINGE.problem(bound_x=1.5, radius=2.0) if problem is None else problem
-    own = {name: settings.pop(name) for name in ("loss_reduction", "generator") if name in settings}
+    own = {
+        name: settings.pop(name) for name in ("loss_reduction", "generator") if name in settings
+    }
     plan = dp.HolderOutputSGD.plan(problem=problem, dim=model, **KIND | settings)
     return dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, **own)
 

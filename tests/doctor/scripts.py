@@ -156,7 +156,10 @@ def ghost_with_column_loss() -> Parts:
 def shuffled_accounted_as_poisson() -> Parts:
     data = regression_data()
     model, optimizer, loader = with_opacus(
-        mlp(), data, loader=DataLoader(data, batch_size=BATCH, shuffle=True), poisson_sampling=False
+        mlp(),
+        data,
+        loader=DataLoader(data, batch_size=BATCH, shuffle=True),
+        poisson_sampling=False,
     )
     return Parts(model, F.mse_loss, loader, optimizer)
 
@@ -221,8 +224,12 @@ def lora_frozen_params() -> Parts:
         expected_batch_size=BATCH,
         generator=secret_generator(),
     )
-    private_optimizer.attach_step_hook(RDPAccountant().get_optimizer_hook_fn(sample_rate=BATCH / N))
-    return Parts(wrapped, F.mse_loss, DPDataLoader(data, sample_rate=BATCH / N), private_optimizer)
+    private_optimizer.attach_step_hook(
+        RDPAccountant().get_optimizer_hook_fn(sample_rate=BATCH / N)
+    )
+    return Parts(
+        wrapped, F.mse_loss, DPDataLoader(data, sample_rate=BATCH / N), private_optimizer
+    )
 
 
 def grad_scaler() -> Parts:

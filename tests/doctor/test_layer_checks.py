@@ -201,7 +201,11 @@ def test_compiled_models_are_probed_without_compiling_them(wrap):
 def test_opacus_hooks_without_a_wrapper_are_known(mode):
     network = mlp()
     made = opacus(
-        network, regression_data(), criterion=ColumnFree(), grad_sample_mode=mode, wrap_model=False
+        network,
+        regression_data(),
+        criterion=ColumnFree(),
+        grad_sample_mode=mode,
+        wrap_model=False,
     )
     loss = F.mse_loss if mode == "hooks" else made[2]
     assert dp.doctor(network, loss, made[-1], made[1]).healthy

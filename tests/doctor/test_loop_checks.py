@@ -68,7 +68,10 @@ def test_a_noise_multiplier_of_zero_is_no_noise():
         design=dp.Poisson(BATCH, N),
     )
     loader = optimizer.loader(regression_data())
-    for diagnosis in (diagnose(theirs), dp.doctor(dp.attach(ours), F.mse_loss, loader, optimizer)):
+    for diagnosis in (
+        diagnose(theirs),
+        dp.doctor(dp.attach(ours), F.mse_loss, loader, optimizer),
+    ):
         assert find(diagnosis, "no-noise").severity == "critical"
 
 

@@ -354,7 +354,9 @@ def test_objects_that_do_not_agree_on_the_reduction_are_found():
     _, optimizer, loader = opacus(mlp(), regression_data())
     other = GradSampleModule(mlp(), loss_reduction="sum")
     optimizer.original_optimizer.param_groups[0]["params"] = list(other.parameters())
-    found = find(dp.doctor(other, nn.MSELoss(reduction="sum"), loader, optimizer), "loss-reduction")
+    found = find(
+        dp.doctor(other, nn.MSELoss(reduction="sum"), loader, optimizer), "loss-reduction"
+    )
     assert "GradSampleModule 'sum', DPOptimizer 'mean'" in found.evidence
 
 
@@ -478,7 +480,10 @@ def test_rows_that_are_not_finite_any_more_have_moved():
     left, right = torch.ones(5, 2), torch.ones(5, 3)
     base = Pass(None, {}, {"weight": Rows(left, right), "bias": Rows(left)})
     for bad in (float("nan"), float("inf")):
-        rows = {"weight": Rows(left, right.index_fill(0, torch.tensor(2), bad)), "bias": Rows(left)}
+        rows = {
+            "weight": Rows(left, right.index_fill(0, torch.tensor(2), bad)),
+            "bias": Rows(left),
+        }
         assert movement(base, Pass(None, {}, rows), 5).isfinite().tolist() == [
             True,
             True,

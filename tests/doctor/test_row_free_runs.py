@@ -75,7 +75,11 @@ def test_nothing_is_drawn_or_charged():
     loader = optimizer.loader(data())
     streams, noise = torch.get_rng_state(), count_noise(optimizer)
     assert dp.doctor(model, HINGE, loader, optimizer).healthy
-    assert (optimizer.outstanding_rows, optimizer.steps, len(optimizer.accountant)) == (None, 0, 0)
+    assert (optimizer.outstanding_rows, optimizer.steps, len(optimizer.accountant)) == (
+        None,
+        0,
+        0,
+    )
     assert torch.equal(torch.get_rng_state(), streams)
     assert not noise.drawn
     assert not any(p.detach().any() for p in model.parameters())
@@ -102,7 +106,8 @@ def test_secret_iterates_have_no_say_in_the_findings(scale):
 
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
-    "loss", [tilted, pairs, lambda o, y: HINGE(o, y, reduction="sum"), lambda o, y: 4 * HINGE(o, y)]
+    "loss",
+    [tilted, pairs, lambda o, y: HINGE(o, y, reduction="sum"), lambda o, y: 4 * HINGE(o, y)],
 )
 def test_fit_refuses_what_the_doctor_finds_before_the_first_step(loss):
     model = linear()

@@ -55,7 +55,9 @@ PROBLEMS = [
 @pytest.mark.parametrize("plan", [{}, {"sampling": "fixed"}], ids=str)
 def test_nothing_is_found_in_a_sound_script(loss, bounds, plan):
     budget = dp.Budget(5.0, 1e-3)
-    diagnosis = diagnose(loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4, **plan)
+    diagnosis = diagnose(
+        loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4, **plan
+    )
     assert diagnosis.healthy, str(diagnosis)
 
 
@@ -155,7 +157,9 @@ def test_a_term_on_the_weights_is_critical(weight):
     model = linear()
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return HINGE(outputs, targets) + weight * sum(p.square().sum() for p in model.parameters())
+        return HINGE(outputs, targets) + weight * sum(
+            p.square().sum() for p in model.parameters()
+        )
 
     found = find(diagnose(model, loss), "regularizer-in-loss")
     assert found.severity == "critical"
@@ -230,7 +234,9 @@ def test_convexity_is_looked_at_where_scores_of_small_records_reach():
             return super().forward(x).tanh()
 
     problem = HINGE.problem(bound_x=0.01, radius=100.0)
-    found = find(diagnose(Squashed(DIM, 1, bias=False).double(), problem=problem), "broken-promise")
+    found = find(
+        diagnose(Squashed(DIM, 1, bias=False).double(), problem=problem), "broken-promise"
+    )
     assert "not convex" in found.evidence
 
 
@@ -250,9 +256,9 @@ def test_sizes_are_not_judged_where_no_bounds_are_enforced():
     assert not diagnose(
         model, problem=HINGE.problem(bound_x=0.1, radius=2.0), loss=Hinge(power=2.0)
     ).healthy
-    assert names(diagnose(Around(lambda layer, x: layer(x).tanh()).double(), problem=problem)) == [
-        "broken-promise"
-    ]
+    assert names(
+        diagnose(Around(lambda layer, x: layer(x).tanh()).double(), problem=problem)
+    ) == ["broken-promise"]
 
 
 @pytest.mark.cases(1, 1)
@@ -379,5 +385,6 @@ def test_a_finished_run_and_another_model_are_errors():
             HINGE(model(x), y).backward()
             optimizer.step()
     assert (
-        find(dp.doctor(model, HINGE, loader, optimizer), "finalized-optimizer").severity == "error"
+        find(dp.doctor(model, HINGE, loader, optimizer), "finalized-optimizer").severity
+        == "error"
     )

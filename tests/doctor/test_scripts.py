@@ -163,7 +163,10 @@ def test_the_next_step_is_the_one_without_the_doctor():
     def released(consult: bool) -> Tensor:
         torch.manual_seed(5)
         parts = scripts.ours_logistic()
-        mechanism = {"problem": dp.losses.Logistic().problem(bound_x=2.0), "noise_multiplier": 1.0}
+        mechanism = {
+            "problem": dp.losses.Logistic().problem(bound_x=2.0),
+            "noise_multiplier": 1.0,
+        }
         design, noise = dp.Full(scripts.N), torch.Generator().manual_seed(3)
         with pytest.warns(UtilityWarning):
             optimizer = dp.HolderSGD(

@@ -63,7 +63,9 @@ VALUES: dict[str, Callable[[], Any]] = {
     "Event": lambda: dp.accounting.events.clipped_gaussian(1.0),
 }
 del VALUES["Meta"]
-TYPES: dict[str, tuple[str, ...]] = {  # words of an annotation: labels of values that have the type
+TYPES: dict[
+    str, tuple[str, ...]
+] = {  # words of an annotation: labels of values that have the type
     "None": ("none",),
     "str": ("word",),
     "bool": ("true",),
@@ -165,7 +167,10 @@ class Verdict:
 def arguments_of(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     """Yields names and annotations of the arguments that can be given by name."""
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and name not in (
+        if parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ) and name not in (
             "self",
             "cls",
         ):

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 import torch_dpsco as dp
 from torch_dpsco import estimators
 from torch_dpsco.algorithms import choose_clip
-from torch_dpsco.audit import OneRunAudit, canaries, epsilon_of_guesses, loss_scores, mu_of_guesses
+from torch_dpsco.audit import (
+    OneRunAudit,
+    canaries,
+    epsilon_of_guesses,
+    loss_scores,
+    mu_of_guesses,
+)
 from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
 from torch_dpsco.integrations import opacus
@@ -49,7 +55,9 @@ from tests.doors.shared import (
 
 
 def loader() -> dp.sampling.PrivateLoader:
-    return dp.sampling.PrivateLoader(records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1))
+    return dp.sampling.PrivateLoader(
+        records(24), make_sampler(dp.Poisson(6, 24), size=24, steps=1)
+    )
 
 
 CALLS["dp.sampling.PrivateLoader"] = lambda: (
@@ -58,7 +66,11 @@ CALLS["dp.sampling.PrivateLoader"] = lambda: (
 )
 simple("dp.sampling.RecordIds", dp.sampling.RecordIds, ids=["a", "b"], records=2)
 simple(
-    "dp.sampling.Streamed", dp.sampling.Streamed, stream=[("a", 1.0), ("b", 2.0)], id_of=min, held=5
+    "dp.sampling.Streamed",
+    dp.sampling.Streamed,
+    stream=[("a", 1.0), ("b", 2.0)],
+    id_of=min,
+    held=5,
 )
 simple(
     "dp.sampling.PhysicalBatches",
@@ -360,7 +372,10 @@ def fresh() -> estimators.LogisticRegression:
     )
 
 
-CALLS["estimators.LogisticRegression.fit"] = lambda: (fresh().fit, {"X": FEATURES(), "y": LABELS()})
+CALLS["estimators.LogisticRegression.fit"] = lambda: (
+    fresh().fit,
+    {"X": FEATURES(), "y": LABELS()},
+)
 CALLS["estimators.LogisticRegression.predict"] = lambda: (
     fresh().fit(FEATURES(), LABELS()).predict,
     {"X": FEATURES()},

@@ -145,7 +145,11 @@ CALLS["dp.CorrelatedSGD"] = lambda: (
     {"params": params(), "plan": dp.CorrelatedSGD.plan(**_CORRELATED, noise_multiplier=2.0)},
 )
 simple(
-    "dp.CorrelatedSGD.plan", dp.CorrelatedSGD.plan, budget=lambda: budget(), epochs=2, **_CORRELATED
+    "dp.CorrelatedSGD.plan",
+    dp.CorrelatedSGD.plan,
+    budget=lambda: budget(),
+    epochs=2,
+    **_CORRELATED,
 )
 simple(
     "dp.CorrelatedSGD.plan[noise]",
@@ -227,7 +231,10 @@ for _cls in (dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD):
         {"params": list(model().parameters()), "plan": made(f"dp.{cls.__name__}.plan")},
     )
 simple(
-    "dp.OutputPerturbation.plan[noise]", dp.OutputPerturbation.plan, noise_multiplier=2.0, **_LINEAR
+    "dp.OutputPerturbation.plan[noise]",
+    dp.OutputPerturbation.plan,
+    noise_multiplier=2.0,
+    **_LINEAR,
 )
 
 
@@ -242,7 +249,9 @@ CALLS["dp.OutputPerturbation.certify"] = lambda: (solved().certify, {"dataset": 
 def delivered() -> dp.PrivateOptimizer:
     """Returns an optimizer that is ready for its step."""
     net = dp.attach(model())
-    plan = dp.HolderSGD.plan(lr=0.1, problem=problem(), noise_multiplier=2.0, sampling=dp.Full(24))
+    plan = dp.HolderSGD.plan(
+        lr=0.1, problem=problem(), noise_multiplier=2.0, sampling=dp.Full(24)
+    )
     optimizer = dp.HolderSGD(list(net.parameters()), plan)
     for x, y in optimizer.loader(records(24)):
         LOSS(net(x), y).backward()

@@ -162,7 +162,10 @@ CALLS["StudyPlan.preview"] = lambda: (
     plan_study(**studied()).preview,
     {"frame": people(), "runs": 3, "epsilons": (9.0,)},
 )
-CALLS["statistics.study.Study.predict"] = lambda: (a_study().predict, {"frame": {"age": [30, 40]}})
+CALLS["statistics.study.Study.predict"] = lambda: (
+    a_study().predict,
+    {"frame": {"age": [30, 40]}},
+)
 CALLS["statistics.study.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
 CALLS["estimators.Released.load"] = lambda: (
     Released.load,

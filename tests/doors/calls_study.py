@@ -100,7 +100,9 @@ a_search.__signature__ = inspect.signature(PrivateSearch)  # type: ignore[attr-d
 CALLS["statistics.search.PrivateSearch"] = lambda: (
     a_search,
     {
-        "candidates": {"one": estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), **NOISY)},
+        "candidates": {
+            "one": estimators.LogisticRegression(bound_x=2.0, classes=(0, 1), **NOISY)
+        },
         "epsilon": 50.0,
         "n": N,
         "trials": 2.0,

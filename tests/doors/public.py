@@ -90,7 +90,9 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
                     for name, value in _of_module(importlib.import_module(target))
                 )
             else:
-                place, _, name = (target if "." in target else f"{module}.{target}").rpartition(".")
+                place, _, name = (target if "." in target else f"{module}.{target}").rpartition(
+                    "."
+                )
                 yield f"{place}.{name}", getattr(importlib.import_module(place), name), wanted
     for module in ("torch_dpsco", *_UNDOCUMENTED):
         yield from (

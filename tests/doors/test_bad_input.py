@@ -50,7 +50,11 @@ EXEMPT = {
         "accounting.report.figures.PrivacyReport.promising",
     ),
     *("accounting.report.statement.Statement", "accounting.report.statement.Statement.promising"),
-    *("accounting.analysis.risk.Risk", "estimators.Released", "statistics.conformal.ConformalSets"),
+    *(
+        "accounting.analysis.risk.Risk",
+        "estimators.Released",
+        "statistics.conformal.ConformalSets",
+    ),
     *(
         "statistics.search.SearchPlan",
         "statistics.study.Study",
@@ -157,10 +161,14 @@ def of_place(name: str) -> str:
 def without_a_call(names: dict[str, Any]) -> list[str]:
     """Returns those of the public callables that the table calls neither by their name nor by another of theirs."""
     places = {of_place(name) for name in CALLS}
-    left = [name for name in names if of_place(name if "." in name else f"dp.{name}") not in places]
+    left = [
+        name for name in names if of_place(name if "." in name else f"dp.{name}") not in places
+    ]
     left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in EXEMPT)]
     ends = {name.rpartition(".")[2] for name in left}
-    known = {bare(CALLS[name]()[0]) for name in CALLS if of_place(name).rpartition(".")[2] in ends}
+    known = {
+        bare(CALLS[name]()[0]) for name in CALLS if of_place(name).rpartition(".")[2] in ends
+    }
     return [name for name in left if bare(names[name]) not in known]
 
 
@@ -177,7 +185,9 @@ def test_what_is_exempt_is_there() -> None:
     ]
 
 
-def test_a_new_public_function_or_method_needs_a_good_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_public_function_or_method_needs_a_good_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fresh(self: Any, value: int) -> None: ...
 
     def method(self: Any, value: int) -> None: ...
@@ -532,7 +542,8 @@ def test_the_ledger_of_a_study_has_any_path(name: str) -> None:
 
 def test_no_path_like_with_a_null_character_is_a_path() -> None:
     with pytest.raises(
-        ValueError, match=r"path must be text or a path, without null characters \(got PosixPath\)"
+        ValueError,
+        match=r"path must be text or a path, without null characters \(got PosixPath\)",
     ):
         changed("dp.Schema.save", path=Path("a\0b"))
 

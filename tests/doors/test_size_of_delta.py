@@ -62,14 +62,18 @@ PLANS: dict[str, Callable[[float], Any]] = {
     "LocalizedSGD": lambda delta: dp.LocalizedSGD.plan(
         n=N, budget=dp.Budget(1.0, delta), clip=1.0, reg=0.1, max_steps=3, dim=DIM, min_phase=100
     ),
-    "CorrelatedSGD": lambda delta: dp.CorrelatedSGD.plan(n=N, budget=dp.Budget(1.0, delta), **ROWS),
+    "CorrelatedSGD": lambda delta: dp.CorrelatedSGD.plan(
+        n=N, budget=dp.Budget(1.0, delta), **ROWS
+    ),
     "HolderOutputSGD": lambda delta: dp.HolderOutputSGD.plan(
         problem=BALL, n=N, dim=DIM, budget=dp.Budget(1.0, delta), batch_size=100, epochs=1
     ),
     "BoltOnPSGD": lambda delta: dp.BoltOnPSGD.plan(
         problem=PROBLEM, n=N, dim=DIM, budget=dp.Budget(1.0, delta), batch_size=100, reg=0.1
     ),
-    "UserClippedSGD": lambda delta: dp.UserClippedSGD.plan(n_users=N, budget=people(delta), **ROWS),
+    "UserClippedSGD": lambda delta: dp.UserClippedSGD.plan(
+        n_users=N, budget=people(delta), **ROWS
+    ),
     "UserFilteredSGD": lambda delta: dp.UserFilteredSGD.plan(
         n_users=N, budget=people(delta), pair_radius=1.0, steps=3, lr=0.1
     ),

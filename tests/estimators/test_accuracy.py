@@ -105,7 +105,9 @@ def test_a_quantile_is_a_quantile():
     rng = np.random.default_rng(1)
     X = rng.uniform(-1, 1, size=(4000, 1))
     y = X[:, 0] + rng.exponential(size=4000)
-    model = QuantileRegressor(quantile=0.8, epsilon=8.0, n=4000, bound_x=1.0, bound_y=6.0).fit(X, y)
+    model = QuantileRegressor(quantile=0.8, epsilon=8.0, n=4000, bound_x=1.0, bound_y=6.0).fit(
+        X, y
+    )
     assert abs(np.mean(y <= model.predict(X)) - 0.8) < 0.05  # 0.790 +- 0.005
 
 

@@ -94,7 +94,9 @@ def test_units_are_measured_in_blocks_as_in_memory(name, same_noise, monkeypatch
     fitted = make(name, **settings).fit(in_blocks([999], X, y))
     assert whole.plan_.task.prepare is not None
     np.testing.assert_allclose(fitted.coef_, whole.coef_, rtol=1e-9)
-    assert torch.equal(fitted.units_.rows.shift_and_scale[0], whole.units_.rows.shift_and_scale[0])
+    assert torch.equal(
+        fitted.units_.rows.shift_and_scale[0], whole.units_.rows.shift_and_scale[0]
+    )
     assert (fitted.units_.location, fitted.units_.spread) == (
         whole.units_.location,
         whole.units_.spread,
@@ -332,7 +334,9 @@ def test_a_cap_on_records_that_float64_does_not_certify_is_named():
 @pytest.mark.parametrize("n", [10**7, 10**8])
 def test_what_float64_hides_of_many_records_costs_little(n, delta):
     """On a quadratic model of slope L <= 1, curvature 1/4 and |w| of about 15, in the units of measured rows."""
-    plan = make("LogisticRegression", n=n, delta=delta, mechanism="objective", bound_x=0.5).plan(20)
+    plan = make("LogisticRegression", n=n, delta=delta, mechanism="objective", bound_x=0.5).plan(
+        20
+    )
     std = plan.output_scale * (1 if delta else math.sqrt(22))
     assert 0.25 * 21 * std**2 / 2 < 2e-4
     assert plan.reg * 30.0**2 / (2 * n) < 1e-3

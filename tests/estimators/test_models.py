@@ -183,7 +183,11 @@ def test_tensors_frames_and_lists_give_the_same_model(same_noise):
     y = targets("LogisticRegression", X)
     models = [
         make("LogisticRegression").fit(*given)
-        for given in ((X, y), (torch.from_numpy(X), torch.from_numpy(y)), (X.tolist(), y.tolist()))
+        for given in (
+            (X, y),
+            (torch.from_numpy(X), torch.from_numpy(y)),
+            (X.tolist(), y.tolist()),
+        )
     ]
     for model in models[1:]:
         np.testing.assert_allclose(model.coef_, models[0].coef_, rtol=1e-9)
@@ -208,7 +212,10 @@ def test_a_weight_of_zero_removes_a_record(name, same_noise):
     X = rows()
     y = targets(name, X)
     weights = (np.arange(N) % 3 > 0).astype(float)
-    weighted, fewer = make(name).fit(X, y, weights), make(name).fit(X[weights > 0], y[weights > 0])
+    weighted, fewer = (
+        make(name).fit(X, y, weights),
+        make(name).fit(X[weights > 0], y[weights > 0]),
+    )
     np.testing.assert_allclose(weighted.coef_, fewer.coef_, rtol=1e-3, atol=1e-3)
 
 
@@ -564,7 +571,9 @@ def test_tilts_of_both_signs_and_both_attacks_are_fitted():
     X = rows()
     y = targets("TiltedClassifier", X)
     for tilt in (-0.02, 0.0, 0.02):
-        model = make("TiltedClassifier", tilt=tilt, n_min=100, bound_x=1.0, epsilon=20.0).fit(X, y)
+        model = make("TiltedClassifier", tilt=tilt, n_min=100, bound_x=1.0, epsilon=20.0).fit(
+            X, y
+        )
         assert np.isfinite(model.coef_).all()
     for norm in (2, math.inf):
         assert np.isfinite(fitted("AdversarialClassifier", attack_norm=norm).coef_).all()

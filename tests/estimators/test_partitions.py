@@ -107,7 +107,8 @@ def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_no
     plain = in_partitions(SIZES["odd"], *table("LogisticRegression"))
     plain.pickled = False
     fitted = [
-        make("LogisticRegression", reg=5.0).fit(source) for source in (plain, Reusing(*plain.parts))
+        make("LogisticRegression", reg=5.0).fit(source)
+        for source in (plain, Reusing(*plain.parts))
     ]
     np.testing.assert_array_equal(fitted[0].coef_, fitted[1].coef_)
 
@@ -308,7 +309,9 @@ def test_no_record_comes_back():
         ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )
-def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(name, settings, words):
+def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(
+    name, settings, words
+):
     X = rows()
     ledger = dp.Accountant(adjacency="add_remove")
     with pytest.raises(ConditionError, match=words):

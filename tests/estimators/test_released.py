@@ -62,7 +62,9 @@ def test_a_pickle_holds_no_training_value_and_predicts_alike(name):
     X = rows()
     model = fitted(name)
     data = pickle.dumps(model)
-    assert not any(value.tobytes() in data or value.tobytes()[::-1] in data for value in X.ravel())
+    assert not any(
+        value.tobytes() in data or value.tobytes()[::-1] in data for value in X.ravel()
+    )
     assert pickle.loads(data).predict(X).tolist() == model.predict(X).tolist()
 
 
@@ -140,7 +142,9 @@ def test_a_missing_field_and_what_is_no_json_are_refused(tmp_path):
     Released.of(fitted()).save(path)
     facts = json.loads(path.read_text())
     for field in facts:
-        path.write_text(json.dumps({name: value for name, value in facts.items() if name != field}))
+        path.write_text(
+            json.dumps({name: value for name, value in facts.items() if name != field})
+        )
         with pytest.raises(ValueError, match=field):
             Released.load(path)
     path.write_text("{}")
@@ -165,7 +169,10 @@ def test_predictions_need_numpy_and_a_schema_alone():
     tree = ast.parse(Path(released.__file__).read_text())
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     found |= {
-        name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+        name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
     }
     ours = {name for name in found if name.startswith("torch_dpsco")}
     checks = {

@@ -23,7 +23,9 @@ SETTINGS = {"epsilon": 8.0, "delta": 1e-4, "n": 400, "bound_x": 4.0}
 @pytest.mark.weekly
 def test_the_package_does_not_import_scikit_learn() -> None:
     script = "import sys, torch_dpsco; print([name for name in sys.modules if name.startswith('sklearn')])"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert run.stdout == "[]\n"
 
 

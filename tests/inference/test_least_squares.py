@@ -103,7 +103,8 @@ def test_the_noise_of_the_sum_has_the_level_that_is_charged():
     X, y = table(500)
     fit = model(500)
     errors = (
-        np.array([fit.fit(X, y).moments_[-1] - y @ y for _ in range(400)]) / fit.plan(2).total_scale
+        np.array([fit.fit(X, y).moments_[-1] - y @ y for _ in range(400)])
+        / fit.plan(2).total_scale
     )
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 400)
     assert low <= errors @ errors <= high
@@ -117,7 +118,9 @@ def test_the_covariance_is_that_of_all_noise_in_the_solution():
     """Variances of 40,000 draws: chi-square, false alarms: 1e-6 each, and 3 % for the terms of second order."""
     gram = torch.tensor([[4000.0, 500.0], [500.0, 3000.0]], dtype=torch.float64)
     theta, draws, stds = torch.tensor([1.0, -2.0], dtype=torch.float64), 40_000, (20.0, 30.0)
-    normal = torch.randn(draws, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    normal = torch.randn(
+        draws, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     solutions = []
     for z in normal:
         off = z[0] / math.sqrt(2)

@@ -39,7 +39,9 @@ def model(n: int = 4000, **settings: object) -> LogisticRegression:
 def test_a_step_of_newton_undoes_the_regularizer_of_a_quadratic() -> None:
     hessian = torch.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     truth, reg = torch.tensor([1.0, -2.0], dtype=torch.float64), 0.7
-    shrunk = torch.linalg.solve(hessian + reg * torch.eye(2, dtype=torch.float64), hessian @ truth)
+    shrunk = torch.linalg.solve(
+        hessian + reg * torch.eye(2, dtype=torch.float64), hessian @ truth
+    )
     found = debias(shrunk, hessian, reg=reg, noise_std=0.0, output_std=0.0, hessian_std=0.0)
     assert torch.allclose(found.estimate, truth)
     assert torch.allclose(found.sampling, torch.linalg.inv(hessian))
@@ -91,7 +93,9 @@ def test_a_hessian_in_its_noise_is_refused() -> None:
 
 
 @pytest.mark.parametrize("together", [1.0, -1.0, 0.6, 0.0])
-def test_intervals_of_chosen_fits_hold_the_truth_however_they_were_chosen(together: float) -> None:
+def test_intervals_of_chosen_fits_hold_the_truth_however_they_were_chosen(
+    together: float,
+) -> None:
     """Integrals of a normal law: misses among the fits at a distance above 1/4, of which few to all are shown."""
     z, rest = np.meshgrid(
         np.linspace(-7, 7, 701), [0.0] if abs(together) == 1 else np.linspace(-4, 4, 41)
@@ -128,7 +132,9 @@ def test_a_summary_says_how_far_from_the_limit_it_is() -> None:
     least, needed, spread = far.limit
     assert needed == needed_eigenvalue(3, model().plan(2).hessian_scale)
     assert far.distance == (least - needed) / spread > 3
-    assert f"where {needed:.3g} is the limit: {far.distance:.3g} standard errors above" in str(far)
+    assert f"where {needed:.3g} is the limit: {far.distance:.3g} standard errors above" in str(
+        far
+    )
     near = dataclasses.replace(far, limit=(needed + spread, needed, spread))
     assert (
         "1 standard errors above, so that intervals are 2.01 times as wide as far from it"
@@ -184,7 +190,9 @@ def test_what_has_no_intervals_says_so() -> None:
         fit.summary()
     with pytest.raises(ConditionError, match="QuantileRegressor has no summary"):
         QuantileRegressor(epsilon=1.0, n=400, bound_x=2.0, bound_y=1.0).summary()
-    with pytest.raises(TypeError, match="proved for LogisticRegression, HuberRegressor and Ridge"):
+    with pytest.raises(
+        TypeError, match="proved for LogisticRegression, HuberRegressor and Ridge"
+    ):
         QuantileRegressor(intervals=0.3)
     fit = model().fit(*table(4000))
     with pytest.raises(ValueError, match="level"):
@@ -277,6 +285,6 @@ def test_around_the_limit_intervals_hold_the_truth_as_often_as_they_say(
     for cell in benchmark.LIMITS.values():
         held, _, refused = benchmark.coverage(cell, fits)
         if fits - refused >= 1_000:
-            assert held.min() >= stats.binom.ppf(1e-6, fits - refused, 0.935) / (fits - refused), (
-                cell
-            )
+            assert held.min() >= stats.binom.ppf(1e-6, fits - refused, 0.935) / (
+                fits - refused
+            ), cell

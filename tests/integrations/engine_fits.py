@@ -99,7 +99,9 @@ def main(kind: str) -> None:
     tables, adapter = KINDS[kind]
     frame, features = table(), ["a", "b"]
     models = {
-        "label": LogisticRegression(epsilon=8.0, n=N, bound_x=2.0, classes=("no", "yes"), reg=5.0),
+        "label": LogisticRegression(
+            epsilon=8.0, n=N, bound_x=2.0, classes=("no", "yes"), reg=5.0
+        ),
         "real": Ridge(epsilon=8.0, n=N, bound_x=2.0, bound_y=2.0, mechanism="adassp"),
     }
     said: dict[str, Any] = {}

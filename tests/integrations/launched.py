@@ -258,7 +258,8 @@ def ray_splits(folder: str) -> None:
         "streaming equal": data.streaming_split(3, equal=True),
     }
     found = {
-        name: engine.get([read.remote(shard) for shard in shards]) for name, shards in ways.items()
+        name: engine.get([read.remote(shard) for shard in shards])
+        for name, shards in ways.items()
     }
     (Path(folder) / "rank-0").write_text(json.dumps(found), encoding="utf-8")
 
@@ -272,13 +273,25 @@ def spark(folder: str) -> None:
     session = (
         SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     )
-    TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(launched.torchrun, folder)
+    TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(
+        launched.torchrun, folder
+    )
     session.stop()
 
 
 KINDS: dict[str, Callable[[str], None]] = {
     kind.__name__: kind
-    for kind in (torchrun, fabric, accelerate, ray, ray_data, ray_splits, spark, killed, restarted)
+    for kind in (
+        torchrun,
+        fabric,
+        accelerate,
+        ray,
+        ray_data,
+        ray_splits,
+        spark,
+        killed,
+        restarted,
+    )
 }
 
 if __name__ == "__main__":

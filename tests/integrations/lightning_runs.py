@@ -90,7 +90,11 @@ class Silent(Net):
 
 
 def private(
-    plan: Any, kind: type[Net] = Silent, cls: Any = dp.HolderSGD, deep: bool = False, **options: Any
+    plan: Any,
+    kind: type[Net] = Silent,
+    cls: Any = dp.HolderSGD,
+    deep: bool = False,
+    **options: Any,
 ) -> Net:
     return kind(lambda module: cls(module.parameters(), plan, **options), deep=deep)
 

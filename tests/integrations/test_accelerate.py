@@ -102,7 +102,9 @@ def test_a_loop_of_accelerate_makes_the_steps_of_a_plain_loop(rows: int | None) 
 
 @pytest.mark.slow
 def test_the_ledger_is_that_of_the_plan() -> None:
-    made = plan(noise=None, budget=dp.Budget(2.0, 1e-3), sampling="poisson", batch_size=4, steps=6)
+    made = plan(
+        noise=None, budget=dp.Budget(2.0, 1e-3), sampling="poisson", batch_size=4, steps=6
+    )
     _, optimizer = loop(Accelerator(cpu=True), made, epochs=2)
     assert len(optimizer.accountant) == optimizer.steps == 6
     assert optimizer.accountant.get_epsilon(1e-3) == made.epsilon() <= 2.0
@@ -117,7 +119,8 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
     with pytest.raises(UnknownSamplerError, match="DataLoaderShard"):
         prepare(accelerator, model, optimizer, accelerator.prepare(DataLoader(records())))
     with pytest.raises(
-        UnknownSamplerError, match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)"
+        UnknownSamplerError,
+        match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)",
     ):
         prepare(accelerator, model, optimizer, DataLoader(records(), shuffle=True))
     with pytest.raises(ValueError, match="must be a private one"):

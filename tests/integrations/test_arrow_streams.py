@@ -84,7 +84,10 @@ def test_the_kind_of_numbers_may_change_on_the_way() -> None:
 @pytest.mark.parametrize(
     ("later", "words"),
     [
-        (pa.table({"a": [1.0], "y": [1]}), r"must be columns of the source, each once \(got 'b'\)"),
+        (
+            pa.table({"a": [1.0], "y": [1]}),
+            r"must be columns of the source, each once \(got 'b'\)",
+        ),
         (
             pa.table({"a": [1.0], "b": ["secret"], "y": [1]}),
             "column 'b' must hold numbers .got string",
@@ -170,7 +173,9 @@ def test_one_table_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
             peak = max(peak, pa.total_allocated_bytes() - before)
 
     assert len(ParquetRows(watched(), NAMES, "y")) == 1_000_000
-    assert tracemalloc.get_traced_memory()[1] + peak < 8 << 20  # a table has 1.2 MB, all have 24 MB
+    assert (
+        tracemalloc.get_traced_memory()[1] + peak < 8 << 20
+    )  # a table has 1.2 MB, all have 24 MB
     tracemalloc.stop()
 
 
@@ -180,7 +185,8 @@ def test_fit_trains_from_a_stream() -> None:
     plan = dp.HolderSGD.plan(problem=loss.problem(bound_x=3.0), n=n, budget=dp.Budget(2.0, 1e-3))
     optimizer = dp.HolderSGD(model.parameters(), plan)
     tables = (
-        pa.table({"a": [0.1, None, 0.3], "b": [0.0, 1.0, 0.5], "y": [-1, 1, 1]}) for _ in range(20)
+        pa.table({"a": [0.1, None, 0.3], "b": [0.0, 1.0, 0.5], "y": [-1, 1, 1]})
+        for _ in range(20)
     )
     dp.fit(model, optimizer, ParquetRows(tables, NAMES, "y"), loss, shard=n, progress=False)
     assert optimizer.steps == plan.steps

@@ -26,7 +26,9 @@ FRAME = pd.DataFrame(
 
 
 def columns_of(frame: pd.DataFrame, target: str, features: list[str] | None = None) -> Columns:
-    schema = pa.schema([(name, engines._arrow_kind(dtype)) for name, dtype in frame.dtypes.items()])
+    schema = pa.schema(
+        [(name, engines._arrow_kind(dtype)) for name, dtype in frame.dtypes.items()]
+    )
     return Columns.of(schema, target, features, None)
 
 

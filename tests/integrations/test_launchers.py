@@ -71,7 +71,9 @@ def launch(
 
 
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*"))
+    ]
 
 
 @pytest.mark.cases(0, 1)

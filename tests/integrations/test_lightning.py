@@ -129,7 +129,9 @@ def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
     with repeatable():
         looped(plan, theirs := Silent(make), None if parts == 1 else BATCH // parts, decay=0.5)
     assert same(ours, theirs)
-    assert ours.private.param_groups[0]["lr"] == theirs.private.param_groups[0]["lr"] == plan.lr / 4
+    assert (
+        ours.private.param_groups[0]["lr"] == theirs.private.param_groups[0]["lr"] == plan.lr / 4
+    )
 
 
 @pytest.mark.slow
@@ -229,7 +231,9 @@ class Parts(Silent):
         (Parts, "must have a forward"),
     ],
 )
-def test_modules_that_do_not_go_with_private_steps_are_refused(kind: type[Net], match: str) -> None:
+def test_modules_that_do_not_go_with_private_steps_are_refused(
+    kind: type[Net], match: str
+) -> None:
     plan = planned()
     module = private(plan, kind)
     module.automatic_optimization = kind is not Manual
@@ -310,7 +314,12 @@ def test_a_plan_without_a_last_step_takes_the_trainers() -> None:
     budget = dp.Budget(1.0, DELTA)
     problem = LOSS.problem(bound_x=2.0)
     plan = dp.HolderSGD.plan(
-        problem=problem, n=N, budget=budget, noise_multiplier=4.0, batch_size=BATCH, average="last"
+        problem=problem,
+        n=N,
+        budget=budget,
+        noise_multiplier=4.0,
+        batch_size=BATCH,
+        average="last",
     )
     assert plan.steps is None
     module = private(plan)

@@ -153,7 +153,10 @@ def test_nobody_decides_by_a_training_loss(how: str, private_logs: bool, tmp_pat
     }
     chosen = callbacks.get(how, [])
     run = trainer(
-        10, PrivateTraining(private_logs=private_logs), *chosen, enable_checkpointing=how == "keep"
+        10,
+        PrivateTraining(private_logs=private_logs),
+        *chosen,
+        enable_checkpointing=how == "keep",
     )
     assert_refused(
         "train_loss must not be monitored",
@@ -237,7 +240,9 @@ def test_an_answer_that_validation_does_not_see_is_caught() -> None:
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 )
-@pytest.mark.parametrize("sampling", ["poisson", pytest.param("allocated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sampling", ["poisson", pytest.param("allocated", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(
     sampling: str, tmp_path: Path
 ) -> None:
@@ -248,7 +253,9 @@ def test_a_killed_run_goes_on_and_its_lost_steps_stay_charged(
     assert first.optimizer.steps == 8
     first.optimizer.accountant.close()
     with pytest.warns(UtilityWarning, match="2 steps after step 6 were lost"):
-        second = checkpointed(plan, on_disk(plan, tmp_path), tmp_path, ckpt="step=6.ckpt", **secret)
+        second = checkpointed(
+            plan, on_disk(plan, tmp_path), tmp_path, ckpt="step=6.ckpt", **secret
+        )
     assert second.optimizer.steps == 10
     assert second.optimizer.finalized
     assert 0.9 < second.optimizer.accountant.get_epsilon(DELTA) <= 1.0

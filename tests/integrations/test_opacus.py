@@ -149,7 +149,9 @@ def test_each_keyword_works(name: str) -> None:
     loss = nn.CrossEntropyLoss(reduction=given.get("loss_reduction", "mean"))
     before = [p.detach().clone() for p in given["module"].parameters()]
     train(given["module"], optimizer, loader, loss)
-    assert optimizer.steps == len(optimizer.accountant) == len(loader) == len(given["data_loader"])
+    assert (
+        optimizer.steps == len(optimizer.accountant) == len(loader) == len(given["data_loader"])
+    )
     assert not any(map(torch.equal, before, given["module"].parameters()))
 
 
@@ -366,7 +368,9 @@ def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     theirs.history = [(noise, rate, steps)]
     assert engine.accountant.history == theirs.history
     found = engine.get_epsilon(DELTA)
-    assert found == optimizer.accountant.get_epsilon(DELTA) == engine.accountant.get_epsilon(DELTA)
+    assert (
+        found == optimizer.accountant.get_epsilon(DELTA) == engine.accountant.get_epsilon(DELTA)
+    )
     assert (
         theirs.get_epsilon(DELTA) - 0.02 < found < theirs.get_epsilon(DELTA) + 1e-3
     )  # its errors are 0.01

@@ -89,7 +89,9 @@ def test_row_groups_of_one_file_are_no_two_files(path, tmp_path):
     def joined(parts):
         return ds.FileSystemDataset(parts, table().schema, file.format, file.filesystem)
 
-    X = np.concatenate([block[0] for block in parquet_blocks(joined(groups[:2]), "label", ["a"])()])
+    X = np.concatenate(
+        [block[0] for block in parquet_blocks(joined(groups[:2]), "label", ["a"])()]
+    )
     assert np.array_equal(X[:, 0], table()["a"].to_numpy()[:600])
     with pytest.raises(UnitError, match="each file once"):
         parquet_blocks(joined([*groups, groups[0]]), "label", ["a"])

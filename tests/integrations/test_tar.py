@@ -164,7 +164,9 @@ def test_records_that_cannot_be_used_become_null_records(case: str, tmp_path: Pa
         optimizer = full(model, 4, adjacency="add_remove")
         for x, y in optimizer.loader(records, steps=1):
             optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(model(x), y[:, None].float()).backward()
+            nn.functional.binary_cross_entropy_with_logits(
+                model(x), y[:, None].float()
+            ).backward()
             optimizer.step()
         sums.append(numbers(model))
     assert torch.equal(*sums)
@@ -247,7 +249,9 @@ def test_a_name_that_comes_twice_is_refused_by_the_archive(
     assert "0000" not in str(caught.value)
 
 
-def test_a_file_under_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_under_two_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = written(tmp_path / "good.tar", flat(MEMBERS))
     (tmp_path / "link.tar").symlink_to(good)
     (tmp_path / "folder").symlink_to(tmp_path)

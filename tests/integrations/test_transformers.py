@@ -129,7 +129,11 @@ def llama() -> Any:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    config |= {"intermediate_size": 16, "max_position_embeddings": LENGTH, "num_key_value_heads": 2}
+    config |= {
+        "intermediate_size": 16,
+        "max_position_embeddings": LENGTH,
+        "num_key_value_heads": 2,
+    }
     return LlamaForSequenceClassification(LlamaConfig(**config, pad_token_id=0))
 
 
@@ -210,7 +214,9 @@ def private_run(
 
 
 def numbers(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
+    return torch.cat(
+        [p.detach().flatten() for p in model.parameters() if p.requires_grad]
+    ).clone()
 
 
 def clipped_descent(
@@ -243,7 +249,9 @@ def clipped_descent(
 @pytest.mark.weekly
 @pytest.mark.parametrize("rows", [64, 3])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_trainer_makes_the_steps_of_a_plain_loop(name: str, rows: int, tmp_path: Path) -> None:
+def test_the_trainer_makes_the_steps_of_a_plain_loop(
+    name: str, rows: int, tmp_path: Path
+) -> None:
     model, start = MODELS[name](), numbers(MODELS[name]())
     trainer = private_run(tmp_path, model, per_device_train_batch_size=rows)
     trainer.train()
@@ -273,7 +281,9 @@ def test_no_record_moves_a_step_by_more_than_two_clips(name: str, tmp_path: Path
     moved = float((answers[0] - answers[1]).norm())
     rounding = 1e-5  # of float32 parameters that were multiplied by 30
     assert clip * lr / N < moved <= 2 * clip * lr / N + rounding
-    assert float((answers[0] - answers[2]).norm()) <= rounding  # the order of records says nothing
+    assert (
+        float((answers[0] - answers[2]).norm()) <= rounding
+    )  # the order of records says nothing
 
 
 @pytest.mark.slow
@@ -369,7 +379,9 @@ class Seen(TrainerCallback):
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
+    ) -> None:
         self.logs.append(dict(logs))
 
 
@@ -419,7 +431,9 @@ def test_no_logged_epsilon_is_less_than_was_spent(tmp_path: Path) -> None:
     trainer = private_run(tmp_path, bert(), plan=plan)
     trainer.train()
     steps = [line for line in trainer.state.log_history if "learning_rate" in line]
-    assert len(steps) == plan.steps == trainer.optimizer.steps == len(trainer.optimizer.accountant)
+    assert (
+        len(steps) == plan.steps == trainer.optimizer.steps == len(trainer.optimizer.accountant)
+    )
     for k, line in enumerate(steps, start=1):
         spent = dp.Accountant(adjacency="add_remove")
         spent.record(plan.design.event(trainer.optimizer.oracle.event(), k))
@@ -496,7 +510,8 @@ def test_a_trainer_with_a_sampler_of_its_own_is_refused(tmp_path: Path) -> None:
             return torch.utils.data.WeightedRandomSampler([1.0] * N, N)
 
     with pytest.raises(
-        UnknownSamplerError, match=r"_get_train_sampler must not be overridden.*Subset.*pos_weight"
+        UnknownSamplerError,
+        match=r"_get_train_sampler must not be overridden.*Subset.*pos_weight",
     ):
         Weighted(bert(), arguments(tmp_path), train_dataset=records(), plan=full_plan())
 

@@ -49,7 +49,9 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
         "dim": 2,
         "n": 4,
     }
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings)
+    )
 
 
 def released(
@@ -87,7 +89,9 @@ def test_no_record_moves_the_rounds_by_more_than_the_level(
     given = task(adjacency)
     plan = plan_boosted(given, rounds=3)
     point = (
-        share * plan.radius * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
+        share
+        * plan.radius
+        * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
     )
     rest = [(0.0, 0.4, 1.0), (0.9, -0.1, -2.0), (-0.3, 0.9, 0.5)]
     assert (

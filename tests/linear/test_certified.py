@@ -173,7 +173,8 @@ def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, see
     one = replace(plan, noise_scale=scale).release(point, ledger, draws)
     draw = knorm_vector if given.budget.delta == 0 else gaussian_vector
     assert torch.equal(
-        one, project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius)
+        one,
+        project(point + draw(1, scale, torch.Generator().manual_seed(seed)), plan.task.radius),
     )
     if given.budget.delta:
         return point + gaussian_vector(RUNS, scale, draws)

@@ -40,7 +40,9 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
         "n": 4,
         "curvature": 0.5 * MU,
     }
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings)
+    )
 
 
 def hessian(given: LinearTask, rows: list[tuple[float, ...]], at: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,9 @@ def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attai
     points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (3.0, -1.0), (1e6, 1e6))]
     for point, one, other in product(points, ROWS, ROWS):
         common = [ROWS[3], (-1.0, 0.5, 1.0)]
-        after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[adjacency]
+        after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[
+            adjacency
+        ]
         change = hessian(given, [*common, one], point) - hessian(given, [*common, *after], point)
         moved.append(float(torch.linalg.matrix_norm(change)))
     bound = hessian_sensitivity(BOUND**2 / 4, adjacency)
@@ -119,7 +123,9 @@ def test_the_noise_of_the_hessian_has_the_level_that_is_charged() -> None:
     dim = 60
     given = task(dim=dim, n=1)
     plan = plan_objective(given)
-    records = make_records(plan.task, torch.full((1, dim), NAN, dtype=torch.float64), torch.ones(1))
+    records = make_records(
+        plan.task, torch.full((1, dim), NAN, dtype=torch.float64), torch.ones(1)
+    )
     entries = plan.release(records, plan.ledger(), torch.Generator().manual_seed(2))[dim:].view(
         dim, dim
     )
@@ -135,7 +141,9 @@ def test_the_noise_of_the_hessian_has_the_level_that_is_charged() -> None:
 def test_rounding_is_in_the_noise_of_the_hessian() -> None:
     few, many = (plan_objective(task(n=n, reg=1e4)) for n in (10, 10**9))
     exact = hessian_sensitivity(BOUND**2 / 4, "add_remove") / (0.5 * MU)
-    assert exact < few.hessian_scale < (1 + 1e-9) * exact < (1 + 1e-4) * exact < many.hessian_scale
+    assert (
+        exact < few.hessian_scale < (1 + 1e-9) * exact < (1 + 1e-4) * exact < many.hessian_scale
+    )
 
 
 def test_a_fit_without_intervals_releases_no_hessian() -> None:

@@ -21,7 +21,10 @@ from torch_dpsco.losses import Huber
 BOUND, THRESHOLD, TARGET, NAN, INF = 1.5, 0.5, 2.0, math.nan, math.inf
 LEVEL = 0.5 * gaussian_mu(1.0, 1e-6)
 ROWS = (
-    *((BOUND, 0.0, y) for y in (0.0, 0.3, -0.375, 0.4999999, 0.5, 0.5000001, 0.625, TARGET, -INF)),
+    *(
+        (BOUND, 0.0, y)
+        for y in (0.0, 0.3, -0.375, 0.4999999, 0.5, 0.5000001, 0.625, TARGET, -INF)
+    ),
     (0.0, -BOUND, 0.375),
     (9.0, 9.0, 1.0),
     (0.1, 0.2, -0.4),
@@ -59,9 +62,13 @@ def test_no_record_moves_what_is_released_beside_by_more(adjacency: str) -> None
     points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (0.3, -0.2), (1e6, 1e6))]
     for point, one, other in product(points, ROWS, ROWS):
         common = [ROWS[1], (-1.0, 0.5, 1.0)]
-        after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[adjacency]
+        after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[
+            adjacency
+        ]
         before = sums(made, [*common, one], point)
-        change = [a - b for a, b in zip(before, sums(made, [*common, *after], point), strict=True)]
+        change = [
+            a - b for a, b in zip(before, sums(made, [*common, *after], point), strict=True)
+        ]
         squares.append(abs(float(change[1])))
         moved.append(
             math.hypot(
@@ -86,7 +93,10 @@ def test_both_are_charged_with_the_answer() -> None:
 
 def test_the_hessian_has_no_jump_that_a_rounded_score_could_move() -> None:
     """Of slope 2 / threshold at most, and the second derivative itself away from the threshold."""
-    loss, residual = Huber(threshold=THRESHOLD), torch.linspace(-2, 2, 40_001, dtype=torch.float64)
+    loss, residual = (
+        Huber(threshold=THRESHOLD),
+        torch.linspace(-2, 2, 40_001, dtype=torch.float64),
+    )
     ramp = loss.ramp(residual)
     assert float(ramp.diff().abs().max() / residual.diff().min()) <= 2 / THRESHOLD * (1 + 1e-9)
     far = (residual.abs() / THRESHOLD - 1).abs() > 0.25
@@ -115,7 +125,9 @@ def test_the_noise_of_both_has_the_level_that_is_charged() -> None:
     """Chi-square, false alarm: 1e-6 each."""
     dim, draws = 60, 60
     made = plan(dim=dim, n=1)
-    records = make_records(made.task, torch.full((1, dim), NAN, dtype=torch.float64), torch.ones(1))
+    records = make_records(
+        made.task, torch.full((1, dim), NAN, dtype=torch.float64), torch.ones(1)
+    )
     generator = torch.Generator().manual_seed(2)
     found = [made.release(records, made.ledger(), generator)[dim:] for _ in range(draws)]
     entries = found[0][:-1].view(dim, dim)

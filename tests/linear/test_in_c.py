@@ -146,7 +146,8 @@ def check_logistic() -> None:
                 limits = loss.limits(records.norms)
                 exact = exact_gradient(rows, targets, limits, weights, point)
                 assert (
-                    float((gradient - exact).norm()) <= objective.gradient_error(point) + 1e-16 * n
+                    float((gradient - exact).norm())
+                    <= objective.gradient_error(point) + 1e-16 * n
                 )
                 scores = rows @ point
                 assert value == pytest.approx(
@@ -154,7 +155,9 @@ def check_logistic() -> None:
                 )
                 curvatures = weights * of_rows.second_derivative(scores, targets)
                 hessian = rows.T @ (curvatures.unsqueeze(1) * rows)
-                torch.testing.assert_close(objective.hessian(point), hessian, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(
+                    objective.hessian(point), hessian, rtol=1e-9, atol=1e-12
+                )
 
 
 def check_gram() -> None:
@@ -198,7 +201,9 @@ def check_rows_that_change() -> None:
     for dtype in (torch.float32, DOUBLE):
         for times in (0.5, 1.001, 1e6, NAN):
             rows = rows_of(40, 7, dtype)[20:30].clone()
-            records = Records(rows, torch.ones(10), None, prepare=Preparation(50.0, intercept=0.25))
+            records = Records(
+                rows, torch.ones(10), None, prepare=Preparation(50.0, intercept=0.25)
+            )
             before, norms = records.select(torch.arange(10)), records.norms.clone()
             rows[3:] *= times
             after = records.select(torch.arange(10))
@@ -250,7 +255,8 @@ def test_columns_of_a_table_are_read_as_rows():
     rows = rows_of(50, 6)
     for prepare in maps(6):
         one, other = (
-            Records(part, torch.ones(50), prepare=prepare) for part in (rows, rows.T.contiguous().T)
+            Records(part, torch.ones(50), prepare=prepare)
+            for part in (rows, rows.T.contiguous().T)
         )
         assert one.in_c
         assert other.in_c

@@ -99,7 +99,9 @@ def test_a_task_that_nothing_is_proved_for_raises_what_the_plan_raised():
 
 def test_where_no_bound_is_finite_a_regularizer_is_asked_for(monkeypatch):
     monkeypatch.setattr(least_risk, "_risk", lambda *arguments: math.nan)
-    with pytest.raises(CalibrationError, match="reg must be given: no default has a finite bound"):
+    with pytest.raises(
+        CalibrationError, match="reg must be given: no default has a finite bound"
+    ):
         least_risk_reg(task(), plan_output)
 
 

@@ -26,7 +26,9 @@ FAR = {"loss": dp.losses.Huber(0.25), "bound_y": 1e9}
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     given = {"preparation": Preparation(1.0), "dim": 1, "n": 3, "n_max": 5, "reg": 1.0} | FAR
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings)
+    )
 
 
 def last_iterate(
@@ -178,7 +180,8 @@ def test_rounding_is_in_the_sensitivity_of_a_noisy_step() -> None:
     prepared = torch.cat([block for _, block in records.blocks()])
     slopes = given.loss.derivative(prepared @ point, labels.double())
     exact = [
-        math.fsum((slopes * prepared[:, k]).tolist()) + plan.reg * float(point[k]) for k in range(2)
+        math.fsum((slopes * prepared[:, k]).tolist()) + plan.reg * float(point[k])
+        for k in range(2)
     ]
     error = float((computed - torch.tensor(exact, dtype=torch.float64)).norm())
     assert 0 < 2 * error <= allowed
@@ -217,7 +220,8 @@ def test_all_steps_of_a_run_with_momentum_are_charged(adjacency: str) -> None:
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
     # a regularizer lets the last iterate forget, not the sums
     assert (
-        dataclasses.replace(plan, task=dataclasses.replace(plan.task, reg=50.0)).event().mu >= level
+        dataclasses.replace(plan, task=dataclasses.replace(plan.task, reg=50.0)).event().mu
+        >= level
     )
     # the last iterate alone would be cheaper at the same noise, and is not what is charged
     alone = plan_noisy_gd(task(adjacency, dim=2, n=500, n_max=500, reg=50.0), steps=30)

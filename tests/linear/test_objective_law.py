@@ -156,7 +156,9 @@ def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(
         )
         pure, plan = planned(name, adjacency, 0.0)
         plan = replace(
-            plan, task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg), noise_scale=noise
+            plan,
+            task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg),
+            noise_scale=noise,
         )
         grid, shares = np.linspace(-60 * noise / reg, 60 * noise / reg, 30_001), []
         for pair in neighbors(adjacency, (2.0, -2.0) if task.bound_y else (1.0, -1.0)):

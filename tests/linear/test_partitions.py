@@ -70,7 +70,9 @@ def merged(depths: Iterable[int]) -> int:
 def additions(sizes: list[int], rows: int) -> int:
     """What a term passes through where partitions of these sizes are summed in blocks of so many rows."""
     within = [
-        merged(min(rows, size - start) for start in range(0, size, rows)) for size in sizes if size
+        merged(min(rows, size - start) for start in range(0, size, rows))
+        for size in sizes
+        if size
     ]
     return merged(within)
 
@@ -139,7 +141,9 @@ def test_every_record_is_summed_once(sizes, seed):
     features = torch.zeros(n, DIM)
     targets = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
     records = partitioned(task(), features, targets, sizes)
-    counted, total = records.sum(lambda part: (part.total(part.weights), part.total(part.targets)))
+    counted, total = records.sum(
+        lambda part: (part.total(part.weights), part.total(part.targets))
+    )
     assert records.count == float(counted) == n
     assert float(total) == float(targets.sum())
 

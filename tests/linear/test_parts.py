@@ -89,7 +89,9 @@ def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(
 @pytest.mark.usefixtures("short")
 def test_parts_of_another_length_would_add_in_another_order():
     """The test above sees orders: three blocks to a part are not those of the binary counter."""
-    features = torch.randn(64, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    features = torch.randn(
+        64, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     memory = make_records(task(), features, torch.ones(64))
     parted = make_stored_records(task(), blocks_of(features, torch.ones(64), 5))
     total = lambda records: (records.total(records.norms**3),)  # noqa: E731

@@ -68,7 +68,9 @@ def measured(kind: dict[str, object]) -> dict[str, object]:
 
 def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     given = {"preparation": Preparation(BOUND), "dim": 2, "n": 4} | SOFTMAX
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings)
+    )
 
 
 def records_of(given: LinearTask, rows: list[tuple[float, ...]]) -> object:
@@ -76,7 +78,9 @@ def records_of(given: LinearTask, rows: list[tuple[float, ...]]) -> object:
     targets = table[:, 2]
     if given.num_scores > 1:  # 2 is the last class; what is negative, huge or no number is none
         targets = torch.where(targets.abs() < 3, targets, -1.0).long()
-    return make_records(given, table[:, :2], targets, table[:, 3], UNITS if given.prepare else None)
+    return make_records(
+        given, table[:, :2], targets, table[:, 3], UNITS if given.prepare else None
+    )
 
 
 def silent(dim: int, std: float, generator: torch.Generator) -> Tensor:
@@ -213,7 +217,9 @@ def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(
         )
         assert 0 < 2 * error <= gradient - plan.clip
     exact = [[math.fsum((one * other).tolist()) for one in prepared.T] for other in prepared.T]
-    error = float((records.gram(records.weights) - torch.tensor(exact, dtype=torch.float64)).norm())
+    error = float(
+        (records.gram(records.weights) - torch.tensor(exact, dtype=torch.float64)).norm()
+    )
     assert 0 < 2 * error <= gram - BOUND**2
 
 
@@ -265,7 +271,9 @@ def noise_of_the_answer(
     answer = release(plan, records).view(CLASSES, WIDE)
     assert float(answer.sum(0).abs().max()) < 1e-9 * float(answer.abs().max())
     lr = min(
-        horizon(zero.numpy(), plan.ridge, plan.gram_std, plan.noise_std / math.sqrt(plan.steps), 4)
+        horizon(
+            zero.numpy(), plan.ridge, plan.gram_std, plan.noise_std / math.sqrt(plan.steps), 4
+        )
         / plan.steps,
         stable_step(1 / CLASSES, plan.ridge, 0.0),
     )
@@ -338,7 +346,9 @@ def test_the_loop_is_the_literal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DRAW, silent)
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(12, 4))
-    rows *= BOUND / np.linalg.norm(rows, axis=1, keepdims=True) * rng.uniform(0.3, 1, size=(12, 1))
+    rows *= (
+        BOUND / np.linalg.norm(rows, axis=1, keepdims=True) * rng.uniform(0.3, 1, size=(12, 1))
+    )
     labels = rng.integers(CLASSES, size=12)
     for epsilon in (1.0, 300.0):
         plan = plan_preconditioned_gd(
@@ -401,7 +411,11 @@ def test_many_records_are_fitted_as_well_as_without_privacy() -> None:
     assert torch.equal((rows @ w.T).argmax(1), labels)
     signs = torch.where(labels == 0, 1.0, -1.0)
     one = task(
-        dim=3, n=600, budget=given.budget, preparation=Preparation(BOUND, intercept=1.0), **LOGISTIC
+        dim=3,
+        n=600,
+        budget=given.budget,
+        preparation=Preparation(BOUND, intercept=1.0),
+        **LOGISTIC,
     )
     w = release(plan_preconditioned_gd(one), make_records(one, rows, signs))
     assert torch.equal(torch.sign(rows @ w[:3] + w[3]), signs.double())

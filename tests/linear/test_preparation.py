@@ -92,7 +92,9 @@ def line(count: int = 1000, seed: int = 3) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
-@examples(st.lists(st.sampled_from(HUGE), min_size=4, max_size=4), st.floats(0, 5), st.floats(0, 5))
+@examples(
+    st.lists(st.sampled_from(HUGE), min_size=4, max_size=4), st.floats(0, 5), st.floats(0, 5)
+)
 def test_no_record_moves_the_sum_of_rows_further_than_its_noise_is_for(
     adjacency: str, odd: list[float], weight: float, other: float
 ) -> None:
@@ -131,7 +133,9 @@ def test_opposite_rows_attain_the_sensitivity_of_the_sum() -> None:
     far = torch.tensor([[1e9, 0.0]], dtype=torch.float64)
     sums = [make_records(given, sign * far, torch.ones(1)) for sign in (1, -1)]
     gap = float(
-        (sums[0].combine(sums[0].weights / BOUND) - sums[1].combine(sums[1].weights / BOUND)).norm()
+        (
+            sums[0].combine(sums[0].weights / BOUND) - sums[1].combine(sums[1].weights / BOUND)
+        ).norm()
     )
     assert gap == pytest.approx(2.0, rel=1e-9)
 
@@ -219,7 +223,9 @@ def test_each_measurement_gets_its_noise_once(
     )
     vectors = [std for dim, std in drawn if dim == 2]
     counts = [std for dim, std in drawn if dim == 1]
-    assert vectors == pytest.approx([sensitivity_factor(adjacency) / given.prepare.rows], rel=1e-8)
+    assert vectors == pytest.approx(
+        [sensitivity_factor(adjacency) / given.prepare.rows], rel=1e-8
+    )
     assert len(counts) == given.prepare.counted == 32
     # squares of levels add up to that of the event, which rounding only lowers
     level = math.sqrt(
@@ -329,7 +335,9 @@ def test_gaussian_mechanisms_get_what_is_left(mechanism: str) -> None:
     assert given.prepare is not None
     if mechanism == "adassp":
         prepare = replace(given.prepare, bound_y=None, quantile=None)
-        given = replace(given, loss=dp.losses.SoftmaxCrossEntropy(3), bound_y=None, prepare=prepare)
+        given = replace(
+            given, loss=dp.losses.SoftmaxCrossEntropy(3), bound_y=None, prepare=prepare
+        )
     event = plan_linear(given, mechanism).event()
     assert isinstance(event, Sequential)
     first, second = event.events
@@ -351,7 +359,9 @@ def test_without_noise_units_are_those_of_the_data(quiet: None) -> None:
     given = measured(within=0.5)
     assert given.prepare is not None
     records = make_records(given, rows, targets)
-    units = given.prepare.measure(records, given.preparation, 2000, "add_remove", torch.Generator())
+    units = given.prepare.measure(
+        records, given.preparation, 2000, "add_remove", torch.Generator()
+    )
     center, radius = units.rows.shift_and_scale
     torch.testing.assert_close(center, rows.mean(0), rtol=1e-9, atol=1e-9)
     step = (2 * 50.0) ** (1 / 2**7)  # of the bisection
@@ -392,7 +402,9 @@ def test_a_record_that_is_shrunk_lies_on_the_same_line(quiet: None) -> None:
     given = measured(within=0.5)
     assert given.prepare is not None
     records = make_records(given, rows, targets)
-    units = given.prepare.measure(records, given.preparation, 2000, "add_remove", torch.Generator())
+    units = given.prepare.measure(
+        records, given.preparation, 2000, "add_remove", torch.Generator()
+    )
     assert isinstance(units.rows, Chain)
     prepared = make_records(given, rows, targets, units=units)
     blocks = torch.cat([block for _, block in prepared.blocks()])
@@ -467,7 +479,9 @@ def test_public_centers_and_scales_win() -> None:
         plan = HuberRegressor(bound_y=TARGET, **settings, **public).plan(2)
         assert plan.task.prepare is not None
         assert plan.task.prepare.rows == 0  # targets are measured all the same
-        assert LogisticRegression(classes=(0, 1), **settings, **public).plan(2).task.prepare is None
+        assert (
+            LogisticRegression(classes=(0, 1), **settings, **public).plan(2).task.prepare is None
+        )
 
 
 @pytest.mark.slow

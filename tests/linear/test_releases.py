@@ -161,7 +161,9 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_the_answer_is_projected_onto_the_ball() -> None:
     for mechanism in ("output", "objective", "noisy_gd"):
         given = task(radius=1e-3)
-        answer = fit_linear(plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)).weights
+        answer = fit_linear(
+            plan_linear(given, mechanism), torch.ones(4, 2), torch.ones(4)
+        ).weights
         assert float(answer.norm()) <= 1e-3 * (1 + 1e-12)
 
 
@@ -310,7 +312,9 @@ def test_a_refused_release_draws_nothing(
 def test_a_release_is_charged_before_its_first_draw_and_fits_its_budget(
     mechanism: str, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"torch_dpsco.estimators.{MODULES.get(mechanism, mechanism)}")
+    module = importlib.import_module(
+        f"torch_dpsco.estimators.{MODULES.get(mechanism, mechanism)}"
+    )
     given = task(**settings)
     ledger, charges = dp.Accountant(given.budget), []
     for name in DRAWERS[mechanism]:

@@ -74,7 +74,9 @@ def base_set(kind: str, one_way: bool) -> tuple[Tensor, Tensor]:
     """Three records that pull one way, or both ways."""
     labels = torch.tensor(LABELS[kind][:3])
     if one_way:
-        return torch.tensor([[BOUND, 0.0]], dtype=torch.float64).expand(3, 2), labels[:1].expand(3)
+        return torch.tensor([[BOUND, 0.0]], dtype=torch.float64).expand(3, 2), labels[:1].expand(
+            3
+        )
     return torch.tensor([[9.0, 1.0], [-0.7, 0.2], [0.1, -30.0]], dtype=torch.float64), labels
 
 
@@ -112,7 +114,9 @@ SETTINGS = [("replace_one", PLAIN), ("add_remove", PREPARED), ("zero_out", PLAIN
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize(("adjacency", "preparation"), SETTINGS, ids=[name for name, _ in SETTINGS])
+@pytest.mark.parametrize(
+    ("adjacency", "preparation"), SETTINGS, ids=[name for name, _ in SETTINGS]
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_record_moves_the_minimizer_further_than_planned(
     name: str, adjacency: str, preparation: Preparation

@@ -45,7 +45,9 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
         "dim": 2,
         "n": 4,
     }
-    return LinearTask(**(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings))
+    return LinearTask(
+        **(given | {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency)} | settings)
+    )
 
 
 def statistics(records: Records, plan: AdaSSPPlan) -> Tensor:
@@ -161,20 +163,26 @@ def test_without_noise_the_ridge_alone_shrinks_the_solution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for draw in DRAWS:
-        monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+        monkeypatch.setattr(
+            draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64)
+        )
     rows = torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.3, 0.3]], dtype=torch.float64)
     for reg in (None, 7.0):
         given = task(reg=reg)
         plan = plan_adassp(given)
         gram = rows.T @ rows
         least = float(torch.linalg.eigvalsh(gram)[0])
-        ridge = plan.constants.lam_cap - max(0.0, least - plan.constants.lmin_shift) + (reg or 0.0)
+        ridge = (
+            plan.constants.lam_cap - max(0.0, least - plan.constants.lmin_shift) + (reg or 0.0)
+        )
         wanted = torch.linalg.solve(gram + ridge * torch.eye(2, dtype=torch.float64), rows.sum(0))
         torch.testing.assert_close(release(given, plan, rows), wanted)
     many = torch.ones(40_000, 2, dtype=torch.float64) * torch.tensor([[1.0, 0.0]])
     many[::2] = torch.tensor([0.0, 1.0], dtype=torch.float64)
     given = task(n=40_000)
-    wanted = torch.linalg.lstsq(many, torch.ones(40_000, 1, dtype=torch.float64)).solution.flatten()
+    wanted = torch.linalg.lstsq(
+        many, torch.ones(40_000, 1, dtype=torch.float64)
+    ).solution.flatten()
     torch.testing.assert_close(
         release(given, plan_adassp(given), many), wanted
     )  # the ridge is 0, not negative
@@ -221,7 +229,9 @@ def test_without_noise_classes_are_regressed_on_their_indicators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for draw in DRAWS:
-        monkeypatch.setattr(draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64))
+        monkeypatch.setattr(
+            draw, lambda dim, std, generator: torch.zeros(dim, dtype=torch.float64)
+        )
     draws = torch.Generator().manual_seed(4)
     rows, labels = (
         torch.randn(40_000, 2, generator=draws, dtype=torch.float64) / 5,
@@ -268,5 +278,7 @@ def test_the_noise_of_moments_of_classes_adds_up_to_0_and_has_its_std(
     most = plan.constants.lam_cap + 1
     least = plan.constants.lam_cap - 6 * plan.constants.std_lmin + 1
     assert (
-        math.sqrt(low) / most <= scale <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)
+        math.sqrt(low) / most
+        <= scale
+        <= math.sqrt(high) / max(least, plan.constants.lam_cap / 10)
     )

@@ -300,7 +300,8 @@ def test_rounding_is_in_the_sensitivity_of_a_sum_over_users() -> None:
     for user in ids.unique():
         mine = [k for k in range(len(ids)) if ids[k] == user]
         mean = [
-            math.fsum(slopes[k] * float(prepared[k, j]) for k in mine) / len(mine) for j in range(2)
+            math.fsum(slopes[k] * float(prepared[k, j]) for k in mine) / len(mine)
+            for j in range(2)
         ]
         size = math.hypot(*mean)
         exact.append([v * min(1.0, plan.clip / size) if size else 0.0 for v in mean])
@@ -331,7 +332,8 @@ def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() ->
     scores = [math.fsum((row * slopes).tolist()) / unit for row in prepared]
     pairs = [(min(max(score, -1.0), 1.0), 1.0) for score in scores]
     margins = [
-        y * (v[0].item() * p[0] + v[1].item()) for y, p in zip(labels.tolist(), pairs, strict=True)
+        y * (v[0].item() * p[0] + v[1].item())
+        for y, p in zip(labels.tolist(), pairs, strict=True)
     ]
     rates = [
         -y / (1 + math.exp(m)) if m < 700 else 0.0
@@ -354,7 +356,9 @@ def test_scale_and_intercept_are_the_loop_of_the_docstring() -> None:
     plan = plan_users(task(preparation=Preparation(1.0, intercept=0.5)), steps=4)
     features, labels, ids = rows()
     found = fit_linear_with_seed(plan, features, labels, ids)[0]
-    first = fit_linear_with_seed(dataclasses.replace(plan, last_std=None), features, labels, ids)[0]
+    first = fit_linear_with_seed(dataclasses.replace(plan, last_std=None), features, labels, ids)[
+        0
+    ]
     noise = torch.Generator().manual_seed(5)
     for _ in range(4):
         gaussian_vector(3, plan.noise_std, noise)
@@ -427,7 +431,10 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
     for last in (True, False):
         plan = plan_users(given)
         weights = fit_linear(
-            plan if last else dataclasses.replace(plan, last_std=None), features, labels, users=ids
+            plan if last else dataclasses.replace(plan, last_std=None),
+            features,
+            labels,
+            users=ids,
         )
         found = weights.weights[0]
         if intercept:
@@ -484,7 +491,9 @@ def test_a_run_on_users_is_the_loop_of_its_docstring() -> None:
     torch.testing.assert_close(found[0], torch.stack(later).mean(0), rtol=1e-6, atol=1e-9)
 
 
-def fit_linear_with_seed(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
+def fit_linear_with_seed(
+    plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor
+) -> Tensor:
     draws = torch.Generator().manual_seed(5)
     with pytest.warns(UserWarning, match="generator"):
         return fit_linear(plan, features, labels, users=ids, generator=draws).weights
@@ -544,7 +553,9 @@ def test_a_plan_for_users_needs_them_and_no_other_does() -> None:
     features, labels, ids = rows()
     with pytest.raises(UnitError, match="users must be given"):
         fit_linear(plan_users(task()), features, labels)
-    plan = plan_linear(task(n=200, n_max=200, budget=dp.Budget(1.0, 1e-6, adjacency="add_remove")))
+    plan = plan_linear(
+        task(n=200, n_max=200, budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"))
+    )
     with pytest.raises(UnitError, match="users must be given"):
         fit_linear(plan, features, labels, users=ids)
     with pytest.raises(ValueError, match="momentum must be in"):
@@ -561,14 +572,17 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(
         kind(epsilon=1.0, n=500, bound_x=1.0, **more).plan(3, "user")
 
 
-def test_scale_and_intercept_are_set_where_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_and_intercept_are_set_where_noise_lets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     settings = {"epsilon": 0.5, "adjacency": "add_remove", "bound_x": 1.0, "classes": (0, 1)}
     few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
     assert few.last_std is None
     assert many.last_std is not None
     assert (
-        LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std is None
+        LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std
+        is None
     )
 
 

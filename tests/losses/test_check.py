@@ -115,7 +115,9 @@ def test_the_power_loss_without_its_factor_is_refuted(power: float) -> None:
 
 @pytest.mark.parametrize("loss", [Absolute(), PowerLoss(1), EpsilonInsensitive(0.1)], ids=repr)
 def test_the_lipschitz_constant_taken_for_the_jump_is_refuted(loss: TableLoss) -> None:
-    with pytest.raises(NotCertifiedError, match="holder_constant is refuted: promised 1, found 2 "):
+    with pytest.raises(
+        NotCertifiedError, match="holder_constant is refuted: promised 1, found 2 "
+    ):
         check_holder(loss, Problem(holder_exponent=0, holder_constant=1), bound_x=1.0)
 
 

@@ -36,7 +36,9 @@ SCORES = torch.linspace(-6, 6, 4001, dtype=torch.float64)
 
 def labels(loss):
     return (
-        torch.tensor([-1.0, 1.0]) if loss.target_kind == "sign" else torch.tensor([-2.0, 0.0, 0.4])
+        torch.tensor([-1.0, 1.0])
+        if loss.target_kind == "sign"
+        else torch.tensor([-2.0, 0.0, 0.4])
     )
 
 
@@ -83,7 +85,9 @@ def test_the_clipped_loss_is_convex_and_its_derivative_is_the_clipped_one(loss, 
         steps = (slope[1:] + slope[:-1]) / 2 * (SCORES[1] - SCORES[0])
         assert torch.allclose(value[1:] - value[:-1], steps, atol=1e-5)
         assert bool((slope[1:] >= slope[:-1] - 1e-12).all())
-        assert torch.allclose(slope, loss.derivative(SCORES, target).clamp(-clip, clip), rtol=1e-9)
+        assert torch.allclose(
+            slope, loss.derivative(SCORES, target).clamp(-clip, clip), rtol=1e-9
+        )
         untouched = loss.derivative(SCORES, target).abs() < clip * (1 - 1e-9)
         assert torch.allclose(
             value[untouched], loss.value(SCORES, target)[untouched], rtol=1e-12, atol=0

@@ -164,7 +164,9 @@ def test_one_entry_that_is_no_label_makes_the_whole_record_null() -> None:
     assert found.flatten(1).any(1).tolist() == [False, True, True]
     assert not found[1, :, 1].any()  # ignored, not null
     chances = torch.tensor([[math.nan, 1.0], [0.5, 0.5]])
-    assert gradient(dp.per_record(nn.CrossEntropyLoss), torch.eye(2), chances).any(1).tolist() == [
+    assert gradient(dp.per_record(nn.CrossEntropyLoss), torch.eye(2), chances).any(
+        1
+    ).tolist() == [
         False,
         True,
     ]
@@ -293,7 +295,8 @@ def fitted(loss: Any, target: Tensor, outputs: int = 1, *, how: str = "in memory
 )
 def test_fit_learns_the_same_from_every_coding(loss: Any, how: str) -> None:
     zeros, signs, booleans = (
-        fitted(loss, CODINGS[name](ONES)[:, None], how=how) for name in ("0/1", "-1/1", "booleans")
+        fitted(loss, CODINGS[name](ONES)[:, None], how=how)
+        for name in ("0/1", "-1/1", "booleans")
     )
     assert torch.equal(zeros, signs)
     assert torch.equal(zeros, booleans)
@@ -305,7 +308,10 @@ def test_fit_learns_the_same_from_every_coding(loss: Any, how: str) -> None:
 @pytest.mark.usefixtures("in_torch")
 def test_fit_learns_the_same_without_the_accelerator() -> None:
     assert torch.equal(
-        *[fitted(nn.BCEWithLogitsLoss(), CODINGS[name](ONES)[:, None]) for name in ("0/1", "-1/1")]
+        *[
+            fitted(nn.BCEWithLogitsLoss(), CODINGS[name](ONES)[:, None])
+            for name in ("0/1", "-1/1")
+        ]
     )
 
 

@@ -49,7 +49,9 @@ def is_likely(successes, number, p) -> bool:
 def test_answers_have_the_probabilities_of_the_exact_integrals(first, last, k, b1, b2):
     scores = [10.0 + first] * k + [10.0 + last]
     generator, number = torch.Generator().manual_seed(7), 1500
-    hits = sum(passes_before_the_halt(scores, generator, b1=b1, b2=b2) == k for _ in range(number))
+    hits = sum(
+        passes_before_the_halt(scores, generator, b1=b1, b2=b2) == k for _ in range(number)
+    )
     assert is_likely(hits, number, sequence_probability(first, last, k, b1, b2))
 
 
@@ -120,7 +122,9 @@ def test_bad_passes_of_the_discrete_law_are_below_the_bound(steps, margin, monke
 
 
 def test_the_bound_of_bad_passes_is_that_of_the_continuous_law_on_the_fine_grid():
-    assert make().bad_pass(0.0) == pytest.approx(bad_pass_probability(10.0, 5, 2.0, 4.0), rel=1e-8)
+    assert make().bad_pass(0.0) == pytest.approx(
+        bad_pass_probability(10.0, 5, 2.0, 4.0), rel=1e-8
+    )
     assert make().bad_pass(0.0) >= bad_pass_probability(10.0, 5, 2.0, 4.0)
 
 

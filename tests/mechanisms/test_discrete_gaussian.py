@@ -90,7 +90,11 @@ def test_the_tail_is_drawn_with_its_own_law():
     for extra in (1, 2, 5):
         x = (192 + extra - 1) * width + 3
         with mpmath.workdps(60):
-            a = 3180 * mpmath.mpf(2) ** extra * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1))
+            a = (
+                3180
+                * mpmath.mpf(2) ** extra
+                * mpmath.exp(-mpmath.mpf(x * x) / 2 ** (2 * bits + 1))
+            )
             assert a < mpmath.mpf(2) ** -32  # what `margin` takes for granted
             scaled = int(mpmath.floor(a * mpmath.mpf(2) ** 160))
         for u, kept in ((scaled - 1, True), (scaled + 1, False)):
@@ -180,7 +184,8 @@ def test_exponentials_have_certified_bounds(numerator, shift):
         low, high = exp_bounds(numerator, shift, bits)
         with mpmath.workdps(400):
             exact = (
-                mpmath.exp(-mpmath.mpf(numerator) / mpmath.mpf(2) ** shift) * mpmath.mpf(2) ** bits
+                mpmath.exp(-mpmath.mpf(numerator) / mpmath.mpf(2) ** shift)
+                * mpmath.mpf(2) ** bits
             )
             assert low <= exact <= high
         assert high - low <= 2

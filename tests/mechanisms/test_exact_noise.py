@@ -136,10 +136,14 @@ def discrete_delta(m: int, shift: int, epsilon: float) -> float:
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 3.0])
 def test_the_true_curve_is_within_the_one_charged_and_not_within_that_of_its_own_std(m, share):
     shift, over = round(share * m), []
-    for epsilon in np.concatenate([np.linspace(0.01, 4.0, 40), 1.0 + np.linspace(0.0, 2.0, 9) / m]):
+    for epsilon in np.concatenate(
+        [np.linspace(0.01, 4.0, 40), 1.0 + np.linspace(0.0, 2.0, 9) / m]
+    ):
         delta = discrete_delta(m, shift, float(epsilon))
         # of the continuous Gaussian that is post-processed: std sqrt(m^2 - 64) in steps of the grid
-        assert delta <= gaussian_delta(shift / math.sqrt(m * m - 64), float(epsilon)) * (1 + 1e-12)
+        assert delta <= gaussian_delta(shift / math.sqrt(m * m - 64), float(epsilon)) * (
+            1 + 1e-12
+        )
         over.append(delta > gaussian_delta(shift / m, float(epsilon)) * (1 + 1e-12))
     assert any(over)  # what would be charged without the proof's 2^-17
 
@@ -153,7 +157,9 @@ def test_the_support_of_an_exact_release_does_not_depend_on_the_data():
         1e-30,
         123.456,
     ):  # floats whose noisy sums have other last bits
-        released = exact_release(torch.full((400,), value, dtype=torch.float64), event, Keystream())
+        released = exact_release(
+            torch.full((400,), value, dtype=torch.float64), event, Keystream()
+        )
         assert all(
             (Fraction(x) / Fraction(grid.spacing)).denominator == 1 for x in released.tolist()
         )

@@ -65,7 +65,9 @@ def worst_pairs(n: int) -> list[tuple[list[float], list[float]]]:
 def test_the_drawn_law_keeps_epsilon_exactly(epsilon, quantile):
     for n in (1, 7, 300):
         for first, second in worst_pairs(n):
-            laws = [quantile_law(values, GRID, quantile, epsilon, n) for values in (first, second)]
+            laws = [
+                quantile_law(values, GRID, quantile, epsilon, n) for values in (first, second)
+            ]
             assert_keeps_epsilon(*laws, epsilon)
 
 
@@ -120,7 +122,9 @@ def test_a_worst_pair_spends_all_of_epsilon(epsilon):
 def test_a_law_at_more_than_epsilon_is_caught(monkeypatch, factor):
     law = exponential._law
     assert_keeps_epsilon(*tight_pair(1.0), 1.0)
-    monkeypatch.setattr(exponential, "_law", lambda scores, epsilon: law(scores, factor * epsilon))
+    monkeypatch.setattr(
+        exponential, "_law", lambda scores, epsilon: law(scores, factor * epsilon)
+    )
     with pytest.raises(AssertionError):
         assert_keeps_epsilon(*tight_pair(1.0), 1.0)
 

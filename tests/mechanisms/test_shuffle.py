@@ -192,7 +192,11 @@ def test_a_count_at_its_mean_is_an_exact_zero():
 def drawn_law(noise):
     """Returns the law that is drawn, by its table."""
     halves = zip(noise._high.tolist(), noise._low.tolist(), strict=True)
-    edges = [0, *((high << shuffle_noise._WORD) + low for high, low in halves), shuffle_noise._ONE]
+    edges = [
+        0,
+        *((high << shuffle_noise._WORD) + low for high, low in halves),
+        shuffle_noise._ONE,
+    ]
     return {
         noise._first + k: (high - low) / shuffle_noise._ONE
         for k, (low, high) in enumerate(pairwise(edges))
@@ -333,7 +337,10 @@ def test_only_honest_noise_counts():
 
 def test_all_coordinates_cost_more_than_one_vector():
     parameters = ShuffleParameters(64, 314)
-    boxes, vector = coordinate_cost(parameters, 1000, 10).rho, vector_cost(parameters, 1000, 10).rho
+    boxes, vector = (
+        coordinate_cost(parameters, 1000, 10).rho,
+        vector_cost(parameters, 1000, 10).rho,
+    )
     assert boxes / vector == pytest.approx(10 * 64**2 / (64 + math.sqrt(10)) ** 2, rel=0.02)
 
 
@@ -395,7 +402,11 @@ def test_the_closed_form_takes_far_more_noise_than_needed():
             ValueError,
             "groups must be <= batch_size=3",
         ),
-        (lambda: largest_count(2**20, ShuffleParameters(2**33, 1)), ValueError, "must be below 2"),
+        (
+            lambda: largest_count(2**20, ShuffleParameters(2**33, 1)),
+            ValueError,
+            "must be below 2",
+        ),
         (lambda: vector_parameters(10, 10, 1e-7, 1e-6), InfeasibleError, "rho must be above"),
     ],
 )

@@ -79,7 +79,11 @@ def repeatable(kind: dict[str, Any]) -> dict[str, Any]:
         kind["budget"].adjacency if kind.get("budget") else "replace_one"
     )
     kind = {"sampling": "assigned" if adjacency == "add_remove" else "shuffled"} | kind
-    if kind["sampling"] != "assigned" or isinstance(kind.get("clip"), dp.Pilot) or kind.get("mode"):
+    if (
+        kind["sampling"] != "assigned"
+        or isinstance(kind.get("clip"), dp.Pilot)
+        or kind.get("mode")
+    ):
         return kind
     n, size, steps = kind.get("n"), kind.get("batch_size"), kind.get("steps")
     if not n or (size is None) == (steps is None):

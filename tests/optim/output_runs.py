@@ -42,7 +42,9 @@ def answer(
     features, labels = (torch.from_numpy(part) for part in data)
     model = nn.Linear(features.shape[1], 1, bias=bias).double()
     ledger = dp.Accountant(adjacency=plan.adjacency)
-    opt = dp.HolderOutputSGD(model.parameters(), replace(plan, noise_scale=0.0), accountant=ledger)
+    opt = dp.HolderOutputSGD(
+        model.parameters(), replace(plan, noise_scale=0.0), accountant=ledger
+    )
     loader = opt.loader(TensorDataset(features, labels))
     loader._loader.batch_sampler.rng = source
     with opt:

@@ -279,7 +279,9 @@ class Fading(Clipped):
 
 def check_that_less_noise_is_refused() -> None:
     model, optimizer = built(oracle=Fading(1.0, Z, N // T))
-    refused(lambda: train(model, optimizer), "steps must be those that their pass was charged for")
+    refused(
+        lambda: train(model, optimizer), "steps must be those that their pass was charged for"
+    )
     assert optimizer.steps == 1
 
 
@@ -527,7 +529,9 @@ def public(n: int, caplog: pytest.LogCaptureFixture) -> str:
         optimizer.finalize()
         report = optimizer.report(DELTA)
         ledger = optimizer.accountant.ledger.to_json()
-        facts = {key: value for key, value in json.loads(report.json()).items() if "id" not in key}
+        facts = {
+            key: value for key, value in json.loads(report.json()).items() if "id" not in key
+        }
         seen += [ledger, facts, str(optimizer.ahead()), optimizer.settings()]
     return repr(seen) + caplog.text
 
@@ -787,8 +791,14 @@ def test_steps_of_a_plan_make_the_passes_that_they_need() -> None:
         "batch_size": 6,
     }
     plan = dp.HolderSGD.plan(noise_multiplier=Z, steps=9, sampling="allocated", **given)
-    assert (plan.design, plan.steps, plan.event()) == (Assigned(6, N, passes=3), 9, Repeat(PASS, 3))
-    with pytest.raises(ValueError, match="epochs or steps must be given for sampling='allocated'"):
+    assert (plan.design, plan.steps, plan.event()) == (
+        Assigned(6, N, passes=3),
+        9,
+        Repeat(PASS, 3),
+    )
+    with pytest.raises(
+        ValueError, match="epochs or steps must be given for sampling='allocated'"
+    ):
         dp.HolderSGD.plan(noise_multiplier=Z, sampling="allocated", **given)
 
 
@@ -805,7 +815,9 @@ def test_plans_print_whole_passes_and_say_where_nothing_is_gained() -> None:
         assert said in words(plan)
         assert plan.event() == Repeat(RandomAllocation(Z, 16), 3)
     plain = dp.HolderSGD.plan(**given, sampling=Assigned(64, 1000, amplification=False))
-    assert "each example in one of 16 batches, of about 64; nothing is gained by it" in words(plain)
+    assert "each example in one of 16 batches, of about 64; nothing is gained by it" in words(
+        plain
+    )
     with pytest.raises(
         ValueError, match=r"\(got 48\): for more passes take sampling='allocated' or 'poisson'"
     ):

@@ -385,9 +385,14 @@ def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
     def check() -> None:
         model, optimizer = built(ONE)
         train(model, optimizer, 2)
-        assert [charge.covers for charge in charges.first_charges(optimizer.oracle, ONE)] == [1, 1]
+        assert [charge.covers for charge in charges.first_charges(optimizer.oracle, ONE)] == [
+            1,
+            1,
+        ]
         refused(lambda: copy.deepcopy((model, optimizer)), "must not be copied")
-        refused(lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once")
+        refused(
+            lambda: built(ONE)[1].load_state_dict(stored(optimizer)), "must be continued once"
+        )
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr("torch_dpsco.step.payments.pass_of", nothing)
@@ -538,7 +543,9 @@ def crashed(
     if lost:
         train(model, optimizer, lost, resume=True)
     optimizer.accountant.close()
-    model, again = built(design, accountant=dp.Accountant(adjacency="add_remove", ledger_path=path))
+    model, again = built(
+        design, accountant=dp.Accountant(adjacency="add_remove", ledger_path=path)
+    )
     if lost:
         with pytest.warns(UserWarning, match=f"{lost} steps after step {kept} were lost"):
             assert again.resume(state) == lost
@@ -548,7 +555,9 @@ def crashed(
 
 
 @pytest.mark.cases(2, 1)
-@pytest.mark.parametrize(("kept", "lost"), [(4, 0), (4, 1), (1, 2), (1, 3), (4, 3), (5, 2), (2, 6)])
+@pytest.mark.parametrize(
+    ("kept", "lost"), [(4, 0), (4, 1), (1, 2), (1, 3), (4, 3), (5, 2), (2, 6)]
+)
 def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(
     kept: int, lost: int, tmp_path: Path
 ) -> None:
@@ -589,7 +598,9 @@ def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
             except ValueError as error:
                 raise AssertionError(made) from error
             stops.append(
-                None if optimizer._run.payments.paid is None else optimizer._run.payments.paid.stop
+                None
+                if optimizer._run.payments.paid is None
+                else optimizer._run.payments.paid.stop
             )
         assert stops == expected[before]
 
@@ -652,12 +663,16 @@ def test_a_report_says_that_batches_of_parts_are_secret() -> None:
     model, optimizer = built()
     train(model, optimizer)
     said = " ".join(str(optimizer.report(DELTA)).split())
-    assert "in it each example picked one of 4 batches, secretly, anew in each of 2 passes" in said
+    assert (
+        "in it each example picked one of 4 batches, secretly, anew in each of 2 passes" in said
+    )
     assert "amplified by random allocation" in said
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
-def test_batches_of_passes_inside_of_parts_are_filled_up_in_every_adjacency(adjacency: Any) -> None:
+def test_batches_of_passes_inside_of_parts_are_filled_up_in_every_adjacency(
+    adjacency: Any,
+) -> None:
     """By last bits all others would show which batch a record has picked, as in a pass over all records."""
     secret, known = (
         AssignedParts(((dp.Full(6), 1), (Assigned(3, 18, amplification=amplified), 6)), 24)

@@ -38,7 +38,8 @@ def built(
     design: Parts = BY_POSITION, accountant: dp.Accountant | None = None
 ) -> tuple[nn.Module, Any]:
     return chosen(
-        design, accountant=dp.Accountant(adjacency="zero_out") if accountant is None else accountant
+        design,
+        accountant=dp.Accountant(adjacency="zero_out") if accountant is None else accountant,
     )
 
 
@@ -134,7 +135,9 @@ def test_given_phases_must_be_of_whole_passes(steps: int) -> None:
 
 
 def test_one_word_is_missing_for_phases() -> None:
-    with pytest.raises(ValueError, match="sampling must be one of full, poisson, fixed, allocated"):
+    with pytest.raises(
+        ValueError, match="sampling must be one of full, poisson, fixed, allocated"
+    ):
         planned(sampling="assigned")
 
 
@@ -171,7 +174,9 @@ def test_a_run_in_phases_is_charged_as_planned(tmp_path: Path) -> None:
 # -- what is charged --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("design", [BY_POSITION, Parts(SHORT.parts, N), Parts(DESIGN.parts[1:], N)])
+@pytest.mark.parametrize(
+    "design", [BY_POSITION, Parts(SHORT.parts, N), Parts(DESIGN.parts[1:], N)]
+)
 def test_parts_of_one_permutation_are_charged_by_their_passes(design: Parts) -> None:
     model, optimizer = built(design)
     ahead = optimizer.ahead()
@@ -256,7 +261,11 @@ def test_the_name_of_parts_with_secret_draws_does_not_tell_them() -> None:
 
 def test_copies_of_a_sampler_of_positions_draw_anew() -> None:
     sampler = PartsSampler(BY_POSITION)
-    for other in (copy.copy(sampler), copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+    for other in (
+        copy.copy(sampler),
+        copy.deepcopy(sampler),
+        pickle.loads(pickle.dumps(sampler)),
+    ):
         assert not np.array_equal(other.partition.cut, sampler.partition.cut)
         assert other.partition.cut.tobytes() not in pickle.dumps(sampler)
 

@@ -75,7 +75,9 @@ def test_a_pass_after_a_pilot_plans_its_steps_as_without_one(cls: Any) -> None:
     if cls is dp.ProximalSGD:
         assert plan.steps == 65
     else:
-        cut = piloted(cls, budget=dp.Budget(1.0, DELTA, adjacency="zero_out"), sampling="shuffled")
+        cut = piloted(
+            cls, budget=dp.Budget(1.0, DELTA, adjacency="zero_out"), sampling="shuffled"
+        )
         assert plan.steps > cut.steps
     assert plan.training.batches == plan.steps - 1
     assert plan.noise_multiplier == noise_for(plan.budget, plan.training, plan.steps - 1)

@@ -72,7 +72,9 @@ def trained(
 
 def noiseless(model: nn.Module, plan: Any) -> dp.BoltOnPSGD:
     accountant = dp.Accountant(adjacency=plan.adjacency)
-    return dp.BoltOnPSGD(model.parameters(), replace(plan, noise_scale=0.0), accountant=accountant)
+    return dp.BoltOnPSGD(
+        model.parameters(), replace(plan, noise_scale=0.0), accountant=accountant
+    )
 
 
 def answer(loss: dp.losses.Loss, plan: Any, data: tuple[Vector, Vector], source: Any) -> Vector:
@@ -98,7 +100,9 @@ def planned(**changes: Any) -> Any:
 # -- sensitivity ------------------------------------------------------------------------------------------------------
 
 
-def neighbors(rng: np.random.Generator, n: int, dim: int, adjacency: str, place: int | None) -> Any:
+def neighbors(
+    rng: np.random.Generator, n: int, dim: int, adjacency: str, place: int | None
+) -> Any:
     """Returns two data sets that differ in one record; with a place given, the record there, all others being null."""
     x = rng.normal(size=(n, dim)) * rng.choice([0.3, 1.0, 1e3], (n, 1))
     y = np.where(rng.random(n) < 0.5, rng.choice([-9.0, 9.0], n), rng.uniform(-1, 1, n))
@@ -193,7 +197,9 @@ def sensitivity(
     """Returns the sensitivity in real numbers of a loss with gradients up to 1 and smoothness 1/4."""
     return bolt_on.bolt_on_sensitivity(
         bolt_on_plan.LossPromises(1.0, 0.25, lambda radius: 1.0, glm=True),
-        bolt_on.decreasing_lr(0.25, reg, steps * epochs) if lr is None else [lr] * (steps * epochs),
+        bolt_on.decreasing_lr(0.25, reg, steps * epochs)
+        if lr is None
+        else [lr] * (steps * epochs),
         reg=reg,
         average=average,
         batch_size=batch,
@@ -213,12 +219,16 @@ def test_sensitivities_are_those_of_the_closed_forms(steps: int, epochs: int, ba
     assert last == pytest.approx(psgd_sensitivity(1.0, 0.3, epochs, batch), rel=1e-9)
     if steps > 1:
         share = ((epochs + 1) / 2 - 1 / steps) / epochs
-        assert sensitivity("uniform", 0.0, lr=0.3, **shape) == pytest.approx(share * last, rel=1e-9)
+        assert sensitivity("uniform", 0.0, lr=0.3, **shape) == pytest.approx(
+            share * last, rel=1e-9
+        )
     for reg in (0.01, 0.3, 10.0):
         bound = psgd_sensitivity_strongly_convex(1.0, reg, steps * batch)
         found = sensitivity("last", reg, **shape)
         assert found <= bound * (1 + 1e-9)
-        if steps > 0.25 / reg + 1:  # a record of the first epoch may come after the constant steps
+        if (
+            steps > 0.25 / reg + 1
+        ):  # a record of the first epoch may come after the constant steps
             assert found == pytest.approx(bound, rel=1e-9)
 
 
@@ -232,7 +242,9 @@ def test_with_a_regularizer_more_epochs_need_no_more_noise() -> None:
     }
     for delta in (0.0, DELTA):
         noise = [
-            planned(**runs, budget=dp.Budget(1.0, delta, "replace_one"), epochs=epochs).noise_scale
+            planned(
+                **runs, budget=dp.Budget(1.0, delta, "replace_one"), epochs=epochs
+            ).noise_scale
             for epochs in (1, 2, 10, 50)
         ]
         assert max(noise) < min(noise) * (1 + 1e-6)
@@ -292,7 +304,9 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
             total = total + w
             rows = slice(8 * (t % 5), 8 * (t % 5) + 8)
             gradient = (x[rows].astype(np.longdouble).T @ (x[rows] @ w - y[rows])) / 8
-            w = (w - np.longdouble(0.5) * gradient) / (1 + np.longdouble(0.5) * np.longdouble(reg))
+            w = (w - np.longdouble(0.5) * gradient) / (
+                1 + np.longdouble(0.5) * np.longdouble(reg)
+            )
         exact = w if average == "last" else total / plan.steps
         computed = answer(loss, plan, (x, y), Order())
         error = float(np.linalg.norm(computed - exact))
@@ -303,7 +317,9 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
 
 
 def test_arithmetic_that_moves_the_iterates_of_so_many_steps_is_refused() -> None:
-    promises = bolt_on_plan.LossPromises(1.0, 0.25, lambda radius: 1.0, glm=True, score_offset=1.0)
+    promises = bolt_on_plan.LossPromises(
+        1.0, 0.25, lambda radius: 1.0, glm=True, score_offset=1.0
+    )
     run = {
         "reg": 0.0,
         "average": "last",
@@ -516,7 +532,8 @@ def released(plan: Any, label: float, trials: int, seed: int) -> Vector:
 def law(delta: float, dim: int, trials: int, seed: int) -> tuple[float, float]:
     """Returns p-values: of the length of the noise, and of its direction (first coordinate of a unit vector)."""
     with pytest.warns(
-        UtilityWarning, match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, "
+        UtilityWarning,
+        match=r"the answer has noise of .* beside a signal of at most 0\.1 \(n=1, ",
     ):
         plan = planned(n=1, dim=dim, budget=dp.Budget(0.5, delta, "replace_one"), average="last")
     noise = released(plan, 1.0, trials, seed) - 0.1 * np.eye(dim)[0]  # the only step is lr = 0.1
@@ -599,7 +616,9 @@ def test_an_audit_finds_half_the_noise_and_nothing_otherwise(
         plan = planned(n=1, dim=1, budget=dp.Budget(1.0, 0.0, "replace_one"), average="last")
 
     def found(trials: int) -> Audit:
-        sides = (released(plan, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0)))
+        sides = (
+            released(plan, label, trials, 7 + k)[:, 0] for k, label in enumerate((1.0, -1.0))
+        )
         return dp.audit_outputs(*sides, delta=0.0, confidence=1 - 1e-6)
 
     assert not found(300).contradicts(1.0)
@@ -639,7 +658,9 @@ def made(**changes: Any) -> tuple[nn.Linear, dp.BoltOnPSGD]:
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("delta", [0.0, DELTA])
 @pytest.mark.parametrize(
-    "settings", [{}, {"reg": 0.1, "lr": None}, {"average": "last"}], ids=["plain", "ridge", "last"]
+    "settings",
+    [{}, {"reg": 0.1, "lr": None}, {"average": "last"}],
+    ids=["plain", "ridge", "last"],
 )
 def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
     settings: Any, delta: float, adjacency: Any
@@ -716,7 +737,11 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
     model, opt = made()
     with pytest.raises(PrivacyError, match="broken-promise"):
         dp.fit(
-            model, opt, records(), lambda output, target: HINGE(3 * output, target), progress=False
+            model,
+            opt,
+            records(),
+            lambda output, target: HINGE(3 * output, target),
+            progress=False,
         )
     assert opt.steps == 0
 
@@ -765,7 +790,11 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
             ConditionError,
             r"holder_exponent must be 1.*\(got 0.5\)",
         ),
-        ({"problem": Squared().problem(bound_x=1.0)}, MissingConstantError, "bounds the gradient"),
+        (
+            {"problem": Squared().problem(bound_x=1.0)},
+            MissingConstantError,
+            "bounds the gradient",
+        ),
         (
             {"problem": dp.Problem(lipschitz=1.0)},
             MissingConstantError,

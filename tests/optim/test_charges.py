@@ -191,10 +191,14 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
         optimizer.accountant.close()
         _, again = built(ledger=ledger)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UtilityWarning)  # of what is lost, once it is admitted
+            warnings.simplefilter(
+                "ignore", UtilityWarning
+            )  # of what is lost, once it is admitted
             refused(lambda: again.resume(state), "cannot go on")
 
-    assert_caught(check, lambda patch: patch.setattr(charges.Payments, "require_losable", nothing))
+    assert_caught(
+        check, lambda patch: patch.setattr(charges.Payments, "require_losable", nothing)
+    )
 
 
 def test_a_checkpoint_with_what_releases_share_is_secret_whatever_the_oracle_says() -> None:

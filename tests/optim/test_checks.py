@@ -26,7 +26,8 @@ def test_a_stream_cannot_be_sampled_from():
 
     params = torch.nn.Linear(2, 1).parameters()
     opt = dp.HolderSGD(
-        params, dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10)
+        params,
+        dp.HolderSGD.plan(lr=0.1, problem=PROBLEM, noise_multiplier=1.0, batch_size=1, n=10),
     )
     with pytest.raises(
         ValueError, match=r"dataset must be map-style, to be sampled from \(got Stream"
@@ -143,7 +144,11 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     ),
     "LocalizedUserSGD": (
         lambda n: dp.LocalizedUserSGD.plan(
-            n_users=n, problem=dp.Problem(lipschitz=1.0, radius=1.0), reg=0.1, max_steps=5, **FILTER
+            n_users=n,
+            problem=dp.Problem(lipschitz=1.0, radius=1.0),
+            reg=0.1,
+            max_steps=5,
+            **FILTER,
         ),
         2900,
     ),
@@ -204,12 +209,16 @@ def test_parameters_beyond_the_records_do_not_count() -> None:
 def test_nothing_is_said_where_no_scale_is_public() -> None:
     fixed = {"n": 100, "budget": dp.Budget(0.3, 1e-3, "replace_one")}
     hinge = dp.losses.Hinge(power=1.5)
-    law = dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0)
+    law = dp.Problem(
+        smoothness=1.0, moment=1.0, moment_order=2.0, strong_convexity=0.5, radius=1.0
+    )
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.ClippedSGD.plan(problem=law, dim=10**6, **fixed)
     output = {"dim": 30, "lr": 0.1, "n": 100, "budget": dp.Budget(0.3, 1e-3, "replace_one")}
     with pytest.warns(UtilityWarning, match="noise buries"):
         dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0, radius=0.1), **output)
-    dp.HolderOutputSGD.plan(problem=hinge.problem(bound_x=1.0), **output)  # gradients have no bound
+    dp.HolderOutputSGD.plan(
+        problem=hinge.problem(bound_x=1.0), **output
+    )  # gradients have no bound
     dp.UserFilteredSGD.plan(n_users=1000, steps=5, lr=0.1, **FILTER)  # none is promised
     dp.HolderSGD.plan(problem=UNIT, **fixed)  # no number of parameters

@@ -71,7 +71,9 @@ def records(loss: Any, n: int = N, dtype: torch.dtype = torch.float32) -> Tensor
     return TensorDataset(features, target.to(dtype) if target.is_floating_point() else target)
 
 
-def linear(outputs: int = 1, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+def linear(
+    outputs: int = 1, *, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Linear(D, outputs, bias=bias, dtype=dtype)
@@ -193,7 +195,9 @@ def test_an_oracle_that_looks_at_rows_itself_sees_them_in_closed_form(
         seen.append(args)
         return getattr(dp.oracles.Clipped, name)(self, *args)
 
-    kind = dp.oracles.Clipped if of_instance else type("Looks", (dp.oracles.Clipped,), {name: look})
+    kind = (
+        dp.oracles.Clipped if of_instance else type("Looks", (dp.oracles.Clipped,), {name: look})
+    )
     oracle = kind(0.7, 0.5, N)
     if of_instance:
         setattr(oracle, name, functools.partial(look, oracle))
@@ -394,7 +398,11 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, Any, Dataset[Any]]]] = {
     "targets (n,)": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, D), torch.zeros(N))),
     "data of another dtype": lambda: (linear(), BCE, records(BCE, dtype=torch.float64)),
     "data not in memory": lambda: (linear(), BCE, Passed(records(BCE))),
-    "sequences": lambda: (linear(), BCE, TensorDataset(torch.zeros(N, 2, D), torch.zeros(N, 2, 1))),
+    "sequences": lambda: (
+        linear(),
+        BCE,
+        TensorDataset(torch.zeros(N, 2, D), torch.zeros(N, 2, 1)),
+    ),
     "another ignored class": lambda: (
         linear(3),
         nn.CrossEntropyLoss(ignore_index=0),
@@ -442,7 +450,9 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
         )
         data = TensorDataset(features.double(), torch.ones(len(features), 1, dtype=torch.float64))
         dp.fit(model, optimizer, data, BCE, steps=1, progress=False)
-        return torch.cat([p.detach().flatten() for p in model.parameters()]) / 0.3, optimizer.oracle
+        return torch.cat(
+            [p.detach().flatten() for p in model.parameters()]
+        ) / 0.3, optimizer.oracle
 
     x = torch.randn(N, D, generator=torch.Generator().manual_seed(4)) * scale
     start, oracle = moved(x)

@@ -60,7 +60,9 @@ def test_the_strategy_is_that_of_least_error_for_the_planned_steps() -> None:
         dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, steps=3).coefficients
         == least_error(3, 3).coefficients
     )
-    assert len(dp.CorrelatedSGD.plan(**ROOM | {"n": 4000}, noise_multiplier=1.0).coefficients) == 32
+    assert (
+        len(dp.CorrelatedSGD.plan(**ROOM | {"n": 4000}, noise_multiplier=1.0).coefficients) == 32
+    )
     assert dp.CorrelatedSGD.plan(**ROOM, noise_multiplier=1.0, bands=1).coefficients == (1.0,)
 
 

@@ -242,7 +242,9 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
     x[:, 0] = 1.0
     loader = iter(run.opt.loader(records()))
     next(loader)
-    (scale * LOSS(run.model(x), y)).backward()  # at w = 0 each record has the largest gradient, 1.5
+    (
+        scale * LOSS(run.model(x), y)
+    ).backward()  # at w = 0 each record has the largest gradient, 1.5
     with pytest.raises(PrivacyError, match="longer than the problem promises") as caught:
         run.opt.step()
     assert not any(sign.isdigit() for sign in str(caught.value).replace("are 0 again", ""))

@@ -35,7 +35,9 @@ def records(n: int = N) -> TensorDataset:
     return TensorDataset(torch.ones(n, DIM), torch.ones(n, 1))
 
 
-def parameter(dtype: torch.dtype = torch.float32, device: str = "cpu", **kind: Any) -> nn.Parameter:
+def parameter(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", **kind: Any
+) -> nn.Parameter:
     return nn.Parameter(torch.zeros(DIM, dtype=dtype, device=device), **kind)
 
 
@@ -186,7 +188,11 @@ RECORDS: dict[str, Misuse] = {
 }
 
 TARGETS: dict[str, Misuse] = {
-    "epsilon 0": (lambda a: dp.Budget(0.0, DELTA), ValueError, r"epsilon must be > 0 \(got 0.0\)"),
+    "epsilon 0": (
+        lambda a: dp.Budget(0.0, DELTA),
+        ValueError,
+        r"epsilon must be > 0 \(got 0.0\)",
+    ),
     "negative epsilon": (
         lambda a: dp.Budget(-1.0, DELTA),
         ValueError,
@@ -233,7 +239,11 @@ TARGETS: dict[str, Misuse] = {
         ValueError,
         r"n must be an integer \(got 40.5\)",
     ),
-    "no epoch": (lambda a: calibrated(a, epochs=0), ValueError, r"epochs must be > 0 \(got 0.0\)"),
+    "no epoch": (
+        lambda a: calibrated(a, epochs=0),
+        ValueError,
+        r"epochs must be > 0 \(got 0.0\)",
+    ),
     "negative noise": (
         lambda a: holder(a, noise_multiplier=-1),
         ValueError,
@@ -488,7 +498,9 @@ def test_an_exhausted_loader_spends_nothing_more() -> None:
     backward(model, batch)
     with pytest.raises(SequenceError, match="no batch is outstanding"):
         optimizer.step()
-    with pytest.raises(SequenceError, match=r"one-pass loader is exhausted.*make a new optimizer"):
+    with pytest.raises(
+        SequenceError, match=r"one-pass loader is exhausted.*make a new optimizer"
+    ):
         next(iter(loader))
     assert optimizer.accountant.ledger.digest() == ledger
 
@@ -504,7 +516,9 @@ def test_an_opacus_optimizer_around_ours_cannot_step(rows: str, late: bool) -> N
     batch = next(iter(optimizer.loader(records())))
     if late:
         backward(model, batch)
-    wrapped = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=N)
+    wrapped = DPOptimizer(
+        optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=N
+    )
     refused = pytest.raises(SequenceError, match="belong to an Opacus DPOptimizer")
     with refused:
         optimizer.step() if late else backward(model, batch)

@@ -103,7 +103,9 @@ def said(report: object) -> str:
 
 def noise_of(optimizer: object) -> tuple[float, float]:
     event = (
-        optimizer._plan.event() if isinstance(optimizer, dp.OutputPerturbation) else optimizer.event
+        optimizer._plan.event()
+        if isinstance(optimizer, dp.OutputPerturbation)
+        else optimizer.event
     )
     (_, sensitivity), *_ = event.sens
     return event.sigma, sensitivity
@@ -230,7 +232,9 @@ def whitened(
         return value
 
     monkeypatch.setattr(adassp_module, "exact_release", released)
-    plan.release(make_records(given, rows, targets), dp.Accountant(given.budget), torch.Generator())
+    plan.release(
+        make_records(given, rows, targets), dp.Accountant(given.budget), torch.Generator()
+    )
     return seen[0]
 
 
@@ -240,11 +244,15 @@ def whitened(
 def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(
     adjacency, classes, monkeypatch
 ):
-    kind = {"loss": dp.losses.SoftmaxCrossEntropy(classes), "bound_y": None} if classes > 1 else {}
+    kind = (
+        {"loss": dp.losses.SoftmaxCrossEntropy(classes), "bound_y": None} if classes > 1 else {}
+    )
     given = squares(adjacency, n=4 if adjacency != "add_remove" else 5, **kind)
     ((_, mu),) = plan_adassp(given, secure="exact").event().sens
     spacing = exact_grid(1.0, mu, 1 + DIM * (DIM + 1) // 2 + classes * DIM).spacing
-    common = torch.tensor([[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64)
+    common = torch.tensor(
+        [[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64
+    )
     odd = [
         ([1.0, 0.0, 0.0], 2.0),
         ([0.0, -1.0, 0.0], 2.0),
@@ -256,7 +264,9 @@ def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(
     if adjacency == "zero_out":
         pairs = [(record, ([0.0] * 3, 0.0)) for record in odd]
     else:
-        pairs = [(one, other) for one in odd for other in odd] if adjacency == "replace_one" else []
+        pairs = (
+            [(one, other) for one in odd for other in odd] if adjacency == "replace_one" else []
+        )
 
     def released(*records):
         rows = torch.cat(
@@ -291,7 +301,9 @@ def test_a_ridge_in_exact_noise_finds_the_slope_and_says_so():
 
 def test_matrices_that_go_through_the_grid_come_back_as_they_were(monkeypatch):
     monkeypatch.setattr(adassp_module, "exact_release", lambda value, event, source: value)
-    gram = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, -2.0], [0.5, -2.0, 5.0]], dtype=torch.float64)
+    gram = torch.tensor(
+        [[4.0, 1.0, 0.5], [1.0, 3.0, -2.0], [0.5, -2.0, 5.0]], dtype=torch.float64
+    )
     moment = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     given = plan_adassp(squares(), secure="exact").constants
     least, noisy, back = adassp_module._exact(0.7, gram, moment, given, None, None)

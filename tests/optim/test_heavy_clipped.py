@@ -36,7 +36,11 @@ from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarn
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 N = 24
-WEIGHTS = {"head": (0.0, 0.0, 1.0, 2.0), "uniform": (1.0,) * 4, "steep": (1e-300, 1.0, 1e12, 3e12)}
+WEIGHTS = {
+    "head": (0.0, 0.0, 1.0, 2.0),
+    "uniform": (1.0,) * 4,
+    "steep": (1e-300, 1.0, 1e12, 3e12),
+}
 FACTORS = (1.0, 0.5, 0.25, 0.125)
 
 
@@ -101,7 +105,8 @@ def test_steps_and_average_are_those_of_algorithm_6(
             lrs,
             kept
             if any(kept)
-            else [0.0] * (k - 1) + [1.0],  # before the first weight the answer is the last iterate
+            else [0.0] * (k - 1)
+            + [1.0],  # before the first weight the answer is the last iterate
             literal.ball(radius),
         )
         held = average if run.opt.finalized else last
@@ -278,7 +283,10 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"sampling": "shuffle"}, "sampling must be"),
         ({"sampling": "assigned", "epochs": 2}, "epochs must be 1 for one pass"),
         ({"batch_size": 121}, "batch_size must be <= n=120"),
-        ({"sampling": dp.Disjoint(20, 120), "clip": dp.Pilot(size=20)}, "sampling must be a word"),
+        (
+            {"sampling": dp.Disjoint(20, 120), "clip": dp.Pilot(size=20)},
+            "sampling must be a word",
+        ),
         ({"clip": dp.Pilot(size=20), "dim": None}, "dim must be given for a pilot"),
         (
             {"problem": dp.Problem(smoothness=1.0, moment=1.0, moment_order=2.0), "dim": None},

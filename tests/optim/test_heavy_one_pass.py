@@ -117,7 +117,12 @@ def test_accelerated_steps_are_those_of_algorithm_2(
     assert any(clipped)
     assert not all(clipped)
     expected, points = literal.algorithm_2(
-        gradient_of(records(n, dtype)), start, run.batches, 1.5, 1 / (2 * lr), literal.ball(radius)
+        gradient_of(records(n, dtype)),
+        start,
+        run.batches,
+        1.5,
+        1 / (2 * lr),
+        literal.ball(radius),
     )
     np.testing.assert_allclose(queries, points, rtol=0, atol=DTYPES[dtype])
     np.testing.assert_allclose(answers, expected, rtol=0, atol=DTYPES[dtype])
@@ -194,7 +199,8 @@ def test_a_risk_bound_is_given_only_where_the_theorem_covers_the_run() -> None:
         assert (own.steps, own.clip, own.risk_bound) == (plan.steps, plan.clip, plan.risk_bound)
         for change in ({"lr": plan.lr}, {"batch_size": 7}, {"sampling": "assigned"}):
             assert (
-                cls.plan(**kind, noise_multiplier=own.noise_multiplier, **change).risk_bound is None
+                cls.plan(**kind, noise_multiplier=own.noise_multiplier, **change).risk_bound
+                is None
             )
     assert dp.ClippedSGD.plan(**kind, noise_multiplier=5.0, average="last").risk_bound is None
 
@@ -203,7 +209,9 @@ def test_the_noise_is_that_of_one_batch_on_the_clipped_sum() -> None:
     run = calibrated()
     run.train(steps=1)
     std = run.opt.oracle.noise_multiplier * 2.0 / 30
-    assert std <= run.opt.metrics["noise_std"] <= 1.01 * std  # rounding is part of the sensitivity
+    assert (
+        std <= run.opt.metrics["noise_std"] <= 1.01 * std
+    )  # rounding is part of the sensitivity
 
 
 # -- ledger -----------------------------------------------------------------------------------------------------------
@@ -212,7 +220,9 @@ def test_the_noise_is_that_of_one_batch_on_the_clipped_sum() -> None:
 @pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out", "add_remove"])
-def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjacency: str) -> None:
+def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
+    cls: Any, adjacency: str
+) -> None:
     check_ledger(partial(calibrated, cls, adjacency), dp.Budget(1.0, DELTA, adjacency))
 
 
@@ -297,7 +307,9 @@ def test_the_last_ragged_batch_is_divided_by_the_public_size() -> None:
     run = build(dp.ProximalSGD, n=8, batch=6, clip=1e6, lr=0.1).train()
     assert [len(batch) for batch in run.batches] == [6, 2]
     rows = [gradient_of(records(8))(before, i) for i in run.batches[1]]
-    np.testing.assert_allclose(joint(run.model), before - 0.1 * np.sum(rows, axis=0) / 6, rtol=1e-4)
+    np.testing.assert_allclose(
+        joint(run.model), before - 0.1 * np.sum(rows, axis=0) / 6, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])
@@ -519,7 +531,9 @@ def test_frozen_parameters_stay_and_are_no_part_of_the_constraint(cls: Any) -> N
     layer.bias.requires_grad_(False)
     with torch.no_grad():
         layer.bias.fill_(5.0)
-    plan = cls.plan(n=N, lr=0.05, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled")
+    plan = cls.plan(
+        n=N, lr=0.05, clip=1.5, noise_multiplier=0.0, batch_size=6, sampling="shuffled"
+    )
     opt = cls(layer.parameters(), plan, prox=dp.prox.Ball(0.3))
     run = Run(layer, opt).train()
     assert layer.bias.item() == 5.0

@@ -137,7 +137,11 @@ def test_what_is_given_overrides_the_defaults() -> None:
     assert plan.steps == 3
     assert (plan.lr, plan.noise, plan.average) == (0.05, "constant", "weighted")
     opt = dp.HolderSGD(linear().parameters(), plan)
-    assert (opt.design, opt.schedule.steps, opt.rule.average) == (dp.Fixed(50, 300), 3, "weighted")
+    assert (opt.design, opt.schedule.steps, opt.rule.average) == (
+        dp.Fixed(50, 300),
+        3,
+        "weighted",
+    )
     assert opt.param_groups[0]["lr"] == 0.05
     assert opt.oracle.noise_multiplier == plan.noise_multiplier
 
@@ -235,7 +239,9 @@ def test_the_published_theorem_has_more_noise() -> None:
 def test_a_risk_bound_is_given_only_where_it_is_proved() -> None:
     kind = {"n": 300, "budget": BUDGET, "batch_size": 64, "lr": 0.1}
     ball = dp.losses.Logistic().problem(bound_x=2.0, radius=1.5)
-    assert dp.HolderSGD.plan(problem=ball, dim=4, average="uniform", **kind).risk_bound is not None
+    assert (
+        dp.HolderSGD.plan(problem=ball, dim=4, average="uniform", **kind).risk_bound is not None
+    )
     assert dp.HolderSGD.plan(problem=ball, dim=4, average="last", **kind).risk_bound is None
     assert dp.HolderSGD.plan(problem=ball, dim=4, average="weighted", **kind).risk_bound is None
     assert dp.HolderSGD.plan(problem=SMOOTH, dim=4, average="uniform", **kind).risk_bound is None
@@ -273,7 +279,8 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
         train(model, opt, opt.bind(PrivateLoader(data, sampler)), loss)
         opt.finalize()
         excess.append(
-            risk(nn.utils.parameters_to_vector(model.parameters()).detach().double().numpy()) - best
+            risk(nn.utils.parameters_to_vector(model.parameters()).detach().double().numpy())
+            - best
         )
     assert risk(np.zeros(DIM + 1)) - best > np.mean(excess) > 0  # it learned something
     assert np.mean(excess) < plan.risk_bound < 1.5 * 2 * radius * KINK.grad_bound()
@@ -385,7 +392,9 @@ def test_a_spent_budget_admits_no_second_optimizer() -> None:
     ],
     ids=["other epsilon", "other adjacency", "no budget, other adjacency"],
 )
-def test_an_accountant_of_another_budget_or_adjacency_is_refused(accountant: dp.Accountant) -> None:
+def test_an_accountant_of_another_budget_or_adjacency_is_refused(
+    accountant: dp.Accountant,
+) -> None:
     with pytest.raises(AdjacencyError, match=r"accountant must have the budget.*\(got"):
         dp.HolderSGD(
             linear().parameters(),
@@ -409,7 +418,8 @@ def test_an_adjacency_that_contradicts_the_accountant_is_refused() -> None:
         )
     plan = dp.HolderSGD.plan(adjacency="replace_one", **kind)
     assert (
-        dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency == "replace_one"
+        dp.HolderSGD(linear().parameters(), plan, accountant=accountant).adjacency
+        == "replace_one"
     )
 
 

@@ -75,7 +75,8 @@ def test_records_are_mapped_into_their_bounds(dtype: torch.dtype) -> None:
     swapped = [t.clone() for t in data.tensors]
     swapped[0][0], swapped[1][0] = 9.0, 9.0
     again = delivered(
-        PowerLoss(power=1.5).problem(bound_x=1.3, bound_y=0.7, radius=1.0), TensorDataset(*swapped)
+        PowerLoss(power=1.5).problem(bound_x=1.3, bound_y=0.7, radius=1.0),
+        TensorDataset(*swapped),
     )
     assert torch.equal(again[0][1:], x[1:])  # a map of each record by itself
     assert torch.equal(again[1][1:], y[1:])
@@ -128,7 +129,9 @@ OTHER_MODELS: list[Callable[[], nn.Module]] = [
 @pytest.mark.cases(11, 5)
 @pytest.mark.parametrize("build", OTHER_MODELS)
 @pytest.mark.parametrize("certificate", [False, 1, "yes", None])
-def test_other_models_need_a_certificate(build: Callable[[], nn.Module], certificate: Any) -> None:
+def test_other_models_need_a_certificate(
+    build: Callable[[], nn.Module], certificate: Any
+) -> None:
     model = build().double()
     kept = [p.detach().clone() for p in model.parameters()]
     plan = planned(n=20, dim=model)
@@ -250,7 +253,11 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
         (
             {
                 "problem": dp.Problem(
-                    holder_exponent=0.5, holder_constant=1.0, lipschitz=1.0, radius=1.0, is_glm=True
+                    holder_exponent=0.5,
+                    holder_constant=1.0,
+                    lipschitz=1.0,
+                    radius=1.0,
+                    is_glm=True,
                 )
             },
             MissingConstantError,
@@ -330,7 +337,9 @@ def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
         planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 
-def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_elsewhere() -> None:
+def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_elsewhere() -> (
+    None
+):
     model = nn.Linear(3, 1, bias=False).double()
     for kind in ({"sampling": "shuffled"}, {"sampling": "fixed"}):
         for adjacency in ("replace_one", "zero_out"):
@@ -377,7 +386,10 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
     chosen = planned(**kind)
     own = {"budget": None, "adjacency": "replace_one"}
     given = planned(**kind, **own, noise_multiplier=3.0)
-    assert (given.sensitivity, given.noise_scale) == (chosen.sensitivity, 3.0 * chosen.sensitivity)
+    assert (given.sensitivity, given.noise_scale) == (
+        chosen.sensitivity,
+        3.0 * chosen.sensitivity,
+    )
     assert given.event() == Gaussian(given.noise_scale, {"replace_one": given.sensitivity})
     assert (
         planned(budget=None, noise_multiplier=3.0, adjacency="zero_out").event().sens[0][0]
@@ -451,7 +463,9 @@ def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampli
         assert "none is clipped" in text
         assert "All 12 examples, batches of 5" in text
         assert "without any privacy" not in text
-    assert all("nothing was released yet" in text and "Not finalized" in text for text in texts[:2])
+    assert all(
+        "nothing was released yet" in text and "Not finalized" in text for text in texts[:2]
+    )
     assert "nothing was released yet" not in texts[2]
     plain = dp.HolderSGD(
         dp.attach(nn.Linear(3, 1)).parameters(),

@@ -44,7 +44,11 @@ def neighbors(rng: np.random.Generator, n: int, dim: int, adjacency: str, harsh:
 
 
 def attack(
-    rng: np.random.Generator, loss: dp.losses.TableLoss, adjacency: str, bounded: bool, harsh: bool
+    rng: np.random.Generator,
+    loss: dp.losses.TableLoss,
+    adjacency: str,
+    bounded: bool,
+    harsh: bool,
 ) -> float:
     """Returns the distance of two answers over the sensitivity of the plan, for one pair and shuffled batches."""
     n, dim, epochs = int(rng.integers(3, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
@@ -96,7 +100,9 @@ def test_no_pair_of_neighbors_moves_the_answer_by_more_than_the_sensitivity_and_
     worst = check_that_no_pair_exceeds_the_sensitivity()
     for name, share in worst.items():
         # At exponent 0 the sensitivity pays for kinks that these few steps do not meet; see the 400 kinks below.
-        assert share > (0.5 if LOSSES[name].problem(bound_x=1.0).holder_exponent < 0.3 else 0.9), (
+        assert share > (
+            0.5 if LOSSES[name].problem(bound_x=1.0).holder_exponent < 0.3 else 0.9
+        ), (
             name,
             worst,
         )
@@ -188,14 +194,17 @@ def test_a_gradient_bound_inside_the_ball_instead_of_at_its_boundary_is_caught(
 ) -> None:
     names = ["hinge 2.0", "power 2.0"]
     assert all(
-        check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name) > 0.98 for name in names
+        check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name) > 0.98
+        for name in names
     )
     bound = dp.Problem.grad_bound
     monkeypatch.setattr(
         dp.Problem, "grad_bound", lambda self, radius=None: bound(self, radius and radius / 2)
     )
     for name in names:
-        with pytest.raises((AssertionError, PrivacyError)):  # by the records, or by the step itself
+        with pytest.raises(
+            (AssertionError, PrivacyError)
+        ):  # by the records, or by the step itself
             check_that_a_hit_at_the_boundary_stays_within_the_sensitivity(name)
 
 

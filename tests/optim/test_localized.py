@@ -342,7 +342,9 @@ def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -
         build, phases, noise=1.0, sampling=sampling, n=sum(sizes) + data.draw(st.integers(0, 3))
     )
     run = make()
-    stops = data.draw(st.lists(st.integers(0, run.opt.schedule.steps - 1), max_size=3).map(sorted))
+    stops = data.draw(
+        st.lists(st.integers(0, run.opt.schedule.steps - 1), max_size=3).map(sorted)
+    )
     loader: Any = run.seeded()
     for stop in stops:
         run.train(loader, stop - run.opt.steps)

@@ -142,7 +142,9 @@ def test_a_replaced_user_moves_the_means_of_one_phase_and_by_at_most_its_sensiti
         other_phase = moved[2:] if phase == 0 else moved[:2]
         assert float(other_phase.max()) <= 1e-12
         assert all(float(m) <= bound for m, bound in zip(moved, bounds, strict=False))
-    assert max(float((a - b).norm(dim=1).max()) for a, b in itertools.combinations(paths, 2)) > 1e-3
+    assert (
+        max(float((a - b).norm(dim=1).max()) for a, b in itertools.combinations(paths, 2)) > 1e-3
+    )
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------------
@@ -183,7 +185,11 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
         run.step(batch)
         assert 0.9 * runs.EPSILON <= run.epsilon() <= runs.EPSILON
         spent = run.opt.report().figures
-        assert (spent.unit, spent.adjacency, spent.budget) == ("user", "replace_one", runs.budget())
+        assert (spent.unit, spent.adjacency, spent.budget) == (
+            "user",
+            "replace_one",
+            runs.budget(),
+        )
     run.opt.finalize()
     assert run.epsilon() <= runs.EPSILON
 
@@ -331,7 +337,9 @@ def test_a_checkpoint_goes_on_with_its_thresholds_and_its_users(
     assert run.saved()[1]["dpsco"]["confidential"] is True
     other = run.resumed(private)
     assert other.opt.oracle.state() == run.opt.oracle.state()
-    started = [state["threshold_noise"] is not None for state in other.opt.oracle.state().values()]
+    started = [
+        state["threshold_noise"] is not None for state in other.opt.oracle.state().values()
+    ]
     assert started == [
         True,
         True,
@@ -361,7 +369,9 @@ def test_a_resumed_run_draws_the_users_of_its_phases(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_rolled_back_or_continued_twice() -> None:
-    run = runs.localized(schedule(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
+    run = runs.localized(
+        schedule(), accountant=dp.Accountant(adjacency="replace_one", unit="user")
+    )
     saved = made(run, 3).saved()
     made(run, 1)
     with pytest.raises(SequenceError, match="must be continued once"):

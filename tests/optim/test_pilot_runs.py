@@ -69,7 +69,9 @@ def calibrated(
         "problem": dp.Problem() if localized else PROBLEM,
         "dim": layer,
     }
-    arguments |= {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4, "sampling": "shuffled"}
+    arguments |= (
+        {"reg": 0.1, "max_steps": 4} if localized else {"steps": 4, "sampling": "shuffled"}
+    )
     plan = cls.plan(n=n, budget=dp.Budget(1.0, DELTA, adjacency), **{**arguments, **changes})
     return Run(layer, cls(layer.parameters(), plan))
 
@@ -124,7 +126,9 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 @pytest.mark.parametrize("cls", [*CLASSES, dp.LocalizedSGD])
-def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(cls: Any, adjacency: str) -> None:
+def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
+    cls: Any, adjacency: str
+) -> None:
     check_ledger(partial(calibrated, cls, adjacency), dp.Budget(1.0, DELTA, adjacency))
 
 
@@ -278,7 +282,9 @@ def test_metrics_have_the_same_names_at_every_step() -> None:
     assert names == [{"step", "clip"}] + [{"step", "clip", "noise_std"}] * 4
 
 
-@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # Adam, and changed rates
+@pytest.mark.filterwarnings(
+    "ignore::torch_dpsco.errors.UtilityWarning"
+)  # Adam, and changed rates
 def test_schedulers_and_adam_pass_a_still_step() -> None:
     layer = model()
     inner = torch.optim.Adam(layer.parameters(), lr=0.1)
@@ -393,7 +399,9 @@ def test_a_pilot_under_add_remove_is_private(cls: Any, sampling: str, adjacency:
     ]
     assert plan.epsilon(adjacency=adjacency) == pytest.approx(max(alone), rel=1e-6)
     assert plan.epsilon() <= 1.0
-    made.train(made.opt.loader(records(N + 3)))  # their number is not the declared one, and private
+    made.train(
+        made.opt.loader(records(N + 3))
+    )  # their number is not the declared one, and private
     assert made.opt.report().epsilon == plan.epsilon()
 
 

@@ -214,7 +214,9 @@ def test_a_public_move_survives_the_private_steps_after_it(row: Row) -> None:
         still = moved.copy()
     if moved.opt.undisturbed:
         with (
-            pytest.raises(SequenceError, match=f"{type(moved.opt).__name__} takes no public steps"),
+            pytest.raises(
+                SequenceError, match=f"{type(moved.opt).__name__} takes no public steps"
+            ),
             dp.public(moved.model),
         ):
             raise AssertionError
@@ -235,7 +237,9 @@ def test_a_public_move_survives_the_private_steps_after_it(row: Row) -> None:
 
 def test_momentum_and_average_are_moved_exactly() -> None:
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
-    plan = dp.ClippedSGD.plan(n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1)
+    plan = dp.ClippedSGD.plan(
+        n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1
+    )
     optimizer = dp.ClippedSGD(model.parameters(), plan, rule=dp.rules.Momentum("uniform", 0.5))
     step(model, optimizer, 2)
     state = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
@@ -251,7 +255,9 @@ def test_momentum_and_average_are_moved_exactly() -> None:
 def test_what_torch_keeps_of_momentum_stays_and_averages_of_asgd_move() -> None:
     model = dp.attach(nn.Linear(DIM, 1))
     inner = torch.optim.ASGD(model.parameters(), lr=0.1, t0=0)
-    plan = dp.ClippedSGD.plan(n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1)
+    plan = dp.ClippedSGD.plan(
+        n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1
+    )
     optimizer = dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner))
     step(model, optimizer)
     before = inner.state[model.weight]["ax"].clone()

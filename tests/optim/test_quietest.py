@@ -30,7 +30,11 @@ def heavy(
 
 @cache
 def noise_of(
-    word: str, passes: int, batch_size: int = 256, adjacency: str = "replace_one", eps: float = 1.0
+    word: str,
+    passes: int,
+    batch_size: int = 256,
+    adjacency: str = "replace_one",
+    eps: float = 1.0,
 ) -> float:
     """Returns the noise multiplier of whole passes in batches of this kind."""
     given = Given(n=N, adjacency=adjacency, sampling=word, batch_size=batch_size, epochs=passes)
@@ -73,7 +77,9 @@ def test_the_other_plans_of_clipped_steps_take_the_same_batches() -> None:
         )
         assert (
             type(
-                dp.HolderSGD.plan(problem=PROBLEM, n=1000, budget=budget, lr=0.1, **batches).design
+                dp.HolderSGD.plan(
+                    problem=PROBLEM, n=1000, budget=budget, lr=0.1, **batches
+                ).design
             )
             is kind
         )
@@ -138,7 +144,11 @@ CELLS = [
 def test_no_design_has_much_less_noise_than_the_default(
     adjacency: str, epsilon: float, batch_size: int, passes: int
 ) -> None:
-    words = ["poisson", "allocated", *(("fixed", "shuffled") if adjacency != "add_remove" else ())]
+    words = [
+        "poisson",
+        "allocated",
+        *(("fixed", "shuffled") if adjacency != "add_remove" else ()),
+    ]
     noise = {word: noise_of(word, passes, batch_size, adjacency, epsilon) for word in words}
     taken = heavy(
         adjacency=adjacency, epsilon=epsilon, batch_size=batch_size, epochs=passes
@@ -185,7 +195,11 @@ def test_a_default_plan_runs(epochs: int, adjacency: str) -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(
-        model, optimizer, TensorDataset(torch.randn(60, 3), torch.ones(60, 1)), LOSS, progress=False
+        model,
+        optimizer,
+        TensorDataset(torch.randn(60, 3), torch.ones(60, 1)),
+        LOSS,
+        progress=False,
     )
     assert optimizer.steps == 3 * epochs
     assert optimizer.report().epsilon == plan.epsilon() <= 1.0

@@ -318,7 +318,9 @@ def test_gradients_of_two_passes_are_refused() -> None:
     for batch in run.opt.loader(records()):
         run.backward(batch)
         run.backward(batch)
-        with refused(run, SequenceError, r"exactly one backward pass over its batch \(got \[2\]\)"):
+        with refused(
+            run, SequenceError, r"exactly one backward pass over its batch \(got \[2\]\)"
+        ):
             run.opt.step()
         assert run.model.weight.grad is None
         run.backward(batch)
@@ -334,7 +336,9 @@ def test_gradients_put_there_by_hand_are_refused() -> None:
         with refused(run, SequenceError, "p.grad must hold the gradient of the batch"):
             run.opt.step()
         run.model.weight.grad = torch.ones_like(run.model.weight)
-        with refused(run, SequenceError, r"exactly one backward pass over its batch \(got \[0\]\)"):
+        with refused(
+            run, SequenceError, r"exactly one backward pass over its batch \(got \[0\]\)"
+        ):
             run.opt.step()
         run.backward(batch)
         run.opt.zero_grad()

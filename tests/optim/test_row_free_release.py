@@ -43,7 +43,9 @@ def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
     run = make()
     for done in range(EPOCH):
         with refused(
-            run, SequenceError, rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is"
+            run,
+            SequenceError,
+            rf"{EPOCH - done} of {EPOCH} planned steps are missing: nothing is",
         ):
             run.opt.finalize()
         with (
@@ -123,7 +125,9 @@ def test_the_release_is_charged_before_its_noise(monkeypatch: pytest.MonkeyPatch
     release(run)
     assert noise.drawn
     assert (
-        seen == [run.opt.event] == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
+        seen
+        == [run.opt.event]
+        == [event for _, _, event, _ in run.opt.accountant.ledger.entries()]
     )
     crashed = hold(make()).train()
     monkeypatch.setattr(type(crashed.opt.prox), "apply_", lambda *_: math.log(-1.0))

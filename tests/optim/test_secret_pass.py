@@ -116,7 +116,9 @@ def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacen
         used += number.tolist()
         assert len(optimizer.accountant) == 1
         assert (
-            budget.epsilon * (1 - 1e-3) <= optimizer.accountant.get_epsilon(DELTA) <= budget.epsilon
+            budget.epsilon * (1 - 1e-3)
+            <= optimizer.accountant.get_epsilon(DELTA)
+            <= budget.epsilon
         )
     optimizer.finalize()
     assert optimizer.steps == 4

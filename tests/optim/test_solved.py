@@ -388,7 +388,9 @@ def test_a_promised_accuracy_releases_what_the_loop_left(monkeypatch: pytest.Mon
         optimizer.solve(DATA)
     optimizer.certify(DATA)
     optimizer.finalize()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), left)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), left
+    )
     assert 0.9 < optimizer.report().epsilon <= 1
 
 
@@ -442,7 +444,9 @@ def test_a_spent_budget_is_noticed_at_construction(kind: str) -> None:
 @pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, N - 1, N + 3])
-def test_another_number_of_records_is_refused_only_where_n_is_public(kind: str, count: int) -> None:
+def test_another_number_of_records_is_refused_only_where_n_is_public(
+    kind: str, count: int
+) -> None:
     rows, signs = ROWS.repeat(2, 1)[:count], SIGNS.repeat(2)[:count]
     with pytest.raises(UnitError, match="n="):
         make(kind)[1].solve(TensorDataset(rows, signs))
@@ -506,7 +510,9 @@ def test_a_solver_that_does_not_exist_is_named_before_anything_is_charged(kind: 
         (ROWS, SIGNS * 1j, "targets"),
     ],
 )
-def test_data_of_a_wrong_shape_or_dtype_are_named(rows: Tensor, targets: Tensor, word: str) -> None:
+def test_data_of_a_wrong_shape_or_dtype_are_named(
+    rows: Tensor, targets: Tensor, word: str
+) -> None:
     with pytest.raises(ValueError, match=word):
         make()[1].solve(TensorDataset(rows, targets))
 

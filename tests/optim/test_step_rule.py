@@ -29,7 +29,9 @@ N = 20_000
 
 
 def plan(problem: dp.Problem = LOGISTIC, **changes: Any) -> Any:
-    return dp.HolderSGD.plan(**{"problem": problem, "n": N, "budget": BUDGET, "dim": 10, **changes})
+    return dp.HolderSGD.plan(
+        **{"problem": problem, "n": N, "budget": BUDGET, "dim": 10, **changes}
+    )
 
 
 def horizon(made: Any) -> float:
@@ -41,7 +43,9 @@ def horizon(made: Any) -> float:
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("problem", [LOGISTIC, HUBER, PINBALL])
-def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(problem: dp.Problem) -> None:
+def test_with_more_noise_the_horizon_is_shorter_and_the_clip_no_larger(
+    problem: dp.Problem,
+) -> None:
     made = [
         plan(problem, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
         for epsilon in (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -79,7 +83,9 @@ def test_a_ball_is_a_distance_that_the_answer_has_at_most() -> None:
 
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("n", [20_000, 100_000, 2_000_000])
-def test_batches_make_twenty_passes_but_a_million_rows_at_least_and_twenty_at_most(n: int) -> None:
+def test_batches_make_twenty_passes_but_a_million_rows_at_least_and_twenty_at_most(
+    n: int,
+) -> None:
     made = plan(n=n, budget=dp.Budget(1.0, 1e-9, "replace_one"))
     rows = made.steps * made.batch_size
     assert rows == pytest.approx(min(max(20 * n, 1e6), 2e7), rel=0.1)
@@ -124,7 +130,9 @@ def test_every_sampling_has_a_rule(sampling: Any) -> None:
         ({"sampling": "fixed"}, lambda p: type(p.design).__name__.lower()),
     ],
 )
-def test_one_given_number_is_taken_and_the_others_follow(given: dict[str, Any], read: Any) -> None:
+def test_one_given_number_is_taken_and_the_others_follow(
+    given: dict[str, Any], read: Any
+) -> None:
     made = plan(**given)
     assert read(made) == next(iter(given.values()))
     assert made.momentum > 0
@@ -196,12 +204,18 @@ def without_noise(made: Any) -> Any:
 @pytest.mark.parametrize("average", ["last", "weighted"])
 def test_a_run_is_the_loop_of_the_page(radius: float, average: str) -> None:
     problem, set_of = dp.losses.Logistic().problem(bound_x=2.0, radius=radius), data()
-    made = without_noise(plan(problem, n=40, sampling="full", steps=12, average=average, clip=0.25))
+    made = without_noise(
+        plan(problem, n=40, sampling="full", steps=12, average=average, clip=0.25)
+    )
     made = replace(made, lr=0.5, momentum=0.75)
     model = nn.Linear(3, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
     dp.fit(
-        model, dp.HolderSGD(model.parameters(), made), set_of, dp.losses.Logistic(), progress=False
+        model,
+        dp.HolderSGD(model.parameters(), made),
+        set_of,
+        dp.losses.Logistic(),
+        progress=False,
     )
 
     x = np.c_[set_of.tensors[0].numpy(), np.ones(40)]
@@ -310,7 +324,10 @@ def test_many_passes_of_clipped_sgd_follow_the_noise_whatever_the_clip(sampling:
         **kind, budget=dp.Budget(0.1, 1e-6, "replace_one"), clip=7.0, distance=7.0 * 50 / 4 / 2
     )
     assert horizon(known) == pytest.approx(horizon(small) / 2, rel=0.05)
-    assert (small.average, dp.ClippedSGD.plan(**kind, budget=BUDGET, clip=1.0, lr=0.1).average) == (
+    assert (
+        small.average,
+        dp.ClippedSGD.plan(**kind, budget=BUDGET, clip=1.0, lr=0.1).average,
+    ) == (
         "weighted",
         "last",
     )
@@ -339,7 +356,9 @@ def test_one_pass_makes_more_steps_where_there_is_less_noise() -> None:
         dp.ProximalSGD.plan(**kind | {"n": 500}, budget=dp.Budget(epsilon, 1e-6, "replace_one"))
         for epsilon in (0.7, 1.0, 8.0)
     ]
-    assert all((p.momentum, p.average) == (0, "last") and p.lr <= 1 / 8 * (1 + 1e-12) for p in flat)
+    assert all(
+        (p.momentum, p.average) == (0, "last") and p.lr <= 1 / 8 * (1 + 1e-12) for p in flat
+    )
     assert flat[0].steps < flat[2].steps
     assert dp.AcceleratedSGD.plan(**kind, budget=BUDGET).steps == 5
     assert dp.ClippedSGD.plan(**kind, budget=BUDGET, lr=0.1).steps == 5
@@ -367,7 +386,11 @@ def test_a_default_run_is_better_than_ten_epochs_at_one_over_smoothness(epsilon:
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
         made = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, lr=lr, dim=model)
         dp.fit(
-            model, dp.HolderSGD(model.parameters(), made), TensorDataset(x, y), loss, progress=False
+            model,
+            dp.HolderSGD(model.parameters(), made),
+            TensorDataset(x, y),
+            loss,
+            progress=False,
         )
         return float(loss(model(x), y).detach())
 

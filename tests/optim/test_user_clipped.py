@@ -363,7 +363,9 @@ def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
     )
     opt = dp.ClippedSGD(layer.parameters(), plan)
     with pytest.raises(UnitError, match="users must not be given for ClippedSGD"):
-        dp.fit(layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False)
+        dp.fit(
+            layer, opt, data, runs.squared_loss, users=ids, loss_reduction="sum", progress=False
+        )
     with pytest.raises(UnitError, match="one id per record"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)
     assert len(run.opt.accountant) == len(opt.accountant) == 0

@@ -379,7 +379,9 @@ def test_a_first_test_that_fails_is_said_at_once_and_one_that_passes_is_not() ->
             run = make()
             for made, batch in enumerate(run.loader(data, ids, padding=None)):
                 run.step(batch)
-                said = [str(one.message) for one in caught if "users disagree" in str(one.message)]
+                said = [
+                    str(one.message) for one in caught if "users disagree" in str(one.message)
+                ]
                 assert len(said) == warns, made
         assert not said or re.search(
             r"pair_radius=1 of each other; nothing is learned any more", said[0]
@@ -459,7 +461,9 @@ def test_a_run_is_not_rolled_back_to_an_earlier_state() -> None:
 
 def test_a_second_optimizer_on_the_same_ledger_is_charged_again_or_refused() -> None:
     """Two runs with one noisy threshold may halt twice, and release more Gaussians than were charged."""
-    run = runs.filtered(runs.plan(), accountant=dp.Accountant(adjacency="replace_one", unit="user"))
+    run = runs.filtered(
+        runs.plan(), accountant=dp.Accountant(adjacency="replace_one", unit="user")
+    )
     for batch in itertools.islice(run.loader(*runs.agreeing(200)), 2):
         run.step(batch)
     before = run.epsilon()
@@ -482,7 +486,9 @@ def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(
     plan = runs.quiet(30, steps=6, floor=29)
     broken, *_ = halting(on_halt, accountant=runs.ledger(tmp_path))
     # another random start
-    other = broken.resumed(partial(runs.filtered, plan, lr=0.5, on_halt=on_halt, start=[7.0, -7.0]))
+    other = broken.resumed(
+        partial(runs.filtered, plan, lr=0.5, on_halt=on_halt, start=[7.0, -7.0])
+    )
     for each in (run, other):
         each.train(far, ids)
         each.opt.finalize()
@@ -492,7 +498,9 @@ def test_a_resumed_run_that_halts_gives_the_answer_of_the_first_process(
 def test_a_run_that_is_charged_as_a_whole_is_not_copied() -> None:
     run = midway()
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(SequenceError, match=r"must not be copied|must have parts of their own"):
+        with pytest.raises(
+            SequenceError, match=r"must not be copied|must have parts of their own"
+        ):
             copied(run.opt)
     run.opt.finalize()
     assert copy.deepcopy(run.opt).finalized

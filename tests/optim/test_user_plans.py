@@ -32,7 +32,14 @@ EPSILON, DELTA = 4.0, 1e-4
 BUDGET = dp.Budget(EPSILON, DELTA, unit="user")
 ADDED = dp.Budget(EPSILON, DELTA, adjacency="add_remove", unit="user")
 PROBLEM = dp.Problem(lipschitz=2.0, radius=1.5)
-FIXED = {"dim": DIM, "n_users": USERS, "budget": BUDGET, "pair_radius": 0.5, "steps": 4, "lr": 0.1}
+FIXED = {
+    "dim": DIM,
+    "n_users": USERS,
+    "budget": BUDGET,
+    "pair_radius": 0.5,
+    "steps": 4,
+    "lr": 0.1,
+}
 
 
 class Linear(nn.Linear):
@@ -77,7 +84,12 @@ def planned(**changes: Any) -> tuple[nn.Module, Any]:
 def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
     made = dp.UserFilteredSGD.plan(**FIXED)
     expected = calibrate_filter(
-        n_users=USERS, steps=4, epsilon=EPSILON, delta=DELTA, pair_radius=0.5, halt_probability=0.01
+        n_users=USERS,
+        steps=4,
+        epsilon=EPSILON,
+        delta=DELTA,
+        pair_radius=0.5,
+        halt_probability=0.01,
     )
     assert (made.filter, made.lr, made.risk_bound) == (expected, 0.1, None)
 
@@ -107,7 +119,13 @@ def test_a_step_size_alone_is_chosen_too() -> None:
 def test_more_promised_rows_per_user_need_less_noise() -> None:
     noises = [
         dp.UserFilteredSGD.plan(
-            n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=items, steps=4, lr=0.1
+            n_users=USERS,
+            budget=BUDGET,
+            dim=DIM,
+            problem=PROBLEM,
+            min_items=items,
+            steps=4,
+            lr=0.1,
         ).filter.noise_std
         for items in (200, 800)
     ]
@@ -317,7 +335,9 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
     cls: Any, old: dict[str, Any]
 ) -> None:
     params, name = model().parameters(), cls.__name__
-    with pytest.raises(ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"):
+    with pytest.raises(
+        ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"
+    ):
         cls(params, **old)
 
 

@@ -40,7 +40,9 @@ TARGETS = [0.1, 0.5, 0.9]
 
 def batch(lengths: list[float], dim: int = 1) -> GradBatch:
     direction = torch.ones(dim) / math.sqrt(dim)
-    return GradBatch([DenseBlock(torch.tensor(lengths, dtype=torch.float32)[:, None] * direction)])
+    return GradBatch(
+        [DenseBlock(torch.tensor(lengths, dtype=torch.float32)[:, None] * direction)]
+    )
 
 
 def exact(size: int = 4, target: float = 0.5, **settings: float) -> AdaptiveClipped:
@@ -302,7 +304,9 @@ def test_at_the_median_the_noise_multiplier_is_that_of_the_paper():
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_total_gives_the_multiplier_of_the_mean_back(target):
     for total, s in ((1.0, 25.0), (2.0, 3.0), (0.6, 0.8)):
-        made = AdaptiveClipped(1.0, None, 500, target, count_noise=s, total_noise_multiplier=total)
+        made = AdaptiveClipped(
+            1.0, None, 500, target, count_noise=s, total_noise_multiplier=total
+        )
         assert made.event() == clipped_gaussian(total)
         again = (
             AdaptiveClipped(1.0, made.noise_multiplier, 500, target, count_noise=s).event().sigma
@@ -400,7 +404,9 @@ def test_a_run_charges_the_joint_event_in_each_step(design):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"lr": 20.0, "count_noise": 1e3}, {"lr": 1e308, "count_noise": 2.0**256}], ids=str
+    "settings",
+    [{"lr": 20.0, "count_noise": 1e3}, {"lr": 1e308, "count_noise": 2.0**256}],
+    ids=str,
 )
 def test_steps_of_the_threshold_that_leave_floating_point_end_at_its_bounds(settings):
     """exp(-lr (fraction - target)) overflowed after the charge: an event was paid for and nothing was released."""

@@ -186,7 +186,8 @@ def test_the_joint_norm_is_an_upper_bound_and_inf_where_it_is_none():
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize(
-    ("clip", "noise", "size", "dim"), [(0.5, 1.1, 8, 3), (1e-6, 0.3, 512, 10**4), (7.0, 4.0, 1, 1)]
+    ("clip", "noise", "size", "dim"),
+    [(0.5, 1.1, 8, 3), (1e-6, 0.3, 512, 10**4), (7.0, 4.0, 1, 1)],
 )
 def test_sensitivity_noise_and_event_agree(in_torch, adjacency, clip, noise, size, dim):
     oracle = Clipped(clip, noise, size)
@@ -250,7 +251,9 @@ def test_physical_batches_add_up_and_each_release_starts_anew():
     assert torch.equal(released(oracle, query, []), torch.zeros(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("forget", [Clipped.discard, lambda oracle: oracle.open([torch.zeros(2)])])
+@pytest.mark.parametrize(
+    "forget", [Clipped.discard, lambda oracle: oracle.open([torch.zeros(2)])]
+)
 def test_discarded_rows_are_in_no_release(forget):
     oracle = Clipped(CLIP, 0.0, 1)
     oracle.open([torch.zeros(2)])
@@ -367,7 +370,9 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
     for _ in range(2):
         oracle.open([torch.zeros(shape) for shape in shapes])
         oracle.observe(
-            GradBatch([DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])])
+            GradBatch(
+                [DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]
+            )
         )
         assert (
             oracle._means[0].dtype == torch.float32
@@ -447,7 +452,9 @@ SCORES = {
 
 @pytest.mark.cases(32, 16)
 @pytest.mark.parametrize(
-    "features", [[1.0, -2.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [1e30, -1e30]], ids=str
+    "features",
+    [[1.0, -2.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [1e30, -1e30]],
+    ids=str,
 )
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("cls", [Clipped, dp.oracles.AutoClip])

@@ -173,7 +173,9 @@ def test_no_neighbor_moves_the_release_past_the_sensitivity(
     groups = data.draw(st.integers(1, size))
     rows = clip * (
         3
-        * torch.randn(size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * torch.randn(
+            size, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
     )
     place = data.draw(st.integers(0, size - 1))
     pair = [rows.clone(), rows.clone()]
@@ -250,9 +252,9 @@ def test_noise_has_the_scale_that_the_ledger_was_told(groups, noise):
         assert oracle.noise_std / oracle.sensitivity(adjacency) == pytest.approx(
             event.sigma / event.sensitivity(adjacency), rel=1e-12
         )
-        assert oracle.noise_std / oracle.sensitivity(adjacency) >= event.sigma / event.sensitivity(
+        assert oracle.noise_std / oracle.sensitivity(
             adjacency
-        )
+        ) >= event.sigma / event.sensitivity(adjacency)
 
 
 def test_halved_noise_of_group_means_is_caught(monkeypatch):

@@ -199,7 +199,8 @@ def test_copies_and_checkpoints_hold_no_past_noise() -> None:
         assert (len(twin), twin.maxlen) == (0, 3)
     assert len(copy.deepcopy(oracle)._past) == 0
     assert all(
-        "tensor" not in str(value) for value in (oracle.settings(), oracle.metrics(), repr(oracle))
+        "tensor" not in str(value)
+        for value in (oracle.settings(), oracle.metrics(), repr(oracle))
     )
 
 

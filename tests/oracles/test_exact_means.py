@@ -177,7 +177,9 @@ def test_pilots_and_phases_become_exact_together():
 
 def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(60, 3, generator=draw) / 2, torch.randn(60, 1, generator=draw))
+    return TensorDataset(
+        torch.randn(60, 3, generator=draw) / 2, torch.randn(60, 1, generator=draw)
+    )
 
 
 OPTIMIZERS = {

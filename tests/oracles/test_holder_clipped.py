@@ -87,7 +87,9 @@ def test_the_papers_clip_is_its_formula_even_where_a_better_bound_is_known():
     assert clip_at(constant, 0.0) == [1.5]
 
 
-@pytest.mark.parametrize(("promised", "feasible"), [(1.0, 9.0), (9.0, 1.0), (1.0, INF), (INF, 1.0)])
+@pytest.mark.parametrize(
+    ("promised", "feasible"), [(1.0, 9.0), (9.0, 1.0), (1.0, INF), (INF, 1.0)]
+)
 @pytest.mark.parametrize("noise", ["adaptive", "constant", "paper"])
 def test_the_smaller_of_promised_and_feasible_radius_counts(promised, feasible, noise):
     if noise == "paper" and feasible == INF:
@@ -175,7 +177,9 @@ def test_with_true_promises_nothing_is_clipped(loss):
     bound_y = {} if isinstance(loss, dp.losses.Logistic) else {"bound_y": 1.0}
     problem = loss.problem(bound_x=1.0, radius=5.0, **bound_y)
     w = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    grads = [torch.autograd.grad(loss(x[i : i + 1] @ w.t(), y[i : i + 1]), w)[0] for i in range(50)]
+    grads = [
+        torch.autograd.grad(loss(x[i : i + 1] @ w.t(), y[i : i + 1]), w)[0] for i in range(50)
+    ]
     rows = torch.stack(grads)
     for noise in ("adaptive", "constant", "paper"):
         oracle = HolderClipped(problem, 0.0, 50, noise=noise, radius=5.0)

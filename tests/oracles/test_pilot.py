@@ -24,7 +24,9 @@ LENGTHS = [0.0, 1e-45, 1e-20, 1e-4, 1.0, 50.0, 1e19, 3e38, math.inf, -math.inf, 
 
 
 def batch(lengths: list[float], dim: int = 1) -> GradBatch:
-    return GradBatch([DenseBlock(torch.tensor(lengths)[:, None].expand(-1, dim) / math.sqrt(dim))])
+    return GradBatch(
+        [DenseBlock(torch.tensor(lengths)[:, None].expand(-1, dim) / math.sqrt(dim))]
+    )
 
 
 def ran(

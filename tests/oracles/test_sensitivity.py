@@ -63,7 +63,8 @@ def test_a_skipped_batch_is_charged_or_refused():
         try:
             loader = opt.bind(
                 DataLoader(
-                    column(1.0, 2.0), batch_sampler=dp.sampling.ShuffledSampler(opt.design, steps=3)
+                    column(1.0, 2.0),
+                    batch_sampler=dp.sampling.ShuffledSampler(opt.design, steps=3),
                 )
             )
             for (x,) in itertools.islice(loader, 1, None):
@@ -85,7 +86,11 @@ def test_rows_of_different_passes_are_never_joined(rows, sizes):
         model = dp.attach(TwoHeads(), rows=rows, loss_reduction="sum")
         x = torch.zeros(both, 1)
         x[0] = value
-        for inputs, heads in ((torch.zeros(first, 1), "a"), (x, "ab"), (torch.zeros(last, 1), "b")):
+        for inputs, heads in (
+            (torch.zeros(first, 1), "a"),
+            (x, "ab"),
+            (torch.zeros(last, 1), "b"),
+        ):
             model(inputs, heads).sum().backward()
         params = list(model.parameters())
         return released(oracle, params, [GradBatch.consume(params)])

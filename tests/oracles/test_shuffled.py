@@ -17,7 +17,13 @@ from tests.accounting.exact_shuffle import delta_bounds
 from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means, scalar_sum_variance, vector_sum
 from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, ApproxZCDP, NonPrivate
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    ApproxZCDP,
+    NonPrivate,
+)
 from torch_dpsco.algorithms.mechanisms import (
     BinomialNoise,
     ShuffleParameters,
@@ -91,7 +97,9 @@ def test_the_median_is_that_of_the_means_of_groups():
     for groups in (1, 2, 3, 5, 11):
         oracle = make("median", ShuffleParameters(2**40, 0), 11, 4, groups)
         got = released(oracle, [torch.zeros(4)], [batch(part) for part in rows.split(4)])
-        torch.testing.assert_close(got, median_of_means(rows, groups, CLIP), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            got, median_of_means(rows, groups, CLIP), rtol=1e-9, atol=1e-10
+        )
 
 
 @pytest.mark.cases(0, 1)
@@ -129,7 +137,9 @@ def test_rounding_and_noise_come_from_the_generator(kind):
     same = [counts_of(make(kind, parameters), rows, seed=5) for _ in range(2)]
     assert torch.equal(*same)
     assert not torch.equal(same[0], counts_of(make(kind, parameters), rows, seed=6))
-    assert not torch.equal(counts_of(make(kind), rows, seed=5), counts_of(make(kind), rows, seed=7))
+    assert not torch.equal(
+        counts_of(make(kind), rows, seed=5), counts_of(make(kind), rows, seed=7)
+    )
 
 
 # -- one record -------------------------------------------------------------------------------------------------------

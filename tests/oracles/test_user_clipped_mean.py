@@ -100,7 +100,8 @@ def test_many_rows_of_one_user_count_as_one_user():
 def test_users_without_a_usable_mean_contribute_nothing(value):
     rows = torch.tensor([[0.25], [value], [0.25]], dtype=torch.float64)
     assert torch.equal(
-        exactly(make(), rows, torch.tensor([0, 1, 1])), exactly(make(), rows[:1], torch.tensor([0]))
+        exactly(make(), rows, torch.tensor([0, 1, 1])),
+        exactly(make(), rows[:1], torch.tensor([0])),
     )
     few = make(min_items=2)
     assert exactly(
@@ -113,7 +114,9 @@ def test_an_adaptive_clip_gets_one_vote_of_each_user_and_its_event():
     clipping = AdaptiveClipped(1.0, 1.0, batch_size=40, lr=0.2, count_noise=10.0)
     event, oracle = clipping.event(), UserClipped(clipping, 40)
     design = Full(40)
-    assert oracle.charge(design, Draw(40)) == clipping.charge(design, Draw(40)) == (event, 1, False)
+    assert (
+        oracle.charge(design, Draw(40)) == clipping.charge(design, Draw(40)) == (event, 1, False)
+    )
     assert (oracle.event(), oracle.batch_size) == (event, 40)
     assert event.sigma == pytest.approx((1.0 + 1.0 / (2 * 10.0) ** 2) ** -0.5)
 
@@ -124,7 +127,9 @@ def test_an_adaptive_clip_gets_one_vote_of_each_user_and_its_event():
         return quiet.state()["clip"]
 
     assert (
-        after(1) == pytest.approx(after(1000)) == pytest.approx(math.exp(-0.2 * (19.5 - 0.5) / 40))
+        after(1)
+        == pytest.approx(after(1000))
+        == pytest.approx(math.exp(-0.2 * (19.5 - 0.5) / 40))
     )
 
 

@@ -78,7 +78,9 @@ def literal(rows, tau, filter):
     if not sum(weights):
         return score, torch.zeros(rows.shape[1], dtype=torch.float64)
     kept = [(w, row) for w, row in zip(weights, table, strict=True) if w]
-    mean = [float(sum(w * row[i] for w, row in kept) / sum(weights)) for i in range(rows.shape[1])]
+    mean = [
+        float(sum(w * row[i] for w, row in kept) / sum(weights)) for i in range(rows.shape[1])
+    ]
     return score, torch.tensor(mean, dtype=torch.float64)
 
 
@@ -142,7 +144,9 @@ def moved(filter, first, second, tau=1.0, threshold=None, **others):
 def test_no_user_moves_the_mean_past_the_sensitivity(kind, n, dim, data):
     filter = kind(n, data.draw(st.integers(n - 2, n - 1)))
     near = st.sampled_from([0.0, 0.5, 1.0, -0.5, -1.0, 1.5, 2.0, 0.25])
-    table = data.draw(st.lists(st.lists(near, min_size=dim, max_size=dim), min_size=n, max_size=n))
+    table = data.draw(
+        st.lists(st.lists(near, min_size=dim, max_size=dim), min_size=n, max_size=n)
+    )
     rows = torch.tensor(table, dtype=torch.float64)
     one, other = rows.clone(), rows.clone()
     for changed in (one, other):
@@ -208,7 +212,9 @@ def test_a_search_over_clusters_comes_near_the_bounds_and_never_passes_them():
                 continue
             means = []
             for at, weight, *counts in sides:
-                w = weight * np.clip((counts[index - 2] - (n + 1) / 2) / (end - (n + 1) / 2), 0, 1)
+                w = weight * np.clip(
+                    (counts[index - 2] - (n + 1) / 2) / (end - (n + 1) / 2), 0, 1
+                )
                 means.append(
                     float((w * np.where(w > 0, at, 0)).sum() / w.sum()) if w.sum() else 0.0
                 )
@@ -414,7 +420,11 @@ def test_the_ledger_covers_the_proved_delta():
 def test_a_halt_earns_no_refund():
     oracle = certain(same(8), noise_std=1.0, steps=9)
     whole = oracle.phase_event()
-    assert [type(part).__name__ for part in whole.events] == ["AboveThreshold", "Repeat", "Failure"]
+    assert [type(part).__name__ for part in whole.events] == [
+        "AboveThreshold",
+        "Repeat",
+        "Failure",
+    ]
     assert whole.events[1].n == 9
     assert oracle.charge(Full(8), Draw(8)) == (whole, 9, False)
     assert not released(oracle, torch.zeros(8, 1)).halted
@@ -453,7 +463,9 @@ def test_halved_noise_of_the_filtered_mean_is_caught(factor, monkeypatch):
     declared = certain(same(8), noise_std=0.3)
     if factor != 1.0:
         right = UserFiltered.noise_std.fget
-        monkeypatch.setattr(UserFiltered, "noise_std", property(lambda self: factor * right(self)))
+        monkeypatch.setattr(
+            UserFiltered, "noise_std", property(lambda self: factor * right(self))
+        )
     rows = torch.zeros(8, 20_000)
     noise = released(declared, rows).mean[0]
     std = (

@@ -94,7 +94,14 @@ def test_more_users_than_the_filter_is_for_are_refused():
     chosen = UserFilter(n_users=8, score_floor=7.0, ramp_end=6)
     for users in (8, 9):
         oracle = UserFiltered(
-            chosen, 1.0, 0.0, steps=1, threshold=7.2, threshold_scale=0.01, query_scale=0.01, ids=20
+            chosen,
+            1.0,
+            0.0,
+            steps=1,
+            threshold=7.2,
+            threshold_scale=0.01,
+            query_scale=0.01,
+            ids=20,
         )
         oracle.open([torch.zeros(1)])
         oracle.observe(

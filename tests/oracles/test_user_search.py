@@ -102,7 +102,9 @@ def test_the_law_is_that_of_the_definition(n, dim, data):
     lattice = st.sampled_from([0.0, 0.25, 0.5, 1.0, -0.5, 2.0, 4.0])
     present = data.draw(st.integers(1, n))
     table = data.draw(
-        st.lists(st.lists(lattice, min_size=dim, max_size=dim), min_size=present, max_size=present)
+        st.lists(
+            st.lists(lattice, min_size=dim, max_size=dim), min_size=present, max_size=present
+        )
     )
     for place in data.draw(st.lists(st.integers(0, present - 1), max_size=2)):
         table[place][0] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -112,7 +114,9 @@ def test_the_law_is_that_of_the_definition(n, dim, data):
     )
     totals, target = literal_totals(rows, RADII, n), round(Fraction(search.target) * n)
     below = [n, *totals[:-1]]
-    scores = [max(low - target, target - high, 0) for low, high in zip(below, totals, strict=True)]
+    scores = [
+        max(low - target, target - high, 0) for low, high in zip(below, totals, strict=True)
+    ]
     weights = np.exp(-np.array(scores) / (4 * (n - 1)))
     law = law_of(searching(search, n), rows)
     assert np.array_equal(law, search_law(totals, search, n))
@@ -406,7 +410,11 @@ def test_a_copy_is_charged_for_a_search_of_its_own():
     oracle = sure(noise_ratio=1.0, steps=9, threshold=7.5, threshold_scale=0.01, query_scale=0.01)
     observe(oracle, halves())
     for _ in range(4):
-        for twin in (copy.deepcopy(oracle), copy.copy(oracle), pickle.loads(pickle.dumps(oracle))):
+        for twin in (
+            copy.deepcopy(oracle),
+            copy.copy(oracle),
+            pickle.loads(pickle.dumps(oracle)),
+        ):
             assert twin.event() == oracle.phase_event()
             assert not twin.searched
             with pytest.raises(SequenceError, match="search comes first"):
@@ -438,7 +446,8 @@ def test_without_any_rows_there_is_a_draw_and_no_error():
 
 
 @pytest.mark.parametrize(
-    ("choice", "word"), [(0, "smallest is probably too large"), (4, "points are probably too few")]
+    ("choice", "word"),
+    [(0, "smallest is probably too large"), (4, "points are probably too few")],
 )
 def test_an_end_of_the_grid_warns_by_the_choice_alone(monkeypatch, choice, word):
     monkeypatch.setattr(user_search, "draw", lambda law, generator: choice)
@@ -468,7 +477,11 @@ def test_what_depends_on_tau_is_refused_before_the_search():
             )
     assert oracle.metrics() == {}
     released(oracle, halves())
-    assert oracle.metrics() == {"pair_radius": 2.0, "noise_std": oracle.noise_std, "answered": 0.0}
+    assert oracle.metrics() == {
+        "pair_radius": 2.0,
+        "noise_std": oracle.noise_std,
+        "answered": 0.0,
+    }
     with pytest.raises(PrivacyError, match="pair_radius is fixed"):
         oracle.pair_radius = 2.0
 

@@ -127,7 +127,9 @@ def sampled(z, steps, epsilons, way, draws, generator, shift=1.0):
             x[:, 0] += shift
             log_weight += ((x[:, 0] - shift) ** 2 - (x[:, 0] - 1) ** 2) / (2 * z * z)
         m = np.log(ratio(x, z).mean(axis=1))
-        log_loss += {"remove": m, "add": -m, "replace": m - np.log(ratio(-x, z).mean(axis=1))}[way]
+        log_loss += {"remove": m, "add": -m, "replace": m - np.log(ratio(-x, z).mean(axis=1))}[
+            way
+        ]
     gain = np.exp(log_weight) * -np.expm1(np.minimum(math.fsum(epsilons) - log_loss, 0.0))
     return float(gain.mean()), float(gain.std() / math.sqrt(draws))
 
@@ -143,7 +145,13 @@ class Drawn:
     shares = (0.1, 0.3, 0.3, 0.3)
 
     def __init__(self, z, steps, epochs, way, generator):
-        self.z, self.steps, self.epochs, self.way, self.generator = z, steps, epochs, way, generator
+        self.z, self.steps, self.epochs, self.way, self.generator = (
+            z,
+            steps,
+            epochs,
+            way,
+            generator,
+        )
         self.own = (0.0, 0.0) if way == "add" else (1.0, 0.0)
 
     def estimates(self, epsilons, draws):
@@ -217,7 +225,9 @@ class Drawn:
             gain = np.exp(np.clip(-log_ratio, -600.0, 600.0))
             gain *= -np.expm1(np.minimum(min(epsilon, np.quantile(loss, 0.9)) - loss, 0.0))
             largest = x.max(axis=2)
-            a = float(gain @ (largest.max(axis=1) if single else largest.mean(axis=1)) / gain.sum())
+            a = float(
+                gain @ (largest.max(axis=1) if single else largest.mean(axis=1)) / gain.sum()
+            )
             mean = float(gain @ x.mean(axis=(1, 2)) / gain.sum())
             if kind == "free":
                 b = (mean * self.steps - a) / (self.steps - 1)

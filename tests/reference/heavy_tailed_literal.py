@@ -199,7 +199,8 @@ def select_central(candidates: Sequence[Vector]) -> int:
     """Index of the candidate whose (floor(J/2)+1)-th nearest candidate, itself included, is nearest."""
     J = len(candidates)
     radii = [
-        sorted(float(np.linalg.norm(y - other)) for other in candidates)[J // 2] for y in candidates
+        sorted(float(np.linalg.norm(y - other)) for other in candidates)[J // 2]
+        for y in candidates
     ]
     return int(np.argmin(radii))
 
@@ -216,7 +217,9 @@ def boosted(
     w, answers = np.array(w0, dtype=float), []
     for i, (batches, phase) in enumerate(zip(groups, phases, strict=True)):
         candidates = [
-            algorithm_3(gradient, w, batch, phase, project, None if noise is None else noise[i][j])
+            algorithm_3(
+                gradient, w, batch, phase, project, None if noise is None else noise[i][j]
+            )
             for j, batch in enumerate(batches)
         ]
         w = candidates[select_central(candidates)]

@@ -101,7 +101,9 @@ def records(name: str) -> TensorDataset:
     )
     signs = rng.choice([-1.0, 1.0], (N, 1))
     targets = (
-        signs if CASES[name].loss.target_kind == "sign" else signs * rng.uniform(0, BOUND_Y, (N, 1))
+        signs
+        if CASES[name].loss.target_kind == "sign"
+        else signs * rng.uniform(0, BOUND_Y, (N, 1))
     )
     return TensorDataset(torch.tensor(features), torch.tensor(targets), torch.arange(N))
 
@@ -273,13 +275,17 @@ def test_the_gradients_by_hand_are_those_of_central_differences(name: str) -> No
 def test_the_last_update_is_not_in_the_average() -> None:
     final = [
         step[4]
-        for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="uniform")
+        for step in ours(
+            "hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="uniform"
+        )
     ][-1]
     before = [
         step[3]
         for step in ours("hinge", noise="paper", z=1.0, batch=1, design=dp.Fixed, average="last")
     ][:-1]
-    np.testing.assert_allclose(final, np.sum(before, axis=0) / STEPS, rtol=0, atol=1e-12)  # w_1 = 0
+    np.testing.assert_allclose(
+        final, np.sum(before, axis=0) / STEPS, rtol=0, atol=1e-12
+    )  # w_1 = 0
 
 
 MUTATIONS = {

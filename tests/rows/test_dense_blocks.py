@@ -76,7 +76,9 @@ def test_the_error_of_a_sum_in_one_tile_is_within_the_plan():
     sums = DenseBlocks(parts).weighted_sum(weights, plan)
     assert {total.dtype for total in sums} == {torch.float32}
     exact = [torch.einsum("b,b...->...", weights, part.rows.double()) for part in parts]
-    error = math.hypot(*(float((a.double() - b).norm()) for a, b in zip(sums, exact, strict=True)))
+    error = math.hypot(
+        *(float((a.double() - b).norm()) for a, b in zip(sums, exact, strict=True))
+    )
     assert 2 * error <= plan.error
 
 
@@ -93,7 +95,9 @@ def test_only_dense_blocks_that_follow_each_other_are_joined():
     ]
     assert found[0] is parts[0]
     assert found[2].shapes == [torch.Size(shape) for shape in SHAPES]  # in their order
-    assert [row.shape[0] for row in found[2].select(torch.tensor([1])).dense()] == [1] * len(parts)
+    assert [row.shape[0] for row in found[2].select(torch.tensor([1])).dense()] == [1] * len(
+        parts
+    )
     assert joined([factored]) == [factored]
 
 

@@ -32,7 +32,9 @@ def exact_row(acts: Tensor, backprops: Tensor) -> list[Fraction]:
     out, width = backprops.shape[1], acts.shape[1]
     pairs = list(zip(left, right, strict=True))
     return [
-        sum((g[o] * a[i] for g, a in pairs), Fraction(0)) for o in range(out) for i in range(width)
+        sum((g[o] * a[i] for g, a in pairs), Fraction(0))
+        for o in range(out)
+        for i in range(width)
     ]
 
 
@@ -110,7 +112,9 @@ def test_rows_that_cancel_too_far_are_clipped_by_their_terms():
                 for e, v in zip(exact, exact_row(acts[i], backprops[i]), strict=True)
             ]
         error = math.sqrt(
-            square([Fraction(t) - e for t, e in zip(total.flatten().tolist(), exact, strict=True)])
+            square(
+                [Fraction(t) - e for t, e in zip(total.flatten().tolist(), exact, strict=True)]
+            )
         )
         assert error <= 30 * clip * (963 * CANCELLATION + 31) * 2.0**-53
 

@@ -17,7 +17,9 @@ from torch_dpsco.rows.layers.embedding import coalesced
 RECORDS, ITEMS, WIDTH = 6, 9, 3
 
 
-def made(seed: int, uses: int = 20, dtype: torch.dtype = torch.float32) -> tuple[ItemBlock, Tensor]:
+def made(
+    seed: int, uses: int = 20, dtype: torch.dtype = torch.float32
+) -> tuple[ItemBlock, Tensor]:
     """Returns rows and the same rows as one tensor; record 4 and item 7 are never used."""
     generator = torch.Generator().manual_seed(seed)
     records = torch.tensor([0, 1, 2, 3, 5])[torch.randint(5, (uses,), generator=generator)]

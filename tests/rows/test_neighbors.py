@@ -39,7 +39,9 @@ def exact_counts(rows, radius: Fraction):
         return sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) <= radius**2
 
     return [
-        1 if first is None else sum(second is not None and near(first, second) for second in table)
+        1
+        if first is None
+        else sum(second is not None and near(first, second) for second in table)
         for first in table
     ]
 
@@ -71,7 +73,9 @@ def test_ties_at_the_radius_count_as_in_exact_arithmetic(n, dim, radius, power, 
         lattice.map(lambda v: math.ldexp(v, power)),
         special,
     )
-    table = data.draw(st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=n, max_size=n))
+    table = data.draw(
+        st.lists(st.lists(value, min_size=dim, max_size=dim), min_size=n, max_size=n)
+    )
     rows = torch.tensor(table, dtype=torch.float64)
     rows[rows.abs() > 1e60] = math.inf
     tau = math.ldexp(float(radius), power)
@@ -160,7 +164,14 @@ def test_replacing_or_removing_a_row_moves_other_counts_by_at_most_one(value):
 
 def test_rows_that_are_not_finite_are_their_own_only_neighbor():
     rows = torch.tensor(
-        [[0.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [math.inf, 0.0], [0.0, 1.0], [1e200, 1e200]]
+        [
+            [0.0, 0.0],
+            [math.nan, 0.0],
+            [math.inf, 0.0],
+            [math.inf, 0.0],
+            [0.0, 1.0],
+            [1e200, 1e200],
+        ]
     )
     for dtype in (torch.float32, torch.float64):
         assert counts(rows.to(dtype), 1.0).tolist() == [[2, 1, 1, 1, 2, 1]]

@@ -237,7 +237,9 @@ def test_single_factors_have_room_for_fourteen_roundings(width, dtype):
     factors = linear_factors(acts)
     room = 1 + 14 * Fraction(2) ** -24
     for a, factor in zip(acts.tolist(), factors.tolist(), strict=True):
-        assert factors.dtype == torch.float64 or Fraction(factor) ** 2 >= (squares(a) + 1) * room**2
+        assert (
+            factors.dtype == torch.float64 or Fraction(factor) ** 2 >= (squares(a) + 1) * room**2
+        )
 
 
 @pytest.mark.cases(0, 1)

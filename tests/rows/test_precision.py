@@ -48,8 +48,12 @@ def _rows(size: int, reduction: str, rows: str) -> Tensor:
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize(("rows", "emulated"), [("auto", True), ("auto", False), ("dense", False)])
-def test_one_record_more_moves_the_sum_by_one_clip_in_medium_precision(monkeypatch, rows, emulated):
+@pytest.mark.parametrize(
+    ("rows", "emulated"), [("auto", True), ("auto", False), ("dense", False)]
+)
+def test_one_record_more_moves_the_sum_by_one_clip_in_medium_precision(
+    monkeypatch, rows, emulated
+):
     """The counterexample: on a CPU with bfloat16 products the sum moved by 27 clips at B = 3927."""
     torch.set_float32_matmul_precision("medium")
     if emulated:
@@ -97,13 +101,16 @@ def test_a_variable_that_lets_cpu_kernels_round_counts_like_a_switch(monkeypatch
 def test_a_sum_loss_in_reduced_matmul_precision_trains():
     torch.set_float32_matmul_precision("medium")
     assert (
-        len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum")) == 4
+        len(gradients(dp.attach(_two_layers(), loss_reduction="sum"), torch.ones(4, 8), "sum"))
+        == 4
     )
 
 
 def test_a_mean_loss_in_double_precision_has_no_shortcut():
     torch.set_float32_matmul_precision("medium")
-    assert len(gradients(dp.attach(_two_layers().double()), torch.ones(4, 8).double(), "mean")) == 4
+    assert (
+        len(gradients(dp.attach(_two_layers().double()), torch.ones(4, 8).double(), "mean")) == 4
+    )
 
 
 def test_a_backward_of_a_mean_inside_of_autocast_is_refused():
@@ -187,7 +194,9 @@ def test_a_refusal_names_what_switches_it_off(monkeypatch):
     assert found.endswith("switch it off: torch.set_float32_matmul_precision('highest')")
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch < 2.9 has one switch")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="torch < 2.9 has one switch"
+)
 @pytest.mark.parametrize("name", ["cudnn.conv", "cudnn", ""])
 def test_what_switches_a_setting_off_does(name):
     """With the switches of this torch, which inherit from each other in a way of their own."""
@@ -207,7 +216,9 @@ def test_what_switches_a_setting_off_does(name):
         asked.fp32_precision = "tf32"
         where, value = precision.coarse_setting([conv], [weight]).cure.split(" = ")
         *path, field = where.split(".")[2:]
-        setattr(operator.attrgetter(".".join(path))(torch.backends), field, ast.literal_eval(value))
+        setattr(
+            operator.attrgetter(".".join(path))(torch.backends), field, ast.literal_eval(value)
+        )
         assert precision.coarse_setting([conv], [weight]) is None
     finally:
         for switch, value in zip(kept, before, strict=True):

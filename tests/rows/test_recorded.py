@@ -28,7 +28,9 @@ from torch_dpsco.rows import (
 from torch_dpsco.rows.blocks import DenseBlocks
 from torch_dpsco.rows.layers.table import RECORDED
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel:UserWarning"
+)
 
 B = 5  # records, and times where there are times: no shape gives a layout away
 
@@ -83,7 +85,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv2d, frozen weight": (lambda: frozen(nn.Conv2d(2, 3, 2), "weight"), floats(2, 4, 4)),
     "conv2d, frozen bias": (lambda: frozen(nn.Conv2d(2, 3, 2), "bias"), floats(2, 4, 4)),
     "conv2d, same": (lambda: nn.Conv2d(2, 3, 3, padding="same", dilation=2), floats(2, 6, 6)),
-    "conv2d, same, even kernel": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), floats(2, 6, 6)),
+    "conv2d, same, even kernel": (
+        lambda: nn.Conv2d(2, 3, (2, 4), padding="same"),
+        floats(2, 6, 6),
+    ),
     "conv2d, valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), floats(2, 6, 6)),
     "conv2d, reflected": (
         lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"),
@@ -101,7 +106,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="circular"),
         floats(2, 6),
     ),
-    "conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 0)), floats(2, 3, 4, 3)),
+    "conv3d": (
+        lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 0)),
+        floats(2, 3, 4, 3),
+    ),
     "embedding": (lambda: nn.Embedding(7, 3), ids(B)),
     "embedding of one item": (lambda: nn.Embedding(7, 3), ids()),
     "embedding of pages": (lambda: nn.Embedding(7, 3), ids(2, 4)),
@@ -121,9 +129,9 @@ def layer(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Ten
 
 def losses(output: Tensor) -> Tensor:
     flat = output.flatten(1)
-    return ((flat - 0.3).square() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum(
-        1
-    )
+    return (
+        (flat - 0.3).square() * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+    ).sum(1)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -158,7 +166,9 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_recorded_rows_are_those_of_single_records_and_of_opacus(name, reduction, dtype, tolerance):
+def test_recorded_rows_are_those_of_single_records_and_of_opacus(
+    name, reduction, dtype, tolerance
+):
     model, x = layer(name, dtype)
     exact = alone(copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x)
     rows = recorded(dp.attach(copy.deepcopy(model), rows="factored", loss_reduction=reduction), x)
@@ -307,7 +317,9 @@ def test_a_record_that_is_not_finite_moves_no_other(name):
     assert torch.equal(rows.norms()[others], clean.norms()[others])
     weights = torch.ones(B, dtype=torch.float64)
     weights[3] = 0.0
-    for found, before in zip(rows.weighted_sum(weights), clean.weighted_sum(weights), strict=True):
+    for found, before in zip(
+        rows.weighted_sum(weights), clean.weighted_sum(weights), strict=True
+    ):
         assert torch.equal(found, before)
 
 
@@ -413,7 +425,9 @@ def test_every_recorded_kind_is_tested_here():
 @pytest.mark.cases(6, 3)
 @pytest.mark.parametrize("name", KINDS.values())
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "file"],
 )
 def test_copies_record_rows_and_detached_layers_are_plain_again(name, copied):
     model, x = layer(name)
@@ -462,7 +476,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numbers = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -484,7 +500,9 @@ def largest(model: nn.Module, x: Tensor) -> int:
 def test_no_tensor_of_rows_is_made_for_embeddings_and_long_factors():
     items, width, n, times = 5000, 16, 32, 10
     ids = torch.randint(items, (n, times))
-    assert largest(nn.Embedding(items, width), ids) <= 2 * items * width  # one parameter in float64
+    assert (
+        largest(nn.Embedding(items, width), ids) <= 2 * items * width
+    )  # one parameter in float64
     out, wide = 300, 400
     assert largest(nn.Linear(wide, out), torch.randn(n, times, wide)) <= 2 * max(
         out * wide, n * times * wide
@@ -516,7 +534,9 @@ def test_one_record_moves_the_clipped_mean_of_a_recorded_layer_by_at_most_its_se
         (losses(model(x[chosen])) * scales[chosen]).sum().backward()
         return released(oracle, query, [GradBatch.consume(trained(model))])
 
-    moved = float(torch.linalg.vector_norm(mean(torch.arange(B)).double() - mean(others).double()))
+    moved = float(
+        torch.linalg.vector_norm(mean(torch.arange(B)).double() - mean(others).double())
+    )
     # a row itself rounds in another way in a batch of another size
     assert moved <= oracle.sensitivity("add_remove") * (1 + 1e-5)
     assert moved > 0 or not math.isfinite(factor)

@@ -64,10 +64,14 @@ _STACKS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-def _model(name: str, dtype: torch.dtype = torch.float32, reduction: str = "mean") -> nn.Sequential:
+def _model(
+    name: str, dtype: torch.dtype = torch.float32, reduction: str = "mean"
+) -> nn.Sequential:
     torch.manual_seed(0)
     model = dp.attach(
-        nn.Sequential(*_STACKS[name]()).to(dtype), loss_reduction=reduction, check_first_step=False
+        nn.Sequential(*_STACKS[name]()).to(dtype),
+        loss_reduction=reduction,
+        check_first_step=False,
     )
     assert isinstance(model.forward, StackedForward)
     return model
@@ -198,7 +202,8 @@ def _calls() -> list[object]:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(
-    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+    "register",
+    ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"],
 )
 def test_hooks_on_parts_of_a_stack_are_called(place, register, calls):
     model = _model("Tanh")
@@ -330,7 +335,9 @@ def test_a_mean_in_reduced_precision_is_refused():
 # -- copies and the way back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_copies_are_stacked_and_detached_models_are_plain_again(copied):
     model = copied(_model("ReLU"))
     assert _is_stacked(model, _input())

@@ -168,7 +168,10 @@ def test_float32_sums_of_outer_products_err_by_at_most_what_is_claimed(
     assert bool(plan.matrix_tile) is (in_c or batch_size < 4096)
     if not plan.matrix_tile:
         return
-    acts, backprops = make(plan.rows, dim // 16), torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
+    acts, backprops = (
+        make(plan.rows, dim // 16),
+        torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1),
+    )
     error = largest_error(outer(acts, backprops), product(acts, backprops), plan)
     assert 0 < error <= plan.error
 
@@ -296,7 +299,9 @@ def test_chunks_that_pass_the_planned_rows_stay_within_the_claim(extra):
     oracle = Clipped(1.0, 0.0, batch_size=64)
 
     def mean(part: Tensor) -> Tensor:
-        return released(oracle, query, [GradBatch([DenseBlock(chunk)]) for chunk in part.split(50)])
+        return released(
+            oracle, query, [GradBatch([DenseBlock(chunk)]) for chunk in part.split(50)]
+        )
 
     weights = clip_weights(GradBatch([DenseBlock(rows)]).norms(), 1.0)
     for missing, index in neighbors(len(rows)):
@@ -327,7 +332,9 @@ def test_weights_below_the_normal_numbers_of_float32_count_as_zero():
     assert total.tolist() == [5 * 2.0**-126 + 7 * (1.0 - 2.0**-53)]
     weights[2] = 0.0
     assert GradBatch([block]).weighted_sum(weights)[0].tolist() == [5 * 2.0**-126]
-    assert GradBatch([block]).weighted_sum(torch.zeros(4, dtype=torch.float64))[0].tolist() == [0.0]
+    assert GradBatch([block]).weighted_sum(torch.zeros(4, dtype=torch.float64))[0].tolist() == [
+        0.0
+    ]
 
 
 def test_few_numbers_are_summed_in_float64_whatever_the_plan():
@@ -360,7 +367,9 @@ def test_short_rows_are_summed_in_larger_tiles_within_the_claim(make, share, bat
     acts, backprops = rows[:, : dim // 16], torch.linspace(0.1, 0.4, 16).repeat(plan.rows, 1)
     [total] = GradBatch([FactoredBlock(acts, backprops, bias=False)]).weighted_sum(weights, used)
     exact = sum(
-        integers(weights[i : i + 1])[0] * integers(backprops[i])[:, None] * integers(acts[i])[None]
+        integers(weights[i : i + 1])[0]
+        * integers(backprops[i])[:, None]
+        * integers(acts[i])[None]
         for i in range(plan.rows)
     )
     if used.matrix_tile:

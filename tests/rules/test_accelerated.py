@@ -18,12 +18,18 @@ PHASE = dp.Phase(None)
 def parameters(*sizes: int) -> list[torch.nn.Parameter]:
     draw = torch.Generator().manual_seed(1)
     return [
-        torch.nn.Parameter(torch.randn(size, generator=draw, dtype=torch.float64)) for size in sizes
+        torch.nn.Parameter(torch.randn(size, generator=draw, dtype=torch.float64))
+        for size in sizes
     ]
 
 
 def moved(
-    rule: Accelerated, groups: list, state: defaultdict, k: int, prox: Ball | None, phase: dp.Phase
+    rule: Accelerated,
+    groups: list,
+    state: defaultdict,
+    k: int,
+    prox: Ball | None,
+    phase: dp.Phase,
 ) -> None:
     with torch.no_grad():
         rule.update(groups, state, k, phase)
@@ -84,7 +90,11 @@ def test_a_new_phase_starts_anew_at_its_first_step() -> None:
 def test_a_parameter_unfrozen_later_joins_where_it_stands() -> None:
     first, second = parameters(2, 2)
     second.requires_grad_(False)
-    groups, rule, state = [{"params": [first, second], "lr": 0.5}], Accelerated(), defaultdict(dict)
+    groups, rule, state = (
+        [{"params": [first, second], "lr": 0.5}],
+        Accelerated(),
+        defaultdict(dict),
+    )
     start = second.clone()
     first.grad = torch.ones_like(first)
     moved(rule, groups, state, 0, None, PHASE)

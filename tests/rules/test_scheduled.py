@@ -37,7 +37,9 @@ def run(
 @given(
     # no weight below 1e-6 but 0: relative to the largest one the reference would lose its digits
     st.lists(
-        st.tuples(st.floats(0.01, 10), st.just(0.0) | st.floats(1e-6, 1e6)), min_size=1, max_size=8
+        st.tuples(st.floats(0.01, 10), st.just(0.0) | st.floats(1e-6, 1e6)),
+        min_size=1,
+        max_size=8,
     ).filter(lambda pairs: sum(weight for _, weight in pairs) > 1e-3)
 )
 def test_the_answer_is_the_weighted_average_of_iterates_after_their_steps(
@@ -109,5 +111,9 @@ def test_what_cannot_be_meant_is_refused_by_name(factors: Any, weights: Any, wor
 
 def test_settings_are_plain_numbers_that_tell_rules_apart() -> None:
     rule = ScheduledSGD(torch.tensor([1.0, 0.5]).tolist(), (1, 2))
-    assert rule.settings() == {"rule": "ScheduledSGD", "factors": [1.0, 0.5], "weights": [1.0, 2.0]}
+    assert rule.settings() == {
+        "rule": "ScheduledSGD",
+        "factors": [1.0, 0.5],
+        "weights": [1.0, 2.0],
+    }
     assert all(type(value) is float for value in rule.settings()["weights"])

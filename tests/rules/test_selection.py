@@ -30,7 +30,9 @@ def test_the_choice_is_that_of_the_definition(candidates: list[list[float]]) -> 
     radii = [sorted(np.linalg.norm(rows - row, axis=1))[len(rows) // 2] for row in rows]
     np.testing.assert_allclose(found.radii, radii, atol=1e-12)
     assert found.radii[found.index] == min(found.radii)
-    assert radii[literal.select_central(list(rows))] == pytest.approx(radii[found.index], abs=1e-12)
+    assert radii[literal.select_central(list(rows))] == pytest.approx(
+        radii[found.index], abs=1e-12
+    )
 
 
 @settings(derandomize=True, max_examples=100)
@@ -39,7 +41,9 @@ def test_the_choice_is_within_three_radii_of_what_most_candidates_are_near(
     candidates: list[list[float]], target: list[float]
 ) -> None:
     rows, u = np.array(candidates), np.array(target)
-    near = sorted(np.linalg.norm(rows - u, axis=1))[len(rows) // 2]  # more than half are within it
+    near = sorted(np.linalg.norm(rows - u, axis=1))[
+        len(rows) // 2
+    ]  # more than half are within it
     assert np.linalg.norm(rows[chosen(candidates).index] - u) <= 3 * near + 1e-9
 
 

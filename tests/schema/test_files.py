@@ -139,11 +139,14 @@ def test_columns_of_arrow_are_coded_as_their_values():
         ([0.1, None, float("nan"), float("inf")], "float32"),
         ([7, 8], "uint8"),
     ):
-        column = arrow.chunked_array([arrow.array(values[:2], kind), arrow.array(values[2:], kind)])
+        column = arrow.chunked_array(
+            [arrow.array(values[:2], kind), arrow.array(values[2:], kind)]
+        )
         for number in (Number(-3, 2**62), Number(0, 9, missing=True)):
             one_by_one = np.array([number.code(value) for value in column.to_pylist()])
             assert (
-                frames.coded(number, column, one_by_one.shape[1]).tobytes() == one_by_one.tobytes()
+                frames.coded(number, column, one_by_one.shape[1]).tobytes()
+                == one_by_one.tobytes()
             )
 
 

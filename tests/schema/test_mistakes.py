@@ -35,7 +35,12 @@ COLUMNS = {
 }
 SCHEMA = Schema(COLUMNS, target="died", labels=["no", "yes"], ids="patient", unit="patient")
 USERS = Schema(
-    COLUMNS, target="died", labels=["no", "yes"], ids="patient", rows_per_unit=None, unit="patient"
+    COLUMNS,
+    target="died",
+    labels=["no", "yes"],
+    ids="patient",
+    rows_per_unit=None,
+    unit="patient",
 )
 PROMISED = Schema(
     COLUMNS, target="died", labels=["no", "yes"], unit="patient", one_row_per_unit=True
@@ -291,7 +296,9 @@ def test_the_check_takes_a_rare_event_for_no_mistake():
 
 @pytest.mark.parametrize("mistake", TOLD)
 def test_an_error_tells_before_anything_is_spent(mistake, monkeypatch):
-    monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
+    monkeypatch.setattr(
+        dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged")
+    )
     error, words, call = TOLD[mistake]
     with pytest.raises(error, match=words):
         call()

@@ -31,7 +31,13 @@ COLUMNS = {
     "stage": Ordered([1, 2, 3], missing=True),
 }
 VALUES = st.one_of(
-    st.none(), st.floats(), st.integers(), st.text(), st.booleans(), st.just(10**400), st.just("m")
+    st.none(),
+    st.floats(),
+    st.integers(),
+    st.text(),
+    st.booleans(),
+    st.just(10**400),
+    st.just("m"),
 )
 
 
@@ -136,7 +142,12 @@ def test_frames_of_pandas_and_arrow_are_read_alike():
 def test_a_baseline_has_no_feature():
     kind = Category(["f", "m", "x"], baseline=True)
     assert kind.names("sex") == ["sex=m", "sex=x"]
-    assert [kind.code(value) for value in ("f", "m", "x", None)] == [[0, 0], [1, 0], [0, 1], [0, 0]]
+    assert [kind.code(value) for value in ("f", "m", "x", None)] == [
+        [0, 0],
+        [1, 0],
+        [0, 1],
+        [0, 0],
+    ]
     schema = Schema({"sex": kind}, target="y", labels=[0, 1])
     assert schema.read({"sex": ["f", "x"], "y": [0, 1]}).X.tolist() == [[0, 0], [0, 1]]
     assert Schema.from_dict(schema.to_dict()) == schema

@@ -26,7 +26,11 @@ STEPS = 2500
 
 @lru_cache
 def releases(
-    features: tuple[float, ...], design: Design, adjacency: str, noise_multiplier: float, seed: int
+    features: tuple[float, ...],
+    design: Design,
+    adjacency: str,
+    noise_multiplier: float,
+    seed: int,
 ) -> torch.Tensor:
     """Returns the private means of many one-step releases of gradient -x, clipped at 1."""
     model = dp.attach(torch.nn.Linear(1, 1, bias=False))

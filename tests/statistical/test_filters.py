@@ -38,7 +38,9 @@ def event(mu: float, failure: float) -> Gaussian:
 
 
 def ledger_of(counts: tuple[int, ...], failure: float) -> Ledger:
-    return Ledger([Repeat(event(float(mu), failure), n) for mu, n in zip(MUS, counts, strict=True)])
+    return Ledger(
+        [Repeat(event(float(mu), failure), n) for mu, n in zip(MUS, counts, strict=True)]
+    )
 
 
 @cache
@@ -109,7 +111,9 @@ def simulate(
         active, kind = active[going], kind[going]
         mu = MUS[kind]
         loss[active] += mu * mu / 2 + mu * rng.standard_normal(len(active))
-        loss[active[rng.random(len(active)) < failure]] = math.inf  # the premise fails: all is told
+        loss[active[rng.random(len(active)) < failure]] = (
+            math.inf
+        )  # the premise fails: all is told
         state[active] += steps[kind]
         watch(state, loss)
     return loss

@@ -53,7 +53,9 @@ def plan(kind: Any, adjacency: str) -> Any:
     # batches of a seed are known to the audit: the claim must not rest on their being secret
     accelerated = {"steps": 3, "sampling": "shuffled"}
     own = {"reg": 0.1, "max_steps": 3, "min_phase": 3} if kind is dp.LocalizedSGD else accelerated
-    made = kind.plan(problem=dp.Problem(smoothness=1.0), budget=budget, clip=0.5, n=N, dim=1, **own)
+    made = kind.plan(
+        problem=dp.Problem(smoothness=1.0), budget=budget, clip=0.5, n=N, dim=1, **own
+    )
     return replace(made, budget=None)
 
 
@@ -78,7 +80,10 @@ def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> Audit:
     def train(data: TensorDataset) -> float:
         model = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
         opt = make(model.parameters(), adjacency, noise)
-        sampler, seen = make_sampler(opt.design, size=len(data), steps=hits[-1] + 1, seed=SEED), 0.0
+        sampler, seen = (
+            make_sampler(opt.design, size=len(data), steps=hits[-1] + 1, seed=SEED),
+            0.0,
+        )
         for k, (x,) in enumerate(opt.bind(PrivateLoader(data, sampler))):
             if len(x):
                 model(x).sum().backward()
@@ -221,7 +226,9 @@ def test_no_pair_of_rows_found_at_random_moves_a_mean_by_more_than_the_sensitivi
         return values.astype(np.float32)
 
     for _ in range(2000):
-        rows = np.stack([row() for _ in range(opt.oracle.batch_size if rng.random() < 0.5 else 2)])
+        rows = np.stack(
+            [row() for _ in range(opt.oracle.batch_size if rng.random() < 0.5 else 2)]
+        )
         first = mean(rows)
         other = rows.copy()
         other[0] = -rows[0] if rng.random() < 0.3 else row()

@@ -33,7 +33,9 @@ TRIALS = 800
 LOSS = dp.losses.Hinge()
 PROBLEM = LOSS.problem(bound_x=1.0)
 # record 0 pulls to one side, or to the other; the others have no gradient
-PAIR = tuple(TensorDataset(torch.eye(N)[:, :1], label * torch.ones(N, 1)) for label in (1.0, -1.0))
+PAIR = tuple(
+    TensorDataset(torch.eye(N)[:, :1], label * torch.ones(N, 1)) for label in (1.0, -1.0)
+)
 
 
 # -- the noise --------------------------------------------------------------------------------------------------------
@@ -71,7 +73,9 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
     assert all(average.any() for average in secret)
     del opt.finalize
     opt.finalize()
-    first, second = (p.detach().flatten() - a.flatten() for p, a in zip(model, secret, strict=True))
+    first, second = (
+        p.detach().flatten() - a.flatten() for p, a in zip(model, secret, strict=True)
+    )
     assert_std(first, plan.noise_scale)
     assert_std(second, plan.noise_scale)
     alike = float(first[:2000] @ second) / (2000**0.5 * plan.noise_scale**2)

@@ -112,7 +112,8 @@ def test_noise_is_new_for_every_parameter_and_every_release():
         for other in answers[:k]:
             assert are_uncorrelated(flat(answer), flat(other))
     assert (
-        len({float(v) for answer in answers for v in flat(answer)}) == 6 * flat(answers[0]).numel()
+        len({float(v) for answer in answers for v in flat(answer)})
+        == 6 * flat(answers[0]).numel()
     )
 
 

@@ -124,7 +124,10 @@ def _redraw(table: Members, draw: Callable[[np.random.Generator], Iterable[int]]
         # the last record is never drawn
         (inclusion, lambda t: t * (np.arange(N) < N - 1)),
         # one sampling rate is 5 % too large
-        (inclusion, lambda t: _redraw(t, lambda rng: np.flatnonzero(rng.random(N) < RATE * 1.05))),
+        (
+            inclusion,
+            lambda t: _redraw(t, lambda rng: np.flatnonzero(rng.random(N) < RATE * 1.05)),
+        ),
         # a block of records of the right expected size
         (
             independence,
@@ -171,7 +174,9 @@ def test_the_batch_size_varies_as_that_of_independent_records_and_not_as_a_fixed
 def test_every_subset_has_the_probability_of_independent_coin_tosses(n, batch_size):
     """The whole law of the gap method, on all 2^n subsets; false-alarm rate 1e-6."""
     rate, draws = batch_size / n, 30_000
-    codes = [int((2**indices).sum()) for indices in batches(Poisson(batch_size, n), draws, seed=1)]
+    codes = [
+        int((2**indices).sum()) for indices in batches(Poisson(batch_size, n), draws, seed=1)
+    ]
     counts = np.bincount(codes, minlength=2**n)
     sizes = np.array([bin(code).count("1") for code in range(2**n)])
     law = rate**sizes * (1 - rate) ** (n - sizes) * draws
@@ -195,7 +200,9 @@ def test_tiny_rates_on_ten_million_records_are_exact():
     assert _two_sided(*map(float, tails)) > FALSE_ALARM / 3
     bins = np.bincount(np.concatenate(drawn) // (n // 50), minlength=50)
     assert chi_square(bins, np.full(50, total / 50)) > FALSE_ALARM / 3
-    first = [-math.expm1((indices[0] + 1) * math.log1p(-rate)) for indices in drawn if len(indices)]
+    first = [
+        -math.expm1((indices[0] + 1) * math.log1p(-rate)) for indices in drawn if len(indices)
+    ]
     assert (
         stats.kstest(np.array(first) / -math.expm1(n * math.log1p(-rate)), "uniform").pvalue
         > FALSE_ALARM / 3

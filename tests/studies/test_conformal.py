@@ -77,7 +77,9 @@ levels = st.sampled_from([0.1, 0.5, 0.9, 0.99])
 @pytest.mark.weekly
 @settings(max_examples=60, deadline=None)
 @given(st.lists(odd, min_size=1, max_size=80), odd, levels)
-def test_no_neighbor_moves_a_score_by_more(errors: list[float], other: float, level: float) -> None:
+def test_no_neighbor_moves_a_score_by_more(
+    errors: list[float], other: float, level: float
+) -> None:
     more = {"level": level, "budget": dp.Budget(20.0, 1e-6)}
     X, y = table(errors)
     changed, null = y.copy(), y.copy()
@@ -101,7 +103,8 @@ def test_the_sensitivities_are_reached() -> None:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), odd), min_size=1, max_size=30), st.lists(odd, max_size=40)
+    st.lists(st.tuples(st.integers(0, 3), odd), min_size=1, max_size=30),
+    st.lists(odd, max_size=40),
 )
 def test_a_user_moves_a_score_by_no_more_than_a_record(
     rows: list[tuple[int, float]], theirs: list[float]
@@ -215,7 +218,9 @@ def exact_coverage(
     for histogram in histograms(n, 4):
         cells = np.repeat(np.arange(4), histogram)
         records = module.HeldOut(np.zeros((n, 1)), np.zeros(n), np.ones(n, dtype=bool), None)
-        law = score_law(module._scores(records, cells, rank, error, 4), sensitivity, budget.epsilon)
+        law = score_law(
+            module._scores(records, cells, rank, error, 4), sensitivity, budget.epsilon
+        )
         covered += multinomial.pmf(histogram, n, chances) * float(law @ below) / DRAWS
     return covered
 
@@ -315,7 +320,9 @@ def test_the_release_is_charged_where_it_was_proved() -> None:
     ):
         ledger = dp.Accountant(dp.Budget(1.0, 1e-6, adjacency=adjacency))  # type: ignore[arg-type]
         found = calibrated(
-            *table(np.zeros(30)), accountant=ledger, budget=dp.Budget(0.5, 0.0, adjacency=adjacency)
+            *table(np.zeros(30)),
+            accountant=ledger,
+            budget=dp.Budget(0.5, 0.0, adjacency=adjacency),
         )  # type: ignore[arg-type]
         ((_, _, event, count),) = ledger.ledger.entries()
         assert isinstance(event, Pure)
@@ -345,7 +352,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "model": ({"model": object()}, ValueError, "model must have a method predict"),
     "epsilon": ({"budget": dp.Budget(1e-9, 1e-6)}, ValueError, "epsilon must be >"),
-    "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),
+    "no groups": (
+        {"budget": dp.Budget(1.0, 1e-6, unit="user")},
+        UnitError,
+        "groups must be given",
+    ),
     "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
     "adjacency": (

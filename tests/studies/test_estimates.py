@@ -21,7 +21,9 @@ STD = scores._Noise(dp.Budget(0.5, 1e-6, "replace_one")).deviation
 
 def log_odds(rng: np.random.Generator, first: int, second: int) -> tuple[Any, Any]:
     middle = math.log(second / first)
-    return rng.normal(-APART / 2, size=first) + middle, rng.normal(APART / 2, size=second) + middle
+    return rng.normal(-APART / 2, size=first) + middle, rng.normal(
+        APART / 2, size=second
+    ) + middle
 
 
 def exact(first: Any, second: Any) -> float:

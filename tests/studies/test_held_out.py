@@ -110,7 +110,9 @@ def test_a_record_that_leaves_moves_no_threshold_but_its_own(
 def test_each_record_stands_once_and_no_slot_holds_two() -> None:
     for records in (0, 1, 1000, 20_000):
         found = list(free_slots(records, 1024, Keystream()))
-        assert sorted(np.concatenate([mine for mine, _ in found]).tolist()) == list(range(records))
+        assert sorted(np.concatenate([mine for mine, _ in found]).tolist()) == list(
+            range(records)
+        )
         assert all(len(set(slots.tolist())) == len(slots) for _, slots in found)
         assert len(found) >= 1
         assert len(found) <= 2 * records / 1024 + 20

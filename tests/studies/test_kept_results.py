@@ -66,8 +66,12 @@ def test_odd_names_work_wherever_they_stand(tmp_path, monkeypatch):
     found.save(tmp_path / "study")
     again = Released.load(tmp_path / "study" / "model.json")
     assert (again.predict(frame) == found.predict(frame)).all()
-    assert "Study of 'died $_'" in (tmp_path / "study" / "summary.txt").read_text(encoding="utf-8")
-    assert "grand-child&#x27;s" in (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
+    assert "Study of 'died $_'" in (tmp_path / "study" / "summary.txt").read_text(
+        encoding="utf-8"
+    )
+    assert "grand-child&#x27;s" in (tmp_path / "study" / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -95,7 +99,9 @@ def test_without_matplotlib_the_model_is_saved_before_pictures_are_missed(tmp_pa
     assert saved.card["headline"] == found.report().headline
 
 
-def test_a_part_of_a_study_that_would_fail_does_so_before_the_ledger_is_made(tmp_path, monkeypatch):
+def test_a_part_of_a_study_that_would_fail_does_so_before_the_ledger_is_made(
+    tmp_path, monkeypatch
+):
     """Whatever `try` makes of the stand-in: score, sets, report, model file, summary, picture."""
     for name in (
         "module.score",
@@ -161,7 +167,9 @@ def test_the_plan_says_when_intervals_are_shown_before_they_are_paid_for(kind, m
 
 
 @pytest.mark.parametrize(("kind", "more"), PAID)
-def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_paid_for(kind, more):
+def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_paid_for(
+    kind, more
+):
     """The most that the least eigenvalue can be is reached by rows of full length in all directions alike."""
     given: dict[str, Any] = {
         "bound_x": 1.0,

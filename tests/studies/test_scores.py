@@ -220,7 +220,9 @@ def test_a_user_moves_the_counts_by_at_most_one(monkeypatch: pytest.MonkeyPatch)
         assert (both - rest).sum() <= UNIT
         assert both.sum() <= 7 * UNIT
     names = np.array(["abcdefg"[i] for i in ids])
-    assert (recorder.counts(X, y.astype(float), metric, budget=budget, groups=names) == both).all()
+    assert (
+        recorder.counts(X, y.astype(float), metric, budget=budget, groups=names) == both
+    ).all()
 
 
 def test_the_model_sees_blocks_of_one_size() -> None:
@@ -322,7 +324,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "model must have a method predict",
     ),
-    "no groups": ({"budget": dp.Budget(1.0, 1e-6, unit="user")}, UnitError, "groups must be given"),
+    "no groups": (
+        {"budget": dp.Budget(1.0, 1e-6, unit="user")},
+        UnitError,
+        "groups must be given",
+    ),
     "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
     "adjacency": (

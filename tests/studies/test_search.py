@@ -176,7 +176,9 @@ def test_a_winner_shows_what_its_search_promised_and_charged():
         assert "(4, 1e-06)-differential privacy" in shown[0]
         assert "the best of a secret number of trials" in shown[0]
         assert f"n = {N} used here is a public reference" in " ".join(shown[1].split())
-        assert max(map(len, shown)) < 8000  # a curve of 500 orders is in the ledger, not in a text
+        assert (
+            max(map(len, shown)) < 8000
+        )  # a curve of 500 orders is in the ledger, not in a text
         assert Plan.from_dict(json.loads(json.dumps(model.plan_.to_dict()))) == model.plan_
 
 
@@ -313,7 +315,9 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
             "candidates must have a Renyi curve .got 'soft'",
             {
                 "candidates": {
-                    "soft": SoftmaxRegression(bound_x=1.5, classes=(0, 1, 2), mechanism="objective")
+                    "soft": SoftmaxRegression(
+                        bound_x=1.5, classes=(0, 1, 2), mechanism="objective"
+                    )
                 },
                 "metric": "accuracy",
                 "bound": None,
@@ -322,7 +326,9 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, settings, monkeypatch):
-    monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
+    monkeypatch.setattr(
+        dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged")
+    )
     with pytest.raises(error, match=words):
         search(**settings).fit(X, Y)
 

@@ -150,7 +150,9 @@ def test_nothing_more_is_charged_to_the_ledger_of_a_study():
     with pytest.raises((BudgetExceeded, PrivacyError)):
         found.model.fit(X[: N - N // 5], y[: N - N // 5])
     with pytest.raises((BudgetExceeded, PrivacyError)):
-        dp.score(found.model, X, y, budget=dp.Budget(2.0, 1e-6), accountant=found.model.accountant)
+        dp.score(
+            found.model, X, y, budget=dp.Budget(2.0, 1e-6), accountant=found.model.accountant
+        )
 
 
 def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
@@ -245,7 +247,11 @@ def test_a_preview_of_a_plan_spends_nothing():
 @pytest.mark.parametrize(
     ("error", "words", "more"),
     [
-        (UnitError, "budget must be of unit 'user'", {"budget": dp.Budget(1.0, 1e-6, unit="user")}),
+        (
+            UnitError,
+            "budget must be of unit 'user'",
+            {"budget": dp.Budget(1.0, 1e-6, unit="user")},
+        ),
         (
             UnitError,
             "budget must be of unit 'user'",
@@ -268,7 +274,11 @@ def test_a_preview_of_a_plan_spends_nothing():
         ),
         (UnitError, "n must be the number of examples under zero_out", {"n": N - 1}),
         (ValueError, "speed must be an argument of study", {"speed": 1}),
-        (ValueError, "bound_x must be left to the schema", {"candidates": {"a": {"bound_x": 1.0}}}),
+        (
+            ValueError,
+            "bound_x must be left to the schema",
+            {"candidates": {"a": {"bound_x": 1.0}}},
+        ),
         (ValueError, "candidates must be one or more", {"candidates": {}}),
         (ValueError, "trials must be given with candidates", {"trials": 5.0}),
         (
@@ -283,7 +293,9 @@ def test_a_preview_of_a_plan_spends_nothing():
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, more, monkeypatch):
-    monkeypatch.setattr(dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged"))
+    monkeypatch.setattr(
+        dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged")
+    )
     with pytest.raises(error, match=words):
         made(more.pop("schema", SCHEMA), more.pop("budget", dp.Budget(1.0, 1e-6)), **more)
 
@@ -327,7 +339,9 @@ def test_units_with_ids_have_their_name_without_a_proviso(rows):
     schema = Schema(COLUMNS, **LABELS, ids="id", rows_per_unit=rows, unit="patient")
     report = made(schema, dp.Budget(2.0, 1e-6, unit="example" if rows else "user")).report()
     assert report.headline.endswith("for one patient (zero_out: emptied).")
-    assert "All rows of a patient carry its id, and no other does." in " ".join(str(report).split())
+    assert "All rows of a patient carry its id, and no other does." in " ".join(
+        str(report).split()
+    )
 
 
 def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():

@@ -50,7 +50,9 @@ def test_bias_and_thresholds_agree_with_40_digits(k, r, ratio):
         linear = r * ((x - 1) * c / mpmath.mpf(ratio)) ** (1 / x)
         assert cl.clip_threshold_linear(r, k, ratio) == pytest.approx(float(linear), rel=1e-12)
         square = r * ((x - 1) * 3 * c**2 / mpmath.mpf(ratio)) ** (1 / (2 * x))
-        assert cl.clip_threshold_square(r, k, 3.0, ratio) == pytest.approx(float(square), rel=1e-12)
+        assert cl.clip_threshold_square(r, k, 3.0, ratio) == pytest.approx(
+            float(square), rel=1e-12
+        )
 
 
 def test_the_constant_tends_to_one_at_k_1_and_the_bias_vanishes_for_large_k_beyond_the_moment():

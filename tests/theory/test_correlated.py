@@ -168,7 +168,9 @@ def test_the_loss_of_an_adaptive_run_is_that_of_one_gaussian_release():
 @given(strategies(), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_the_recurrence_is_the_inverse_of_the_matrix(strategy, steps, seed):
     fresh = np.random.default_rng(seed).normal(size=(steps, 2, 3))
-    solved = np.linalg.solve(dense(strategy, steps), fresh.reshape(steps, -1)).reshape(fresh.shape)
+    solved = np.linalg.solve(dense(strategy, steps), fresh.reshape(steps, -1)).reshape(
+        fresh.shape
+    )
     np.testing.assert_allclose(run(strategy, fresh), solved, rtol=1e-9, atol=1e-9)
 
 
@@ -218,7 +220,8 @@ def test_what_is_refused_rounds_fresh_noise_to_nothing():
         noise.append(z - 2.0 * noise[-1])
     exact = [Fraction(w) + 2 * Fraction(before) for before, w in pairwise(noise)]
     assert (
-        max(abs(float(z - Fraction(x))) for z, x in zip(exact[60:], fresh[60:], strict=True)) > 1.0
+        max(abs(float(z - Fraction(x))) for z, x in zip(exact[60:], fresh[60:], strict=True))
+        > 1.0
     )
     assert abs(dense(square_root(2), 70) @ run(square_root(2), fresh) - fresh).max() < 1e-14
 
@@ -240,7 +243,8 @@ def echo_errors(strategy, fresh, noise):
     for t in range(len(fresh)):
         past = noise[max(0, t - strategy.bands + 1) : t][::-1]
         exact = sum(
-            Fraction(c) * Fraction(w) for c, w in zip(strategy.coefficients[1:], past, strict=False)
+            Fraction(c) * Fraction(w)
+            for c, w in zip(strategy.coefficients[1:], past, strict=False)
         )
         errors.append(float(Fraction(float(-strategy.correlated(0.0, list(past)))) - exact))
     return np.array(errors)
@@ -284,8 +288,12 @@ def test_long_sums_are_refused():
 @given(strategies(), st.integers(1, 30))
 def test_stds_are_those_of_the_dense_matrices(strategy, steps):
     sums = np.tril(np.ones((steps, steps))) @ np.linalg.inv(dense(strategy, steps))
-    np.testing.assert_allclose(strategy.prefix_std(steps), np.linalg.norm(sums, axis=1), rtol=1e-8)
-    assert strategy.average_std(steps) == pytest.approx(np.linalg.norm(sums.mean(axis=0)), rel=1e-8)
+    np.testing.assert_allclose(
+        strategy.prefix_std(steps), np.linalg.norm(sums, axis=1), rtol=1e-8
+    )
+    assert strategy.average_std(steps) == pytest.approx(
+        np.linalg.norm(sums.mean(axis=0)), rel=1e-8
+    )
 
 
 def mean_error(strategy, steps):
@@ -302,7 +310,9 @@ def test_the_search_beats_the_square_root_and_every_neighbor(steps, bands):
     for _ in range(50 * (bands > 1)):
         moved = lifetimes * np.exp(0.1 * rng.normal(size=bands))
         column = np.cumsum(moved[::-1])[::-1]
-        assert mean_error(Banded(tuple((column / column[0]).tolist())), steps) >= least * (1 - 1e-7)
+        assert mean_error(Banded(tuple((column / column[0]).tolist())), steps) >= least * (
+            1 - 1e-7
+        )
 
 
 @pytest.mark.cases(1, 1)

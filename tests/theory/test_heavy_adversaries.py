@@ -63,7 +63,9 @@ def test_no_adversary_exceeds_the_accelerated_bound(kind, kink, T, bias, varianc
     for t in range(1, T + 1):
         alpha = 2 / (t + 1)
         md = (1 - alpha) * ag + alpha * w
-        w = project(w - t / (2 * eta) * other.gradient(md), 2.0)  # W of radius 2 around the optimum
+        w = project(
+            w - t / (2 * eta) * other.gradient(md), 2.0
+        )  # W of radius 2 around the optimum
         ag = alpha * w + (1 - alpha) * ag
     assert other.value(ag).mean() <= bound
 
@@ -156,7 +158,9 @@ def test_no_adversary_exceeds_the_proximal_bound(sign, mu, T, bias, variance, st
     w = np.full(4000, 1.0)
     for _ in range(T):
         direction = -sign * np.sign(w) if sign else 1.0
-        gradient = mu * w + bias * direction + math.sqrt(variance) * generator.standard_normal(4000)
+        gradient = (
+            mu * w + bias * direction + math.sqrt(variance) * generator.standard_normal(4000)
+        )
         moved = w - 0.5 * gradient
         w = np.sign(moved) * np.maximum(np.abs(moved) - 0.5 * strength, 0.0)
     found = np.mean(mu * w**2 / 2 + strength * np.abs(w))

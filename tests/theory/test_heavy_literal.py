@@ -32,7 +32,9 @@ def least_squares(inputs):
 def test_algorithm_2_follows_the_vectors_step_by_step(vector):
     v = vector.inputs
     gradient, w0, batches = least_squares(v)
-    answers, _ = literal.algorithm_2(gradient, w0, batches, v["C"], v["eta"], literal.ball(v["R"]))
+    answers, _ = literal.algorithm_2(
+        gradient, w0, batches, v["C"], v["eta"], literal.ball(v["R"])
+    )
     np.testing.assert_allclose(answers, vector.expected, rtol=1e-9, atol=1e-12)
 
 
@@ -100,7 +102,9 @@ def test_noise_moves_each_reference_by_what_its_first_step_says():
     np.testing.assert_allclose(
         literal.algorithm_8(gradient, w0, [[0]], 9.0, 0.5, prox, noise), [-0.5, -0.5]
     )
-    np.testing.assert_allclose(literal.algorithm_12([[1.0, 0.0]], 1, 9.0, before=noise), [1.0, 1.0])
+    np.testing.assert_allclose(
+        literal.algorithm_12([[1.0, 0.0]], 1, 9.0, before=noise), [1.0, 1.0]
+    )
     three = [[[0], [0], [0]]]
     chosen = literal.boosted(
         gradient, w0, three, [phase], noise=[[[np.zeros(2)], [np.array([9.0, 9.0])], noise]]

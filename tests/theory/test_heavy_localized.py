@@ -148,7 +148,8 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
         ell = n.bit_length() - 1
         Lb = r * (ell * mpmath.sqrt(n)) ** (1 / (2 * k))
         rho, total = (
-            mpmath.mpf(task["rho"]) * (2 / mpmath.mpf(sensitivity_factor(task["adjacency"]))) ** 2,
+            mpmath.mpf(task["rho"])
+            * (2 / mpmath.mpf(sensitivity_factor(task["adjacency"]))) ** 2,
             0,
         )
         for i, phase in enumerate(found.phases):
@@ -168,7 +169,9 @@ def test_the_schedule_with_balls_agrees_with_40_digits(task, shrink):
             assert phase.radius == pytest.approx(
                 min(task["diameter"], float(Lb) / phase.reg), rel=1e-9
             )
-            total += (2 * mpmath.mpf(task["second_moment"]) ** 2 / m + 4 * A2) / mpmath.mpf(8) ** i
+            total += (2 * mpmath.mpf(task["second_moment"]) ** 2 / m + 4 * A2) / mpmath.mpf(
+                8
+            ) ** i
         D = mpmath.mpf(task["diameter"])
         assert found.bound == pytest.approx(float(D * mpmath.sqrt(2 * total)), rel=1e-9)
     last = found.phases[-1]
@@ -214,7 +217,9 @@ def test_the_boosted_schedule_agrees_with_40_digits(conservative, constants, bal
 def test_every_phase_costs_rho_and_no_more(planner, task, change, adjacency):
     """Whatever lambda, caps and balls are; records of phases and copies are disjoint."""
     schedule = planner(**task | change, adjacency=adjacency)
-    assert schedule.records == sum(phase.n * phase.copies for phase in schedule.phases) <= task["n"]
+    assert (
+        schedule.records == sum(phase.n * phase.copies for phase in schedule.phases) <= task["n"]
+    )
     for phase in schedule.phases:
         sensitivity = (
             Fraction(sensitivity_factor(adjacency)) * Fraction(phase.clip) / phase.batch_size
@@ -265,7 +270,9 @@ def test_a_lambda_of_ones_own_keeps_clip_noise_and_steps_and_drops_the_bound(pla
     assert default.risk_bound == default.bound + default.tail
     assert not own.proved
     if planner is not reduction_schedule:
-        assert [phase.reg for phase in own.phases] == [0.05 * 8**i for i in range(own.phases_count)]
+        assert [phase.reg for phase in own.phases] == [
+            0.05 * 8**i for i in range(own.phases_count)
+        ]
     for one, other in zip(default.phases, own.phases, strict=True):
         assert (one.clip, one.noise_std, one.steps, one.n) == (
             other.clip,
@@ -394,14 +401,17 @@ def test_the_reduction_beats_localization_on_large_data():
     law = REDUCED | {"n": 10**8, "moment_order": 4.0}
     plain = {name: value for name, value in law.items() if name != "strong_convexity"}
     assert (
-        reduction_schedule(**law).risk_bound < localized_schedule_ballfree(**plain).risk_bound / 20
+        reduction_schedule(**law).risk_bound
+        < localized_schedule_ballfree(**plain).risk_bound / 20
     )
 
 
 def test_the_reduction_is_skipped_for_tiny_data_and_takes_a_lambda_that_doubles():
     assert reduction_schedule(**REDUCED | {"n": 15}).phases_count == 3
     own = reduction_schedule(**REDUCED | {"n": 256}, reg=0.05)
-    firsts = [own.phases[i].reg for i in (0, 5, 11)]  # parts of 36, 73, 146 records: 5, 6, 7 phases
+    firsts = [
+        own.phases[i].reg for i in (0, 5, 11)
+    ]  # parts of 36, 73, 146 records: 5, 6, 7 phases
     assert firsts == pytest.approx([0.05, 0.1, 0.2])
     distant = reduction_schedule(**REDUCED | {"diameter": math.inf})
     assert distant.risk_bound == pytest.approx(

@@ -151,7 +151,9 @@ def test_the_chosen_steps_have_nearly_the_least_bound(planner, task):
     assert best.bound <= min(bounds) * 1.005
     assert best.steps == planner(**task, steps=best.steps).steps
     for other in (0.7, 1.4):  # and the chosen clip is at least near the best one
-        assert planner(**task, steps=best.steps, clip=other * best.clip).bound >= best.bound * 0.99
+        assert (
+            planner(**task, steps=best.steps, clip=other * best.clip).bound >= best.bound * 0.99
+        )
 
 
 def test_the_bounds_of_the_specification_are_reproduced():
@@ -209,7 +211,9 @@ def test_infinite_variance_is_refused_or_bounded_by_that_of_the_clipped_mean(pla
         planner(**heavy)
     plan = planner(**heavy, allow_infinite_variance=True)
     noise = plan.dim * plan.noise_std**2
-    assert plan.variance - noise == pytest.approx(math.sqrt(plan.clip) / plan.batch_size, rel=1e-9)
+    assert plan.variance - noise == pytest.approx(
+        math.sqrt(plan.clip) / plan.batch_size, rel=1e-9
+    )
     near = planner(**task | {"moment_order": 1.0 + 1e-9}, allow_infinite_variance=True, steps=3)
     assert math.isfinite(near.bound)
     assert near.bias == pytest.approx(

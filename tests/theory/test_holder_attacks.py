@@ -108,7 +108,11 @@ def attack(rng, family, sampler, bounded, dtype, unit_roundoff, hit_constant=2):
     per_epoch = -(-n // batch_size)
     steps = per_epoch * epochs
     largest = 0.999 / promises.holder_constant if promises.holder_exponent == 1 else 1.0
-    lr = largest * rng.uniform(0.01, 1.0) * (1 + np.arange(steps)) ** -float(rng.choice([0.0, 0.5]))
+    lr = (
+        largest
+        * rng.uniform(0.01, 1.0)
+        * (1 + np.arange(steps)) ** -float(rng.choice([0.0, 0.5]))
+    )
     first = records(rng, family, n, dim)
     second = first[0].copy(), first[1].copy()
     changed = int(rng.integers(n))
@@ -331,7 +335,12 @@ def test_in_double_precision_rounding_costs_less_than_one_percent():
             exact, computed = (
                 path_sensitivity(
                     output_path(
-                        promises, lr, batch_size=1, hit_constant=2, dim=dim, unit_roundoff=roundoff
+                        promises,
+                        lr,
+                        batch_size=1,
+                        hit_constant=2,
+                        dim=dim,
+                        unit_roundoff=roundoff,
                     ),
                     n,
                 )

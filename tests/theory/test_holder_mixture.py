@@ -50,7 +50,9 @@ def test_the_mixture_agrees_with_the_enumeration_of_all_hit_patterns(
     size, rate, sigma, epsilon, seed
 ):
     rng = np.random.default_rng(seed)
-    path = RunPath(drift=float(rng.uniform(0, 0.5)), hits=rng.uniform(0.0, 1.0, size), cap=math.inf)
+    path = RunPath(
+        drift=float(rng.uniform(0, 0.5)), hits=rng.uniform(0.0, 1.0, size), cap=math.inf
+    )
     exact = enumerated(path, rate, sigma, epsilon)
     ours = uniform_delta(sigma, path, rate, epsilon)
     assert ours >= exact * (1 - 1e-12)
@@ -109,7 +111,8 @@ def test_many_steps_in_blocks_are_never_below_and_two_percent_above_the_law_of_s
 
 
 @pytest.mark.parametrize(
-    ("trials", "rate"), [(1, 0.3), (7, 1.0), (50, 0.02), (10**6, 1e-6), (10**6, 0.3), (999, 0.999)]
+    ("trials", "rate"),
+    [(1, 0.3), (7, 1.0), (50, 0.02), (10**6, 1e-6), (10**6, 0.3), (999, 0.999)],
 )
 def test_binomial_masses_are_upper_bounds(trials, rate):
     start, masses, lost = holder_mixture._binomial(trials, rate, 1e-40)

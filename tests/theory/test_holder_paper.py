@@ -38,7 +38,9 @@ def test_the_conditions_are_those_of_the_closed_form_and_its_conversion_returns_
         return
     assert noise.condition_a
     assert noise.condition_b
-    assert rdp_epsilon_classic(steps * step, noise.order, delta) == pytest.approx(epsilon, rel=1e-9)
+    assert rdp_epsilon_classic(steps * step, noise.order, delta) == pytest.approx(
+        epsilon, rel=1e-9
+    )
 
 
 @given(sizes, st.integers(1, 4), st.integers(1, 10**7), epsilons, deltas)
@@ -52,7 +54,9 @@ def test_the_searched_split_satisfies_both_conditions_when_evaluated_again(
         found = search_split_paper(n, batch_size, steps, epsilon, delta)
     except InfeasibleError:
         return
-    again = gradient_noise_paper(n, batch_size, steps, epsilon, delta, found.split, grad_bound=1.0)
+    again = gradient_noise_paper(
+        n, batch_size, steps, epsilon, delta, found.split, grad_bound=1.0
+    )
     assert again.condition_a
     assert again.condition_b
     assert again.ratio_squared <= found.ratio_squared <= again.ratio_squared * (1 + 1e-9)
@@ -78,7 +82,9 @@ def test_no_other_split_has_less_noise(n, batch_size, steps, epsilon, delta):
         )
         for x in draws
     ]
-    feasible = [noise.ratio_squared for noise in rivals if noise.condition_a and noise.condition_b]
+    feasible = [
+        noise.ratio_squared for noise in rivals if noise.condition_a and noise.condition_b
+    ]
     assert feasible
     assert least <= min(feasible) <= least * 1.05
 

@@ -24,14 +24,18 @@ def test_the_noise_of_algorithm_1_is_that_of_the_transcription(alpha, radius):
     sensitivity = paper.sensitivity_1(*constants, radius, 0.02, 400, 300, 5e-7)
     domain = (radius, "bounded") if bounded else (None, "unbounded")
     run = (*constants, domain[0], 0.02, 400, 300)
-    assert output_sensitivity_paper(*run, 5e-7, domain[1]) == pytest.approx(sensitivity, rel=1e-10)
+    assert output_sensitivity_paper(*run, 5e-7, domain[1]) == pytest.approx(
+        sensitivity, rel=1e-10
+    )
     sigma = paper.sigma_1(sensitivity, 0.8, 1e-6)
     assert output_sigma_paper(*run, 0.8, 1e-6, domain[1]) == pytest.approx(sigma, rel=1e-10)
 
 
 def test_the_noise_of_algorithm_2_is_that_of_the_transcription():
     sigma = paper.sigma_2(0.5, 1.2, 1.0, 1.5, 400, 300, 0.8, 1e-6, 0.3)
-    ours = gradient_noise_paper(300, 1, 400, 0.8, 1e-6, split=0.3, grad_bound=1.0 + 1.2 * 1.5**0.5)
+    ours = gradient_noise_paper(
+        300, 1, 400, 0.8, 1e-6, split=0.3, grad_bound=1.0 + 1.2 * 1.5**0.5
+    )
     # the library states the noise on the sum of a batch, the paper that on the gradient of its one record
     assert math.sqrt(ours.variance) == pytest.approx(sigma, rel=1e-12)
 

@@ -63,7 +63,9 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
         (2.0, 1000, -0.5, 74.4, 1.22, 0.534),
     ],
 )
-def test_the_measured_noise_of_the_specification_is_reproduced(q, n, power, paper, fixed, shuffled):
+def test_the_measured_noise_of_the_specification_is_reproduced(
+    q, n, power, paper, fixed, shuffled
+):
     lr = 0.5 * n**power
     published = output_sigma_paper(q - 1, q, q, 1.0, 1.0, lr, n, n, 1.0, 1e-6, "bounded")
     assert published == pytest.approx(paper, rel=0.01)
@@ -135,7 +137,9 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
     plan = plan_output(hinge(1.5), n=100, epochs=2, lr=lr.tolist(), **TASK)
     assert plan.lr == tuple(lr.tolist())
     assert plan.risk_bound is None
-    assert plan.noise_scale < plan_output(hinge(1.5), n=100, epochs=2, lr=0.01, **TASK).noise_scale
+    assert (
+        plan.noise_scale < plan_output(hinge(1.5), n=100, epochs=2, lr=0.01, **TASK).noise_scale
+    )
     with pytest.raises(ValueError, match="one per step"):
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
@@ -210,7 +214,9 @@ def literal_paper(alpha, constant, at_zero, radius, lr, steps, n, epsilon, delta
     st.integers(1, 10**6),
     st.floats(0.1, 4.0),
 )
-def test_the_noise_of_algorithm_1_is_the_printed_one_rounded_up(alpha, constant, steps, n, epsilon):
+def test_the_noise_of_algorithm_1_is_the_printed_one_rounded_up(
+    alpha, constant, steps, n, epsilon
+):
     arguments = (alpha, constant, 1.2, 1.5, 0.09 / constant, steps, n, epsilon, 1e-6)
     ours = output_sigma_paper(*arguments[:3], None, *arguments[3:])
     exact = literal_paper(*arguments)
@@ -218,7 +224,8 @@ def test_the_noise_of_algorithm_1_is_the_printed_one_rounded_up(alpha, constant,
 
 
 @pytest.mark.parametrize(
-    ("delta", "edge"), [(2e-3, 7.463), (2e-5, 8.419), (2e-6, 8.782), (2e-8, 9.374), (2e-10, 9.849)]
+    ("delta", "edge"),
+    [(2e-3, 7.463), (2e-5, 8.419), (2e-6, 8.782), (2e-8, 9.374), (2e-10, 9.849)],
 )
 def test_the_noise_of_algorithm_1_is_refused_where_its_lemma_fails(delta, edge):
     """The classical formula against Phi, written out: it stops being enough exactly where the plan stops."""

@@ -148,7 +148,12 @@ def test_one_step_returns_zero_without_any_sensitivity():
 
 
 def test_the_diameter_of_the_feasible_set_caps_the_sensitivity():
-    constants = {"holder_exponent": 0.0, "holder_constant": 1.0, "batch_size": 1, "hit_constant": 2}
+    constants = {
+        "holder_exponent": 0.0,
+        "holder_constant": 1.0,
+        "batch_size": 1,
+        "hit_constant": 2,
+    }
     free, capped = (
         run_path(np.full(50, 1.0), 1.0, **constants, radius=radius) for radius in (math.inf, 0.5)
     )

@@ -97,7 +97,9 @@ def test_quadratures_with_output_noise_are_never_below_the_integral(mu_out, epsi
     ]
     cuts = sorted({max(-s / 2, cut) for cut in cuts})
     with mp.workdps(60):
-        tail = mp.quad(lambda t: mp.npdf(t) * exact_profile(left - s * s / 2 - s * t, mu_out), cuts)
+        tail = mp.quad(
+            lambda t: mp.npdf(t) * exact_profile(left - s * s / 2 - s * t, mu_out), cuts
+        )
         exact = mp.ncdf(-s / 2) * exact_profile(left, mu_out) + tail
     ours = amp_delta_monotone(epsilon, sigma, 2.0, 1.0, 0.01, mu_out)
     assert exact * (1 - mp.mpf("1e-12")) <= ours <= exact * (1 + mp.mpf("5e-9"))
@@ -124,7 +126,9 @@ def test_the_renyi_curve_of_several_dimensions_is_not_below_its_integral():
             lambda r, k=k, t=t: chi_density(r, k) * mp.exp(t * r), [0, 1, 3, 6, 12, 40]
         )
         exact = mp.mpf("0.1") + mp.mpf("0.25") ** 2 / 2 + mp.log(moment) / 4
-        assert exact <= op.objpert_rdp_general(5, 4.0, 0.1, 1.0, k) <= exact * (1 + mp.mpf("1e-8"))
+        assert (
+            exact <= op.objpert_rdp_general(5, 4.0, 0.1, 1.0, k) <= exact * (1 + mp.mpf("1e-8"))
+        )
 
 
 def tangent(s, c):
@@ -364,7 +368,9 @@ def line_cases(seed, count):
     for _ in range(count):
         reg, sigma = 10 ** rng.uniform(-0.7, 1.0), 10 ** rng.uniform(-0.3, 0.8)
         width = 10 ** rng.uniform(-0.5, 0.5)
-        records = [(rng.choice([-1.0, 1.0]), rng.uniform(-4, 4)) for _ in range(rng.integers(0, 4))]
+        records = [
+            (rng.choice([-1.0, 1.0]), rng.uniform(-4, 4)) for _ in range(rng.integers(0, 4))
+        ]
         yield reg, sigma, width, records, (rng.choice([-1.0, 1.0]), rng.uniform(-30, 6)), rng
 
 
@@ -375,7 +381,10 @@ def test_no_added_record_of_a_line_passes_the_bound_and_some_attain_it():
         line = Line(reg, sigma, width)
         theta = line.grid(records)
         weight = theta[1] - theta[0]
-        log_p, log_q = line.log_density([*records, extra], theta), line.log_density(records, theta)
+        log_p, log_q = (
+            line.log_density([*records, extra], theta),
+            line.log_density(records, theta),
+        )
         assert np.exp(log_p).sum() * weight == pytest.approx(1.0, abs=1e-6)
         beta, s = line.smoothness(), 1 / sigma
         c = op.log_det(reg, beta)
@@ -395,7 +404,10 @@ def test_no_renyi_divergence_of_a_line_passes_the_dominating_curve():
         line = Line(reg, sigma, width)
         theta = line.grid(records)
         weight = theta[1] - theta[0]
-        log_p, log_q = line.log_density([*records, extra], theta), line.log_density(records, theta)
+        log_p, log_q = (
+            line.log_density([*records, extra], theta),
+            line.log_density(records, theta),
+        )
         for order in (1.2, 2.0, 6.0):
             bound = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness())
             for one, other in ((log_p, log_q), (log_q, log_p)):
@@ -458,7 +470,10 @@ def test_no_loss_with_changing_sign_passes_the_general_bound():
         theta = line.grid(records)
         weight = theta[1] - theta[0]
         extra = (extra[0], extra[1] / 10)
-        log_p, log_q = line.log_density([*records, extra], theta), line.log_density(records, theta)
+        log_p, log_q = (
+            line.log_density([*records, extra], theta),
+            line.log_density(records, theta),
+        )
         c = op.log_det(reg, line.smoothness())
         for epsilon in (c, c + 0.3, c + 1.5):
             worst = max(divergences(log_p, log_q, weight, epsilon))

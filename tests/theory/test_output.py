@@ -119,7 +119,9 @@ def test_no_pair_of_quadratics_moves_further():
         y = rng.normal(size=n) * 5
         other_x, other_y = x.copy(), y.copy()
         other_x[0], other_y[0] = (x[0], -y[0]) if trial % 2 else (-x[1], 5.0)
-        moved = np.linalg.norm(huber_minimizer(x, y, lam) - huber_minimizer(other_x, other_y, lam))
+        moved = np.linalg.norm(
+            huber_minimizer(x, y, lam) - huber_minimizer(other_x, other_y, lam)
+        )
         worst = max(worst, moved / erm_sensitivity(1.0, lam, n))
     assert 0.3 < worst <= 1.0 + 1e-6
 
@@ -239,7 +241,9 @@ def test_no_pair_of_logistic_gradients_is_further_apart(bound, radius, seed):
     u, v = u * bound / np.linalg.norm(u), v * bound / np.linalg.norm(v)
     u = u if seed % 2 else bound * np.array([w[0], w[1]]) / max(np.linalg.norm(w), 1e-12)
     first, second = (row / (1 + math.exp(-w @ row)) for row in (u, v))
-    assert np.linalg.norm(first - second) <= logistic_gradient_diameter(bound, radius) * (1 + 1e-15)
+    assert np.linalg.norm(first - second) <= logistic_gradient_diameter(bound, radius) * (
+        1 + 1e-15
+    )
 
 
 @given(st.floats(0.1, 3.0), st.floats(0.01, 5.0), st.integers(0, 10**6))
@@ -265,7 +269,10 @@ def test_the_smoothness_of_the_clipped_residual_is_attained():
 
 @pytest.mark.slow
 @given(
-    st.floats(0.1, 3.0), st.floats(0.0, 6.0), st.integers(0, 10**6), st.sampled_from(["l2", "linf"])
+    st.floats(0.1, 3.0),
+    st.floats(0.0, 6.0),
+    st.integers(0, 10**6),
+    st.sampled_from(["l2", "linf"]),
 )
 def test_no_pair_of_robust_gradients_is_further_apart(bound, attack, seed, norm):
     rng = np.random.default_rng(seed)
@@ -273,7 +280,9 @@ def test_no_pair_of_robust_gradients_is_further_apart(bound, attack, seed, norm)
     w, x, z = rng.normal(size=(3, dim))
     x, z = x * bound / np.linalg.norm(x), z * bound / np.linalg.norm(z)
     shared = w / np.linalg.norm(w) if norm == "l2" else np.sign(w)
-    gradients = [rng.choice([0.0, rng.uniform(), 1.0]) * (row - attack * shared) for row in (x, z)]
+    gradients = [
+        rng.choice([0.0, rng.uniform(), 1.0]) * (row - attack * shared) for row in (x, z)
+    ]
     rule = {"norm": norm, "dim": dim}
     assert np.linalg.norm(gradients[0] - gradients[1]) <= adversarial_gradient_diameter(
         bound, attack, **rule
@@ -302,7 +311,10 @@ def test_the_smoothed_norm_has_its_smoothness(norm):
                 length = math.sqrt(w @ w + nu * nu)
                 direction = w / length
             else:
-                length, direction = float(np.sum(np.sqrt(w**2 + nu**2))), w / np.sqrt(w**2 + nu**2)
+                length, direction = (
+                    float(np.sum(np.sqrt(w**2 + nu**2))),
+                    w / np.sqrt(w**2 + nu**2),
+                )
             return -(x - attack * direction) / (1 + math.exp(w @ x - attack * length))
 
         step = 1e-6
@@ -527,7 +539,9 @@ def test_the_gap_budget_covers_a_score_that_is_far_above_the_loss():
 def test_sums_need_fewer_terms_the_better_they_are_formed():
     for n in (1, 2, 1024, 1025, 10**6):
         assert (
-            sum_terms(n, "pairwise") <= sum_terms(n, "blocks") <= max(n, sum_terms(n, "plain")) + 1
+            sum_terms(n, "pairwise")
+            <= sum_terms(n, "blocks")
+            <= max(n, sum_terms(n, "plain")) + 1
         )
     assert [sum_terms(n, "blocks") for n in (1, 1024, 1025, 2048, 2049)] == [
         1,

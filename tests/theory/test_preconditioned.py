@@ -21,7 +21,9 @@ sizes = st.floats(-3.0, 3.0).map(lambda x: 10**x)
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 500))
-def test_the_level_is_the_root_of_the_sum_of_squares_rounded_up(gram, gram_std, moved, std, steps):
+def test_the_level_is_the_root_of_the_sum_of_squares_rounded_up(
+    gram, gram_std, moved, std, steps
+):
     squares = [(gram / gram_std) ** 2, *[(moved / std) ** 2] * steps]
     exact = math.sqrt(math.fsum(squares))
     found = preconditioned_mu(gram, gram_std, moved, std, steps)
@@ -52,7 +54,9 @@ def test_eigenvalues_that_noise_hides_are_known_by_their_mean():
         noise = rng.normal(size=(dim, dim)) * std
         found = np.linalg.eigvalsh(np.diag(true) + (noise + noise.T) / 2)
         assert found[0] < -100
-        assert horizon(found, ridge_of(std, dim), std, 1.0, 1000) == pytest.approx(wanted, rel=0.3)
+        assert horizon(found, ridge_of(std, dim), std, 1.0, 1000) == pytest.approx(
+            wanted, rel=0.3
+        )
     hidden = horizon(np.full(dim, -1e3), ridge_of(std, dim), std, 1.0, 1000)
     assert 0 < hidden < math.inf
 

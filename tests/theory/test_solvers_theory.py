@@ -28,7 +28,9 @@ def test_accelerated_descent_reaches_its_gradient_norm_from_every_start(kappa):
     for gradient in gradients:
         start = rng.normal(size=20)
         tolerance = 1e-9
-        steps = agd_certified_steps(mu, beta, float(np.linalg.norm(start)) * (1 + 1e-12), tolerance)
+        steps = agd_certified_steps(
+            mu, beta, float(np.linalg.norm(start)) * (1 + 1e-12), tolerance
+        )
         previous = w = start
         for _ in range(steps):
             y = w - gradient(w) / beta

@@ -45,7 +45,9 @@ def test_a_loss_with_kinks_minimizes_the_terms_of_the_bound(distance, noise, ste
     assert pace.momentum == pytest.approx(1 - 10 / steps)
 
     def terms(h):
-        return distance**2 / (2 * h * steps) + h * steps * noise**2 / 2 + h * (bound / 20) ** 2 / 2
+        return (
+            distance**2 / (2 * h * steps) + h * steps * noise**2 / 2 + h * (bound / 20) ** 2 / 2
+        )
 
     best = pace.lr / (1 - pace.momentum)
     assert all(terms(best) <= terms(best * factor) for factor in (0.9, 0.99, 1.01, 1.1))

@@ -186,7 +186,10 @@ def test_a_tilt_that_costs_the_convexity_is_refused():
         (lambda: tilted_smoothness(1.0, 0.0, 1.0), "lipschitz must be > 0"),
         (lambda: tilted_smoothness(1.0, 1.0, math.inf), "smoothness must be finite"),
         (lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 0.0), "strong_convexity must be > 0"),
-        (lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, -1.0), "gradient_diameter must be > 0"),
+        (
+            lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, -1.0),
+            "gradient_diameter must be > 0",
+        ),
         (lambda: tilted_sensitivity(1.0, 1.0, None, 1.0, 1.0), "n must be given"),
         (
             lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, adjacency="remove"),

@@ -213,7 +213,9 @@ def test_the_literal_methods_descend_on_a_quadratic_and_stop_where_users_disagre
     )
     assert (spread == 0).all()
     phases = [LiteralPhase(16, 50, 0.0, 0.2, 0.5, 1.0), LiteralPhase(32, 50, 0.0, 0.2, 0.5, 1.0)]
-    assert np.linalg.norm(algorithm_4(query, range(64), phases, np.zeros(3), 10.0, 50) - 1.0) < 0.2
+    assert (
+        np.linalg.norm(algorithm_4(query, range(64), phases, np.zeros(3), 10.0, 50) - 1.0) < 0.2
+    )
 
 
 def test_the_phases_of_the_library_are_those_of_the_transcription():

@@ -19,7 +19,11 @@ from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
     smallest_users,
 )
-from torch_dpsco.algorithms.user_numbers import UserFilterPlan, break_even_clip, clipping_noise_std
+from torch_dpsco.algorithms.user_numbers import (
+    UserFilterPlan,
+    break_even_clip,
+    clipping_noise_std,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UtilityWarning
 
 TASK = {"n_users": 2000, "steps": 100, "epsilon": 1.0, "delta": 1e-6, "pair_radius": 1.0}
@@ -57,7 +61,9 @@ def mp_delta(plan: UserFilterPlan, epsilon: float) -> mp.mpf:
     p = mp.exp(e_A) / (1 + mp.exp(e_A))
     m = mp.mpf(plan.threshold) - H
     tail = (b2**2 * mp.exp(-m / b2) - b1**2 * mp.exp(-m / b1)) / (2 * (b2**2 - b1**2))
-    return p * hockey_stick(e - e_A) + (1 - p) * hockey_stick(e + e_A) + (1 + mp.exp(e)) * T * tail
+    return (
+        p * hockey_stick(e - e_A) + (1 - p) * hockey_stick(e + e_A) + (1 + mp.exp(e)) * T * tail
+    )
 
 
 def events(plan: UserFilterPlan) -> list:
@@ -217,7 +223,8 @@ def test_the_filter_needs_gradients_several_times_the_spread_to_win():
 def test_the_smallest_number_of_users_named_works_and_one_fewer_does_not(n, T, epsilon, mode):
     task = {"steps": T, "epsilon": epsilon, "delta": 1e-6, "pair_radius": 1.0, "mode": mode}
     with pytest.raises(
-        InfeasibleError, match=rf"n_users={n}, steps={T}, epsilon={epsilon:g}, .* smallest n_users"
+        InfeasibleError,
+        match=rf"n_users={n}, steps={T}, epsilon={epsilon:g}, .* smallest n_users",
     ) as e:
         calibrate_filter(n_users=n, **task)
     smallest = int(str(e.value).split("works is ")[1].split()[0])
@@ -253,7 +260,9 @@ def test_many_users_pay_for_the_gaussian_alone():
     plan = calibrate_filter(
         n_users=10**9, steps=100, epsilon=1.0, delta=1e-6, pair_radius=1.0, typical_score=10**9
     )
-    assert plan.noise_std == pytest.approx(clipping_noise_std(10**9, 100, 1.0, 1e-6, 1.0), rel=0.03)
+    assert plan.noise_std == pytest.approx(
+        clipping_noise_std(10**9, 100, 1.0, 1e-6, 1.0), rel=0.03
+    )
 
 
 @pytest.mark.slow

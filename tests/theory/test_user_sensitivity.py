@@ -169,15 +169,21 @@ class Pairs:
     """Many pairs at once: positions (B, C), sizes (B, C) of the common users, user 1 before and after (B,)."""
 
     def __init__(self, n, position, size, before, after):
-        self.n, self.position, self.size, self.before, self.after = n, position, size, before, after
+        self.n, self.position, self.size, self.before, self.after = (
+            n,
+            position,
+            size,
+            before,
+            after,
+        )
 
     def counts(self, user, radius):
         """Neighbors of each cluster's members and of user 1, everyone included."""
         gap = np.abs(self.position[:, :, None] - self.position[:, None, :])
         near = np.abs(self.position - user[:, None]) <= radius
-        return ((gap <= radius) * self.size[:, None, :]).sum(2) + near, 1 + (near * self.size).sum(
-            1
-        )
+        return ((gap <= radius) * self.size[:, None, :]).sum(2) + near, 1 + (
+            near * self.size
+        ).sum(1)
 
     def score(self, user):
         common, own = self.counts(user, 1.0)
@@ -198,7 +204,9 @@ def random_pairs(rng, n, many):
     position[::2, 0] = 0.0
     cut = np.sort(rng.integers(0, n, (many, CLUSTERS - 1)), axis=1)
     cut[::2] = (
-        n - 1 - np.sort(rng.integers(0, 1 + n // 3, (len(cut[::2]), CLUSTERS - 1)), axis=1)[:, ::-1]
+        n
+        - 1
+        - np.sort(rng.integers(0, 1 + n // 3, (len(cut[::2]), CLUSTERS - 1)), axis=1)[:, ::-1]
     )
     size = np.diff(cut, axis=1, prepend=0, append=n - 1)
     user = rng.integers(-6, 7, (2, many)) / 2.0

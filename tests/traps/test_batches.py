@@ -20,7 +20,9 @@ from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.sampling import RankSampler, make_sampler
 
 ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
-WORKERS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+WORKERS = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 
 def in_parts(script: Script, size: int) -> BatchMemoryManager:
@@ -52,7 +54,9 @@ PARTS: dict[str, Parts] = {
         own_loader(ours, data), 1
     ),
     "BatchMemoryManager": lambda ours, data: managed(ours, ours.loader(data, steps=1)),
-    "BatchMemoryManager of a DataLoader": lambda ours, data: managed(ours, own_loader(ours, data)),
+    "BatchMemoryManager of a DataLoader": lambda ours, data: managed(
+        ours, own_loader(ours, data)
+    ),
 }
 
 

@@ -59,7 +59,10 @@ def test_t05_a_record_that_is_not_finite_changes_its_own_row_only(rows: str, bad
         naive.step(x)
     assert naive.weight.flatten()[0].isnan()
 
-    (there, ours), (without, twin) = release_with([bad, 1.0], rows), release_with([0.0, 0.0], rows)
+    (there, ours), (without, twin) = (
+        release_with([bad, 1.0], rows),
+        release_with([0.0, 0.0], rows),
+    )
     assert torch.linalg.vector_norm(there - without) <= ours.oracle.sensitivity("zero_out")
     if not math.isfinite(bad):
         assert torch.equal(there, without)
@@ -118,7 +121,9 @@ def test_t06_the_clip_holds_for_losses_with_a_column(rows: str, shape: tuple[int
     # Opacus 1.6 multiplies coefficients (B,) by losses (B, 1): of 16 records each coefficient then counts 16
     # times, and the sum is 16 times the bound B C
     x = torch.full((16, 1), 100.0)
-    module = GradSampleModuleFastGradientClipping(plain(), loss_reduction="sum", max_grad_norm=1.0)
+    module = GradSampleModuleFastGradientClipping(
+        plain(), loss_reduction="sum", max_grad_norm=1.0
+    )
     optimizer = DPOptimizerFastGradientClipping(
         sgd(module.parameters()),
         noise_multiplier=0.0,
@@ -165,7 +170,9 @@ def test_t09_a_loss_scaled_in_another_way_is_found_and_never_passes_the_clip(row
 
     model, data = dp.attach(plain(), rows=rows), TensorDataset(x, torch.ones(8, 1))
     ours = make_optimizer(model, dp.Full(8))
-    found = {finding.name for finding in dp.doctor(model, summed, ours.loader(data), ours).findings}
+    found = {
+        finding.name for finding in dp.doctor(model, summed, ours.loader(data), ours).findings
+    }
     assert "loss-reduction" in found
     with pytest.raises((ValueError, PrivacyError), match="'mean'"):
         dp.fit(model, ours, data, summed, steps=1, progress=False)

@@ -71,7 +71,9 @@ def wrapped_by_hand(
     return wrap
 
 
-@pytest.mark.parametrize("design", [Undeclared(1), dp.Full(1)], ids=["no sampling", "own sampling"])
+@pytest.mark.parametrize(
+    "design", [Undeclared(1), dp.Full(1)], ids=["no sampling", "own sampling"]
+)
 @pytest.mark.parametrize(
     "wrap",
     [wrapped_by_make_private, wrapped_by_hand("factored"), wrapped_by_hand("dense")],
@@ -260,7 +262,9 @@ def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(r
     )
     model(RECORD).sum().backward()
     assert model.weight.grad is None
-    with pytest.raises(SequenceError, match="a plain optimizer must not step on an attached model"):
+    with pytest.raises(
+        SequenceError, match="a plain optimizer must not step on an attached model"
+    ):
         inner.step()
     assert_nothing_happened(model, ours)
     ours.zero_grad()

@@ -230,7 +230,12 @@ class Accountant:
 
     @typed
     def phase(
-        self, part: str | int, *, partition: str, kind: str = "positional", key_public: bool = False
+        self,
+        part: str | int,
+        *,
+        partition: str,
+        kind: str = "positional",
+        key_public: bool = False,
     ) -> Phase:
         """Charges the events inside of a block to one part of a partition of the records.
 
@@ -362,7 +367,9 @@ class Accountant:
                 planned,
             )
 
-    def _authorize(self, event: Event, count: int, note: Note = NO_NOTE, planned: int = 1) -> None:
+    def _authorize(
+        self, event: Event, count: int, note: Note = NO_NOTE, planned: int = 1
+    ) -> None:
         if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         self._require_outside(event, count, note)

@@ -61,7 +61,12 @@ from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rate
 from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
 from torch_dpsco.errors import warn
 
-_WITH_DELTA = ("gdp", "zcdp", "rdp", "rdp-mixture")  # adaptive modes that have no room at delta = 0
+_WITH_DELTA = (
+    "gdp",
+    "zcdp",
+    "rdp",
+    "rdp-mixture",
+)  # adaptive modes that have no room at delta = 0
 ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
 MODES = ("planned", *ADAPTIVE_MODES)
 
@@ -141,7 +146,9 @@ class Budget:
     def __post_init__(self) -> None:
         missing = [name for name in ("epsilon", "delta") if getattr(self, name) is _MISSING]
         if missing and (self.advantage, self.tpr, self.fpr) == (None, None, None):
-            raise TypeError(f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr")
+            raise TypeError(
+                f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr"
+            )
         unsaid = vars(self)["adjacency"] is None
         object.__setattr__(self, "_unsaid", unsaid)
         if unsaid:
@@ -219,7 +226,9 @@ class Budget:
         for name, modes in used.items():
             value = getattr(self, name)
             if self.mode not in modes and value is not None and value != 0.0:
-                raise ValueError(f"{name} must not be given in mode {self.mode!r} (got {value!r})")
+                raise ValueError(
+                    f"{name} must not be given in mode {self.mode!r} (got {value!r})"
+                )
         if self.mode == "rdp" and self.orders is None and not self.schedule:
             raise ValueError(
                 "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to"
@@ -314,7 +323,9 @@ class Budget:
             'add_remove'
         """
         return (
-            self if adjacency is None or self.says_adjacency else replace(self, adjacency=adjacency)
+            self
+            if adjacency is None or self.says_adjacency
+            else replace(self, adjacency=adjacency)
         )
 
     @property
@@ -471,7 +482,9 @@ def odometer_epsilon(
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        value, _ = _log_sum(log_weight + excess * (middle - cost), excess, np.maximum(cost, middle))
+        value, _ = _log_sum(
+            log_weight + excess * (middle - cost), excess, np.maximum(cost, middle)
+        )
         # margin: a middle that rounding could have helped stays below the root
         # (docs/proofs/accounting.md#odometer-and-mixture-filter)
         if value >= target * (1 + _ROUNDING):
@@ -565,7 +578,9 @@ def mixture_filter_log_margin(
         right = tangent(high)
         middle = (low + high) / 2
         # PRIVACY: never overestimated (test_the_margin_is_never_above_the_true_minimum); a slope may be off by rounding
-        bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (high - low)
+        bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (
+            high - low
+        )
         if min(left[0], right[0]) - bound <= _GAP or not low < middle < high:
             break
         if tangent(middle)[1] < 0:

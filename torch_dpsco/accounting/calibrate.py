@@ -150,8 +150,12 @@ def noise_multiplier(
     check.positive(epsilon=epsilon)
     check.open_interval(0.0, 1.0, delta=delta)
     if (steps is None) == (epochs is None):
-        raise ValueError(f"steps or epochs must be given, and not both (got {steps} and {epochs})")
-    releases = check.positive_count(steps=steps) if epochs is None else epoch_steps(design, epochs)
+        raise ValueError(
+            f"steps or epochs must be given, and not both (got {steps} and {epochs})"
+        )
+    releases = (
+        check.positive_count(steps=steps) if epochs is None else epoch_steps(design, epochs)
+    )
     check.between(1e-12, 1.0, rtol=rtol)
 
     def epsilon_at(noise: float, method: str = method) -> float:
@@ -185,7 +189,11 @@ def noise_multiplier(
 
 
 def _least(
-    epsilon_at: Callable[[float], float], epsilon: float, low: float, high: float, tolerance: float
+    epsilon_at: Callable[[float], float],
+    epsilon: float,
+    low: float,
+    high: float,
+    tolerance: float,
 ) -> float:
     """Returns the least noise that meets a target, which the higher one does and the lower one does not."""
 

@@ -146,7 +146,9 @@ class Cost:
     @classmethod
     def of_row(cls, row: FloatArray) -> Cost:
         """Returns the cost of a row."""
-        mu_squared, xi, rho, pure, log_survival, transcript, per_side = map(float, row[-_SCALARS:])
+        mu_squared, xi, rho, pure, log_survival, transcript, per_side = map(
+            float, row[-_SCALARS:]
+        )
         zcdp = None if math.isnan(rho) else (xi, rho)
         mu = None if math.isnan(mu_squared) else mu_squared
         return cls(row[:-_SCALARS], mu, zcdp, pure, log_survival, transcript, per_side)
@@ -223,7 +225,8 @@ def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -
     noise = event.noise_multiplier
     if event.k > 1:
         both = (
-            rdp_poisson_gaussian_group(q, noise, event.k, orders, way) for way in ("remove", "add")
+            rdp_poisson_gaussian_group(q, noise, event.k, orders, way)
+            for way in ("remove", "add")
         )
         return Cost(np.maximum(*both))
     if adjacency == REPLACE_ONE:
@@ -400,7 +403,11 @@ def epsilon_of(
         return found.epsilon
 
     epsilon = epsilon_with_failures(
-        delta, converted, coupling=cost.failure, transcript=cost.transcript, per_side=cost.per_side
+        delta,
+        converted,
+        coupling=cost.failure,
+        transcript=cost.transcript,
+        per_side=cost.per_side,
     )
     return (
         replace(found, epsilon=epsilon)
@@ -515,7 +522,9 @@ def objective_curve(
 
     def divergence(order: float) -> float:
         if monotone:
-            value = objpert_rdp_dominating(order, noise_std, reg, lipschitz, smoothness, adjacency)
+            value = objpert_rdp_dominating(
+                order, noise_std, reg, lipschitz, smoothness, adjacency
+            )
         elif adjacency == REPLACE_ONE:
             value = objpert_rdp_general(order, noise_std, determinant, 2 * lipschitz, 2)
         else:
@@ -552,7 +561,9 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
     if isinstance(event, Failure) or cost.pure == 0:
         return ()
     if cost.mu_squared is not None:
-        return None if math.isinf(cost.mu_squared) else (GaussianLoss(math.sqrt(cost.mu_squared)),)
+        return (
+            None if math.isinf(cost.mu_squared) else (GaussianLoss(math.sqrt(cost.mu_squared)),)
+        )
     if isinstance(event, (PoissonGaussian, WORGaussian)) and event.noise_multiplier == 0:
         return None
     if isinstance(event, PoissonGaussian):
@@ -562,7 +573,9 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
     if isinstance(event, RandomAllocation):
         return (allocation_law(event.noise, event.steps, adjacency),)
     if isinstance(event, WORGaussian):
-        return (FixedSizeLoss(event.batch_size / event.dataset_size, event.noise_multiplier / 2.0),)
+        return (
+            FixedSizeLoss(event.batch_size / event.dataset_size, event.noise_multiplier / 2.0),
+        )
     # PRIVACY: the worst law of a pure mechanism; that of one Laplace coordinate is not proved to be the worst for
     # several (test_pure_events_have_the_worst_law)
     return (ApproxLoss(cost.pure),) if math.isfinite(cost.pure) else None

@@ -510,7 +510,8 @@ class Cyclic(CutDesign):
         }
         base = positional_event(bases[0])
         return Parallel(
-            {str(part): (Repeat(base, count),) for part, count in often.items() if count}, partition
+            {str(part): (Repeat(base, count),) for part, count in often.items() if count},
+            partition,
         )
 
 
@@ -550,7 +551,9 @@ class Parts(Design):
         check_fields(self)
         check.fields(self, n=check.positive_count)
         object.__setattr__(
-            self, "parts", tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts)
+            self,
+            "parts",
+            tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts),
         )
         if not self.parts or not all(isinstance(design, self.inner) for design, _ in self.parts):
             names = ", ".join(kind.__name__ for kind in self.inner)
@@ -644,7 +647,9 @@ class Parts(Design):
         """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
         part, left = self._locate(draw.index)
         if draw.part.partition("/")[0] != str(part):
-            raise ValueError(f"draw {draw.index} must be of part {part} (got one of {draw.part!r})")
+            raise ValueError(
+                f"draw {draw.index} must be of part {part} (got one of {draw.part!r})"
+            )
         design, draws = self.parts[part]
         # PRIVACY: a pass that its phase does not finish pays for no step of the next one
         # (test_a_pass_pays_for_no_step_of_the_next_part)

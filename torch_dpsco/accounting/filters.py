@@ -124,7 +124,9 @@ class Filter(ABC):
 
     def max_steps(self, ledger: Ledger, event: Event) -> int:
         """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
-        return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, _MAX_STEPS)
+        return largest(
+            lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, _MAX_STEPS
+        )
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
         """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
@@ -136,7 +138,8 @@ class Filter(ABC):
             default=uses[0],
         )
         spent = next(
-            (usage.spent for usage in self.usages(ledger) if usage.resource == asked.resource), 0.0
+            (usage.spent for usage in self.usages(ledger) if usage.resource == asked.resource),
+            0.0,
         )
         return (
             f"{count} x {event} would bring {asked.resource} to {rounded_up(asked.spent, 6)}, past"
@@ -215,7 +218,9 @@ class PureFilter(Filter):
         """Returns the sum of pure epsilons, inf if some event has none."""
         # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
         return (
-            Usage("epsilon", ledger.pure(self.budget.adjacency, event, count), self.budget.epsilon),
+            Usage(
+                "epsilon", ledger.pure(self.budget.adjacency, event, count), self.budget.epsilon
+            ),
         )
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
@@ -400,7 +405,9 @@ class RDPOrdersFilter(AdaptiveFilter):
         orders = (
             cast("tuple[float, ...]", budget.orders) if budget.orders else (_best_order(budget),)
         )
-        self._limits = [renyi_budget(order, budget.epsilon, budget.noise_delta) for order in orders]
+        self._limits = [
+            renyi_budget(order, budget.epsilon, budget.noise_delta) for order in orders
+        ]
         self.orders = orders
         self._curve = _OrderReader(orders)
         self.level = self._curve.level
@@ -437,7 +444,9 @@ class RDPMixtureFilter(AdaptiveFilter):
 
     def _admits_spent(self, epsilon: float, spent: FloatArray) -> bool:
         weights = cast("tuple[float, ...] | None", self.budget.weights)
-        return mixture_filter_admits(epsilon, self.budget.noise_delta, self.orders, spent, weights)
+        return mixture_filter_admits(
+            epsilon, self.budget.noise_delta, self.orders, spent, weights
+        )
 
     def admits(self, ledger: Ledger, event: Event | None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
@@ -449,7 +458,9 @@ class RDPMixtureFilter(AdaptiveFilter):
     def _uses(self, cost: Cost, rounding: float) -> tuple[Usage, ...] | None:
         spent = self._curve.read(cost) * rounding
         return (
-            Usage("epsilon of the Renyi mixture", self._least_epsilon(spent), self.budget.epsilon),
+            Usage(
+                "epsilon of the Renyi mixture", self._least_epsilon(spent), self.budget.epsilon
+            ),
         )
 
     def _least_epsilon(self, spent: FloatArray) -> float:
@@ -481,7 +492,9 @@ class _OrderReader:
 
     def __init__(self, orders: Sequence[float]) -> None:
         self._orders = np.asarray(orders, dtype=np.float64)
-        self.level = next(level for level in range(8) if orders_at(level)[-1] >= self._orders.max())
+        self.level = next(
+            level for level in range(8) if orders_at(level)[-1] >= self._orders.max()
+        )
         grid = orders_at(self.level)
         self._right = np.searchsorted(grid, self._orders)
         self._left = np.where(grid[self._right] == self._orders, self._right, self._right - 1)

@@ -131,7 +131,9 @@ def _foreign_design(sampler: Any) -> Design | None:
     # exact types: a subclass may draw in another way (test_a_subclass_of_a_known_sampler_is_refused)
     if type(sampler) in of_opacus("utils.uniform_sampler.UniformWithReplacementSampler"):
         return RatePoisson(_drawn_rate(sampler.sample_rate), sampler.num_samples)
-    if type(sampler) in of_opacus("utils.uniform_sampler.DistributedUniformWithReplacementSampler"):
+    if type(sampler) in of_opacus(
+        "utils.uniform_sampler.DistributedUniformWithReplacementSampler"
+    ):
         raise UnknownSamplerError(
             "loader must draw in one process (got DistributedUniformWithReplacementSampler, which"
             " leaves empty batches out, so that the number of steps tells about the data); use a"

@@ -222,7 +222,9 @@ def open_journal(
     if file.is_empty:
         return Journal(book, file)
     known = file.book.config
-    if known.get("unit") != unit or (adjacency is not None and known.get("adjacency") != adjacency):
+    if known.get("unit") != unit or (
+        adjacency is not None and known.get("adjacency") != adjacency
+    ):
         file.close()
         raise ValueError(
             f"ledger file must be for {adjacency or 'any adjacency'} and the unit {unit!r} (got "

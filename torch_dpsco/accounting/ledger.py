@@ -130,7 +130,9 @@ _POSITIONAL = ("positional", False)
 _MOST_CHOICES = 16  # of parts, that are composed one by one
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
-_Kinds = dict[str, tuple[str, bool]]  # per partition: how it was cut, and whether its key is public
+_Kinds = dict[
+    str, tuple[str, bool]
+]  # per partition: how it was cut, and whether its key is public
 
 
 def size_of(event: Event, count: int) -> int:
@@ -155,7 +157,9 @@ def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, in
                         )
                     yield (event.partition, part), simple, times
     elif not isinstance(event, SimpleEvent):
-        raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
+        raise ValueError(
+            f"event must be a value of torch_dpsco.accounting.events (got {event!r})"
+        )
     elif count:
         yield _BASE, event, count
 
@@ -243,7 +247,9 @@ class Ledger:
     @locked
     def includes(self, other: Ledger) -> bool:
         """Returns whether every event of another ledger is here, at least as often."""
-        mine = {(partition, part, event): times for partition, part, event, times in self.entries()}
+        mine = {
+            (partition, part, event): times for partition, part, event, times in self.entries()
+        }
         return all(
             mine.get((place, part, event), 0) >= times
             for place, part, event, times in other.entries()
@@ -334,7 +340,9 @@ class Ledger:
         changed: dict[_Place, _Counts] = {}
         for place, simple, times in _flatten(extra, count) if extra is not None else ():
             counts = changed.setdefault(place, {})
-            counts[simple] = counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
+            counts[simple] = (
+                counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
+            )
         return changed
 
     @locked
@@ -347,7 +355,9 @@ class Ledger:
         self._kinds_with(event)  # raises if the partition is cut in another way
         for place, counts in changed.items():
             others = [
-                self._counts[other] for other in self._parts.get(place[0], ())[:2] if other != place
+                self._counts[other]
+                for other in self._parts.get(place[0], ())[:2]
+                if other != place
             ]
             # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
             if place == _BASE or not any(
@@ -370,7 +380,9 @@ class Ledger:
         changed = self.changed(extra, count)
         base = changed.pop(_BASE, None)
         after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
-        parts = ((place[0], total_of(counts, adjacency, level)) for place, counts in after.items())
+        parts = (
+            (place[0], total_of(counts, adjacency, level)) for place, counts in after.items()
+        )
         return totals.cost(base, parts)
 
     @locked
@@ -403,7 +415,11 @@ class Ledger:
                 return max(found, key=lambda evaluation: evaluation.epsilon)
             laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
             return epsilon_of(
-                lambda level: self.cost(adjacency, level, extra, count), delta, laws, method, enough
+                lambda level: self.cost(adjacency, level, extra, count),
+                delta,
+                laws,
+                method,
+                enough,
             )
         if method not in ("best", "pure"):
             raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
@@ -462,7 +478,8 @@ class Ledger:
         largest: dict[str, Fraction] = {}
         for (partition, _), counts in self.counts(extra, count).items():
             part = sum(
-                times * Fraction(pure_epsilon(event, adjacency)) for event, times in counts.items()
+                times * Fraction(pure_epsilon(event, adjacency))
+                for event, times in counts.items()
             )
             largest[partition] = max(Fraction(part), largest.get(partition, Fraction()))
         try:
@@ -476,7 +493,9 @@ class Ledger:
     ) -> SimpleEvent | None:
         """Returns the first event that has no finite pure epsilon; None if there is none."""
         events = (event for counts in self.counts(extra, count).values() for event in counts)
-        return next((event for event in events if math.isinf(pure_epsilon(event, adjacency))), None)
+        return next(
+            (event for event in events if math.isinf(pure_epsilon(event, adjacency))), None
+        )
 
     def epsilon(self, delta: float, adjacency: Adjacency, method: str = "best") -> float:
         """Returns epsilon at delta under an adjacency; 0.0 for an empty ledger."""
@@ -488,7 +507,9 @@ class Ledger:
         if choices := self._choices(adjacency):
             return max(one.delta(epsilon, adjacency) for one in choices)
         return delta_of(
-            lambda level: self.cost(adjacency, level), epsilon, ComposedLaws(self.counts, adjacency)
+            lambda level: self.cost(adjacency, level),
+            epsilon,
+            ComposedLaws(self.counts, adjacency),
         )
 
     def risk(self, adjacency: Adjacency) -> Risk:
@@ -743,7 +764,8 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
         low = high
         high = min(_LARGEST, 1.5 * high)
     single = (
-        float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high)) + _TOLERANCE * high
+        float(scipy.optimize.brentq(excess, low, high, xtol=_TOLERANCE * high))
+        + _TOLERANCE * high
     )
     # PRIVACY: only what was seen to hold (test_a_replaced_record_is_one_removed_and_one_added)
     return 2.0 * (single if single < high and excess(single) <= 0 else high)

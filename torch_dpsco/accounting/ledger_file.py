@@ -141,7 +141,9 @@ except ImportError:  # Windows: no lock; a second writer is then found by the si
     fcntl = None
 
 _NOWHERE: Place = ("", 0, 0)
-_LONG = 2**18  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
+_LONG = (
+    2**18
+)  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND  # O_APPEND: no write can hit an earlier line
 
 
@@ -571,7 +573,11 @@ class Book:
     def to_row(self) -> Row:
         """Returns the book as primitives."""
         known: Row = {"ledger": self.ledger.to_json(), "runs": [list(run) for run in self.runs]}
-        return known | {"config": dict(self.config), "id": self.id, "releases": dict(self.releases)}
+        return known | {
+            "config": dict(self.config),
+            "id": self.id,
+            "releases": dict(self.releases),
+        }
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
@@ -622,7 +628,11 @@ class Book:
     @property
     def place(self) -> Place:
         """How far it has come."""
-        return self.runs[-1][0] if self.runs else "", len(self.ledger), sum(self.releases.values())
+        return (
+            self.runs[-1][0] if self.runs else "",
+            len(self.ledger),
+            sum(self.releases.values()),
+        )
 
     def reaches(self, place: Place) -> bool:
         """Returns whether it has been at a place: that run charged here, and as far."""

@@ -66,7 +66,9 @@ def epsilon_at_orders(
         )
     places = np.searchsorted(grid, orders)
     pairs = zip(cost.rdp[places], orders, strict=True)
-    return max(0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs))
+    return max(
+        0.0, min(rdp_epsilon_at_order(float(value), order, delta) for value, order in pairs)
+    )
 
 
 def foreign_book(

@@ -62,7 +62,9 @@ class PlannedEvents:
     ) -> PlannedEvents:
         """Returns the plan of a run that was declared, as (event, steps or None), and begins with an event."""
         finite = [Repeat(event, steps) for event, steps in declared if steps is not None]
-        repeated = list(dict.fromkeys(unit_of(event) for event, steps in declared if steps is None))
+        repeated = list(
+            dict.fromkeys(unit_of(event) for event, steps in declared if steps is None)
+        )
         if not declared:
             return cls(open=unit_of(first))
         plan = cls(tuple(finite), repeated[0] if repeated else None)
@@ -135,7 +137,9 @@ class PlannedEvents:
             for kind, times in asked.items()
             if times > fixed.get(kind, 0)
         }
-        rates = [times / once[kind] if kind in once else math.inf for kind, times in excess.items()]
+        rates = [
+            times / once[kind] if kind in once else math.inf for kind, times in excess.items()
+        ]
         needed = max([*uses, *rates], default=0.0)
         return None if needed == math.inf else math.ceil(needed)
 
@@ -347,7 +351,10 @@ class Limit:
         """Whether events must be planned; at delta = 0 the sum holds for events chosen on the way too."""
         rule = self.rule
         return (
-            rule is not None and rule.mode == "planned" and rule.schedule is None and rule.delta > 0
+            rule is not None
+            and rule.mode == "planned"
+            and rule.schedule is None
+            and rule.delta > 0
         )
 
     @property
@@ -505,7 +512,9 @@ class Limit:
         # whether the ledger as it is was within the budget
         decided = known is not None and known[1:] == (budget, len(self._ledger))
         alike = (
-            budget.mode == "planned" and budget.schedule is None and len(self._ledger.distinct) == 1
+            budget.mode == "planned"
+            and budget.schedule is None
+            and len(self._ledger.distinct) == 1
         )
         if decided and alike and self._ledger.adds_nothing(event, count):
             return count

@@ -155,7 +155,9 @@ def bolt_on_sensitivity(
     shrink = scaled_up(1.0 / (1.0 + sizes * reg), 4)
     tails = _tails(weights, shrink)
     computed = _Computed(promises, sizes, reg, batch_size, dim, unit_roundoff)
-    scale = check.positive(hit_constant=hit_constant) / check.positive_count(batch_size=batch_size)
+    scale = check.positive(hit_constant=hit_constant) / check.positive_count(
+        batch_size=batch_size
+    )
     hits = scale * computed.grad_bound * sizes * shrink * tails
     starts = np.arange(0, sizes.size, check.positive_count(steps_per_epoch=steps_per_epoch))
     # PRIVACY: a record is in any one batch of each epoch (test_no_pair_of_neighbors_moves_the_answer_further)

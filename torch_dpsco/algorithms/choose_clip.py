@@ -154,7 +154,9 @@ def _wanted(rule: str, exchange_rate: float | None) -> float:
     if rule == "median":
         return 0.5
     if exchange_rate is None:
-        raise ValueError(f"exchange_rate must be given for rule {rule!r} (got None): plans have it")
+        raise ValueError(
+            f"exchange_rate must be given for rule {rule!r} (got None): plans have it"
+        )
     rate = check.nonnegative(exchange_rate=exchange_rate)
     if rate > 0.9:
         warn(

@@ -81,7 +81,9 @@ def clip_bias_worst(moment: float, moment_order: float, clip: float) -> float:
     """
     bound = clip_bias(moment, moment_order, clip)
     return (
-        bound if clip >= moment * math.exp(_log_ratio(moment_order)) else min(bound, moment - clip)
+        bound
+        if clip >= moment * math.exp(_log_ratio(moment_order))
+        else min(bound, moment - clip)
     )
 
 

@@ -49,7 +49,11 @@ class CorrelatedPlan(StepPlan):
         """Returns a new oracle with the plan's numbers."""
         assert self.steps is not None
         return CorrelatedClipped(
-            self.clip, self.noise_multiplier, self.batch_size, Banded(self.coefficients), self.steps
+            self.clip,
+            self.noise_multiplier,
+            self.batch_size,
+            Banded(self.coefficients),
+            self.steps,
         )
 
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:

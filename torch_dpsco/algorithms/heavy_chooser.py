@@ -322,7 +322,9 @@ class _Task:
             clip=clip,
             noise_multiplier=chosen.noise,
             pilot=pilot,
-            factors=() if averaging is None else tuple(lr / averaging.lr[0] for lr in averaging.lr),
+            factors=()
+            if averaging is None
+            else tuple(lr / averaging.lr[0] for lr in averaging.lr),
             weights=() if averaging is None else averaging.weights,
             risk_bound=self._risk_bound(chosen),
         )
@@ -442,7 +444,11 @@ class _Task:
             draws = choose_design(scale, goal, given)
             noise = choose_noise(goal, *draws, given)
             return _Chosen(*draws, noise, pace=choose_pace(scale, draws, noise))
-        if given.batch_size is None and given.n is not None and given.sampling in (None, *SAMPLING):
+        if (
+            given.batch_size is None
+            and given.n is not None
+            and given.sampling in (None, *SAMPLING)
+        ):
             given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
         passes: int | None = None
         if goal is not None or isinstance(self.clip, Pilot):

@@ -96,7 +96,9 @@ class HolderPlan(StepPlan):
         if not prox.contains_zero:
             raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
         if self.noise_multiplier is None:
-            return HolderAbsolute(self.problem, self.noise_std, self.batch_size, radius=prox.radius)
+            return HolderAbsolute(
+                self.problem, self.noise_std, self.batch_size, radius=prox.radius
+            )
         return HolderClipped(
             self.problem,
             self.noise_multiplier,
@@ -118,7 +120,9 @@ class HolderPlan(StepPlan):
         if (
             isinstance(self.noise_std, float) and self.grad_bound > 0
         ):  # 0: promised gradients of 0 at the start
-            where = " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
+            where = (
+                " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
+            )
             yield noise_on_mean(self.noise_std / self.grad_bound, self.grad_bound, where)
         if self.clip < 1:
             yield (

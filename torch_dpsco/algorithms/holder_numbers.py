@@ -241,7 +241,9 @@ def run_path(
     bounds = np.broadcast_to(_array("grad_bounds", grad_bounds, sizes.size), sizes.shape)
     shares = _weights(weights, sizes.size)
     tails = np.concatenate([np.cumsum(shares[:0:-1])[::-1], [0.0]])  # V_1..V_T, V_T = 0
-    scale = check.positive(hit_constant=hit_constant) / check.positive_count(batch_size=batch_size)
+    scale = check.positive(hit_constant=hit_constant) / check.positive_count(
+        batch_size=batch_size
+    )
     slack = 4 * sizes.size + 64
     squares = expansions(holder_exponent, holder_constant, sizes, glm) ** 2
     if arithmetic is None:
@@ -305,7 +307,9 @@ def step_sizes(lr: ArrayLike) -> FloatArray:
 
 def _array(name: str, values: ArrayLike, length: int) -> FloatArray:
     array = np.asarray(values, dtype=np.float64)
-    if array.shape not in ((), (length,)) or not (np.isfinite(array).all() and (array >= 0).all()):
+    if array.shape not in ((), (length,)) or not (
+        np.isfinite(array).all() and (array >= 0).all()
+    ):
         raise ValueError(
             f"{name} must hold one or {length} finite numbers >= 0 (got shape {array.shape})"
         )
@@ -344,9 +348,9 @@ def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) 
             f" (got {largest:g})"
         )
     if 0 < alpha < 1:
-        logs = (math.log1p(-alpha) - math.log1p(alpha)) + 2 * (math.log(constant) + np.log(lr)) / (
-            1 - alpha
-        )
+        logs = (math.log1p(-alpha) - math.log1p(alpha)) + 2 * (
+            math.log(constant) + np.log(lr)
+        ) / (1 - alpha)
         terms = 4 * (abs(math.log(constant)) + np.abs(np.log(lr))) / (1 - alpha)
         if np.max(logs, initial=-math.inf) > _LARGEST_LOG:
             raise ConditionError(
@@ -399,12 +403,20 @@ def iterate_bounds(
     while start < sizes.size:
         length = 1 if start < _EXACT_STEPS else min(start // 64, sizes.size - start)
         block = slice(start, start + length)
-        reach = radius if length == 1 else 1.001 * math.sqrt(radius**2 + float(growth[block].sum()))
+        reach = (
+            radius if length == 1 else 1.001 * math.sqrt(radius**2 + float(growth[block].sum()))
+        )
         while True:
             score = 0.0 if arithmetic is None else arithmetic.score_error(reach)
             bound = check.nonnegative(grad_bound=grad_bound(reach + score))
             path = _path_of_radii(
-                radius, reach, bound, sizes[block], growth[block], arithmetic, holder_exponent == 0
+                radius,
+                reach,
+                bound,
+                sizes[block],
+                growth[block],
+                arithmetic,
+                holder_exponent == 0,
             )
             if length == 1 or path[-2] <= reach:
                 break

@@ -100,7 +100,9 @@ class HolderClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        at_one = self.problem.grad_bound(min(1.0, self._reach))  # repr leaves exact_grad_bound out
+        at_one = self.problem.grad_bound(
+            min(1.0, self._reach)
+        )  # repr leaves exact_grad_bound out
         own = {"problem": repr(self.problem), "grad_bound": at_one}
         own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
         return self._named("noise", "noise_multiplier", "radius", **own)
@@ -143,10 +145,14 @@ class HolderAbsolute(HolderClipped):
         super().__init__(problem, 0.0, batch_size, radius=radius)
         given = (noise_std,) if isinstance(noise_std, (int, float)) else tuple(noise_std)
         if not given:
-            raise ValueError("noise_std must hold a number for each step, at least one (got none)")
+            raise ValueError(
+                "noise_std must hold a number for each step, at least one (got none)"
+            )
         self._stds = tuple(check.positive(noise_std=std) for std in given)
         self._step = 0
-        self._set(problem.grad_bound(0.0) / self.batch_size)  # the first event is one at the origin
+        self._set(
+            problem.grad_bound(0.0) / self.batch_size
+        )  # the first event is one at the origin
 
     def _set(self, sensitivity: float) -> None:
         exact = self._stds[min(self._step, len(self._stds) - 1)] / sensitivity

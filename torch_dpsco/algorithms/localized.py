@@ -270,7 +270,9 @@ class _Task:
             allow_infinite_variance=self.allow_infinite_variance,
         )
         if method == "boosted":
-            phases = boosted_localized_schedule(task, moment=moment, copies=self.copies, ball=False)
+            phases = boosted_localized_schedule(
+                task, moment=moment, copies=self.copies, ball=False
+            )
         else:
             phases = self._localized(method, task, moment)
             if self.sampling != "full":

@@ -597,7 +597,9 @@ def boosted_localized_schedule(
         return task.full_passes(m, clip, steps, error, wanted, copies)
 
     made = [tuned(m) for m in _groups(task.n, copies, phases)]
-    root = math.sqrt(c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made)))
+    root = math.sqrt(
+        c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made))
+    )
     regs = scaled_regs(root / diameter if task.reg is None else task.reg, len(made))
     radii = [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
     parts = phases_of(made, regs, radii)
@@ -739,7 +741,9 @@ def reduction_schedule(
         part = localized_schedule_ballfree(
             own, moment_2k=moment_2k, min_phase=min(min_phase, size // 2)
         )
-        phases += [replace(phase, index=len(phases) + 1 + i) for i, phase in enumerate(part.phases)]
+        phases += [
+            replace(phase, index=len(phases) + 1 + i) for i, phase in enumerate(part.phases)
+        ]
         if part.risk_bound is not None and t + 1 < len(parts):
             distance = min(D, math.sqrt(2.0 * part.risk_bound / mu))
     return replace(part, phases=tuple(phases))

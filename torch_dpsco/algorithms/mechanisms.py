@@ -523,7 +523,9 @@ class BinomialNoise:
 
     def __init__(self, trials: int, noise_probability: float) -> None:
         self.trials = check.count(trials=trials)
-        self.noise_probability = check.open_interval(0.0, 1.0, noise_probability=noise_probability)
+        self.noise_probability = check.open_interval(
+            0.0, 1.0, noise_probability=noise_probability
+        )
         if self.trials > _LARGEST:
             raise InfeasibleError(f"trials must be at most {_LARGEST} to be drawn (got {trials})")
         self._first, self._high, self._low = _table(self.trials, self.noise_probability)
@@ -799,7 +801,13 @@ def _target(epsilon: float, delta: float) -> ShuffleCost:
 
 
 def _sized(
-    grid: int, p: float, n: int, dim: int, norm: float, target: ShuffleCost, honest_fraction: float
+    grid: int,
+    p: float,
+    n: int,
+    dim: int,
+    norm: float,
+    target: ShuffleCost,
+    honest_fraction: float,
 ) -> ShuffleParameters:
     """Returns the parameters with the least noise of the rule, or 1.1 times as much each time, that meet a target."""
     (rho, failure), users = target, _honest(n, honest_fraction)

@@ -129,7 +129,9 @@ def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     return _law(path, start, masses, lost, unit)
 
 
-def _law(path: RunPath, start: int, masses: FloatArray, lost: float, unit: float) -> SensitivityLaw:
+def _law(
+    path: RunPath, start: int, masses: FloatArray, lost: float, unit: float
+) -> SensitivityLaw:
     """Returns the law of min(drift + k unit, cap), k = start, start + 1, ..; 0 at k = 0."""
     steps = start + np.arange(masses.size)
     moved = np.minimum(scaled_up(path.drift + unit * steps, 8), path.cap)

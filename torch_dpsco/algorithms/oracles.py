@@ -183,7 +183,9 @@ class GroupedMean(MeanOracle):
         self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
         self.groups = check.positive_count(groups=groups)
         if self.groups > self.batch_size:
-            raise ValueError(f"groups must be <= batch_size={self.batch_size} (got {self.groups})")
+            raise ValueError(
+                f"groups must be <= batch_size={self.batch_size} (got {self.groups})"
+            )
         self.group_size = self.batch_size // self.groups
         self._shapes: list[torch.Size] = []
 
@@ -307,7 +309,9 @@ class Coordinatewise(GroupedMean):
         # a sum of k numbers up to tau errs by at most k (k - 1) u tau, a median by 2 u tau; two of them, in units of
         # tau / k
         error = 4.0 * self.group_size * (self.group_size + 4) * 2.0**-53
-        return (self._clips(adjacency) + error) * self.clip * math.sqrt(self._dim) / self.group_size
+        return (
+            (self._clips(adjacency) + error) * self.clip * math.sqrt(self._dim) / self.group_size
+        )
 
     @property
     def noise_std(self) -> float:
@@ -367,7 +371,9 @@ class _Shuffled(GroupedMean):
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
         largest_count(self.group_size, parameters)
         bits = parameters.noise_bits
-        self._event: ApproxZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
+        self._event: ApproxZCDP | NonPrivate = (
+            shuffle_event(self.cost()) if bits else NonPrivate()
+        )
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
 
@@ -457,7 +463,9 @@ class _Shuffled(GroupedMean):
     def release(self, generator: Source) -> Release:
         """Draws the counts, and returns the median over groups of the means that they estimate."""
         counts = self.counts(generator)
-        means = centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
+        means = (
+            centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
+        )
         return Release(split_like(medians(means).to(self._dtype), self._shapes))
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
@@ -545,7 +553,12 @@ class ShuffledClipped(_Shuffled):
             batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
         )
         return cls(
-            clip, sizes, batch_size, dim, failure=failure_of(delta), honest_fraction=honest_fraction
+            clip,
+            sizes,
+            batch_size,
+            dim,
+            failure=failure_of(delta),
+            honest_fraction=honest_fraction,
         )
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:

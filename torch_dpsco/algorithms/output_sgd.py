@@ -209,7 +209,9 @@ class HolderOutputSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         if isinstance(sampling, Design):
-            given_design = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
+            given_design = Given(
+                n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size
+            )
             given_design.sampled()  # raises for other numbers
             n = sampling.n
             batch_size = sampling.batch_size

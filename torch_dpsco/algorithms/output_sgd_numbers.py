@@ -429,7 +429,9 @@ def _noise(request: _Request, path: RunPath, exact: bool) -> tuple[float | None,
         noise = request.noise_multiplier * sensitivity
     else:
         noise = (
-            gaussian_sigma(request.epsilon, request.delta, sensitivity) if sensitivity > 0 else 0.0
+            gaussian_sigma(request.epsilon, request.delta, sensitivity)
+            if sensitivity > 0
+            else 0.0
         )
     if exact:
         exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent

@@ -40,7 +40,14 @@ from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows.forwards import note_owner
 from torch_dpsco.rules import absorb, averaged
-from torch_dpsco.sampling import BoundedLoader, Chunk, DrawLog, PrivateLoader, bounded, make_sampler
+from torch_dpsco.sampling import (
+    BoundedLoader,
+    Chunk,
+    DrawLog,
+    PrivateLoader,
+    bounded,
+    make_sampler,
+)
 from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.step import checks
 from torch_dpsco.step.checkpoint import (
@@ -206,7 +213,8 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         bounds = self.bounds
         sampler.log.dataset = source_of(dataset)
         small = (
-            type(dataset) is TensorDataset and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
+            type(dataset) is TensorDataset
+            and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
         )
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
             dataset, bounds = (
@@ -217,7 +225,11 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 ),
             )  # once for all epochs
         loader = PrivateLoader(
-            dataset, sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
+            dataset,
+            sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
         )
         if self._log is not None:
             sampler.log.succeed(self._log)
@@ -467,7 +479,11 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             SequenceError: a run with independent batches is not over.
         """
         public, private = split_private_state(state_dict, self.settings())
-        if not isinstance(self.design, Shuffled) and private["t"] > 0 and not private["finalized"]:
+        if (
+            not isinstance(self.design, Shuffled)
+            and private["t"] > 0
+            and not private["finalized"]
+        ):
             # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
             # (test_a_run_with_independent_batches_cannot_be_resumed)
             raise SequenceError(

@@ -280,7 +280,9 @@ class UserClippedSGD(PlannedOptimizer):
         draws = _design(scale if by_rule else None, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        _warn_if_buried(draws, noise, scale.dim, budget if given.noise_multiplier is None else None)
+        _warn_if_buried(
+            draws, noise, scale.dim, budget if given.noise_multiplier is None else None
+        )
         return UserClippedPlan(
             budget=budget,
             adjacency=adjacency,

@@ -264,7 +264,9 @@ class UserFiltered(UserMean):
     def pair_radius(self) -> float:
         """Tau: public. Raises SequenceError as long as a search for it has not ended."""
         if self._tau is None:
-            raise SequenceError("pair_radius is not known yet: the step of its search comes first")
+            raise SequenceError(
+                "pair_radius is not known yet: the step of its search comes first"
+            )
         return self._tau
 
     # -- what it costs ------------------------------------------------------------------------------------------------
@@ -348,7 +350,9 @@ class UserFiltered(UserMean):
         joined = (items >= self.min_items) & points.within(self.reach * self.pair_radius)
         counts = neighbor_counts(points, self._radii(), joined)
         absent = self.filter.n_users - len(means)  # each its own only neighbor
-        if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
+        if (
+            absent < 0
+        ):  # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
             raise SequenceError(
                 f"users must be at most {self.filter.n_users} in a step (got {len(means)})"
             )
@@ -438,7 +442,9 @@ _MOST_USERS = 2**26  # n^2 < 2^53
 _SPAN = 1024.0  # of radii that are counted at once
 
 
-def search_law(totals: Sequence[int], search: PairRadiusSearch, n_users: int) -> NDArray[np.int64]:
+def search_law(
+    totals: Sequence[int], search: PairRadiusSearch, n_users: int
+) -> NDArray[np.int64]:
     """Returns the law of the candidate: of 2^53 equally likely draws, how many choose each one.
 
     Args:
@@ -575,7 +581,9 @@ class UserSearched(UserFiltered):
         """Returns T_i of each candidate."""
         points = Points(means, self._center)
         absent = self.filter.n_users - len(means)
-        if absent < 0:  # PRIVACY: n is bounded (test_more_users_than_the_search_is_for_are_refused)
+        if (
+            absent < 0
+        ):  # PRIVACY: n is bounded (test_more_users_than_the_search_is_for_are_refused)
             raise SequenceError(
                 f"users must be at most {self.filter.n_users} in a step (got {len(means)})"
             )

@@ -133,7 +133,10 @@ def calibrate_filter(
 
 def check_user_adjacency(adjacency: str) -> str:
     """Returns the adjacency; raises AdjacencyError unless the full-batch filter is proved for it."""
-    if check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency) == "add_remove":
+    if (
+        check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency)
+        == "add_remove"
+    ):
         raise AdjacencyError(
             "the filter on all users is proved for replace_one with n_users public; for add_remove"
             " use UserClippedSGD"
@@ -408,7 +411,8 @@ def _paper_corrected(task: _Task) -> UserFilterPlan:
     if not found:
         raise task.refusal(
             smallest_users(
-                lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS), task.n_users
+                lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS),
+                task.n_users,
             )
         )
     _, setting, mu, zeta = min(found, key=lambda option: option[0])

@@ -174,7 +174,9 @@ def best_ramp_end(n: int, score_floor: float) -> RampEnd:
     return RampEnd(b, filter_coefficient(n, H, b))
 
 
-def filter_coefficient_two_radius(n: int, score_floor: float, ramp_end: int | None = None) -> float:
+def filter_coefficient_two_radius(
+    n: int, score_floor: float, ramp_end: int | None = None
+) -> float:
     """Returns 2 (1 + (n - M)/(b - a))/M, M = ceil(H), in units of 2 tau, for filter "two"; rounded up.
 
     Args:
@@ -305,7 +307,9 @@ def _argmin(function: Callable[[int], float], low: int, high: int) -> int:
     """Returns where a convex function of an integer is smallest."""
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if function(middle + 1) < function(middle) else (low, middle)
+        low, high = (
+            (middle + 1, high) if function(middle + 1) < function(middle) else (low, middle)
+        )
     return low
 
 
@@ -445,7 +449,9 @@ class UserFilterPlan:
     @cached_property
     def failure(self) -> float:
         """beta, of kind "transcript": a pass although both scores are below H, in T steps."""
-        return bad_pass_probability(self.margin, self.steps, self.threshold_scale, self.query_scale)
+        return bad_pass_probability(
+            self.margin, self.steps, self.threshold_scale, self.query_scale
+        )
 
     @property
     def step_failure(self) -> float:
@@ -463,7 +469,8 @@ class UserFilterPlan:
         factor = 1 + (math.exp(epsilon) if epsilon < 700 else math.inf)
         return min(
             1.0,
-            (pair + factor * max(self.failure, 1e-300) + self.steps * self.step_failure) * _PLAN_UP,
+            (pair + factor * max(self.failure, 1e-300) + self.steps * self.step_failure)
+            * _PLAN_UP,
         )
 
     def halt_probability(self, score: float | None = None) -> float:

@@ -135,7 +135,9 @@ class UserRows:
 
     def zeros(self) -> list[Tensor]:
         """Returns zeros of the shapes of the query."""
-        return [torch.zeros(shape, dtype=self.dtype, device=self._device) for shape in self.shapes]
+        return [
+            torch.zeros(shape, dtype=self.dtype, device=self._device) for shape in self.shapes
+        ]
 
     def discard(self) -> None:
         """Forgets all rows."""
@@ -271,7 +273,8 @@ class UserClipped(UserMean):
     def _by_parameter(self, means: Tensor) -> list[Tensor]:
         parts = means.split([shape.numel() for shape in self._users.shapes], dim=1)
         return [
-            part.reshape(-1, *shape) for part, shape in zip(parts, self._users.shapes, strict=True)
+            part.reshape(-1, *shape)
+            for part, shape in zip(parts, self._users.shapes, strict=True)
         ]
 
     def settings(self) -> dict[str, Any]:

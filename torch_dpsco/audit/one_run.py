@@ -146,7 +146,9 @@ def epsilon_of_guesses(
 
 
 @typed
-def mu_of_guesses(correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> float:
+def mu_of_guesses(
+    correct: int, guesses: int, canaries: int, *, confidence: float = 0.95
+) -> float:
     """Returns the lower bound on mu that `correct` right guesses about `canaries` fair coins show.
 
     Args:
@@ -164,7 +166,9 @@ def mu_of_guesses(correct: int, guesses: int, canaries: int, *, confidence: floa
     """
     _require(correct, guesses, canaries, confidence)
     return _largest(
-        lambda mu: _least_total(correct, guesses, canaries, mu, 1.0 - confidence) > 1.0 + _ROUNDING
+        lambda mu: (
+            _least_total(correct, guesses, canaries, mu, 1.0 - confidence) > 1.0 + _ROUNDING
+        )
     )
 
 
@@ -223,7 +227,11 @@ class OneRunAudit:
     """
 
     def __init__(
-        self, canaries: Sequence[Any], *, guess_in: int | None = None, guess_out: int | None = None
+        self,
+        canaries: Sequence[Any],
+        *,
+        guess_in: int | None = None,
+        guess_out: int | None = None,
     ) -> None:
         quarter = -(-len(canaries) // 4)
         self.guess_in = quarter if guess_in is None else check.count(guess_in=guess_in)
@@ -248,7 +256,9 @@ class OneRunAudit:
     @typed
     def dataset(self, base: Dataset[Any]) -> Dataset[Any]:
         """Returns the base followed by the canaries whose coins say so; the same ones at every call."""
-        included = [canary for canary, coin in zip(self.canaries, self._coins, strict=True) if coin]
+        included = [
+            canary for canary, coin in zip(self.canaries, self._coins, strict=True) if coin
+        ]
         return ConcatDataset([base, cast("Dataset[Any]", included)]) if included else base
 
     def result(
@@ -488,7 +498,9 @@ def check_training(
     if claimed is None:
         raise ValueError("train must return the epsilon that it claims at delta (got None)")
     scores = loss_scores(model, loss, canaries)
-    found = audit.result(scores, delta=delta, confidence=confidence, family=family, claimed=claimed)
+    found = audit.result(
+        scores, delta=delta, confidence=confidence, family=family, claimed=claimed
+    )
     # PRIVACY: a check that cannot fail is none (test_a_claim_that_no_guesses_refute_is_refused)
     if not found.reach > claimed:
         raise ValueError(

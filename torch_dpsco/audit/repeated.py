@@ -92,7 +92,9 @@ class Audit:
         """
         claim = self.claimed if epsilon is None else epsilon
         if claim is None:
-            raise ValueError("epsilon must be given: nothing audited here made a claim (got None)")
+            raise ValueError(
+                "epsilon must be given: nothing audited here made a claim (got None)"
+            )
         return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
 
     def __str__(self) -> str:
@@ -199,7 +201,10 @@ def _epsilon_lower(
         scipy.stats.beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)),
         1.0,
     )
-    ratios = np.maximum(low - delta, 0.0) / high, np.maximum(1.0 - high - delta, 0.0) / (1.0 - low)
+    ratios = (
+        np.maximum(low - delta, 0.0) / high,
+        np.maximum(1.0 - high - delta, 0.0) / (1.0 - low),
+    )
     return np.asarray(np.log(np.maximum(np.maximum(*ratios), 1.0)))
 
 
@@ -475,7 +480,9 @@ def audit_training(
     if optimizer.adjacency != ADD_REMOVE:
         direction -= _gradient(model, loss, pair[0][0])  # the record that the canary replaces
     if not direction.any():
-        raise ValueError("canary must have a gradient of its own at the starting point (got none)")
+        raise ValueError(
+            "canary must have a gradient of its own at the starting point (got none)"
+        )
     direction /= torch.linalg.vector_norm(direction)
     _train(model, optimizer, pair[1], loss, steps)
     claimed = optimizer.accountant.get_epsilon(delta, adjacency=optimizer.adjacency)
@@ -539,7 +546,9 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def _gradient(model: nn.Module, loss: Callable[[Any, Any], Any], record: tuple[Any, Any]) -> Tensor:
+def _gradient(
+    model: nn.Module, loss: Callable[[Any, Any], Any], record: tuple[Any, Any]
+) -> Tensor:
     device = _trained(model)[0].device
     inputs, targets = to_device(default_collate([record]), device)
     loss(model(inputs), targets).backward()

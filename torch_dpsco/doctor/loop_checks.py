@@ -98,7 +98,9 @@ def stale_parameters(script: Script, evidence: Evidence) -> Iterator[Finding]:
     owned = {id(p): p for group in script.optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in script.trainable.items() if id(p) not in owned]
     in_model = {id(p) for p in script.module.parameters()}
-    stale = [tuple(p.shape) for key, p in owned.items() if key not in in_model and p.requires_grad]
+    stale = [
+        tuple(p.shape) for key, p in owned.items() if key not in in_model and p.requires_grad
+    ]
     parts = []
     if missing:
         parts.append(
@@ -531,7 +533,9 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
         apart = (
             line.places[:, None] - line.places
         ).abs() ** promises.holder_exponent * promises.holder_constant
-        change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(1e-30)
+        change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(
+            1e-30
+        )
         parts += _too_large(
             "changes of the gradient are", float(change.max()), "what holder_constant promises"
         )

@@ -86,7 +86,9 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
 
 def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """There must be one row per record."""
-    wrong = {name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size}
+    wrong = {
+        name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size
+    }
     if wrong:
         known = {getattr(m, "batch_first", None) for m in script.module.modules()}
         flags = [str(flag) for flag in (False, True) if flag in known]
@@ -178,7 +180,9 @@ def loss_reduction(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f"{name}(loss_reduction={value!r})" for name, value in script.reductions.items()
         )
         yield _reduction(
-            script, f"{measured}: this is a {kind}, and {said}", f"declare loss_reduction={kind!r}"
+            script,
+            f"{measured}: this is a {kind}, and {said}",
+            f"declare loss_reduction={kind!r}",
         )
 
 
@@ -289,7 +293,9 @@ def in_place_layers(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Layers that write over what a hook has seen."""
     refused = next((refused for refused in evidence.refused if in_place(refused.error)), None)
     if refused is not None:
-        layers = [name for name, m in script.module.named_modules() if getattr(m, "inplace", False)]
+        layers = [
+            name for name, m in script.module.named_modules() if getattr(m, "inplace", False)
+        ]
         where = "no layer has inplace=True: look for x += y"
         if layers:
             where = f"layers with inplace=True: {some(layers)}"

@@ -114,7 +114,9 @@ def examine(script: Script) -> Evidence:
     return evidence
 
 
-def _synthetic_records(script: Script, *, other_targets: bool = True) -> SyntheticRecords | Refused:
+def _synthetic_records(
+    script: Script, *, other_targets: bool = True
+) -> SyntheticRecords | Refused:
     def build() -> SyntheticRecords:
         device = next(iter(script.trainable.values())).device
         ignored = getattr(script.loss, "ignore_index", None)
@@ -143,7 +145,8 @@ def _examine(
         probe.look_at_rows()
     else:
         attached = attempt(
-            "dp.attach", lambda: attach(script.module, loss_reduction="sum", check_first_step=False)
+            "dp.attach",
+            lambda: attach(script.module, loss_reduction="sum", check_first_step=False),
         )
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
@@ -229,12 +232,18 @@ class _Probe:
         def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
             found = self._gradients(records, only=torch.tensor(places)).rows
-            each = [{name: made.at(k) for name, made in found.items()} for k in range(len(places))]
+            each = [
+                {name: made.at(k) for name, made in found.items()} for k in range(len(places))
+            ]
             return [JointRows(rows, 1) for rows in each]
 
         device = next(iter(script.trainable.values())).device
         known = partial(
-            remembered, script.module, device, rows, lambda: isolation(row, len(self.records), rows)
+            remembered,
+            script.module,
+            device,
+            rows,
+            lambda: isolation(row, len(self.records), rows),
         )
         found = attempt("comparing bits of rows", known)
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
@@ -259,7 +268,9 @@ class _Probe:
         evidence.buffers = self.state.changed()
         if evidence.base is None:
             return
-        batches = [[first, *part] for first in (self.records[0], self.others[0]) for part in parts]
+        batches = [
+            [first, *part] for first in (self.records[0], self.others[0]) for part in parts
+        ]
         passes = [evidence.keep(self._pass(batch)) for batch in batches]
         totals = [_joined(p.totals) for p in passes if p is not None]
         if len(totals) == len(batches):
@@ -287,7 +298,9 @@ class _Probe:
             evidence.weight = float(total @ added / added.square().sum())
             gap = float((total - evidence.weight * added).norm() / length)
             evidence.mixing = max(gap, evidence.mixing or 0.0)
-        self._follow({name: None if g is None else g / length for name, g in batch.totals.items()})
+        self._follow(
+            {name: None if g is None else g / length for name, g in batch.totals.items()}
+        )
 
     def _follow(self, direction: Mapping[str, Tensor | None]) -> None:
         optimizer = self.script.row_free
@@ -454,7 +467,9 @@ def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
     scale = float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
     size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
     moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
-    return start + moves.add_(moves.sign()).mul_(size).to(p.device, p.dtype)  # none of them near 0
+    return start + moves.add_(moves.sign()).mul_(size).to(
+        p.device, p.dtype
+    )  # none of them near 0
 
 
 def _joined(totals: Any) -> Tensor:
@@ -525,7 +540,9 @@ class SyntheticRecords:
                     self._scaled.add(place)
             else:
                 self._pools.append(
-                    _targets(shape, leaf.dtype, dim if other_targets else None, self.size, ignored)
+                    _targets(
+                        shape, leaf.dtype, dim if other_targets else None, self.size, ignored
+                    )
                 )
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
@@ -560,7 +577,9 @@ def _batch_dim(leaf: Any, other: Any) -> int | None:
     """Returns the dimension that grows with the number of records."""
     if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
         return None
-    differing = [d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b]
+    differing = [
+        d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b
+    ]
     return differing[0] if len(differing) == 1 else None
 
 

@@ -219,7 +219,9 @@ class Finding:
         found = fill(self.evidence, _WIDTH, break_long_words=False, break_on_hyphens=False)
         # a fix is code, which keeps its lines
         parts = {"found": found, "fix": self.fix, "see": self.link}
-        lines = [f"  {key:<6} " + text.replace("\n", "\n" + 9 * " ") for key, text in parts.items()]
+        lines = [
+            f"  {key:<6} " + text.replace("\n", "\n" + 9 * " ") for key, text in parts.items()
+        ]
         return "\n".join([f"{self.severity.upper()}: {self.name.replace('-', ' ')}", *lines])
 
 

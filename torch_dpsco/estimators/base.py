@@ -233,15 +233,21 @@ class LinearModel(BaseEstimator):
         blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
-        users = None if groups is None or blocks is not None else user_ids(groups, count, "groups")
+        users = (
+            None if groups is None or blocks is not None else user_ids(groups, count, "groups")
+        )
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         settings = self
         if self.n is None and self.adjacency != ADD_REMOVE:
-            settings = self._unspent(n=_number_of_units(count if blocks is None else blocks, users))
+            settings = self._unspent(
+                n=_number_of_units(count if blocks is None else blocks, users)
+            )
         plan = settings.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
-        privacy = self._report_of(ledger)  # raises if the ledger will have no answer at this delta
+        privacy = self._report_of(
+            ledger
+        )  # raises if the ledger will have no answer at this delta
         stand_in(self, plan, privacy).report()  # raises if an answer could not be read
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
@@ -366,7 +372,9 @@ class LinearModel(BaseEstimator):
         missing = {name: how for name, how in required.items() if getattr(self, name) is None}
         if len(missing) == 1:
             raise ValueError(
-                "".join(f"{name} must be given: {how} (got None)" for name, how in missing.items())
+                "".join(
+                    f"{name} must be given: {how} (got None)" for name, how in missing.items()
+                )
             )
         if missing:
             *others, last = missing
@@ -456,7 +464,9 @@ class LinearModel(BaseEstimator):
         # rows to predict are not private: the measured length of rows clips those that train only
         task = self.plan_.task
         given = (
-            replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+            replace(task.preparation, intercept=0.0)
+            if task.prepare is None
+            else task.prepare.given
         )
         center, scale = (values.numpy() for values in given.shift_and_scale)
         prepared = torch.from_numpy(weight * scale).to(device)
@@ -488,7 +498,9 @@ class LinearModel(BaseEstimator):
         if task.adjacency == ADD_REMOVE:
             promises.append(f"There are no more than n_max = {task.n_max} {{units}}.")
         n = task.n if self.plan_.search is None else self.plan_.search.n
-        run = OneFit(type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises))
+        run = OneFit(
+            type(self).__name__, Full(n), self.plan_.event(), 0, 0, True, tuple(promises)
+        )
         return make_statement(self.privacy_, run)
 
     def summary(self, level: float = 0.95) -> Any:

@@ -208,7 +208,8 @@ def primal_point(objective: LinearObjective, dual: Tensor) -> Tensor:
     box = box_of(objective)
     records = objective.records
     total = (
-        records.combine(records.weights * dual * box.signs(records.targets)) / objective.normalizer
+        records.combine(records.weights * dual * box.signs(records.targets))
+        / objective.normalizer
     )
     return (total if objective.linear_term is None else total - objective.linear_term) / _strong(
         objective
@@ -247,7 +248,9 @@ def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> 
     size = norm_up(point)
     width = box.width
     error = gap_error(objective, size) + gamma(records.depth + 16) * shares
-    drift = gamma(records.depth + 16) * width * objective.constants.norm_mass / objective.normalizer
+    drift = (
+        gamma(records.depth + 16) * width * objective.constants.norm_mass / objective.normalizer
+    )
     drift = (drift + gamma(4) * (mu * norm_up(center) + objective.linear_size())) / mu
     apart = norm_up(point - center) + drift + gamma(4) * size
     gap = shares + error + mu / 2 * apart * apart  # ** 2 would raise where the square overflows
@@ -486,7 +489,9 @@ def agd_certified_steps(
     grad_tol = check.positive(grad_tol=grad_tol)
     if beta < mu:
         raise ConditionError(f"smoothness must be >= strong_convexity = {mu:g} (got {beta:g})")
-    log_ratio = math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
+    log_ratio = (
+        math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
+    )
     return 1 + _count(math.sqrt(beta / mu) * log_ratio, "grad_tol") if log_ratio > 0 else 1
 
 

@@ -222,7 +222,9 @@ def require_sums(plan: LinearPlan) -> None:
             f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays"
         )
     if task.tilt or task.attack_radius:
-        raise ConditionError(f"tilted and adversarial losses need arrays: {kind}, of plain losses")
+        raise ConditionError(
+            f"tilted and adversarial losses need arrays: {kind}, of plain losses"
+        )
     if task.smoothness is None and plan.mechanism == "output":
         raise ConditionError(
             f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
@@ -323,4 +325,6 @@ def _fit_of(task: LinearTask, units: Units, answer: Tensor) -> LinearFit:
     entries = answer[task.parameters :]
     squares = task.width**2
     hessian = entries[:squares].reshape(task.width, task.width)
-    return LinearFit(weights, units, hessian, entries[squares:] if len(entries) > squares else None)
+    return LinearFit(
+        weights, units, hessian, entries[squares:] if len(entries) > squares else None
+    )

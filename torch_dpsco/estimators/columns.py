@@ -101,7 +101,9 @@ class Number:
         share = (np.clip(np.where(lost, self.low, found), self.low, self.high) - self.low) / (
             self.high - self.low
         )
-        coded = np.where(lost, 0.0 if self.missing else math.nan, np.clip(2 * share - 1, -1.0, 1.0))
+        coded = np.where(
+            lost, 0.0 if self.missing else math.nan, np.clip(2 * share - 1, -1.0, 1.0)
+        )
         return np.stack([coded, lost.astype(np.float64)][: 1 + self.missing], axis=1)
 
 

@@ -93,7 +93,9 @@ def _read_csv(path: str) -> Any:
     text = csv.ConvertOptions(column_types=dict.fromkeys(head, pyarrow.string()))
     table = csv.read_csv(path, parse_options=lines, convert_options=text)
     if _version(path) != before:
-        raise ValueError(f"frame must be a file that nobody writes while it is read (got {path!r})")
+        raise ValueError(
+            f"frame must be a file that nobody writes while it is read (got {path!r})"
+        )
     return table
 
 
@@ -151,7 +153,9 @@ def with_line_breaks(frame: Any) -> dict[str, float]:
     from pyarrow import compute, types
 
     texts = {
-        field.name: frame[i] for i, field in enumerate(frame.schema) if types.is_string(field.type)
+        field.name: frame[i]
+        for i, field in enumerate(frame.schema)
+        if types.is_string(field.type)
     }
     breaks = {
         name: compute.sum(compute.match_substring_regex(text, "[\r\n]")).as_py()

@@ -80,9 +80,7 @@ _MOST_STEPS, _STEPS = (
     200,
 )  # of the last iterate; of all sums, with noise of one's own. A step reads all records
 _OF_TARGETS = 2.0  # times the guess of the weights, where targets are real
-_FAR = (
-    1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
-)
+_FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
 
@@ -192,7 +190,9 @@ class NoisyGDPlan(DescentPlan):
     def lr(self) -> float:
         """Step size eta, on the sum."""
         if self.momentum is not None:
-            return (1.0 + self.momentum) / (self.task.n * smooth_constants(self.task)[1] + self.reg)
+            return (1.0 + self.momentum) / (
+                self.task.n * smooth_constants(self.task)[1] + self.reg
+            )
         return 2.0 / (self._smoothness + self.reg)
 
     @property
@@ -211,11 +211,17 @@ class NoisyGDPlan(DescentPlan):
 
     def own_event(self) -> GDP:
         """Returns what the last iterate costs, or all sums."""
-        task, most, (lipschitz, _) = self.task, self.task.most_records, smooth_constants(self.task)
+        task, most, (lipschitz, _) = (
+            self.task,
+            self.task.most_records,
+            smooth_constants(self.task),
+        )
         radius = self.radius
         moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
-        moved += 2 * task.gradient_rounding(self.reg, radius, lipschitz, dim=task.width, most=most)
+        moved += 2 * task.gradient_rounding(
+            self.reg, radius, lipschitz, dim=task.width, most=most
+        )
         if self.momentum is not None:
             # PRIVACY: every sum is released (test_all_steps_of_a_run_with_momentum_are_charged)
             return GDP(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std), (task.adjacency,))
@@ -379,7 +385,9 @@ class PreconditionedGDPlan(DescentPlan):
         """Raises ConditionError for a task that the steps are not for."""
         name = "preconditioned gradient descent"
         if task.reg is not None:
-            raise ConditionError(f"reg must be None for {name}, which is regularized by its length")
+            raise ConditionError(
+                f"reg must be None for {name}, which is regularized by its length"
+            )
         require_plain_sum(task, name)
 
     @property
@@ -535,7 +543,8 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
     )
     clip *= task.preparation.bound
     return calibrated(
-        PreconditionedGDPlan(task=task, steps=steps, clip=clip, noise_std=1.0, gram_std=1.0), share
+        PreconditionedGDPlan(task=task, steps=steps, clip=clip, noise_std=1.0, gram_std=1.0),
+        share,
     )
 
 
@@ -627,7 +636,9 @@ def ridge_of(gram_std: float, dim: int) -> float:
         20.0
     """
     return (
-        _DAMPING * check.positive(gram_std=gram_std) * math.sqrt(2 * check.positive_count(dim=dim))
+        _DAMPING
+        * check.positive(gram_std=gram_std)
+        * math.sqrt(2 * check.positive_count(dim=dim))
     )
 
 
@@ -662,13 +673,19 @@ def preconditioned_mu(
         1.0
     """
     covariance = check.positive(gram_moved=gram_moved) / check.positive(gram_std=gram_std)
-    sums = check.positive(gradient_moved=gradient_moved) / check.positive(gradient_std=gradient_std)
+    sums = check.positive(gradient_moved=gradient_moved) / check.positive(
+        gradient_std=gradient_std
+    )
     # PRIVACY: every step counts (test_the_level_of_a_run_is_that_of_all_its_releases); margin of the root
     # (docs/proofs/rounding.md#model-of-arithmetic)
-    return scaled_up(math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8)
+    return scaled_up(
+        math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8
+    )
 
 
-def horizon(eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float, n: int) -> float:
+def horizon(
+    eigenvalues: FloatArray, ridge: float, gram_std: float, noise: float, n: int
+) -> float:
     """Returns tau, the sum of the step sizes at which the noise on a score has the std 0.7.
 
     Args:

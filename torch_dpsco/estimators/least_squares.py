@@ -242,7 +242,9 @@ def _require_covered(task: LinearTask) -> None:
 def _bounds(task: LinearTask) -> tuple[float, float, int]:
     """Returns the bounds on rows and targets, and the width of rows."""
     # PRIVACY: |e_y - 1/K|^2 = 1 - 1/K (test_no_record_moves_the_three_statistics_by_more_than_the_level)
-    bound_y = round_up(math.sqrt(1 - 1 / task.num_scores)) if task.bound_y is None else task.bound_y
+    bound_y = (
+        round_up(math.sqrt(1 - 1 / task.num_scores)) if task.bound_y is None else task.bound_y
+    )
     return task.preparation.bound, bound_y, task.width
 
 
@@ -280,7 +282,9 @@ def _exact(
 
 
 _ROUNDS, _SHARE = 40, 0.2  # of mu^2, for X'X
-_FAR = 1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball
+_FAR = (
+    1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball
+)
 _TAIL = 2.72  # sqrt(2 log(2 / 0.05)): for the ridge
 _GUESS, _WIDEST = (
     0.1,
@@ -319,7 +323,9 @@ class BoostedPlan(PreconditionedGDPlan):
         return 1.0
 
 
-def plan_boosted(task: LinearTask, rounds: int = _ROUNDS, secure: str | None = None) -> BoostedPlan:
+def plan_boosted(
+    task: LinearTask, rounds: int = _ROUNDS, secure: str | None = None
+) -> BoostedPlan:
     """Returns the numbers of boosted AdaSSP for a task with the squared loss.
 
     Args:
@@ -407,7 +413,9 @@ def adassp_constants(
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
     # of quotients (docs/proofs/rounding.md#model-of-arithmetic)
     lmin = scaled_up(square / (mu * math.sqrt(share_lmin)), 12)
-    xtx = scaled_up((math.sqrt(2) if replaced else 1.0) * square / (mu * math.sqrt(share_xtx)), 12)
+    xtx = scaled_up(
+        (math.sqrt(2) if replaced else 1.0) * square / (mu * math.sqrt(share_xtx)), 12
+    )
     xty = scaled_up((2.0 if replaced else 1.0) * product / (mu * math.sqrt(share_xty)), 12)
     off_diagonal = scaled_up(xtx / math.sqrt(2), 2)
     return AdaSSPConstants(

@@ -102,7 +102,9 @@ class ObjectivePlan(LinearPlan):
         return _output_scale(self.task, self.distance)
 
     def _event(self) -> ApproxDP | Pure | RDPCurve:
-        return self.own_event()  # with what is measured before it: both are in one law of the loss
+        return (
+            self.own_event()
+        )  # with what is measured before it: both are in one law of the loss
 
     def own_event(self) -> ApproxDP | Pure | RDPCurve:
         """Returns what was asked for, or what the noise costs where that is more."""
@@ -268,7 +270,9 @@ def plan_objective(
     ):  # its bias is subtracted there
         reg = max(
             reg,
-            noise_reg(size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)),
+            noise_reg(
+                size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)
+            ),
         )
     try:
         scale = size(task, reg, lipschitz, smoothness)
@@ -417,4 +421,6 @@ _curve = _cached(objective_curve)
 def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
     """Returns 1/g, the scale of b for the part of epsilon that it has."""
     epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
-    return 1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)
+    return (
+        1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)
+    )

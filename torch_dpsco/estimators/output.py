@@ -365,7 +365,9 @@ def _certified(task: LinearTask, reg: float) -> _Moves:
     else:
         check_tolerance(mu * distance, _rounding(task, reg))
     # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
-    return _Moves(mu, sensitivity, distance, certified_sensitivity(sensitivity, mu, mu * distance))
+    return _Moves(
+        mu, sensitivity, distance, certified_sensitivity(sensitivity, mu, mu * distance)
+    )
 
 
 def _promised(task: LinearTask, reg: float, accuracy: float, failure: float) -> _Moves:

@@ -124,7 +124,9 @@ def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy
     """
     sensitivity = check.positive(sensitivity=sensitivity)
     mu = check.positive(strong_convexity=strong_convexity)
-    return safe(sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu))
+    return safe(
+        sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu)
+    )
 
 
 def expected_suboptimal_sensitivity(

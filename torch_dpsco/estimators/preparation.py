@@ -90,7 +90,8 @@ class Preparation:
             return clipped
         constant = rows.new_full((len(rows), 1), self.intercept)
         return torch.cat(
-            [clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant], dim=1
+            [clipped, constant * self._shares(rows).unsqueeze(1) if self.whole else constant],
+            dim=1,
         )
 
     def numbers(self, dim: int, before: float = math.inf) -> list[float] | None:
@@ -123,7 +124,9 @@ class Preparation:
         return torch.where(norms > most, most / norms, 1.0)
 
     def _most(self, dim: int) -> float:
-        return self.bound_x * (1 - 2.0**-50 * (dim + 8))  # less by the rounding of norm and product
+        return self.bound_x * (
+            1 - 2.0**-50 * (dim + 8)
+        )  # less by the rounding of norm and product
 
     def _clip(self, rows: Tensor) -> Tensor:
         """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
@@ -425,7 +428,9 @@ def number_of_counts(*, rows: bool, targets: bool, spreads: bool) -> int:
         >>> number_of_counts(rows=True, targets=True, spreads=True)
         32
     """
-    return 1 + RADIUS_COUNTS * rows + (LOCATION_COUNTS + SPREAD_COUNTS * spreads if targets else 0)
+    return (
+        1 + RADIUS_COUNTS * rows + (LOCATION_COUNTS + SPREAD_COUNTS * spreads if targets else 0)
+    )
 
 
 def sum_level(mu: float, n: int, dim: int, adjacency: str) -> float:

@@ -83,7 +83,10 @@ def check_columns(model: Any, X: Any, width: int) -> None:
     """Raises ValueError if a model was fitted to other columns."""
     if validate_data is not None:
         validate_data(
-            model, X if hasattr(X, "shape") else [[0.0] * width], skip_check_array=True, reset=False
+            model,
+            X if hasattr(X, "shape") else [[0.0] * width],
+            skip_check_array=True,
+            reset=False,
         )
     elif width != model.n_features_in_:
         raise ValueError(
@@ -114,7 +117,9 @@ def as_features(X: Any) -> Tensor:
     if isinstance(X, Tensor):
         rows = X.detach()
         if rows.layout != torch.strided:
-            raise TypeError("X must be dense: sparse tensors are not supported, call X.to_dense()")
+            raise TypeError(
+                "X must be dense: sparse tensors are not supported, call X.to_dense()"
+            )
         _require_real("X", rows.is_complex())
         rows = rows if rows.is_floating_point() else rows.double()
     else:

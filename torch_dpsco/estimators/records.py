@@ -290,7 +290,9 @@ class Records:
         value = PairwiseSum(self._zeros())
         gradient = PairwiseSum(self._zeros(*weight.shape))
         for rows, block in self.blocks():
-            losses, slopes = terms(block @ weight.T if weight.dim() == 2 else block @ weight, rows)
+            losses, slopes = terms(
+                block @ weight.T if weight.dim() == 2 else block @ weight, rows
+            )
             value.add(losses.sum())
             gradient.add(slopes.T @ block if weight.dim() == 2 else slopes @ block)
         return value.result(), gradient.result()

@@ -81,7 +81,10 @@ class Released:
         )
         width = len(self.coef[0]) if self.coef else 0
         _require(width > 0, "coef must have rows of numbers (got none)")
-        for name, values in (("intercept", self.intercept), *(("coef", row) for row in self.coef)):
+        for name, values in (
+            ("intercept", self.intercept),
+            *(("coef", row) for row in self.coef),
+        ):
             _require(
                 all(_finite(value) for value in values),
                 f"{name} must be finite numbers (got others)",
@@ -91,9 +94,12 @@ class Released:
             "coef must have rows of one length (got several)",
         )
         _require(
-            len(self.intercept) == len(self.coef), "intercept must have one number per row of coef"
+            len(self.intercept) == len(self.coef),
+            "intercept must have one number per row of coef",
         )
-        plain = all(isinstance(label, (str, bool, int)) or _finite(label) for label in self.classes)
+        plain = all(
+            isinstance(label, (str, bool, int)) or _finite(label) for label in self.classes
+        )
         _require(plain and len(set(self.classes)) == len(self.classes), _CLASSES)
         scores = len(self.classes) if self.kind == "softmax" else 1
         _require(
@@ -109,7 +115,9 @@ class Released:
     def _check_columns(self, width: int) -> None:
         """Raises for units, names and a schema that do not go with the coefficients."""
         for name, given in (("center", self.center), ("scale", self.scale)):
-            fits = given is None or (len(given) == width and all(_finite(value) for value in given))
+            fits = given is None or (
+                len(given) == width and all(_finite(value) for value in given)
+            )
             _require(fits, f"{name} must be {width} finite numbers, or null")
         _require(self.scale is None or min(self.scale) > 0, "scale must be numbers > 0")
         named = self.names is None or (
@@ -119,7 +127,8 @@ class Released:
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
             _require(
-                columns == width, f"schema must have {width} features, as coef has (got {columns})"
+                columns == width,
+                f"schema must have {width} features, as coef has (got {columns})",
             )
 
     @classmethod
@@ -200,7 +209,9 @@ class Released:
         for name in ("coef", "intercept", "classes", "center", "scale", "names"):
             optional = name in ("center", "scale", "names") and read[name] is None
             _require(optional or isinstance(read[name], list), f"{name} must be a list")
-        _require(all(isinstance(row, list) for row in read["coef"]), "coef must be a list of lists")
+        _require(
+            all(isinstance(row, list) for row in read["coef"]), "coef must be a list of lists"
+        )
         _require(not any(isinstance(x, (list, dict)) for x in read["classes"]), _CLASSES)
         _require(isinstance(read["kind"], str), "kind must be text")
         read["coef"] = tuple(map(tuple, read["coef"]))
@@ -254,7 +265,9 @@ class Released:
         return np.asarray(weights / weights.sum(1, keepdims=True))
 
     def _scores(self, X: Any) -> Array:
-        if self.schema is not None and not (isinstance(X, (np.ndarray, list)) and np.ndim(X) == 2):
+        if self.schema is not None and not (
+            isinstance(X, (np.ndarray, list)) and np.ndim(X) == 2
+        ):
             X = Schema.from_dict(self.schema).features(X)
             _require(
                 not np.isnan(X).any(),
@@ -283,7 +296,9 @@ class Released:
             rows / largest, axis=1, keepdims=True
         )  # squares neither over- nor underflow
         rows = rows * np.minimum(1.0, self.bound_x / np.maximum(norms, np.finfo(np.float64).tiny))
-        return np.asarray(rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center))
+        return np.asarray(
+            rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center)
+        )
 
 
 def _require(holds: bool, message: str) -> None:

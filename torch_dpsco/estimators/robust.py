@@ -98,7 +98,9 @@ class Tilted(Objective):
         self._slope = checked.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 counts as a longer row
-        labels = self.records.targets.abs().clamp(min=1.0) if checked.target_kind == "sign" else 1.0
+        labels = (
+            self.records.targets.abs().clamp(min=1.0) if checked.target_kind == "sign" else 1.0
+        )
         self._largest = float((self.records.norms * labels).max()) * (1 + gamma(self.dim + 8))
         lipschitz = self._slope * self._largest
         curvature = self._bend * self._largest**2
@@ -345,7 +347,9 @@ class Adversarial(SumObjective):
         return torch.hypot(point, self._nu(point)).sum()
 
     def _slope_of_norm(self, point: Tensor) -> Tensor:
-        sizes = self._norm(point) if self.attack_norm == 2 else torch.hypot(point, self._nu(point))
+        sizes = (
+            self._norm(point) if self.attack_norm == 2 else torch.hypot(point, self._nu(point))
+        )
         return torch.where(sizes > 0, point / sizes, 0.0)
 
     def _bend_of_norm(self, point: Tensor, slope: Tensor) -> Tensor:

@@ -88,7 +88,9 @@ class Schema:
         if self.target == self.ids:
             raise ValueError(f"ids must be another column than the target (got {self.ids!r})")
         if (self.labels is None) == (self.target_range is None):
-            raise ValueError("labels or target_range must be given, one of them (got both or none)")
+            raise ValueError(
+                "labels or target_range must be given, one of them (got both or none)"
+            )
         if self.labels is not None:
             index_of("labels", self.labels)
             object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read
@@ -255,7 +257,9 @@ class Schema:
         kinds = {}
         for name in frames.names(frame):
             if name != fields.get("ids"):
-                kinds[name] = _public_kind(name, frames.values(frames.column(frame, name)), levels)
+                kinds[name] = _public_kind(
+                    name, frames.values(frames.column(frame, name)), levels
+                )
         if target not in kinds:
             raise ValueError(f"target must be a column of the table (got {target!r})")
         goal = kinds.pop(target)
@@ -312,7 +316,8 @@ class Schema:
     def _targets(self, values: list[Any]) -> NDArray[Any]:
         if self.target_range is not None:
             return np.clip(
-                np.array([number(value) for value in values], dtype=np.float64), *self.target_range
+                np.array([number(value) for value in values], dtype=np.float64),
+                *self.target_range,
             )
         assert self.labels is not None
         places = index_of("labels", self.labels)
@@ -412,7 +417,9 @@ class Table:
             )
         rows[null] = np.nan
         wanted = torch.int64 if loss.target_kind == "class" else dtype
-        return TensorDataset(torch.from_numpy(rows).to(dtype), torch.from_numpy(targets).to(wanted))
+        return TensorDataset(
+            torch.from_numpy(rows).to(dtype), torch.from_numpy(targets).to(wanted)
+        )
 
 
 _KINDS: dict[str, type[Number | Category | Ordered]] = {
@@ -427,7 +434,9 @@ _ALL = "all"  # rows of a unit: TOML has no null
 def to_dict(schema: Schema) -> dict[str, Any]:
     """Returns fields that are not None, and columns by name; see `Schema.to_dict`."""
     fields = {
-        name: _plain(getattr(schema, name)) for name in _FIELDS if getattr(schema, name) is not None
+        name: _plain(getattr(schema, name))
+        for name in _FIELDS
+        if getattr(schema, name) is not None
     }
     words = {kind: word for word, kind in _KINDS.items()}
     columns = {
@@ -454,7 +463,9 @@ def fields_of(state: Any) -> dict[str, Any]:
     if fields.get("rows_per_unit") == _ALL:
         fields["rows_per_unit"] = None
     return {
-        "columns": {name: _column(name, dict(column)) for name, column in state["columns"].items()},
+        "columns": {
+            name: _column(name, dict(column)) for name, column in state["columns"].items()
+        },
         **fields,
     }
 

@@ -176,7 +176,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         shape = linear_shape(given)
         wanted = (task.num_scores, task.dim, task.preparation.intercept > 0)
         if shape != wanted:
-            raise ValueError(f"params must have (scores, features, bias) = {wanted} (got {shape})")
+            raise ValueError(
+                f"params must have (scores, features, bias) = {wanted} (got {shape})"
+            )
         if inner is not None and not self._loops:
             raise ValueError(
                 f"inner must not be given: {type(self).__name__} solves by itself (got"
@@ -310,7 +312,12 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
     def report(self, delta: float | None = None) -> Statement:
         """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
         run = OneRelease(
-            type(self).__name__, Full(self._plan.task.n), self._plan.event(), 0, 0, self._finalized
+            type(self).__name__,
+            Full(self._plan.task.n),
+            self._plan.event(),
+            0,
+            0,
+            self._finalized,
         )
         return self._statement(run, delta, run.ahead())
 
@@ -318,7 +325,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         """Returns torch's state once the answer is released; raises SequenceError before, when it is secret."""
         if not self._finalized:
             # PRIVACY: the state of the inner optimizer tells the noiseless point (test_no_state_before_the_release)
-            raise SequenceError("nothing may be saved before finalize(): what was solved is secret")
+            raise SequenceError(
+                "nothing may be saved before finalize(): what was solved is secret"
+            )
         return super().state_dict()
 
     def __repr__(self) -> str:

@@ -144,7 +144,9 @@ def solve(
     with torch.no_grad():
         if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
             if math.isfinite(radius):
-                raise ConditionError("a ball needs a smooth objective; take SmoothedHinge or Huber")
+                raise ConditionError(
+                    "a ball needs a smooth objective; take SmoothedHinge or Huber"
+                )
             found, certificate = continuation(objective, point, distance)
             if not certificate.proves(distance):
                 found, certificate = dual_ascent(objective, distance)
@@ -424,7 +426,9 @@ class Iterate:
 def certified(objective: Objective, iterate: Iterate, distance: float) -> bool:
     """Whether C1 will hold at the iterate, with a margin for the rounding of the certificate itself."""
     error = objective.gradient_error(iterate.point)
-    return (iterate.size * (1 + 1e-9) + error) * (1 + 1e-9) <= objective.strong_convexity * distance
+    return (iterate.size * (1 + 1e-9) + error) * (
+        1 + 1e-9
+    ) <= objective.strong_convexity * distance
 
 
 def backtrack(objective: Objective, start: Iterate, direction: Tensor) -> Iterate | None:
@@ -493,7 +497,9 @@ def newton(
             pairs.clear()
         direction = -_inverse_times(pairs, iterate, partial(_solved, factor))
         following = backtrack(objective, iterate, direction)
-        if following is None or (following.size >= best.size and following.value >= iterate.value):
+        if following is None or (
+            following.size >= best.size and following.value >= iterate.value
+        ):
             if fresh:
                 break  # rounding allows no better
             factor = None
@@ -566,7 +572,9 @@ def _remember(pairs: _Pairs, before: Iterate, after: Iterate) -> None:
         pairs.append((move, turn))
 
 
-def _inverse_times(pairs: _Pairs, iterate: Iterate, initial: Callable[[Tensor], Tensor]) -> Tensor:
+def _inverse_times(
+    pairs: _Pairs, iterate: Iterate, initial: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The two-loop product of the approximate inverse Hessian, `initial` corrected by pairs, with the gradient."""
     vector = iterate.gradient.clone()
     shares = []
@@ -736,7 +744,9 @@ def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Ce
     steepness = float(records.total((scale * signs * records.norms) ** 2)) / mu * (1 + 1e-9)
     half = (box.high - box.low) / 2
     if distance_of_gap(gap_error(objective, 0.0), mu) > distance:
-        raise NotCertifiedError("no certificate: float64 is too coarse for the distance asked for")
+        raise NotCertifiedError(
+            "no certificate: float64 is too coarse for the distance asked for"
+        )
     used = float((records.weights > 0).sum())
     worst = math.ceil(math.sqrt(4 * steepness * used * half * half / mu) / distance) + 2
     dual = shifted = torch.full_like(records.norms, (box.low + box.high) / 2)

@@ -158,7 +158,9 @@ class LinearTask:
             self.clipped  # noqa: B018  raises if this loss cannot be clipped
         if self.attack_radius:
             margin_loss(self.loss)
-        if self.tilt and (self.lipschitz is None or self.smoothness is None or self.num_scores > 1):
+        if self.tilt and (
+            self.lipschitz is None or self.smoothness is None or self.num_scores > 1
+        ):
             raise ConditionError(
                 f"loss must be smooth, Lipschitz and of one score to be tilted (got {self.loss!r})"
             )
@@ -313,7 +315,14 @@ class LinearTask:
         )
 
     def gradient_rounding(
-        self, reg: float, norm: float, lipschitz: float, *, dim: int, most: int, linear: float = 0.0
+        self,
+        reg: float,
+        norm: float,
+        lipschitz: float,
+        *,
+        dim: int,
+        most: int,
+        linear: float = 0.0,
     ) -> float:
         """What rounding may do to a gradient of the sum of so many records, see `estimators.certificates`."""
         return gradient_rounding(
@@ -560,7 +569,9 @@ def _prepared(
     block_rows: int | None = None,
 ) -> Records:
     if features.dim() != 2 or features.shape[1] != task.dim:
-        raise ValueError(f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})")
+        raise ValueError(
+            f"features must be of shape (n, {task.dim}) (got {tuple(features.shape)})"
+        )
     if targets.shape != (len(features),) or targets.is_complex():
         raise ValueError(
             f"targets must be real, ({len(features)},) (got {targets.dtype},"
@@ -582,7 +593,9 @@ def _prepared(
         bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
         if units is not None:
-            targets = ((targets - units.location) / units.spread).clamp(-task.bound_y, task.bound_y)
+            targets = ((targets - units.location) / units.spread).clamp(
+                -task.bound_y, task.bound_y
+            )
             if task.preparation.whole:
                 targets = targets * torch.cat(
                     [units.rows.shares(part) for part in torch.split(features, _PART)]

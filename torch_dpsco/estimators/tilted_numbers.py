@@ -126,7 +126,9 @@ def tilted_sensitivity(
         1.389063193
     """
     diameter = (
-        2 * check.positive(lipschitz=lipschitz) if gradient_diameter is None else gradient_diameter
+        2 * check.positive(lipschitz=lipschitz)
+        if gradient_diameter is None
+        else gradient_diameter
     )
     diameter = check.positive(gradient_diameter=diameter)
     mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity, gradient_diameter)

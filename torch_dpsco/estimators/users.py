@@ -70,7 +70,9 @@ _WIDE, _WAY, _FAR = (
     1000.0,
 )  # clip of scores over their bound; way of scale and intercept, and its bound
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
-_LAST_SIGNAL = 15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
+_LAST_SIGNAL = (
+    15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,11 @@ class UserGDPlan(DescentPlan):
     @property
     def _rounding(self) -> float:
         """What rounding may do to the sum: to the mean of each user, which clipping does not enlarge, and to sums."""
-        task, most, (lipschitz, _) = self.task, self.task.most_records, smooth_constants(self.task)
+        task, most, (lipschitz, _) = (
+            self.task,
+            self.task.most_records,
+            smooth_constants(self.task),
+        )
         mean = task.gradient_rounding(0.0, far_radius(task), lipschitz, dim=task.width, most=1)
         mean += lipschitz * gamma(MOST_ROWS)
         return most * (mean + self.clip * gamma(most + task.width + 16))
@@ -241,7 +247,9 @@ class UserGDPlan(DescentPlan):
         count = int(users.max()) + 1 if len(users) else 0
         means = torch.zeros(count, len(w), dtype=torch.float64, device=w.device)
         for rows, block in objective.records.blocks():
-            means.index_add_(0, users[rows], objective.slopes(block @ w, rows).unsqueeze(1) * block)
+            means.index_add_(
+                0, users[rows], objective.slopes(block @ w, rows).unsqueeze(1) * block
+            )
         norms = torch.linalg.vector_norm(means, dim=1)
         # PRIVACY: less by the roundings (test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip)
         most = clip * (1 - gamma(len(w) + 8))

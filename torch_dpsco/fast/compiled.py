@@ -209,7 +209,12 @@ class CompiledRows:
         self._verdicts: dict[str, str] = {}  # whether records reach each other in the rows
 
     def step(
-        self, optimizer: PrivateOptimizer, inputs: Any, targets: Any, *, users: Tensor | None = None
+        self,
+        optimizer: PrivateOptimizer,
+        inputs: Any,
+        targets: Any,
+        *,
+        users: Tensor | None = None,
     ) -> None:
         """Makes one private step from a batch, or adds a physical batch that is not the last of its draw.
 
@@ -394,7 +399,11 @@ class CompiledRows:
         return found
 
     def _call(
-        self, function: Callable[..., _Rows], inputs: Any, targets: Any, params: _Rows | None = None
+        self,
+        function: Callable[..., _Rows],
+        inputs: Any,
+        targets: Any,
+        params: _Rows | None = None,
     ) -> _Rows:
         before = _versions(self._state())
         params = tuple(p.detach() for p in self._trained()) if params is None else params

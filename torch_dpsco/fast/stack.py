@@ -124,7 +124,9 @@ def _run(modules: Sequence[Any], x: Tensor) -> Tensor:
         weights = []
         if type(module) is nn.Linear:
             make_ready(module)
-            weights = [p for p in map(module._parameters.get, ("weight", "bias")) if p is not None]
+            weights = [
+                p for p in map(module._parameters.get, ("weight", "bias")) if p is not None
+            ]
         steps.append(_Step(module, len(weights)))
         params += weights
     out: Tensor = _Stack.apply(first.kind.prepare(first, x), steps, *params)

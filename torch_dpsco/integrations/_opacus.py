@@ -81,7 +81,9 @@ class Form:
 
 def require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]) -> None:
     """Raises for what is private already, and for batches whose sampler would be replaced."""
-    wrapped = isinstance(module, AbstractGradSampleModule) or grad_sample_hooks(module) is not None
+    wrapped = (
+        isinstance(module, AbstractGradSampleModule) or grad_sample_hooks(module) is not None
+    )
     if wrapped or isinstance(optimizer, (CommonOptimizer, DPOptimizer)):
         raise SequenceError(
             "module and optimizer must be plain (got private ones): make them anew, or take"

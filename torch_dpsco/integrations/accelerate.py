@@ -100,7 +100,9 @@ def prepare(
     )
 
 
-def _require_plain(accelerator: Accelerator, model: nn.Module, optimizer: CommonOptimizer) -> None:
+def _require_plain(
+    accelerator: Accelerator, model: nn.Module, optimizer: CommonOptimizer
+) -> None:
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
             f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})"

@@ -45,7 +45,9 @@ def dask_partitions(
     """
     _require_table("to_delayed", "a dask.dataframe.DataFrame", frame=frame)
     kinds = [(name, _arrow_kind(dtype)) for name, dtype in frame.dtypes.items()]
-    return _Dask(frame.to_delayed(), Columns.of(pa.schema(kinds), target, features, sample_weight))
+    return _Dask(
+        frame.to_delayed(), Columns.of(pa.schema(kinds), target, features, sample_weight)
+    )
 
 
 @typed

@@ -297,7 +297,12 @@ class PrivateTraining(Callback):
         self.optimizer.step()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Shows public numbers, and stops after the last step of the plan."""
         optimizer = self.optimizer
@@ -370,7 +375,9 @@ class PrivateTraining(Callback):
             for state in checkpoint.get("optimizer_states", []):
                 self._require_public(state)
             with optimizer.released():
-                answer = {name: value.detach().clone() for name, value in module.named_parameters()}
+                answer = {
+                    name: value.detach().clone() for name, value in module.named_parameters()
+                }
             queries = {
                 name: p.detach()
                 for name, p in module.named_parameters()

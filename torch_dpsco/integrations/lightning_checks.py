@@ -29,10 +29,10 @@ from torch_dpsco.sampling.replaced import require_replaceable
 from torch_dpsco.step.step import PrivateOptimizer
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
-_CLIP = (
-    "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
+_CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
+_RUNS = (
+    "it spends the budget, or leaves draws out: leave it away, and try the script by dp.doctor"
 )
-_RUNS = "it spends the budget, or leaves draws out: leave it away, and try the script by dp.doctor"
 _CALLBACKS = {
     GradientAccumulationScheduler: "give one accumulate_grad_batches to the Trainer",
     StochasticWeightAveraging: "give average= to the plan",
@@ -210,5 +210,7 @@ def arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[
 def watched(trainer: Any) -> set[str]:
     """Returns the names of the metrics by which callbacks and schedulers decide."""
     found = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
-    found |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    found |= {
+        config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
+    }
     return {name for name in found if isinstance(name, str)}

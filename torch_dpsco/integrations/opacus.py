@@ -122,7 +122,9 @@ class PrivacyEngine:
     """
 
     @typed
-    def __init__(self, *, accountant: str | Accountant = "prv", secure_mode: bool = False) -> None:
+    def __init__(
+        self, *, accountant: str | Accountant = "prv", secure_mode: bool = False
+    ) -> None:
         self.accountant = (
             accountant if isinstance(accountant, Accountant) else None
         )  # else made by the first run
@@ -205,7 +207,9 @@ class PrivacyEngine:
             poisson_sampling, clipping, max_grad_norm, noise_generator, rand_on_empty
         )
         noise = {"noise_multiplier": noise_multiplier}
-        return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, noise, form)
+        return self._make(
+            module, optimizer, criterion, data_loader, n, max_grad_norm, noise, form
+        )
 
     @typed
     def make_private_with_epsilon(
@@ -258,7 +262,9 @@ class PrivacyEngine:
         epsilon = check.positive(target_epsilon=target_epsilon)
         delta = check.open_interval(0.0, 1.0, target_delta=target_delta)
         target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
-        return self._make(module, optimizer, criterion, data_loader, n, max_grad_norm, target, form)
+        return self._make(
+            module, optimizer, criterion, data_loader, n, max_grad_norm, target, form
+        )
 
     def _make(
         self,
@@ -436,7 +442,10 @@ class _Scaled(TorchRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         for p in (
-            p for group in groups for p in trained(group) if p.grad is not None and self.factor != 1
+            p
+            for group in groups
+            for p in trained(group)
+            if p.grad is not None and self.factor != 1
         ):
             p.grad.mul_(self.factor)  # type: ignore[union-attr]
         super().update(groups, state, k, phase)

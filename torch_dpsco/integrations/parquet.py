@@ -80,7 +80,9 @@ class ParquetRows(RowFile):
                 "inputs must hold each column once, and not the target (got one twice)"
             )
         of_target = target_dtype or dtype
-        row = row_dtype(dtype, [len(inputs)], of_target, [1] if of_target.is_floating_point else [])
+        row = row_dtype(
+            dtype, [len(inputs)], of_target, [1] if of_target.is_floating_point else []
+        )
         super().__init__(_blocks(_tables(source, names), names, row), row, folder)
 
 
@@ -158,7 +160,9 @@ def _blocks(
             )
         _require_numbers(table.schema, names)
         parts = (
-            [table] if isinstance(table, pa.RecordBatch) else table.select(list(names)).to_batches()
+            [table]
+            if isinstance(table, pa.RecordBatch)
+            else table.select(list(names)).to_batches()
         )
         for part in parts:
             for start in range(0, len(part), _ROWS):

@@ -79,7 +79,9 @@ class Loss(ABC):
         Raises:
             ConditionError: if the derivative of the loss jumps, or the score is not a scalar.
         """
-        raise ConditionError(f"{self!r} has no second derivative; take a smooth loss of one score")
+        raise ConditionError(
+            f"{self!r} has no second derivative; take a smooth loss of one score"
+        )
 
     def __call__(self, output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The loss of a batch, for a training loop; its backward is exactly `derivative`.
@@ -498,7 +500,11 @@ def read_for(loss: Any, output: Any, target: Any) -> tuple[Any, Any]:
     kind = _KINDS.get(type(loss))
     if kind is not None and isinstance(target, Tensor):
         _require_real(target)
-    if kind is None or not (_is_batch(output) and _is_batch(target)) or len(output) != len(target):
+    if (
+        kind is None
+        or not (_is_batch(output) and _is_batch(target))
+        or len(output) != len(target)
+    ):
         return output, target
     if kind == CLASS and not target.is_floating_point():
         label, known = _classes(loss, target, output.shape[min(1, output.dim() - 1)])

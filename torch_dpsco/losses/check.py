@@ -145,7 +145,10 @@ class _Search:
         predicted = (self._slope(pairs.first, pairs.target) * (pairs.second - pairs.first)).sum(1)
         rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
         self._refute(
-            "derivative (a subgradient of a convex loss)", rounding, here + predicted - there, pairs
+            "derivative (a subgradient of a convex loss)",
+            rounding,
+            here + predicted - there,
+            pairs,
         )
 
     def check_points(self, pairs: _Pairs) -> None:

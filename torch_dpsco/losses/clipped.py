@@ -41,7 +41,11 @@ def enforce_bounds(
 
 @typed
 def enforce_bounds(
-    features: Tensor, targets: Tensor | None = None, *, bound_x: float, bound_y: float | None = None
+    features: Tensor,
+    targets: Tensor | None = None,
+    *,
+    bound_x: float,
+    bound_y: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Maps every record into the bounds: x <- x min(1, B/||x||) and y <- clip(y, -Y, Y).
 
@@ -260,4 +264,6 @@ def scalar_loss(loss: object) -> TableLoss | ResidualClipped:
     """The loss itself; raises ConditionError unless it is one of a single score."""
     if isinstance(loss, (TableLoss, ResidualClipped)) and loss.num_scores == 1:
         return loss
-    raise ConditionError(f"loss must be one of torch_dpsco.losses of a single score (got {loss!r})")
+    raise ConditionError(
+        f"loss must be one of torch_dpsco.losses of a single score (got {loss!r})"
+    )

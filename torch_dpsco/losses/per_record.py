@@ -91,7 +91,9 @@ class PerRecord:
             value = value.mean()  # over the targets of the record
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                f"shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
             )
             raise ValueError(
                 f"loss must return one number for a record (got {got}): reduce it, by .mean() or"
@@ -159,4 +161,6 @@ def _require_batch(output: Any, target: Any) -> None:
         )
     sizes = sorted({len(leaf) for leaf in leaves})
     if len(sizes) > 1:
-        raise ValueError(f"output and target must have one length (got {sizes[0]} and {sizes[-1]})")
+        raise ValueError(
+            f"output and target must have one length (got {sizes[0]} and {sizes[-1]})"
+        )

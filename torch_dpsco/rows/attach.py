@@ -409,7 +409,9 @@ _OUTSIDE = LeftOut(_called)  # of the graph of a compiled model
 def _factorable(model: nn.Module) -> list[nn.Module]:
     layers = list({id(m): m for _, m in trainable_layers(model)}.values())
     owners = Counter(id(p) for m in layers for p in m.parameters())
-    return [m for m in layers if can_record(m) and all(owners[id(p)] == 1 for p in m.parameters())]
+    return [
+        m for m in layers if can_record(m) and all(owners[id(p)] == 1 for p in m.parameters())
+    ]
 
 
 def paused(model: nn.Module) -> AbstractContextManager[None]:

@@ -331,7 +331,10 @@ class GradBatch:
                 [part for block in self.blocks for part in block.select(index).dense()]
             )
             flat = torch.cat(
-                [part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype) for part in rows],
+                [
+                    part.reshape(len(index), part.shape[1:].numel()).to(sums.dtype)
+                    for part in rows
+                ],
                 dim=1,
             )
             _add_in_order(
@@ -410,9 +413,9 @@ def _turns(users: Tensor) -> Iterator[Tensor]:
     """Yields the places of the first rows of all users, of their second ones, and so on."""
     order = users.argsort(stable=True)
     runs = users[order].unique_consecutive(return_counts=True)[1]
-    nth = torch.arange(len(users), device=users.device) - (runs.cumsum(0) - runs).repeat_interleave(
-        runs
-    )
+    nth = torch.arange(len(users), device=users.device) - (
+        runs.cumsum(0) - runs
+    ).repeat_interleave(runs)
     for k in range(int(runs.max()) if len(runs) else 0):
         yield order[nth == k]
 

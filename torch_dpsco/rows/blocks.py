@@ -188,7 +188,9 @@ class Summation:
         if self.vector_tile:
             vector = _largest_tile(_vector_chain, room * _vector_chain(self.vector_tile))
         if self.matrix_tile:
-            matrix = _largest_tile(self._matrix_chain, room * self._matrix_chain(self.matrix_tile))
+            matrix = _largest_tile(
+                self._matrix_chain, room * self._matrix_chain(self.matrix_tile)
+            )
         return _with_tiles(self, max(vector, self.vector_tile), max(matrix, self.matrix_tile))
 
     def _matrix_chain(self, tile: int) -> int:
@@ -314,7 +316,9 @@ def _sum_of_tiles(rows: Tensor, weights: Tensor, tile: int) -> Tensor:
         return sums.sum(0, dtype=torch.float64)
     in_groups = tiles - tiles % _GROUP
     total = sums[:in_groups].view(_GROUP, -1, width).sum(0).sum(0, dtype=torch.float64)
-    return total if in_groups == tiles else total.add_(sums[in_groups:].sum(0, dtype=torch.float64))
+    return (
+        total if in_groups == tiles else total.add_(sums[in_groups:].sum(0, dtype=torch.float64))
+    )
 
 
 def float64_tiles(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -438,7 +442,8 @@ class DenseBlocks(Block):
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
         known = [block.pieces for block in self.blocks]
         parts = [
-            piece_norms(rows) if own is None else own for rows, own in zip(flat, known, strict=True)
+            piece_norms(rows) if own is None else own
+            for rows, own in zip(flat, known, strict=True)
         ]
         norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
         dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
@@ -484,7 +489,9 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
     # the roundings here, and in the product of the factors, are far inside the slack of the norms of several numbers;
     # PRIVACY: but next to the 1 of a bias that slack may vanish
     # (test_factored_norms_are_never_below_the_exact_norm)
-    return norms if acts.shape[1] > 1 and not bias else norms.mul_(1.0 + NORM_ERROR[torch.float64])
+    return (
+        norms if acts.shape[1] > 1 and not bias else norms.mul_(1.0 + NORM_ERROR[torch.float64])
+    )
 
 
 def linear_factors(acts: Tensor) -> Tensor:
@@ -773,7 +780,9 @@ class SequenceBlock(Block):
         out = self.backprops.shape[2]
         total = self.acts.new_zeros(out, width, dtype=torch.float64)
         part = torch.empty_like(total)
-        for index, acts, backprops in self._tiles(max(1, MAX_TIMES // max(self.acts.shape[1], 1))):
+        for index, acts, backprops in self._tiles(
+            max(1, MAX_TIMES // max(self.acts.shape[1], 1))
+        ):
             scaled = backprops.mul_(weights[index, None, None])
             # not addmm_: it adds the product in pieces, and a piece of a record may be larger than the record
             total.add_(torch.mm(scaled.flatten(0, 1).t(), acts.flatten(0, 1), out=part))

@@ -176,7 +176,9 @@ class _Scored(LinearBlock):
     def _factored(self) -> FactoredBlock:
         """Returns the rows as an oracle sees them that does not let them be clipped in C."""
         features, targets, factors = map(self._taken, self._columns)
-        slopes = self._slope(torch.mv(features, self._weight.squeeze(0)).add_(self._bias), targets)
+        slopes = self._slope(
+            torch.mv(features, self._weight.squeeze(0)).add_(self._bias), targets
+        )
         return FactoredBlock(features, slopes.unsqueeze(1), factors=factors)
 
     @property

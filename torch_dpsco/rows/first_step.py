@@ -207,7 +207,9 @@ class _Calls:
         self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
         self._real = tree_leaves(output)
         self.dims: list[int | None] = [None] * len(self._real)  # where outputs have the batch
-        sizes = {n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape}
+        sizes = {
+            n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape
+        }
         self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
         self._places = []
         for k, t in enumerate(self._inputs):
@@ -244,7 +246,10 @@ class _Calls:
 
     def _remembers(self) -> bool:
         """Returns whether outputs depend on the records of the batch before."""
-        for rows in (self.rows, self._batch):  # what a module keeps may have the size of the batch
+        for rows in (
+            self.rows,
+            self._batch,
+        ):  # what a module keeps may have the size of the batch
             leaves = [leaf._replace(shape=self._shape(leaf.shape, rows)) for leaf in self.leaves]
             for pool in both_fills(leaves, rows):
                 first, again, other = (self._second(pool, scale) for scale in (1.0, 1.0, 0.0))
@@ -302,11 +307,17 @@ class _Calls:
             leaves[k] = t
         args, kwargs = tree_unflatten(leaves, self._structure)
         seed_torch(SEED)
-        return list(tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs)))
+        return list(
+            tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
+        )
 
     def _dim_of(self, made: Any, real: Any) -> int | None:
         """Returns where an output has the batch: there alone it has changed its size."""
-        if not isinstance(made, Tensor) or not isinstance(real, Tensor) or made.dim() != real.dim():
+        if (
+            not isinstance(made, Tensor)
+            or not isinstance(real, Tensor)
+            or made.dim() != real.dim()
+        ):
             return None
         pairs = list(zip(made.shape, real.shape, strict=True))
         differing = [d for d, (ours, theirs) in enumerate(pairs) if ours != theirs]

@@ -293,7 +293,9 @@ class CarriedState:
         forward = getattr(storage, _MARK, None)
         if forward is not None and self._is_over(forward) and not self._is_released(storage):
             # PRIVACY: (test_state_that_a_loop_carries_is_refused)
-            raise CarriedStateError(_FOUND.format(what="one in the same memory", shape=(*t.shape,)))
+            raise CarriedStateError(
+                _FOUND.format(what="one in the same memory", shape=(*t.shape,))
+            )
         alike = [kept for kept in self._kept if kept[1] == t.numel() and self._is_over(kept[0])]
         kept = [numbers for _, _, numbers in alike]
         if kept and t.is_floating_point() and _is_one_of(_numbers(t), kept):
@@ -313,7 +315,9 @@ def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     elif depth and not isinstance(tree, (str, type, nn.Module)):
         parts: Any = tree
         if not isinstance(tree, (tuple, list)):
-            parts = (tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})).values()
+            parts = (
+                tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})
+            ).values()
         for part in parts:
             yield from _tensors(part, depth - 1)
 

@@ -72,7 +72,9 @@ def _bag_rows(
     }
 
 
-def _summed(weight: Tensor, records: Tensor, items: Tensor, uses: Tensor, n_records: int) -> Tensor:
+def _summed(
+    weight: Tensor, records: Tensor, items: Tensor, uses: Tensor, n_records: int
+) -> Tensor:
     rows = uses.new_zeros(n_records, *weight.shape)
     return rows.index_put_((records, items), uses, accumulate=True)
 
@@ -211,7 +213,11 @@ def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> No
 
 def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     packed = args[0] if args else kwargs.get("input")
-    if module.training and isinstance(packed, PackedSequence) and packed.sorted_indices is not None:
+    if (
+        module.training
+        and isinstance(packed, PackedSequence)
+        and packed.sorted_indices is not None
+    ):
         # PRIVACY: rows of this layer would be in the order of lengths, those of the others in that of the batch, so
         # that a record is in two rows (test_packed_sequences_that_are_not_sorted_are_refused)
         raise SequenceError(

@@ -69,7 +69,9 @@ class Points:
 
     def columns(self) -> list[slice]:
         """Returns the ranges of columns that are read at once."""
-        return [slice(start, min(start + _WIDTH, self.dim)) for start in range(0, self.dim, _WIDTH)]
+        return [
+            slice(start, min(start + _WIDTH, self.dim)) for start in range(0, self.dim, _WIDTH)
+        ]
 
     def tiles(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (index, whole rows) for parts of an index."""
@@ -92,7 +94,9 @@ class Points:
         for start in range(0, len(first), _PAIRS):
             span = slice(start, start + _PAIRS)
             for columns in self.columns():
-                differences = self.read(first[span], columns).sub_(self.read(second[span], columns))
+                differences = self.read(first[span], columns).sub_(
+                    self.read(second[span], columns)
+                )
                 out[span] += _fold(differences.square_())
         return out
 
@@ -114,7 +118,9 @@ def _fold(tile: Tensor) -> Tensor:
     return tile[:, 0] if tile.shape[1] else tile.new_zeros(len(tile))
 
 
-def neighbor_counts(points: Points, radii: Sequence[float], among: Tensor | None = None) -> Tensor:
+def neighbor_counts(
+    points: Points, radii: Sequence[float], among: Tensor | None = None
+) -> Tensor:
     """Returns how many points, itself included, lie within each radius of each point: (len(radii), n) int64.
 
     Args:

@@ -302,7 +302,9 @@ def _matmul_is_exact() -> bool:
 def _fpmath_mode() -> str | None:
     """Returns the environment variable that lets oneDNN round products, None if there is none."""
     for name, key in _ONEDNN.items():
-        if (value := _ENVIRONMENT.get(key)) is not None and os.fsdecode(value).upper() != "STRICT":
+        if (value := _ENVIRONMENT.get(key)) is not None and os.fsdecode(
+            value
+        ).upper() != "STRICT":
             return name
     return None
 
@@ -370,7 +372,11 @@ def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
         return None
     own = f"torch.backends.{library}.{kernels}.fp32_precision"
     # on by default on CUDA, where nothing was asked for
-    default = (library, switch.fp32_precision, backend.fp32_precision) == ("cudnn", "tf32", "none")
+    default = (library, switch.fp32_precision, backend.fp32_precision) == (
+        "cudnn",
+        "tf32",
+        "none",
+    )
     return Coarse(
         f"{own}={switch.fp32_precision!r}", f"{for_all} = False" if default else f"{own} = 'ieee'"
     )

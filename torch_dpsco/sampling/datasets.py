@@ -41,7 +41,10 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 
 
 def row_dtype(
-    dtype: torch.dtype, shape: Sequence[int], target_dtype: torch.dtype, target_shape: Sequence[int]
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    target_dtype: torch.dtype,
+    target_shape: Sequence[int],
 ) -> np.dtype[Any]:
     """Returns the dtype of a row with inputs and a target; raises ValueError for others than a file can hold."""
     if dtype not in (torch.float32, torch.float64):  # null records have inputs of NaN
@@ -109,7 +112,9 @@ class RowFile(Gathered):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError("index must be that of a record")  # how many there are may be private
+            raise IndexError(
+                "index must be that of a record"
+            )  # how many there are may be private
         inputs, target = self.gather(np.array([index]))
         return inputs[0], target[0]
 
@@ -121,7 +126,9 @@ class RowFile(Gathered):
             found[part] = self._rows[positions[part]]
             if self._map is not None and _GIVE_BACK is not None:
                 self._map.madvise(_GIVE_BACK)
-        return [torch.from_numpy(np.array(found[name], order="C")) for name in ("inputs", "target")]
+        return [
+            torch.from_numpy(np.array(found[name], order="C")) for name in ("inputs", "target")
+        ]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(SECRET)"
@@ -200,7 +207,9 @@ class Spilled(Dataset[Any]):
     """
 
     @typed
-    def __init__(self, stream: Iterable[Any], folder: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, stream: Iterable[Any], folder: str | os.PathLike[str] | None = None
+    ) -> None:
         if get_worker_info() is not None:
             raise UnitError(
                 "stream must be read in the main process: a worker may have a part of it only"
@@ -226,7 +235,9 @@ class Spilled(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
-            raise IndexError("index must be that of a record")  # how many there are may be private
+            raise IndexError(
+                "index must be that of a record"
+            )  # how many there are may be private
         # which workers may do side by side
         places = os.pread(self._places.fileno(), 2 * _PLACE, _PLACE * index)
         start, end = (int.from_bytes(places[k : k + _PLACE], "little") for k in (0, _PLACE))

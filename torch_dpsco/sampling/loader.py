@@ -172,7 +172,11 @@ class PrivateLoader:
             yield from self._pieces(drawn, drawn[1], chunks)
 
     def _pieces(
-        self, source: Drawn, indices: _Indices, chunks: deque[Chunk], sizes: _Indices | None = None
+        self,
+        source: Drawn,
+        indices: _Indices,
+        chunks: deque[Chunk],
+        sizes: _Indices | None = None,
     ) -> Iterator[_Indices]:
         draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
         places = self._places(source, len(indices) if sizes is None else len(sizes))
@@ -185,7 +189,9 @@ class PrivateLoader:
             if slots is not None and users is not None:  # rows of the filling are nobody's
                 users = filled(users, slots, size, -1)
             chunks.append(
-                Chunk(draw, len(rows), k == len(blocks), start, source, users, slots, size, places)
+                Chunk(
+                    draw, len(rows), k == len(blocks), start, source, users, slots, size, places
+                )
             )
             start += len(rows)
             yield rows
@@ -401,7 +407,9 @@ class BoundedLoader:
     Guarantee: a map of each record by itself, see `losses.enforce_bounds`.
     """
 
-    def __init__(self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None) -> None:
+    def __init__(
+        self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None
+    ) -> None:
         self._loader = loader
         self._bound_x = bound_x
         self._bound_y = bound_y
@@ -428,7 +436,9 @@ class BoundedLoader:
 def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[Any]:
     """Returns (features, targets) in double precision, every record mapped into its bounds (see `BoundedLoader`)."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f"dataset must give (features, target) pairs (got {type(batch).__name__})")
+        raise ValueError(
+            f"dataset must give (features, target) pairs (got {type(batch).__name__})"
+        )
     features, targets = batch
     if isinstance(features, Tensor) and features.is_floating_point():
         features = features.double()
@@ -449,7 +459,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(moved, batch)
 
 
-_RARE = 60.0 * math.log(2.0)  # a draw has more units than the capacity with probability below 2^-60
+_RARE = 60.0 * math.log(
+    2.0
+)  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
 # of blocks of users: rows of a user, rows, numbers of all rows
 _EACH, _LEAST, _MOST, _NUMBERS = (4, 64, 8192, 2**26)
@@ -489,7 +501,9 @@ def capacity(design: Design, *, processes: int = 1, records: int | None = None) 
         expected = max(expected, design.n / design.batches)
     mean = expected * held / design.n / processes
     most = math.ceil(held / processes)
-    most += 8 * math.isqrt(most) + 16  # the number of all may be private, and near the declared one
+    most += (
+        8 * math.isqrt(most) + 16
+    )  # the number of all may be private, and near the declared one
     room = most if isinstance(design, Full) else math.ceil(mean)
     while room < most and mean * _rate(room / mean - 1.0) < _RARE:
         room += 1
@@ -686,11 +700,17 @@ def user_ids(users: Any, records: int, name: str = "users") -> Tensor:
 
 def _numbered(users: Any, name: str) -> Tensor:
     """Returns integers for the ids of a list, an array or a column."""
-    if isinstance(users, np.ndarray) and users.dtype != object and users.dtype.kind not in "USTmM":
+    if (
+        isinstance(users, np.ndarray)
+        and users.dtype != object
+        and users.dtype.kind not in "USTmM"
+    ):
         return torch.from_numpy(users.copy())
     if isinstance(users, (str, bytes, Mapping)) or not isinstance(users, Iterable):
         raise UnitError(f"{name} must hold one id per record (got {type(users).__name__})")
-    things = [thing.item() if isinstance(thing, (np.generic, Tensor)) else thing for thing in users]
+    things = [
+        thing.item() if isinstance(thing, (np.generic, Tensor)) else thing for thing in users
+    ]
     numbers = sum(isinstance(thing, Number) for thing in things)
     if numbers == len(things):
         try:

@@ -548,7 +548,9 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            _held(ids, size).require_unique()  # the first thing to know, where records were copied
+            _held(
+                ids, size
+            ).require_unique()  # the first thing to know, where records were copied
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"

@@ -102,7 +102,9 @@ class DesignSampler(Sampler[list[int]], ABC):
             raise ValueError(f"seed must be >= 0 (got {seed})")
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
-        self.steps = check.positive_count(steps=design.steps_per_epoch if steps is None else steps)
+        self.steps = check.positive_count(
+            steps=design.steps_per_epoch if steps is None else steps
+        )
         self.log = DrawLog(self.size)
         self.seeded = seed is not None
         self.rng = sampling_generator(seed)
@@ -218,13 +220,16 @@ def _sure_gap(word: int, rate: float, rng: Stream) -> int:
     while True:
         word = (word << 64) + rng.integer(64)
         bits = bits + 64
-        digits = bits + 53 - math.frexp(rate)[1]  # 1 - rate is exact, errors are far below 2^-bits
+        digits = (
+            bits + 53 - math.frexp(rate)[1]
+        )  # 1 - rate is exact, errors are far below 2^-bits
         with localcontext(Context(prec=digits)):
             log_miss = (1 - Decimal(rate)).ln()
             scale = Decimal(2) ** bits
             # wider than what is known of V by more than these errors
             first, last = (
-                int((Decimal(end) / scale).ln() / log_miss) for end in (max(word, 2) - 1, word + 2)
+                int((Decimal(end) / scale).ln() / log_miss)
+                for end in (max(word, 2) - 1, word + 2)
             )
         if word > 1 and first == last:
             return first
@@ -362,7 +367,9 @@ class RankSampler(DesignSampler):
         self.rank = check.count(rank=rank)
         if self.rank >= self.processes:
             raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
-        self._owned = range(self.size) if self.own else range(self.rank, self.size, self.processes)
+        self._owned = (
+            range(self.size) if self.own else range(self.rank, self.size, self.processes)
+        )
         self._own = kind_of(design)(design, size=len(self._owned), steps=self.steps)
         # PRIVACY: streams that are equal draw equal places, and a batch is no Poisson draw any more
         # (test_equal_streams_of_ranks_are_caught)

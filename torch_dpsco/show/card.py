@@ -183,7 +183,10 @@ def _kind(event: Event, in_full: bool) -> str:
     name = type(simple).__name__
     numbers = [(own.name, getattr(simple, own.name)) for own in fields(simple)] if in_full else []
     return "".join(
-        [name, *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float))]
+        [
+            name,
+            *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float)),
+        ]
     )
 
 
@@ -248,9 +251,7 @@ def _row(cells: tuple[str, ...], kind: str) -> str:
 def _picture(panel: plots.Panel) -> str:
     drawn = plots.figure("", panel)
     encoded = base64.b64encode(plots.encoded(drawn, "svg")).decode()
-    return (
-        f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
-    )
+    return f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def _section(title: str, sentences: Sequence[str], kind: str = "") -> str:

@@ -132,14 +132,20 @@ def _add_fit(commands: Any) -> None:
         help="do not look first whether the schema can read the table",
     )
     for name in ("metric", "holdout", "level", "intervals"):
-        fit.add_argument(_option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study")
+        fit.add_argument(
+            _option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study"
+        )
 
 
 def _add_predict(commands: Any) -> None:
     """Adds `dpsco predict`."""
-    predict = _command(commands, _predict, "predict study/model.json new.csv --out predictions.csv")
+    predict = _command(
+        commands, _predict, "predict study/model.json new.csv --out predictions.csv"
+    )
     predict.add_argument("model", metavar="MODEL.json", help="as dpsco fit writes it")
-    predict.add_argument("table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)")
+    predict.add_argument(
+        "table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)"
+    )
     predict.add_argument(
         "--out", metavar="FILE", help="new .csv file; else predictions are printed"
     )
@@ -165,7 +171,9 @@ def _add_ledger(commands: Any) -> None:
 def _add_scripts(commands: Any) -> None:
     """Adds `dpsco doctor` and `dpsco audit`."""
     doctor = _command(commands, _doctor, "doctor script.py:parts")
-    audit = _command(commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1")
+    audit = _command(
+        commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1"
+    )
     for command in (doctor, audit):
         command.add_argument(
             "target", metavar="SCRIPT.py:FUNCTION", help="called without arguments"
@@ -222,7 +230,9 @@ def _options_of_plan(
             "--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}"
         )
     parser.add_argument("--json", action="store_true", help="print what --save writes")
-    parser.add_argument("--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict")
+    parser.add_argument(
+        "--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict"
+    )
     parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
     return parser
 
@@ -237,7 +247,8 @@ def _made_plan(kind: Any, given: dict[str, Any], own: set[str], losses: dict[str
     if given.keys() & {"epsilon", "delta"}:
         given["budget"] = _made(budget, given)
     promises = {
-        name: given.pop(name) for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}
+        name: given.pop(name)
+        for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}
     }
     if "loss" in given:
         problem = _made(_made(losses[given.pop("loss")], promises).problem, promises)
@@ -422,7 +433,9 @@ def _report(args: argparse.Namespace) -> Result:
     names = [field.name for field in fields(report) if field.name not in ("charges", "spent")]
     shown = {name: getattr(report, name) for name in names}
     return (
-        json.dumps(finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2),
+        json.dumps(
+            finite(shown | {"epsilon": report.epsilon, "events": report.events}), indent=2
+        ),
         0,
     )
 
@@ -437,7 +450,10 @@ def _check(args: argparse.Namespace) -> Result:
             book = LedgerCopy(_file(args.ledger)).book
         except UtilityWarning as doubt:
             return str(doubt), 1
-    return f"whole: ledger {book.id}, {len(book.ledger)} events, no fewer than its mark knows of", 0
+    return (
+        f"whole: ledger {book.id}, {len(book.ledger)} events, no fewer than its mark knows of",
+        0,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> Result:
@@ -551,7 +567,9 @@ def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any
 
 def _described(function: Callable[..., Any]) -> dict[str, str]:
     """Returns what a docstring says about each argument."""
-    block = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
+    block = re.search(
+        r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE
+    )
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", block[1] if block else "", re.MULTILINE)
     return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
 

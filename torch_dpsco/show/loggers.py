@@ -89,7 +89,10 @@ class Logger:
         self._last: tuple[str, int] | None = None  # run and step of the last line
 
     def __call__(
-        self, optimizer: CommonOptimizer, public: Mapping[str, float] | None = None, **private: Any
+        self,
+        optimizer: CommonOptimizer,
+        public: Mapping[str, float] | None = None,
+        **private: Any,
     ) -> None:
         """Writes the numbers of a run, if it is time to.
 
@@ -147,7 +150,9 @@ class Logger:
 
     def _numbers(self, optimizer: CommonOptimizer) -> dict[str, float]:
         numbers = public_numbers(optimizer, self._delta)
-        found = {f"privacy/{field.name}": getattr(numbers, field.name) for field in fields(Numbers)}
+        found = {
+            f"privacy/{field.name}": getattr(numbers, field.name) for field in fields(Numbers)
+        }
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -206,7 +211,8 @@ def tensorboard(writer: Any, *, every: int = 50, delta: float | None = None) -> 
 def in_single(numbers: Mapping[str, float]) -> dict[str, float]:
     """Returns numbers of a run as float32 can hold them: what was spent rounded up, all others down."""
     return {
-        name: _single(value) if name in _UP else -_single(-value) for name, value in numbers.items()
+        name: _single(value) if name in _UP else -_single(-value)
+        for name, value in numbers.items()
     }
 
 

@@ -127,7 +127,10 @@ def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
     for label in absent:
         stops = len(schema.labels) - len(absent) < 2
         yield Finding(
-            name, f"no row has the label {label!r}", "See whether labels are coded otherwise", stops
+            name,
+            f"no row has the label {label!r}",
+            "See whether labels are coded otherwise",
+            stops,
         )
 
 
@@ -180,7 +183,9 @@ def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
     found = frames.array(column)
     values = frames.values(column) if found is None else []  # numbers, or text of them
     array = (
-        np.array([number(value) for value in values]) if found is None else found.astype(np.float64)
+        np.array([number(value) for value in values])
+        if found is None
+        else found.astype(np.float64)
     )
     known = array[np.isfinite(array)]
     lost = len(array) - len(known)

@@ -132,7 +132,9 @@ def dots(
                     size=7,
                     bbox=plain,
                 )
-        axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
+        axes.axvline(
+            whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0]
+        )
         _name_rows(axes, rows)
         axes.set_xscale("log")
         _name_axes(axes, title, x_label)
@@ -165,7 +167,13 @@ def ranges(
         arms = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
         arms.append([high - value for value, (_, high) in zip(values, ends, strict=True)])
         axes.errorbar(
-            values, range(len(rows)), xerr=arms, fmt="o", color=LOOKS[0][0], capsize=4, label=label
+            values,
+            range(len(rows)),
+            xerr=arms,
+            fmt="o",
+            color=LOOKS[0][0],
+            capsize=4,
+            label=label,
         )
         axes.axvline(0.0, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="0")
         _name_rows(axes, rows)
@@ -176,7 +184,11 @@ def ranges(
 
 
 def bars(
-    title: str, x_label: str, rows: Sequence[str], values: Sequence[float], whole: tuple[str, float]
+    title: str,
+    x_label: str,
+    rows: Sequence[str],
+    values: Sequence[float],
+    whole: tuple[str, float],
 ) -> Panel:
     """Returns a panel of one bar per name, with a line where the whole is.
 
@@ -192,7 +204,9 @@ def bars(
         axes.barh(
             range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//"
         )
-        axes.axvline(whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0])
+        axes.axvline(
+            whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0]
+        )
         _name_rows(axes, rows)
         _name_axes(axes, title, x_label)
         axes.set_xlim(left=0)
@@ -201,7 +215,9 @@ def bars(
     return panel
 
 
-def marks(title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]) -> Panel:
+def marks(
+    title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]
+) -> Panel:
     """Returns a panel like a table with one mark in each row.
 
     Args:
@@ -257,7 +273,9 @@ def figure(title: str, *panels: Panel) -> Figure:
         for k, panel in enumerate(panels, 1):
             panel(made.add_subplot(rows, columns, k))
     shown: Any = made
-    shown._repr_svg_ = partial(_svg, made)  # notebooks show it, whether pyplot was imported or not
+    shown._repr_svg_ = partial(
+        _svg, made
+    )  # notebooks show it, whether pyplot was imported or not
     return made
 
 

@@ -132,9 +132,13 @@ class Preview:
             if values:
                 table.append([label, "", "", *(f"{values[name]:.4g}" for name in self.scores)])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        about = f"simulated on {self.sampled} public {self.unit}s, {self.runs} fits at each epsilon"
+        about = (
+            f"simulated on {self.sampled} public {self.unit}s, {self.runs} fits at each epsilon"
+        )
         out = [f"{self.model}, n={self.n} {self.unit}s, delta {rounded_up(self.delta)}: "]
-        out[0] += about if self.scores else "public numbers only; a public sample would show scores"
+        out[0] += (
+            about if self.scores else "public numbers only; a public sample would show scores"
+        )
         out += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         if self.hopeless:
             out.append(
@@ -166,7 +170,9 @@ class Preview:
             plots.Line("1 in 20 is higher", self.epsilons, [band.high for band in bands]),
             plots.Line("not private", self.epsilons, flat),
         ]
-        panel = plots.lines(name, "epsilon", name, drawn, limit=("a constant", self.constant[name]))
+        panel = plots.lines(
+            name, "epsilon", name, drawn, limit=("a constant", self.constant[name])
+        )
 
         def zoomed(axes: Axes) -> None:
             panel(axes)
@@ -404,7 +410,9 @@ def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
     """Returns the band of the module's docstring; `learned`: how far held-out rows score above a fit's own, halved."""
     runs = len(values)
     median = float(np.median(values))
-    reach = float(scipy.stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(1 + 1 / runs)
+    reach = float(scipy.stats.t.ppf(0.95, runs - 1) * values.std(ddof=1)) * math.sqrt(
+        1 + 1 / runs
+    )
     low, high = (float(end) for end in np.quantile(values, (0.05, 0.95)))
     low = min(low, float(values.mean()) - reach)
     high = max(high, float(values.mean()) + reach)
@@ -518,7 +526,9 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
 
 def _given(task: LinearTask) -> Preparation:
     """Returns what public numbers do to rows, without an intercept."""
-    return replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+    return (
+        replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
+    )
 
 
 def _answer(task: LinearTask, fitted: LinearFit, features: Tensor) -> _Array:
@@ -526,7 +536,9 @@ def _answer(task: LinearTask, fitted: LinearFit, features: Tensor) -> _Array:
     given = _given(task)
     units = fitted.units
     (center, scale), (shift, unit) = given.shift_and_scale, units.rows.shift_and_scale
-    rows = (given(features).cpu() * scale + center - shift) / unit  # clipped by public numbers only
+    rows = (
+        given(features).cpu() * scale + center - shift
+    ) / unit  # clipped by public numbers only
     weights = fitted.weights.cpu()
     constant = units.rows.intercept
     scores = rows @ weights[:, : task.dim].T + constant * weights[:, task.dim :].sum(1)

@@ -195,7 +195,9 @@ def conformal(
     if check.positive_count(bins=bins) > 1024:
         raise ValueError(f"bins must be in 1..1024 (got {bins})")
     failure = (
-        (1.0 - level) / 20.0 if failure is None else check.open_interval(0.0, 1.0, failure=failure)
+        (1.0 - level) / 20.0
+        if failure is None
+        else check.open_interval(0.0, 1.0, failure=failure)
     )
     rank = math.ceil(Fraction(level) / (1 - Fraction(failure)) * _UNIT)
     if rank >= _UNIT:
@@ -208,7 +210,9 @@ def conformal(
             f"classes must not be given with a bound, of a regressor (got {check.shown(classes)})"
         )
     labels = public_labels(model, classes) if bound is None else []
-    edges = np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
+    edges = (
+        np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
+    )
     budget = agreed_budget(budget, accountant)
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
     sensitivity = _sensitivities(rank)[budget.adjacency]
@@ -251,7 +255,9 @@ def _scores(
     """Returns the score of each edge in units, exact in float64: the lower, the better."""
     # PRIVACY: null records count for nothing (test_null_records_count_for_nothing_in_sets)
     cells = cells[records.valid]
-    users = np.arange(len(cells)) if records.users is None else records.users.numpy()[records.valid]
+    users = (
+        np.arange(len(cells)) if records.users is None else records.users.numpy()[records.valid]
+    )
     order = np.lexsort((cells, users))
     _, first, rows = np.unique(users[order], return_index=True, return_counts=True)
     place = np.arange(len(cells)) - np.repeat(first, rows)

@@ -129,7 +129,9 @@ def public_labels(model: Any, classes: Any) -> list[Any]:
     if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) < max(
         2, len(labels)
     ):
-        raise ValueError(f"classes must be two or more different labels (got {check.shown(given)})")
+        raise ValueError(
+            f"classes must be two or more different labels (got {check.shown(given)})"
+        )
     return labels
 
 

@@ -203,7 +203,9 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
             getattr(self, "feature_names_in_", None) if input_features is None else input_features
         )
         names = (
-            [f"x{place}" for place in range(self.n_features_in_)] if given is None else list(given)
+            [f"x{place}" for place in range(self.n_features_in_)]
+            if given is None
+            else list(given)
         )
         if len(names) != self.n_features_in_:
             raise ValueError(
@@ -264,7 +266,9 @@ def _in_units(values: Array) -> NDArray[np.int64]:
 
 def _first_moments(values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
     squares = np.where(present, _in_units(values**2) - _UNIT // 2, 0)
-    return np.concatenate([_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)])
+    return np.concatenate(
+        [_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)]
+    )
 
 
 class _OfMoments(PrivateTransformer):
@@ -379,7 +383,9 @@ class PrivateQuantiles(PrivateTransformer):
     def _transformed(self, rows: Array) -> Array:
         edges = np.linspace(0.0, 1.0, self.bins + 1)
         inside = (np.clip(rows, self._low, self._high) - self._low) / (self._high - self._low)
-        found = [np.interp(inside[:, j], edges, places) for j, places in enumerate(self._places.T)]
+        found = [
+            np.interp(inside[:, j], edges, places) for j, places in enumerate(self._places.T)
+        ]
         return np.where(np.isfinite(rows), 2 * np.stack(found, axis=1) - 1, math.nan)
 
 
@@ -392,7 +398,9 @@ def _of_bins(bins: int) -> int:
 def _histogram(values: Array, present: NDArray[np.bool_], bins: int) -> NDArray[np.int64]:
     """Counts of values in [-1, 1] by bin and column, in units."""
     places = np.minimum(((values + 1) / 2 * bins).astype(np.int64), bins - 1)
-    counts = [np.bincount(places[present[:, j], j], minlength=bins) for j in range(values.shape[1])]
+    counts = [
+        np.bincount(places[present[:, j], j], minlength=bins) for j in range(values.shape[1])
+    ]
     return np.stack(counts, axis=1).reshape(-1).astype(np.int64) * _UNIT
 
 

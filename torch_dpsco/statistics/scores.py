@@ -293,7 +293,9 @@ def _classes(model: Any, metric: str, classes: Any) -> list[Any]:
     """Returns public labels; none for regression."""
     if metric in ("absolute_error", "squared_error"):
         if classes is not None:
-            raise ValueError(f"classes must not be given for {metric} (got {check.shown(classes)})")
+            raise ValueError(
+                f"classes must not be given for {metric} (got {check.shown(classes)})"
+            )
         return []
     labels = public_labels(model, classes)
     if metric == "auc" and len(labels) != 2:
@@ -353,14 +355,18 @@ def _question(model: Any, metric: str, labels: list[Any]) -> tuple[Method, Read]
     if metric != "auc":
         return method_of(model, "predict"), lambda out: numbers(out, (BLOCK,))
     if hasattr(model, "predict_proba"):
-        return method_of(model, "predict_proba"), lambda out: _place(numbers(out, (BLOCK, 2))[:, 1])
+        return method_of(model, "predict_proba"), lambda out: _place(
+            numbers(out, (BLOCK, 2))[:, 1]
+        )
     ask = method_of(model, "decision_function")
     return ask, lambda out: _place(0.5 + 0.5 * np.tanh(numbers(out, (BLOCK,)) / 2.0))
 
 
 def _place(chances: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns places in [0, 1], by which probabilities are put into bins; 0 for NaN."""
-    return np.arcsin(np.sqrt(np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0))) * (2.0 / math.pi)
+    return np.arcsin(np.sqrt(np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0))) * (
+        2.0 / math.pi
+    )
 
 
 Counts = NDArray[np.float64]

@@ -48,7 +48,12 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.estimators.reading import BaseEstimator, NotFittedError, as_features, require_dtype
+from torch_dpsco.estimators.reading import (
+    BaseEstimator,
+    NotFittedError,
+    as_features,
+    require_dtype,
+)
 from torch_dpsco.estimators.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.statistics.held_out import CPU, split
@@ -62,7 +67,10 @@ from torch_dpsco.statistics.scores import (
 )
 from torch_dpsco.trial.undo import Refused, attempt
 
-LAWS = {"geometric": 1.0, "logarithmic": 0.0}  # name to eta of the truncated negative binomial law
+LAWS = {
+    "geometric": 1.0,
+    "logarithmic": 0.0,
+}  # name to eta of the truncated negative binomial law
 _LEVEL = 1  # orders up to 2^14
 _BITS = 256  # of the draw of K
 _EXACT = Context(prec=100)
@@ -400,7 +408,9 @@ class PrivateSearch(BaseEstimator):
         for name in self.candidates:
             plan = self._plan_of(name, trial, dim)
             try:
-                curved = replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
+                curved = (
+                    replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
+                )
             except ConditionError as error:
                 raise ConditionError(
                     f"candidates must have a Renyi curve (got {name!r}): {error}"
@@ -465,7 +475,9 @@ def draw_count(law: str, gamma: float, source: Stream) -> int:
     success = Decimal(gamma)
     fail = _EXACT.subtract(Decimal(1), success)
     # P(1), and what P(k) has to be divided by, of P(k) proportional to fail^k and fail^k / k
-    power = success if law == "geometric" else _EXACT.divide(fail, _EXACT.minus(_EXACT.ln(success)))
+    power = (
+        success if law == "geometric" else _EXACT.divide(fail, _EXACT.minus(_EXACT.ln(success)))
+    )
     count = 1
     below = power
     while below <= wanted:

@@ -110,7 +110,9 @@ class StudyPlan:
                 f"    predictions that cover {100 * self.level:g} %: epsilon"
                 f" {self._shared.epsilon:g}"
             )
-        lines.append(f"  Each {unit} is in one of the two parts, by a draw that looks at no value.")
+        lines.append(
+            f"  Each {unit} is in one of the two parts, by a draw that looks at no value."
+        )
         if self.schema.one_row_per_unit:
             lines.append(
                 f"  No {unit} has a second row: one_row_per_unit=True of the schema promises it."
@@ -159,7 +161,9 @@ class StudyPlan:
             )
         found: Preview
         if frame is None:
-            found = self.model.preview(dim=len(self.schema.names), unit=self.budget.unit, **options)
+            found = self.model.preview(
+                dim=len(self.schema.names), unit=self.budget.unit, **options
+            )
             return found
         table = self.schema.read(frame)
         whole = np.isfinite(table.X).all(1)
@@ -194,7 +198,9 @@ class StudyPlan:
         charges = self._charges()
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
-        model: Any = type(self.model)(**{**self.model.get_params(deep=False), "accountant": ledger})
+        model: Any = type(self.model)(
+            **{**self.model.get_params(deep=False), "accountant": ledger}
+        )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
 

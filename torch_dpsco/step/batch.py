@@ -74,7 +74,9 @@ class LogicalBatch:
         self.design = design
         self.declared = not isinstance(design, Undeclared)
         self.opened = False
-        self.given: GradBatch | None = None  # rows for the next step that no backward has recorded
+        self.given: GradBatch | None = (
+            None  # rows for the next step that no backward has recorded
+        )
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
         self._resumed: Partition | None = None
@@ -390,7 +392,8 @@ def _tag(key: str, loader: Any) -> str:
     if ids is not None:
         return fingerprint(key, ids.contents(loader.dataset))
     return fingerprint(
-        key, loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset)
+        key,
+        loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset),
     )
 
 

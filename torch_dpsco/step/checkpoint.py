@@ -89,7 +89,8 @@ def split_private_state(
             name for name in sorted({*saved, *settings}) if saved.get(name) != settings.get(name)
         ]
         details = "; ".join(
-            f"{name}: {_short(settings, name)} here, {_short(saved, name)} there" for name in differ
+            f"{name}: {_short(settings, name)} here, {_short(saved, name)} there"
+            for name in differ
         )
         raise ValueError(
             "state_dict must be of the same plan (got another one:"

@@ -53,7 +53,9 @@ def listed(params: Any) -> list[Any]:
         inner = item.get("params") if isinstance(item, dict) else [item]
         if isinstance(inner, Iterator):
             item["params"] = inner = list(inner)
-        for p in [inner] if isinstance(inner, Tensor) or not isinstance(inner, Iterable) else inner:
+        for p in (
+            [inner] if isinstance(inner, Tensor) or not isinstance(inner, Iterable) else inner
+        ):
             tensor = p[-1] if isinstance(p, tuple) and p else p
             if not isinstance(tensor, Tensor):
                 raise ValueError(
@@ -293,14 +295,18 @@ def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -
             )
         return
     phases = oracle.phases if isinstance(oracle, Phased) else ()
-    if [(o.batch_size, k) for o, k in phases] != [(part.batch_size, k) for part, k in design.parts]:
+    if [(o.batch_size, k) for o, k in phases] != [
+        (part.batch_size, k) for part, k in design.parts
+    ]:
         raise ValueError(
             f"oracle must be Phased, with the batch sizes and steps of {design} (got {oracle})"
         )
     if [phase.steps for phase in schedule.phases] != [k for _, k in phases] and len(
         schedule.phases
     ) > 1:
-        raise ValueError(f"schedule must have the steps of the parts of {design} (got {schedule})")
+        raise ValueError(
+            f"schedule must have the steps of the parts of {design} (got {schedule})"
+        )
 
 
 def step_sizes(groups: Sequence[dict[str, Any]]) -> list[float]:
@@ -381,7 +387,9 @@ def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    owned = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    }
     if trained != owned or any(
         map(compat.is_sharded, model.parameters())
     ):  # FSDP 1 may keep them, as shards

@@ -102,7 +102,9 @@ class Given:
 
     def _undeclared(self) -> Design:
         if self.adjacency == ADD_REMOVE:
-            raise AdjacencyError("n must be given under add_remove: a public number, for reference")
+            raise AdjacencyError(
+                "n must be given under add_remove: a public number, for reference"
+            )
         if self.batch_size is None:
             raise ValueError("batch_size must be given where n is not")
         return checks.declared(None, None, self.batch_size)
@@ -341,7 +343,9 @@ class UserScale:
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
-        level = theory.noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
+        level = theory.noise_of_mean(
+            noise, 1.0, design.batch_size, steps, self.dim, sampled=False
+        )
         pace = theory.relative_pace(level, steps, self.distance)
         return Pace(pace.lr / self.clip, pace.momentum)
 

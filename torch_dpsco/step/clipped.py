@@ -144,9 +144,9 @@ class ClippedMean(MeanOracle):
             self._form = form
             self._shapes = [p.shape for p in query]
             self._cuts, self._dim = cuts(self._shapes)
-            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[0][
+            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[
                 0
-            ] == 1
+            ][0] == 1
             self._summation = self._planned()
             self._dtype = (
                 torch.float64
@@ -410,7 +410,9 @@ class ClippedMean(MeanOracle):
 
     def _large_sums(self) -> list[int]:
         means = self._means or ()  # none of linear rows
-        fits = [m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means]
+        fits = [
+            m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means
+        ]
         return [i for i, large in enumerate(fits) if large]
 
     def _release_in_place(

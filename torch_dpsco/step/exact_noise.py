@@ -235,7 +235,9 @@ class _Tables(NamedTuple):
     cell: NDArray[np.uint8]  # of each of 2^16 entries
     counts: IntArray  # c_k of each cell
     lower: IntArray  # of 2^32 a at 65 points of each cell, and 0 for the tail
-    surely: NDArray[np.uint32]  # those at the far end of each cell; 0 for the tail and for "again"
+    surely: NDArray[
+        np.uint32
+    ]  # those at the far end of each cell; 0 for the tail and for "again"
     margin: IntArray  # on both sides of the chord
 
 
@@ -406,7 +408,9 @@ def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
         std: >= 0.
         generator: from `rng.noise_generator`.
     """
-    empty = torch.empty(check.positive_count(dim=dim), dtype=torch.float64, device=generator.device)
+    empty = torch.empty(
+        check.positive_count(dim=dim), dtype=torch.float64, device=generator.device
+    )
     return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 

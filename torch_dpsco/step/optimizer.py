@@ -128,7 +128,9 @@ class RunOptimizer(CommonOptimizer):
     def _start(self, device: torch.device) -> None:
         """Begins in the feasible set, takes the oracle, and joins the other processes."""
         params = self._trained()
-        self.prox.apply_([p.detach().clone() for p in params], checks.step_sizes(self.param_groups))
+        self.prox.apply_(
+            [p.detach().clone() for p in params], checks.step_sizes(self.param_groups)
+        )
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._all_params())

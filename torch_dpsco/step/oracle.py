@@ -174,7 +174,9 @@ class MeanOracle(ABC):
     def _named(self, *names: str, **others: Any) -> dict[str, Any]:
         """Returns settings: the name of the class, attributes by their names, and other numbers."""
         return (
-            {"oracle": type(self).__name__} | {name: getattr(self, name) for name in names} | others
+            {"oracle": type(self).__name__}
+            | {name: getattr(self, name) for name in names}
+            | others
         )
 
     def state(self) -> dict[str, Any]:
@@ -274,7 +276,9 @@ def in_float32(clip: float) -> bool:
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
     # one row of all tensors, unless a weight and a bias are read faster by themselves
-    flat = tensors if len(tensors) <= 2 else [torch.cat([t.detach().reshape(-1) for t in tensors])]
+    flat = (
+        tensors if len(tensors) <= 2 else [torch.cat([t.detach().reshape(-1) for t in tensors])]
+    )
     norm = math.hypot(*[row_norm(t.detach()) for t in flat]) * (1.0 + 2.0**-50)
     return norm if math.isfinite(norm) else math.inf
 

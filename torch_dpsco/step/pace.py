@@ -29,7 +29,9 @@ SETTLED = (
 USUAL_DIM = 64  # where nobody says
 _FIRST_STEPS = 50.0  # D in units of a first step of size 1/B^2
 _TARGETS = 3.0  # and of the targets' bound over B
-_ALONG = 20.0  # gradients of the mean loss along the way are about that much shorter than the bound
+_ALONG = (
+    20.0  # gradients of the mean loss along the way are about that much shorter than the bound
+)
 _SAMPLED = 4.0  # and deviations of single rows from them
 _LOUD = 0.008  # noise from which rows are clipped
 _CLIPPED = 0.5  # at half of the bound
@@ -113,7 +115,9 @@ def noise_of_mean(
         sampled: whether batches are not all rows.
     """
     added = noise_multiplier * math.sqrt(dim or USUAL_DIM) / batch_size
-    return clip / math.sqrt(steps) * math.hypot(added, sampled / (_SAMPLED * math.sqrt(batch_size)))
+    return (
+        clip / math.sqrt(steps) * math.hypot(added, sampled / (_SAMPLED * math.sqrt(batch_size)))
+    )
 
 
 def steps_to(horizon: float, smoothness: float | None) -> int:
@@ -167,7 +171,9 @@ def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> 
         (0.00125, 0.975)
     """
     check.positive_count(steps=steps)
-    moved = math.hypot(steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG)
+    moved = math.hypot(
+        steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG
+    )
     momentum = max(0.0, 1.0 - 2.0 * SETTLED / steps)
     return Pace(check.positive(distance=distance) / moved * (1.0 - momentum), momentum)
 

@@ -85,7 +85,9 @@ class Paid(NamedTuple):
 def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
     """Returns what the first release of each phase is charged."""
     draws = _first_draws(oracle, design)
-    return [member.charge(design, draw) for member, draw in zip(oracle.members, draws, strict=True)]
+    return [
+        member.charge(design, draw) for member, draw in zip(oracle.members, draws, strict=True)
+    ]
 
 
 def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
@@ -156,7 +158,9 @@ def planned_event(
 ) -> Event:
     """Returns the event of the draws in [start, stop) of a run."""
     if design.one_pass:
-        return design.between(start, stop, [member.event() for member in oracle.members], partition)
+        return design.between(
+            start, stop, [member.event() for member in oracle.members], partition
+        )
     if isinstance(oracle, Phased):
         # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
         parts = []
@@ -277,7 +281,9 @@ class Payments:
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
         """Returns how many equal charges a budget may expect."""
-        if not self.in_passes and (self.adaptive or self.sharing):  # the next event is another one
+        if not self.in_passes and (
+            self.adaptive or self.sharing
+        ):  # the next event is another one
             return 1
         left = 1 if self._planned is None else self._planned - steps
         return self._design.charges_left(draw, left, of_passes=self.in_passes)

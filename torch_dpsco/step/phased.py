@@ -55,7 +55,9 @@ class Phased(MeanOracle):
     """
 
     def __init__(self, phases: Sequence[tuple[MeanOracle, int]]) -> None:
-        self.phases = tuple((oracle, check.positive_count(steps=steps)) for oracle, steps in phases)
+        self.phases = tuple(
+            (oracle, check.positive_count(steps=steps)) for oracle, steps in phases
+        )
         if not self.phases:
             raise ValueError("phases must hold an oracle (got none)")
         if len({oracle.unit for oracle in self.members}) > 1:
@@ -76,7 +78,9 @@ class Phased(MeanOracle):
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """What the oracles assume."""
-        return tuple(dict.fromkeys(line for oracle in self.members for line in oracle.assumptions))
+        return tuple(
+            dict.fromkeys(line for oracle in self.members for line in oracle.assumptions)
+        )
 
     @property
     def members(self) -> tuple[MeanOracle, ...]:

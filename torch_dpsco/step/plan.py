@@ -217,7 +217,8 @@ class Plan(ABC):
                     own = self.budget if adjacency == self.adjacency else None
                     if (
                         own
-                        and (epsilon if own.risk is None else self.epsilon(own.delta)) > own.epsilon
+                        and (epsilon if own.risk is None else self.epsilon(own.delta))
+                        > own.epsilon
                     ):
                         beyond = "; what would exceed the budget is refused"
                 except AdjacencyError:
@@ -281,7 +282,18 @@ def passes(number: float) -> str:
 
 _VALUES = (
     *(Budget, Problem, Phase, Schedule, TableGradBound),
-    *(Assigned, AssignedParts, Cyclic, Disjoint, Fixed, Full, Parts, Poisson, Shuffled, Undeclared),
+    *(
+        Assigned,
+        AssignedParts,
+        Cyclic,
+        Disjoint,
+        Fixed,
+        Full,
+        Parts,
+        Poisson,
+        Shuffled,
+        Undeclared,
+    ),
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 

@@ -137,7 +137,9 @@ class StepPlan(BatchPlan):
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
         """Yields the noise on means of clipped rows, phase by phase; see `Plan.noise_shares`."""
         members = [
-            member for member in self.oracle(self.prox()).members if isinstance(member, ClippedMean)
+            member
+            for member in self.oracle(self.prox()).members
+            if isinstance(member, ClippedMean)
         ]
         for k, member in enumerate(members, 1):
             yield (
@@ -167,7 +169,9 @@ class StepPlan(BatchPlan):
         often = "steps until the budget is spent"
         if self.steps is not None:
             declared = not isinstance(self.design, Undeclared)
-            over = f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
+            over = (
+                f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
+            )
             often = f"{self.steps} steps{over}"
         pace = f"step size {self.lr:g}" + (
             f", momentum {self.momentum:.3g}" if self.momentum else ""
@@ -253,9 +257,7 @@ def drawing(design: Design, unit: str) -> str:
             f"one of {design.batches} batches of each pass, of {design.n / design.batches:.3g}"
             f" {unit}s on average"
         )
-        return (
-            f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
-        )
+        return f"random allocation: each {unit} in {batches}; who is where, and true sizes, are secret"
     if isinstance(design, Assigned):
         return (
             f"each {unit} in one of {design.batches} batches, of about {design.batch_size}; nothing"

@@ -30,7 +30,9 @@ class RawBlocks(Stored):
         noted: number and digest of the records of the last reading, as private as they are; None before it.
     """
 
-    def __init__(self, read: Callable[[], Iterator[RawPart]], empty: RawPart | None = None) -> None:
+    def __init__(
+        self, read: Callable[[], Iterator[RawPart]], empty: RawPart | None = None
+    ) -> None:
         self._read = read
         self._empty = empty
         self.noted: tuple[int, bytes] | None = None

@@ -33,7 +33,9 @@ _ADAPTERS = {
 _Read = Callable[[Any, int, torch.device], tuple[Tensor, Tensor | None]]
 
 
-def as_blocks(X: Any, y: Any, sample_weight: Any, read: _Read) -> RawBlocks | RawPartitions | None:
+def as_blocks(
+    X: Any, y: Any, sample_weight: Any, read: _Read
+) -> RawBlocks | RawPartitions | None:
     """Returns records in blocks or partitions, if that is what `fit` was given; else None.
 
     Args:
@@ -87,7 +89,11 @@ def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
                 weights = record_weights(given, factors, count, rows.device)
                 columns = (
                     targets,
-                    (torch.ones_like(targets, dtype=torch.float64) if weights is None else weights),
+                    (
+                        torch.ones_like(targets, dtype=torch.float64)
+                        if weights is None
+                        else weights
+                    ),
                 )
             yield (
                 rows,

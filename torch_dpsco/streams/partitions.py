@@ -211,7 +211,9 @@ def _read_partition(
     """Reads a partition once, on its worker."""
     parts = read(blocks)
     head = next(parts, None)
-    like = None if head is None else (head[0][:0].clone(), head[1][:0].clone(), head[2][:0].clone())
+    like = (
+        None if head is None else (head[0][:0].clone(), head[1][:0].clone(), head[2][:0].clone())
+    )
     raw = RawBlocks(
         lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART
     )

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from torch_dpsco.trial.undo import Refused, attempt
 
-CHECKED = "checked at the first step on made-up records, some of them far out: none reaches another"
+CHECKED = (
+    "checked at the first step on made-up records, some of them far out: none reaches another"
+)
 SEED = 5_000_011  # of what is random in the functions, the same in each call
 SMALL = 1e-3
 LARGE = 1e4
@@ -126,7 +128,9 @@ def changed(before: Sequence[Answer], after: Sequence[Answer]) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def compare(function: Callable[[Any], Sequence[Answer]], batches: Iterable[Batches]) -> Mixed | str:
+def compare(
+    function: Callable[[Any], Sequence[Answer]], batches: Iterable[Batches]
+) -> Mixed | str:
     """Returns how records reach each other, or in words what was checked; never raises for what the function does.
 
     Args:
@@ -196,7 +200,9 @@ class Rows:
     def at(self, place: int) -> Rows:
         """Returns one of them."""
         one = slice(place, place + 1)
-        return Rows(self.left[one].clone(), None if self.right is None else self.right[one].clone())
+        return Rows(
+            self.left[one].clone(), None if self.right is None else self.right[one].clone()
+        )
 
     def formed(self) -> Tensor:
         """Returns the rows themselves."""
@@ -367,7 +373,9 @@ def isolation(
         rows: of the batches.
     """
 
-    def seen(size: int, places: list[int], first: int = 1, other: bool = False) -> Sequence[Answer]:
+    def seen(
+        size: int, places: list[int], first: int = 1, other: bool = False
+    ) -> Sequence[Answer]:
         own = range(first, first + (pool - 1) // 2)
         batch = [0 if k in places else own[k % len(own)] for k in range(size)]
         return answer(batch, places, other)

@@ -111,7 +111,9 @@ def plain(tree: Any) -> Any:
     return tree_map(untraced, tree)
 
 
-def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reduction: str) -> Tensor:
+def apply_as_one(
+    function: Callable[..., Tensor], args: tuple[Any, ...], reduction: str
+) -> Tensor:
     """Returns function(*args), which is one operation of a traced loss, so that its backward is repeated too.
 
     Args:
@@ -134,7 +136,9 @@ def apply_as_one(function: Callable[..., Tensor], args: tuple[Any, ...], reducti
 
 
 def _open_trace(tree: Any) -> _Trace | None:
-    traces = [t._trace for t in tree_leaves(tree) if isinstance(t, Traced) and hasattr(t, "_trace")]
+    traces = [
+        t._trace for t in tree_leaves(tree) if isinstance(t, Traced) and hasattr(t, "_trace")
+    ]
     return next((trace for trace in traces if not trace.done), None)
 
 
@@ -191,7 +195,9 @@ class _Trace:
             if isinstance(t, Traced) or (t.requires_grad and not t.is_leaf):
                 # an autograd.Function, say, or rows of another forward
                 self._lost.add("an operation of your own")
-        return Ref(self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True)
+        return Ref(
+            self._elsewhere.setdefault(id(t), (len(self._elsewhere), t))[0], elsewhere=True
+        )
 
     def note(self, func: Any, spec: Any, result: Any) -> None:
         """Notes an operation and its results."""
@@ -363,7 +369,11 @@ class RepeatedLoss:
     """
 
     def __init__(
-        self, outputs: Sequence[Leaf], elsewhere: Sequence[Tensor], calls: Sequence[Call], root: int
+        self,
+        outputs: Sequence[Leaf],
+        elsewhere: Sequence[Tensor],
+        calls: Sequence[Call],
+        root: int,
     ) -> None:
         self._outputs = outputs
         self._elsewhere = elsewhere
@@ -399,7 +409,12 @@ class RepeatedLoss:
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
         constant = not dims or unclear or isinstance(t, nn.Parameter)
         return Leaf(
-            tuple(t.shape), t.dtype, _CPU, None if constant else dims[0], target=True, counts=counts
+            tuple(t.shape),
+            t.dtype,
+            _CPU,
+            None if constant else dims[0],
+            target=True,
+            counts=counts,
         )
 
     def _indices_of_records(self) -> set[int]:
@@ -417,7 +432,9 @@ class RepeatedLoss:
                 continue
             found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
         kinds = {k: self._elsewhere[k].dtype for k in found}
-        return {k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool}
+        return {
+            k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool
+        }
 
     def _repeat(self, made: Sequence[Tensor]) -> dict[int, Any]:
         """Returns all results of the operations, by place."""
@@ -425,12 +442,16 @@ class RepeatedLoss:
         outputs = made[: len(self._outputs)]
         elsewhere = made[len(self._outputs) :]
         # they may be written to
-        values: dict[int, Any] = {k: t.requires_grad_(True).clone() for k, t in enumerate(outputs)}
+        values: dict[int, Any] = {
+            k: t.requires_grad_(True).clone() for k, t in enumerate(outputs)
+        }
         for call in self._calls:
             args, kwargs = tree_map(
                 lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
             )
-            results = [t for t in tree_leaves(call.func(*args, **kwargs)) if isinstance(t, Tensor)]
+            results = [
+                t for t in tree_leaves(call.func(*args, **kwargs)) if isinstance(t, Tensor)
+            ]
             values.update(zip(call.places, results, strict=True))
         return values
 
@@ -438,7 +459,9 @@ class RepeatedLoss:
         loss = self._repeat(made)[self._root].sum()
         outputs = list(made[: len(self._outputs)])
         found = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
-        return [rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)]
+        return [
+            rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)
+        ]
 
     def _culprit(self, mixed: Mixed) -> str:
         """Returns the name of the operation in which records meet: in its values, or in its gradient."""

@@ -103,7 +103,9 @@ class Attributes:
             vars(thing).update(attributes)
             for container, items in contents:
                 container.clear()
-                container.update(items) if isinstance(container, dict) else container.extend(items)
+                container.update(items) if isinstance(container, dict) else container.extend(
+                    items
+                )
 
     def new_tensors(self) -> list[str]:
         """Returns the names of the attributes that are other tensors now."""
@@ -132,7 +134,9 @@ class Memory:
         held = [value for keeper in keepers for value in vars(keeper).values()]
         for container in [value for value in held if isinstance(value, (list, dict))]:
             held += container.values() if isinstance(container, dict) else container
-        kept = [value for value in held if isinstance(value, Tensor) and id(value) not in released]
+        kept = [
+            value for value in held if isinstance(value, Tensor) and id(value) not in released
+        ]
         self._values = [(t, t.detach().clone()) for t in kept]
 
     def rewind(self) -> None:

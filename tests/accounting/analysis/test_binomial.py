@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch_dpsco.accounting.analysis.shuffle import lower_tail, upper_tail
 from torch_dpsco.errors import InfeasibleError
 
-rates = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1e-300, 5e-324, 1 - 2**-53]), st.floats(0.0, 1.0))
+rates = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, 1e-300, 5e-324, 1 - 2**-53]), st.floats(0.0, 1.0)
+)
 
 
 def exact_tails(k: int, n: int, p: float) -> tuple[mp.mpf, mp.mpf]:
@@ -43,7 +45,9 @@ def test_tails_of_thousands_of_trials_are_exact_rounded_up(n, p):
             for found, exact in zip(
                 (lower_tail(k, n, p), upper_tail(k, n, p)), exact_tails(k, n, p), strict=True
             ):
-                assert min(exact, 1) <= found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
+                assert (
+                    min(exact, 1) <= found <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2.3e-308")
+                )
 
 
 def test_more_trials_than_the_proof_covers_are_refused():

@@ -61,7 +61,9 @@ SPACING = GRID[1] - GRID[0]
 
 def last_density(step_map, steps, start=0.0):
     """Density of the last iterate of w <- map(w) + N, by quadrature on the grid."""
-    kernel = np.exp(-((GRID[:, None] - step_map(GRID)[None, :]) ** 2) / 2) / math.sqrt(2 * math.pi)
+    kernel = np.exp(-((GRID[:, None] - step_map(GRID)[None, :]) ** 2) / 2) / math.sqrt(
+        2 * math.pi
+    )
     density = np.exp(-((GRID - step_map(np.array(start))) ** 2) / 2) / math.sqrt(2 * math.pi)
     for _ in range(steps - 1):
         density = kernel @ density * SPACING

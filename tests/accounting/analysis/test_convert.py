@@ -73,7 +73,9 @@ def test_more_orders_never_hurt(curve, delta):
 @given(curves(), deltas)
 def test_epsilon_agrees_with_dp_accounting(curve, delta):
     orders, values = curve
-    values = [value + 1e-9 for value in values]  # at 0 their test for small divergences underflows
+    values = [
+        value + 1e-9 for value in values
+    ]  # at 0 their test for small divergences underflows
     theirs, _ = compute_epsilon(orders, values, delta)
     scale = max(values) + 1 + abs(math.log(delta)) / (min(orders) - 1)
     assert rdp_epsilon(orders, values, delta).epsilon == pytest.approx(
@@ -106,7 +108,8 @@ def test_epsilon_is_never_negative_where_other_accountants_return_less_than_zero
     values = 1e-4**2 * orders / 2 / 100**2
     for delta in (1e-2, 0.5):
         assert (
-            min(rdp_epsilon_at_order(v, a, delta) for a, v in zip(orders, values, strict=True)) < 0
+            min(rdp_epsilon_at_order(v, a, delta) for a, v in zip(orders, values, strict=True))
+            < 0
         )
         assert rdp_epsilon(orders, values, delta).epsilon == 0.0
 

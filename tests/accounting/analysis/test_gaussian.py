@@ -155,7 +155,8 @@ def test_agrees_with_dp_accounting():
 
 
 @pytest.mark.parametrize(
-    ("delta", "last"), [(1e-3, 7.463), (1e-5, 8.419), (1e-6, 8.782), (1e-8, 9.374), (1e-10, 9.849)]
+    ("delta", "last"),
+    [(1e-3, 7.463), (1e-5, 8.419), (1e-6, 8.782), (1e-8, 9.374), (1e-10, 9.849)],
 )
 def test_the_textbook_noise_fails_above_a_known_epsilon(delta, last):
     def textbook(epsilon: float) -> float:
@@ -215,7 +216,8 @@ def test_the_noise_of_zhao_is_checked_against_the_exact_curve():
     """A subnormal std cannot hold what the closed form asks for: only the curve sees that."""
     smallest = 5e-324
     with pytest.raises(
-        ConditionError, match=r"falls short of delta = 1e-06 at epsilon = 4.125; use gaussian_sigma"
+        ConditionError,
+        match=r"falls short of delta = 1e-06 at epsilon = 4.125; use gaussian_sigma",
     ):
         gaussian_sigma_zhao(4.125, 1e-6, smallest)
     assert gaussian_sigma(4.125, 1e-6, smallest) == 2 * smallest

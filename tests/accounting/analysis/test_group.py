@@ -121,7 +121,9 @@ def test_the_poisson_profile_is_below_its_limits(size, rate, noise, epsilon):
     for direction in ("remove", "add"):
         delta = poisson_group_delta(size, rate, noise, epsilon, direction)
         assert 0 <= delta <= gaussian_delta(size / noise, epsilon) * (1 + 2e-9)
-        assert delta <= poisson_group_delta(size + 1, rate, noise, epsilon, direction) * (1 + 2e-9)
+        assert delta <= poisson_group_delta(size + 1, rate, noise, epsilon, direction) * (
+            1 + 2e-9
+        )
         assert delta <= (1 - (1 - rate) ** size) * (
             1 + 2e-9
         )  # data processing: the null without the unit's records
@@ -149,7 +151,9 @@ def test_little_noise_counts_as_none():
         assert remove == pytest.approx(1 - 0.49, rel=2e-9)
         assert add == pytest.approx(1 - math.exp(0.2) * 0.49, rel=2e-9)
     assert (
-        poisson_group_delta(2, 1.0, 0.0, 5.0) == poisson_group_delta(2, 1.0, 0.0, 5.0, "add") == 1.0
+        poisson_group_delta(2, 1.0, 0.0, 5.0)
+        == poisson_group_delta(2, 1.0, 0.0, 5.0, "add")
+        == 1.0
     )
     assert poisson_group_delta(2, 0.3, 0.0, 5.0, "add") == 0.0
 

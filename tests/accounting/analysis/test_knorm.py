@@ -131,7 +131,8 @@ def test_the_curve_is_below_randomized_response_and_decreases_with_the_dimension
     assert rdp_l2_knorm(epsilon, dim + 1, order) <= rdp_l2_knorm(epsilon, dim, order) * SLACK
     assert rdp_l2_knorm(epsilon, dim, order) <= rdp_l2_knorm(2 * epsilon, dim, order) * SLACK
     assert (
-        rdp_l2_knorm(epsilon, dim, order) <= rdp_l2_knorm(epsilon, dim, 1 + 2 * (order - 1)) * SLACK
+        rdp_l2_knorm(epsilon, dim, order)
+        <= rdp_l2_knorm(epsilon, dim, 1 + 2 * (order - 1)) * SLACK
     )
 
 

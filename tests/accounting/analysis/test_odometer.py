@@ -53,7 +53,9 @@ def mixture(epsilon: mp.mpf, orders, spent, weights) -> mp.mpf:
     """sum_a w_a e^((a-1) (epsilon - S_a))"""
     parts = zip(orders, spent, weights, strict=True)
     return mp.fsum(
-        w * mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s))) for a, s, w in parts if math.isfinite(s)
+        w * mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s)))
+        for a, s, w in parts
+        if math.isfinite(s)
     )
 
 

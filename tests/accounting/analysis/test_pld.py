@@ -108,12 +108,17 @@ def random_settings() -> list:
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta", "adjacency"), random_settings())
 def test_random_settings_agree_with_dp_accounting(rate, noise, steps, delta, adjacency):
     replace = adjacency == "replace_one"
-    relation = NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
+    relation = (
+        NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
     law = ReplaceOneLoss(rate, noise) if replace else PoissonLoss(rate, noise)
     ours = pld_epsilon([(law, steps)], delta)
     grid = min(1e-4, ours.grid)  # theirs is not refined where losses are small
     theirs = other_tool.from_gaussian_mechanism(
-        noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=grid
+        noise,
+        sampling_prob=rate,
+        neighboring_relation=relation,
+        value_discretization_interval=grid,
     )
     expected = theirs.self_compose(steps).get_epsilon_for_delta(delta)
     assert ours.epsilon >= expected - ours.error - 1e-5 * expected - 1e-9
@@ -190,7 +195,9 @@ def test_the_worse_direction_is_reported():
         query = pld._AtEpsilon(at)
         ways = [pld._improved(order, query, 1e-4).result.delta for order in (ledger, exchanged)]
         assert pld_delta(ledger, at).delta == pld_delta(exchanged, at).delta == max(ways)
-    assert ways[0] == pytest.approx(ways[1], rel=1e-6)  # the total variation distance has no order
+    assert ways[0] == pytest.approx(
+        ways[1], rel=1e-6
+    )  # the total variation distance has no order
     ways = [
         pld._improved(order, pld._AtDelta(1e-5, 1e-5), 1e-4).result.epsilon
         for order in (ledger, exchanged)
@@ -202,7 +209,9 @@ def test_the_worse_direction_is_reported():
 def test_fixed_batches_accounted_by_one_ordering_are_under_reported():
     for noise, published in ((0.6, 23.37), (1.0, 5.030), (2.0, 0.3934)):
         right = epsilon(FixedSizeLoss(RATE, noise / 2), EPOCH)
-        one_ordering = epsilon(PoissonLoss(RATE, noise / 2), EPOCH)  # (mix, Q), as if it dominated
+        one_ordering = epsilon(
+            PoissonLoss(RATE, noise / 2), EPOCH
+        )  # (mix, Q), as if it dominated
         assert one_ordering == pytest.approx(published, rel=1e-3)
         assert right > 1.015 * one_ordering
 
@@ -281,7 +290,10 @@ def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
 @settings(max_examples=25)
 def test_renyi_bounds_are_never_lower(rate, noise, steps, delta, adjacency):
     law, curve = {
-        "add_remove": lambda: (PoissonLoss(rate, noise), rdp_poisson_gaussian(rate, noise, ORDERS)),
+        "add_remove": lambda: (
+            PoissonLoss(rate, noise),
+            rdp_poisson_gaussian(rate, noise, ORDERS),
+        ),
         "replace_one": lambda: (
             ReplaceOneLoss(rate, noise),
             rdp_poisson_gaussian_replace_one(rate, noise, ORDERS),
@@ -347,7 +359,9 @@ def test_bugs_of_other_accountants_do_not_recur():
     assert epsilon(PoissonLoss(0.1, 0.3), 1000) == pytest.approx(
         506.19, rel=1e-3
     )  # hung, or overflowed
-    assert epsilon(PoissonLoss(0.01, 1.0), 1000, 1e-18) == pytest.approx(5.766, rel=1e-3)  # raised
+    assert epsilon(PoissonLoss(0.01, 1.0), 1000, 1e-18) == pytest.approx(
+        5.766, rel=1e-3
+    )  # raised
     assert epsilon(FixedSizeLoss(RATE, 0.3), EPOCH) < 24  # 300
 
 
@@ -439,7 +453,11 @@ def test_infinite_losses_beyond_delta_cost_infinity():
 
 
 def test_order_and_grouping_do_not_matter():
-    a, b, c = (PoissonLoss(0.01, 1.0), 100), (LaplaceLoss(0.3), 2), (ReplaceOneLoss(0.02, 2.0), 30)
+    a, b, c = (
+        (PoissonLoss(0.01, 1.0), 100),
+        (LaplaceLoss(0.3), 2),
+        (ReplaceOneLoss(0.02, 2.0), 30),
+    )
     reference = pld_epsilon([a, b, c], 1e-5)
     assert pld_epsilon([c, a, b], 1e-5) == reference
     assert pld_epsilon([c, (a[0], 40), b, (a[0], 60)], 1e-5) == reference

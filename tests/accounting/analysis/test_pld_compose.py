@@ -222,7 +222,9 @@ def tilt_sum(law: GridLaw, tilt: float) -> float:
 
 
 def test_the_summary_has_nearly_the_cumulant():
-    laws = [(law.on_grid(1e-3, 9.0), count) for law, count in zip(LAWS, (1, 30, 7, 4), strict=True)]
+    laws = [
+        (law.on_grid(1e-3, 9.0), count) for law, count in zip(LAWS, (1, 30, 7, 4), strict=True)
+    ]
     cumulant = Cumulant(laws)
     for t in (-2.0, 0.01, 1.0, 8.0, 30.0):
         exact = math.fsum(count * math.log(tilt_sum(law, t)) for law, count in laws)

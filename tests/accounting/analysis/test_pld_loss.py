@@ -101,7 +101,9 @@ def least_hockey_stick(pair: LossPair, epsilon: float, exchanged: bool = False) 
 def exact(law: object, epsilon: float) -> float:
     """The privacy profile at epsilon >= 0."""
     if isinstance(law, PoissonLoss):
-        return least_hockey_stick(MixturePair(law.rate, law.noise, law.size), epsilon, law.reverse)
+        return least_hockey_stick(
+            MixturePair(law.rate, law.noise, law.size), epsilon, law.reverse
+        )
     if isinstance(law, ReplaceOneLoss):
         return least_hockey_stick(OppositePair(law.rate, law.noise), epsilon)
     if isinstance(law, FixedSizeLoss):
@@ -218,7 +220,9 @@ def test_the_law_of_fixed_batches_has_the_profile_of_both_orderings():
     forward = PoissonLoss(0.05, 0.6).on_grid(1e-3, REACH)
     backward = PoissonLoss(0.05, 0.6, reverse=True).on_grid(1e-3, REACH)
     for epsilon in (0.001, 0.02, 0.4, 3.0):
-        assert hockey_stick(law, epsilon) == pytest.approx(hockey_stick(forward, epsilon), rel=1e-9)
+        assert hockey_stick(law, epsilon) == pytest.approx(
+            hockey_stick(forward, epsilon), rel=1e-9
+        )
         assert hockey_stick(law, -epsilon) == pytest.approx(
             hockey_stick(backward, -epsilon), rel=1e-9
         )
@@ -259,7 +263,9 @@ def test_cuts_are_within_the_stated_shift(pair):
         z2 = mp.mpf(pair.noise) ** 2
         for loss, cut in zip(losses, cuts, strict=True):
             x = mp.mpf(cut)
-            p = mp.fsum(w * mp.exp(j * (2 * x - j) / (2 * z2)) for j, w in enumerate(weights(pair)))
+            p = mp.fsum(
+                w * mp.exp(j * (2 * x - j) / (2 * z2)) for j, w in enumerate(weights(pair))
+            )
             q = 1
             if isinstance(pair, OppositePair):
                 q = mp.fsum(

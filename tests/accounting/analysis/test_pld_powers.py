@@ -54,7 +54,9 @@ def block_of(
     view = window(Cumulant(laws), tilt)
     low = min(
         view.low,
-        window(Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)]), tilt).low,
+        window(
+            Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)]), tilt
+        ).low,
     )
     view = Window(tilt, low, view.high, view.rise)
     return Powers(laws, least, view, -10.0, 0.0), view

@@ -176,7 +176,8 @@ def test_profiles_are_dual_at_negative_thresholds_and_ordered(epsilon, strength)
         dual = -math.expm1(-epsilon) + math.exp(-epsilon) * profile(epsilon)
         assert profile(-epsilon) == pytest.approx(dual, rel=1e-12, abs=1e-15)
     assert (
-        laplace_delta(epsilon, 1 / strength) <= pure_delta(epsilon, strength) * (1 + 1e-14) + 1e-15
+        laplace_delta(epsilon, 1 / strength)
+        <= pure_delta(epsilon, strength) * (1 + 1e-14) + 1e-15
     )
     assert pure_delta(math.nextafter(strength, math.inf), strength) == 0.0
 

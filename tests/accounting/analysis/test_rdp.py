@@ -72,7 +72,9 @@ def by_trapezoid(pair: str, rate: float, noise: float, order: float, size: int =
 
     null = log_mixture(-x) if pair == "replace" else -(x**2) / 2 / noise**2
     base, ratio = (
-        (null, log_mixture(x) - null) if pair != "add" else (log_mixture(x), null - log_mixture(x))
+        (null, log_mixture(x) - null)
+        if pair != "add"
+        else (log_mixture(x), null - log_mixture(x))
     )
     size_of_phi = np.maximum(order * ratio, 0) + 2 * np.minimum(
         0, np.log(order * np.abs(ratio) + 1e-300)
@@ -82,8 +84,12 @@ def by_trapezoid(pair: str, rate: float, noise: float, order: float, size: int =
         q, z, a = mp.mpf(rate), mp.mpf(noise), mp.mpf(order)
 
         def mixture(x):
-            weights = [mp.binomial(size, j) * q**j * (1 - q) ** (size - j) for j in range(size + 1)]
-            return mp.fsum(w * mp.exp(-((x - j) ** 2) / (2 * z * z)) for j, w in enumerate(weights))
+            weights = [
+                mp.binomial(size, j) * q**j * (1 - q) ** (size - j) for j in range(size + 1)
+            ]
+            return mp.fsum(
+                w * mp.exp(-((x - j) ** 2) / (2 * z * z)) for j, w in enumerate(weights)
+            )
 
         def integrand(x):
             p, q0 = mixture(x), mixture(-x) if pair == "replace" else mp.exp(-x * x / (2 * z * z))
@@ -179,7 +185,9 @@ def by_binomial_sum(rate: float, noise: float, order: int) -> mp.mpf:
 def test_integer_orders_agree_with_the_binomial_sum(rate, noise, order):
     exact = by_binomial_sum(rate, noise, order)
     assert (
-        exact <= rdp_poisson_gaussian(rate, noise, float(order)) <= exact * (1 + mp.mpf("1.2e-12"))
+        exact
+        <= rdp_poisson_gaussian(rate, noise, float(order))
+        <= exact * (1 + mp.mpf("1.2e-12"))
     )
 
 
@@ -296,7 +304,9 @@ def test_the_exact_replace_one_pair_is_below_the_profile_bound_and_two_hops(rate
     st.floats(0.2, 1.0),
 )
 @settings(max_examples=40)
-def test_no_two_contributions_are_further_apart_than_opposite_ones(rate, noise, order, angle, norm):
+def test_no_two_contributions_are_further_apart_than_opposite_ones(
+    rate, noise, order, angle, norm
+):
     """(1-q) N(0) + q N(v) against (1-q) N(0) + q N(w) in the plane, by a Riemann sum (spectrally accurate here)."""
     axis = np.arange(-8 * noise - 2, 2 * order + 1 + 8 * noise, min(noise / 3, noise**2 / 3))
     other = np.arange(-8 * noise - order, order + 8 * noise, min(noise / 3, noise**2 / 3))
@@ -315,13 +325,16 @@ def test_no_two_contributions_are_further_apart_than_opposite_ones(rate, noise, 
 
 @given(st.floats(1e-4, 0.9), st.floats(0.3, 100.0), st.floats(1.01, 100.0), st.integers(1, 12))
 @settings(max_examples=40)
-def test_a_larger_group_costs_more_but_less_than_the_generic_group_bound(rate, noise, order, size):
+def test_a_larger_group_costs_more_but_less_than_the_generic_group_bound(
+    rate, noise, order, size
+):
     cost = rdp_poisson_gaussian_group(rate, noise, size, order)
     assert cost <= rdp_poisson_gaussian_group(rate, noise, size + 1, order) * SLACK
     # two records instead of one: (2a, D) -> (a, 3 D)
     doubled = rdp_poisson_gaussian_group(rate, noise, 2 * size, order)
     assert (
-        doubled <= 3 * rdp_poisson_gaussian_group(rate, noise, size, 2 * order) * SLACK or order < 2
+        doubled <= 3 * rdp_poisson_gaussian_group(rate, noise, size, 2 * order) * SLACK
+        or order < 2
     )
 
 
@@ -337,7 +350,8 @@ def test_large_groups_stay_within_memory_and_below_the_unsampled_cost():
     assert np.all(cost < rdp_gaussian(grid, 50.0 / 300))
     assert np.all(cost > rdp_gaussian(grid, 50.0 / 3) / 2)  # three records on average
     assert np.all(
-        rdp_poisson_gaussian_group(0.01, 1e-3, 300, grid) <= rdp_gaussian(grid, 1e-3 / 300) * SLACK
+        rdp_poisson_gaussian_group(0.01, 1e-3, 300, grid)
+        <= rdp_gaussian(grid, 1e-3 / 300) * SLACK
     )
 
 
@@ -395,7 +409,9 @@ def test_no_orders_give_no_values():
 
 def test_order_above_a_thousand_is_finite_where_binomials_overflow():
     assert np.all(
-        np.isfinite(rdp_poisson_gaussian(0.01, 30.0, np.array([1031.0, 6434.0, 16384.0, 2.0**20])))
+        np.isfinite(
+            rdp_poisson_gaussian(0.01, 30.0, np.array([1031.0, 6434.0, 16384.0, 2.0**20]))
+        )
     )
 
 

@@ -50,14 +50,18 @@ PAIRS = [
 @pytest.mark.parametrize(("eta", "gamma"), [(1.0, 0.05), (1.0, 0.5), (0.0, 0.05), (2.5, 0.2)])
 def test_no_pair_exceeds_the_curve(pair, eta, gamma):
     claim = negative_binomial_selection(ORDERS, base(*pair), eta, gamma)
-    (p, _), (q, _) = (best_of(side, lambda x: negative_binomial(x, eta, gamma)[0]) for side in pair)
+    (p, _), (q, _) = (
+        best_of(side, lambda x: negative_binomial(x, eta, gamma)[0]) for side in pair
+    )
     for order, bound in zip(ORDERS, claim, strict=True):
         assert max(divergence(p, q, order), divergence(q, p, order)) <= bound
 
 
 def test_the_cost_of_the_winner_alone_is_refuted():
     pair = PAIRS[1]
-    (p, _), (q, _) = (best_of(side, lambda x: negative_binomial(x, 1.0, 0.05)[0]) for side in pair)
+    (p, _), (q, _) = (
+        best_of(side, lambda x: negative_binomial(x, 1.0, 0.05)[0]) for side in pair
+    )
     exact = np.array([divergence(p, q, order) for order in ORDERS])
     assert (exact > base(*pair)).any()
 

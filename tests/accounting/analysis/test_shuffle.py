@@ -34,7 +34,8 @@ def reference(trials, p, shift, order, delta_window):
         window = range(low, high + 1)
         kept, a = mp.fsum(mass[y] for y in window), mp.mpf(order)
         sums = [
-            mp.fsum(mass[y] ** a * mass[y - s] ** (1 - a) for y in window) for s in (shift, -shift)
+            mp.fsum(mass[y] ** a * mass[y - s] ** (1 - a) for y in window)
+            for s in (shift, -shift)
         ]
         return max((mp.log(total) - a * mp.log(kept)) / (a - 1) for total in sums), 1 - kept
 
@@ -113,7 +114,9 @@ def test_the_statement_covers_the_exact_hockey_stick_in_both_directions(case, ep
 @pytest.mark.parametrize("order", [1.5, 4.0, 8.0])
 def test_many_trials_cost_what_a_gaussian_of_their_variance_costs(trials, order):
     gaussian = order / (2 * trials * 0.3 * 0.7)
-    assert rdp_binomial_shift(trials, 0.3, 1, order, 1e-10).rdp == pytest.approx(gaussian, rel=6e-3)
+    assert rdp_binomial_shift(trials, 0.3, 1, order, 1e-10).rdp == pytest.approx(
+        gaussian, rel=6e-3
+    )
 
 
 def test_the_sizing_example_costs_what_was_measured():
@@ -125,7 +128,8 @@ def test_the_sizing_example_costs_what_was_measured():
             for shift in (1, 8, 32, 64, 65)
         }
         values.append(
-            max(bound.rdp / shift**2 for shift, bound in found.items()) * (64 + math.sqrt(10)) ** 2
+            max(bound.rdp / shift**2 for shift, bound in found.items())
+            * (64 + math.sqrt(10)) ** 2
         )
         lost = max(lost, *(bound.lost_mass for bound in found.values()))
     assert 0.97 <= rdp_epsilon(orders, values, 1e-5 - 10 * lost).epsilon <= 0.98

@@ -164,7 +164,8 @@ def test_a_shift_that_cuts_the_window_is_named_as_what_fails():
     """Bin(200, 0.9) has its mean at 180, and a shift by 21 leaves what is below 179: more than half is lost."""
     arguments = {"max_shift": 21, "shift_norm": 1.0, "delta_window": 1e-7}
     with pytest.raises(
-        ConditionError, match=r"max_shift must leave a window within 200 trials .* 1/2 of .*got 21"
+        ConditionError,
+        match=r"max_shift must leave a window within 200 trials .* 1/2 of .*got 21",
     ):
         rdp_shuffle(200, 0.9, [2.0], dim=2, **arguments)
     with pytest.raises(ConditionError, match="max_shift must leave"):

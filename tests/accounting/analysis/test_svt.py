@@ -95,7 +95,9 @@ def test_epsilon_is_nearly_reached_by_long_streams():
     b1, b2 = 2.0, 4.0
     gaps = [-20.0] * 400
     near = transcript_probability([*gaps, 20.0], [True] * 400 + [False], b1, b2)
-    far = transcript_probability([gap + 1 for gap in gaps] + [19.0], [True] * 400 + [False], b1, b2)
+    far = transcript_probability(
+        [gap + 1 for gap in gaps] + [19.0], [True] * 400 + [False], b1, b2
+    )
     ratio = abs(math.log(near / far))
     bound = above_threshold_epsilon(b1, b2, 1.0)
     assert 0.7 * bound < ratio <= bound
@@ -311,7 +313,9 @@ def test_the_pair_costs_more_than_either_part_and_less_than_both_in_sequence(
     epsilon, epsilon_svt, mu
 ):
     both = svt_gaussian_delta(epsilon, epsilon_svt, mu)
-    assert both >= max(pure_delta(epsilon, epsilon_svt), gaussian_delta(mu, epsilon)) * (1 - 1e-10)
+    assert both >= max(pure_delta(epsilon, epsilon_svt), gaussian_delta(mu, epsilon)) * (
+        1 - 1e-10
+    )
     if epsilon >= epsilon_svt:
         assert both <= gaussian_delta(mu, epsilon - epsilon_svt) * (1 + 1e-9)
     assert svt_gaussian_delta(epsilon, epsilon_svt, 0.0) == pytest.approx(

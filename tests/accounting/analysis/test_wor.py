@@ -78,7 +78,8 @@ def test_no_curve_of_fixed_batches_is_below_its_profile_integral(rate, noise, or
 @pytest.mark.weekly
 @given(
     st.one_of(
-        st.floats(-7.0, -0.01).map(lambda x: 10**x), st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x)
+        st.floats(-7.0, -0.01).map(lambda x: 10**x),
+        st.floats(-7.0, -0.3).map(lambda x: 1 - 10**x),
     ),
     st.floats(-0.3, 2.0).map(lambda x: 10**x),
     st.one_of(st.floats(-3.0, 0.0).map(lambda x: 1 + 10**x), st.floats(2.0, 12.0)),

@@ -61,7 +61,9 @@ def plain(name, X, y):
         objective = Tilted(Logistic(), X, y, tilt=tilt, reg=reg, bound_x=bound)
         return (
             objective,
-            lambda w: (torch.exp(tilt * soft(-y * (X @ w))).mean()).log() / tilt + reg / 2 * w @ w,
+            lambda w: (
+                (torch.exp(tilt * soft(-y * (X @ w))).mean()).log() / tilt + reg / 2 * w @ w
+            ),
         )
     if name == "adversarial 2":
         objective = Adversarial(Logistic(), X, y, attack_radius=0.4, reg=0.3, normalizer=9)
@@ -127,7 +129,9 @@ def test_declared_constants_hold_between_random_pairs_of_points(name):
     objective, _ = plain(name, X, y)
     generator = torch.Generator().manual_seed(6)
     for _ in range(50):
-        first, second = torch.randn(2, objective.dim, generator=generator, dtype=torch.float64) * 3
+        first, second = (
+            torch.randn(2, objective.dim, generator=generator, dtype=torch.float64) * 3
+        )
         gap = objective.value_and_gradient(first)[1] - objective.value_and_gradient(second)[1]
         move = first - second
         assert gap @ move >= objective.strong_convexity * (move @ move) * (1 - 1e-9)
@@ -301,7 +305,9 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
     y[0] = math.nan
     weights = torch.ones(40, dtype=torch.float64)
     weights[0] = 0.0
-    value, gradient = LinearObjective(Squared(), X, y, reg=0.1, normalizer=5).value_and_gradient(w)
+    value, gradient = LinearObjective(Squared(), X, y, reg=0.1, normalizer=5).value_and_gradient(
+        w
+    )
     clean = LinearObjective(Squared(), X, y.nan_to_num(), reg=0.1, normalizer=5, weights=weights)
     assert clean.value_and_gradient(w)[0] == value
     assert torch.equal(clean.value_and_gradient(w)[1], gradient)
@@ -335,7 +341,8 @@ def test_low_precision_features_are_read_exactly_and_never_copied_as_a_whole(dty
     assert max(sizes) <= 1024
     assert sum(sizes) == 2500
     objectives = (
-        LinearObjective(Logistic(), part, y, reg=0.1, normalizer=9) for part in (low, low.double())
+        LinearObjective(Logistic(), part, y, reg=0.1, normalizer=9)
+        for part in (low, low.double())
     )
     found, exact = (objective.value_and_gradient(w)[1] for objective in objectives)
     # half precisions are not read in C, which adds up in another order
@@ -359,7 +366,8 @@ def test_a_tilt_near_zero_is_the_mean_without_a_jump():
         got, slope = tilted.value_and_gradient(w)
         # the second order: tau var/2
         assert (
-            abs(got - value - tilt * float(losses.var(unbiased=False)) / 2) <= 1e-13 + 10 * tilt**2
+            abs(got - value - tilt * float(losses.var(unbiased=False)) / 2)
+            <= 1e-13 + 10 * tilt**2
         )
         assert torch.allclose(slope, gradient, atol=1e-14 + 10 * abs(tilt))
 
@@ -387,7 +395,8 @@ def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
         moves = torch.randn(X.shape, generator=generator, dtype=torch.float64)
         moves = 0.4 * moves / moves.norm(dim=1, p=attack_norm, keepdim=True)
         assert (
-            torch.nn.functional.softplus(-y * ((X + moves) @ w)).sum() <= objective.value(w) + 1e-12
+            torch.nn.functional.softplus(-y * ((X + moves) @ w)).sum()
+            <= objective.value(w) + 1e-12
         )
 
 
@@ -395,7 +404,9 @@ def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
 def test_smoothing_raises_values_by_no_more_than_its_bound(attack_norm):
     X, y, w = data(11)
     numbers = {"attack_radius": 0.4, "reg": 0.1, "normalizer": 40, "attack_norm": attack_norm}
-    kinked, smooth = (Adversarial(Logistic(), X, y, smoothing=nu, **numbers) for nu in (0.0, 1e-3))
+    kinked, smooth = (
+        Adversarial(Logistic(), X, y, smoothing=nu, **numbers) for nu in (0.0, 1e-3)
+    )
     most = 0.4 * 1e-3 * (1 if attack_norm == 2 else 3)
     for scale in (0.0, 1e-4, 1.0):
         assert 0 <= smooth.value(scale * w) - kinked.value(scale * w) <= most * (1 + 1e-9)

@@ -58,7 +58,11 @@ def problem(seed, kind):
         )
     if kind == "tilted":
         objective = Tilted(Logistic(), X, y, tilt=1.5, reg=reg)
-        return objective, reference.tilted_objective(*rows, reference.logistic, reg, 1.5), generator
+        return (
+            objective,
+            reference.tilted_objective(*rows, reference.logistic, reg, 1.5),
+            generator,
+        )
     objective = Adversarial(
         Logistic(), X, y, attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
     )
@@ -70,7 +74,9 @@ def problem(seed, kind):
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"])
+@pytest.mark.parametrize(
+    "kind", ["logistic", "smoothed hinge", "squared", "tilted", "adversarial"]
+)
 def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
     for seed in range(60):
         objective, at, generator = problem(seed, kind)
@@ -78,7 +84,8 @@ def test_gradient_certificates_hold_and_are_not_absurdly_loose(kind):
         exact, doubt = reference.minimizer(at, objective, start)
         assert doubt <= 1e-12
         points = [
-            start + 10.0**-k * torch.randn(objective.dim, generator=generator, dtype=torch.float64)
+            start
+            + 10.0**-k * torch.randn(objective.dim, generator=generator, dtype=torch.float64)
             for k in range(17)
         ]
         for point in [start, torch.from_numpy(exact.astype(float)), *points]:
@@ -121,7 +128,10 @@ def constrained_minimizer(at, objective, free, radius):
     exact, _ = reference.minimizer(at, objective, free)
     if np.sqrt((exact**2).sum()) <= radius:
         return exact
-    low, high = 0.0, 10.0 * (objective.smoothness + float(np.abs(at(0 * exact)[1]).sum()) / radius)
+    low, high = (
+        0.0,
+        10.0 * (objective.smoothness + float(np.abs(at(0 * exact)[1]).sum()) / radius),
+    )
     w = exact
     for _ in range(75):
         middle = (low + high) / 2
@@ -196,7 +206,9 @@ def test_an_exact_hinge_solution_has_a_gap_at_the_level_of_rounding():
     result = hinge_dual_gap([[3.0, 4.0]], [1.0], [2.0 / 25.0], 2.0)
     assert torch.allclose(result.w, torch.tensor([0.12, 0.16], dtype=torch.float64))
     assert 0 <= result.gap < 1e-14
-    assert result.distance_bound == distance_of_gap(result.gap, 2.0) or result.distance_bound < 1e-6
+    assert (
+        result.distance_bound == distance_of_gap(result.gap, 2.0) or result.distance_bound < 1e-6
+    )
 
 
 def test_infeasible_duals_are_clipped_before_they_can_fake_a_gap():

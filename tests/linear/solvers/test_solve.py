@@ -89,7 +89,9 @@ def mean(loss, X, y, reg):
 def test_every_solver_ends_certified(kind, solver):
     for loss in LOSSES[:1] if solver in ("katyusha", "subgradient", "agd") else LOSSES:
         X, y = rows(0, *KINDS[kind], kind)
-        reg = 1e-2 if solver in ("katyusha", "subgradient", "agd") else 1e-6  # condition up to 1e6
+        reg = (
+            1e-2 if solver in ("katyusha", "subgradient", "agd") else 1e-6
+        )  # condition up to 1e6
         objective = mean(loss, X, y, reg)
         tolerance = 1e-3 / (reg * len(X))
         solution = solve(objective, tolerance, solver=solver)
@@ -167,7 +169,9 @@ def test_the_solution_on_a_ball_is_that_of_the_sphere_or_the_free_one():
     X, y = rows(4, 100, 4)
     objective = mean(Logistic(), X, y, 1e-2)
     free = solve(objective, 1e-9).w
-    assert torch.allclose(solve(objective, 1e-6, radius=2 * float(free.norm())).w, free, atol=1e-6)
+    assert torch.allclose(
+        solve(objective, 1e-6, radius=2 * float(free.norm())).w, free, atol=1e-6
+    )
     for share in (0.1, 0.9, 0.999):
         radius = share * float(free.norm())
         w = solve(objective, 1e-7, radius=radius).w
@@ -263,7 +267,9 @@ def test_stochastic_solvers_come_close_alone():
     average = stochastic_subgradient(objective, zero, 4000, generator=generator)
     # 2 L^2/(mu (T + 1)) in expectation; three times that by Markov's inequality fails with probability 1/3 at most,
     # and this seed is fixed
-    assert objective.value(average) - objective.value(exact) <= 3 * 2 * lipschitz**2 / (0.1 * 4001)
+    assert objective.value(average) - objective.value(exact) <= 3 * 2 * lipschitz**2 / (
+        0.1 * 4001
+    )
     average = stochastic_subgradient(
         mean(Hinge(), X, y, 0.1), zero, 4000, radius=1.0, generator=generator
     )
@@ -301,7 +307,9 @@ def test_tilted_and_softmax_objectives_end_certified():
     for tilt in (-0.05, 0.5, 5.0):
         objective = Tilted(Logistic(), X, y, tilt=tilt, reg=0.1, bound_x=1.0)
         assert solve(objective, 1e-8).certificate.proves(1e-8)
-    objective = SoftmaxObjective(X, (torch.arange(80) % 3), num_classes=3, reg=0.01, normalizer=80)
+    objective = SoftmaxObjective(
+        X, (torch.arange(80) % 3), num_classes=3, reg=0.01, normalizer=80
+    )
     for solver in ("newton", "lbfgs"):
         assert solve(objective, 1e-8, solver=solver).certificate.proves(1e-8)
 
@@ -323,7 +331,8 @@ def test_a_first_guess_from_every_sixteenth_record_changes_nothing_but_the_way_t
     solution = solve(objective, 1e-6)
     assert solution.certificate.proves(1e-6)
     assert (
-        float((solution.w - newton(objective, torch.zeros(3).double(), 1e-9)).norm()) <= 1e-6 + 1e-9
+        float((solution.w - newton(objective, torch.zeros(3).double(), 1e-9)).norm())
+        <= 1e-6 + 1e-9
     )
 
 
@@ -407,7 +416,10 @@ SENSITIVE = {
     "pinball": (lambda X, y: mean(Pinball(0.3), X, y, 0.1), 1.4 / (0.1 * 12)),
     # L/reg bounds the minimizers: the range of the losses is rho B with rho = min(10, sqrt(2 ln 2/reg))
     "tilted up": (lambda X, y: Tilted(Logistic(), X, y, tilt=0.5, reg=0.1, bound_x=1.0), None),
-    "tilted down": (lambda X, y: Tilted(Logistic(), X, y, tilt=-0.05, reg=0.1, bound_x=1.0), None),
+    "tilted down": (
+        lambda X, y: Tilted(Logistic(), X, y, tilt=-0.05, reg=0.1, bound_x=1.0),
+        None,
+    ),
     "adversarial": (
         lambda X, y: Adversarial(
             Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=12, smoothing=1e-3

@@ -282,7 +282,9 @@ def rdp_gaussian(order: Orders, noise_ratio: float) -> Orders:
     noise = _validate.nonnegative(noise_ratio=noise_ratio)
 
     def curve(block: FloatArray) -> FloatArray:
-        return gaussian_divergence(block, noise, 1.0) if noise > 0 else np.full_like(block, np.inf)
+        return (
+            gaussian_divergence(block, noise, 1.0) if noise > 0 else np.full_like(block, np.inf)
+        )
 
     return quad.by_order(curve, order)
 
@@ -336,7 +338,9 @@ def rdp_binomial_shift(
     trials, shift = _validate.positive_count(trials=trials), _validate.positive_count(shift=shift)
     p = _validate.open_interval(0.0, 1.0, noise_probability=noise_probability)
     order = _validate.order(order=order)
-    window = _Window(trials, p, shift, _validate.open_interval(0.0, 1.0, delta_window=delta_window))
+    window = _Window(
+        trials, p, shift, _validate.open_interval(0.0, 1.0, delta_window=delta_window)
+    )
     return BinomialShift(window.pair(shift).divergence(order), window.lost)
 
 
@@ -525,7 +529,9 @@ def _wbk_log_moment(rate: float, noise: float, order: int) -> float:
     log_choices = math.log(order) + np.cumsum(np.log((order + 1 - j) / j))
     with np.errstate(over="ignore"):
         inverse_square = np.float64(1 / min(noise, MAX_NOISE)) ** 2
-        log_term = log_choices + j * math.log(rate) + math.log(2) + j * (j - 1) / 2 * inverse_square
+        log_term = (
+            log_choices + j * math.log(rate) + math.log(2) + j * (j - 1) / 2 * inverse_square
+        )
     if inverse_square < math.log(2):  # 4 expm1(e_2) < 2 exp(e_2), e_2 = 1 / z^2
         log_term[0] += math.log(2) + math.log(-math.expm1(-inverse_square))
     return float(np.logaddexp(0.0, np.logaddexp.reduce(log_term)))
@@ -554,7 +560,9 @@ def _profile_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
             _log_profile_tail(order, start, 0.5 / noise),
             _log_profile_tail(order, start, 1 / noise),
         )
-        tail = np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) + order * math.log(rate)
+        tail = np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) + order * math.log(
+            rate
+        )
         result = np.logaddexp(result, tail)
     return result
 
@@ -834,7 +842,9 @@ def knorm_radius_quantile(dim: int, sensitivity: float, epsilon: float, quantile
     return float(gammaincinv(dim, quantile)) * knorm_scale(epsilon, sensitivity)
 
 
-def knorm_logpdf(value: Sequence[float] | FloatArray, sensitivity: float, epsilon: float) -> float:
+def knorm_logpdf(
+    value: Sequence[float] | FloatArray, sensitivity: float, epsilon: float
+) -> float:
     """Returns the log density of the noise at one point.
 
     log p(z) = -|z| / s - log(2 pi^(dim/2) Gamma(dim) / Gamma(dim/2)) - dim log(s), s = sensitivity / epsilon.

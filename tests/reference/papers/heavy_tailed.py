@@ -70,7 +70,12 @@ def clip_bias_constant(moment_order: float) -> float:
 
 
 def coordinatewise_noise_std(
-    batch_size: int, groups: int, clip: float, dim: int, rho: float, adjacency: str = "replace_one"
+    batch_size: int,
+    groups: int,
+    clip: float,
+    dim: int,
+    rho: float,
+    adjacency: str = "replace_one",
 ) -> float:
     """Returns the std of the noise on a coordinate-wise median of means, or on each of its group means.
 
@@ -493,7 +498,9 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
             f"epsilon must be <= 10 and delta <= 0.1 for the closed form (got {epsilon}, {delta})"
         )
     grid = math.ceil(max(2.0 * math.sqrt(n), dim, 4.0))
-    bits = math.ceil(24e4 * grid**2 * math.log(4.0 * (dim**2 + 1) / delta) ** 2 / (epsilon**2 * n))
+    bits = math.ceil(
+        24e4 * grid**2 * math.log(4.0 * (dim**2 + 1) / delta) ** 2 / (epsilon**2 * n)
+    )
     found = ShuffleParameters(grid, bits, 0.25)
     # what holds for fewer bits holds for more: sizes from the accountant are enough to confirm
     enough = vector_parameters(n, dim, epsilon, delta, grid=grid, noise_probability=0.25)
@@ -586,7 +593,9 @@ def median_of_means(rows: ArrayLike, groups: int, clip: float) -> Tensor:
     """
     table = torch.as_tensor(rows, dtype=torch.float64)
     size = len(table) // groups
-    return medians(clipped_rows([table[: groups * size]], clip).view(groups, size, -1).mean(dim=1))
+    return medians(
+        clipped_rows([table[: groups * size]], clip).view(groups, size, -1).mean(dim=1)
+    )
 
 
 def accelerated_steps_paper(

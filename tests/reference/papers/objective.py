@@ -111,7 +111,12 @@ def objpert_sigma_general(
 
 
 def amp_delta(
-    epsilon: float, noise_std: float, reg: float, lipschitz: float, smoothness: float, mu_out: float
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    mu_out: float,
 ) -> float:
     """Returns E[delta(epsilon - c - s^2/2 - s |N|, mu_out)]: AMP, the noisy release of an approximate minimizer.
 

@@ -207,7 +207,9 @@ def reg_convex_population(
     if check.choice(_MODES, mode=mode) == "paper":
         return scale * (math.sqrt(paper_ratio(n, dim, epsilon, delta)) + 1 / math.sqrt(n))
     return (
-        2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+        2
+        * scale
+        * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
     )
 
 
@@ -279,7 +281,9 @@ def risk_convex_population(
     """
     scale = check.positive(lipschitz=lipschitz) * check.positive(radius=radius)
     return (
-        2 * scale * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
+        2
+        * scale
+        * math.sqrt((1 + noise_norms(dim, epsilon, delta)[0]) / check.positive_count(n=n))
     )
 
 
@@ -307,7 +311,9 @@ def risk_smooth_erm(
         return (
             1.5
             * scale
-            * math.pow(noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3)
+            * math.pow(
+                noise_norms(dim, epsilon, delta)[1] / check.positive_count(n=n) ** 2, 1 / 3
+            )
         )
     q = paper_ratio(n, dim, epsilon, delta)
     if q * q > lipschitz / (radius * smoothness):
@@ -496,7 +502,8 @@ def dual_ascent_steps(bound_x: float, reg: float, distance: float, excess: float
     bound, reg = check.positive(bound_x=bound_x), check.positive(reg=reg)
     # PRIVACY: the fallback that always ends (test_dual_ascent_reaches_its_distance_on_every_data_set)
     return _count(
-        check.positive(excess=excess) * bound / reg / check.positive(distance=distance), "distance"
+        check.positive(excess=excess) * bound / reg / check.positive(distance=distance),
+        "distance",
     )
 
 
@@ -705,7 +712,9 @@ def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float
         check.positive(lipschitz=lipschitz),
         check.positive(strong_convexity=strong_convexity),
     )
-    return _count(2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy")
+    return _count(
+        2 * lipschitz / mu * (lipschitz / check.positive(accuracy=accuracy)), "accuracy"
+    )
 
 
 def tilted_smoothness(

@@ -131,7 +131,9 @@ def deficiency_coefficient(
     return max((1 + none * c) / (n_min - none), (1 + full * c) / n_min)
 
 
-def poisson_step_mu(score_sensitivity: float, score_noise_std: float, noise_ratio: float) -> float:
+def poisson_step_mu(
+    score_sensitivity: float, score_noise_std: float, noise_ratio: float
+) -> float:
     """Returns the mu of a score of sensitivity D and a mean of noise std z times its own, released together.
 
     Example:

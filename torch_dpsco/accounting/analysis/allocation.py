@@ -60,7 +60,13 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_mu,
 )
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
-from torch_dpsco.accounting.analysis.pld_laws import UNIT, GaussianLoss, GridLaw, LossLaw, connected
+from torch_dpsco.accounting.analysis.pld_laws import (
+    UNIT,
+    GaussianLoss,
+    GridLaw,
+    LossLaw,
+    connected,
+)
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders, by_order
 from torch_dpsco.accounting.analysis.rdp import gaussian_divergence, rdp_epsilon
 
@@ -346,7 +352,9 @@ def _losses(
 def _unamplified(losses: tuple[tuple[LossLaw, int], ...], epochs: int) -> GaussianLoss:
     law = losses[0][0]
     mu = (
-        Pass(law.noise, law.steps, law.way).mu if isinstance(law, AllocationLoss) else law.mu or 0.0
+        Pass(law.noise, law.steps, law.way).mu
+        if isinstance(law, AllocationLoss)
+        else law.mu or 0.0
     )
     return GaussianLoss(mu * math.sqrt(epochs) * (1 + 1e-15))
 
@@ -407,7 +415,9 @@ _EVERY = 400  # values of log u, where the integral may end
 _NODE, _REACH = 0.05, 12.0  # of x, in standard deviations
 _SMALL = 0.25  # v up to which 1 - phi is computed
 _ROWS = 256  # of a matrix held at once
-_SERIES = [1 / math.factorial(k) for k in range(17, 1, -1)]  # of e^-w - 1 + w, largest power first
+_SERIES = [
+    1 / math.factorial(k) for k in range(17, 1, -1)
+]  # of e^-w - 1 + w, largest power first
 
 
 def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) -> Orders:
@@ -614,7 +624,9 @@ class Pass(NamedTuple):
     @property
     def exchanged(self) -> Pass:
         """The two laws in the other order."""
-        return self._replace(way={"remove": "add", "add": "remove", "replace": "replace"}[self.way])
+        return self._replace(
+            way={"remove": "add", "add": "remove", "replace": "replace"}[self.way]
+        )
 
     @property
     def mu(self) -> float:
@@ -645,7 +657,9 @@ class Pass(NamedTuple):
         question = self.sum(epsilon, _FLOOR)
         # margin: terms are accurate up to that (docs/proofs/allocation.md#sums-on-a-grid)
         slack = 3 * question.term.rounding
-        level = question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
+        level = (
+            question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
+        )
         factor = epsilon if self.way == "add" else 0.0
         value = hinge.log_at(level) + factor - math.log(self.steps) + slack
         return min(value, gaussian_log_delta(epsilon, self.mu) * (1 - 1e-12), 0.0)

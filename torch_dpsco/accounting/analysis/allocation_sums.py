@@ -94,7 +94,9 @@ class Term(LossPair):
         """Bound on the error of log l(x) where x is the position of a value, up to 40 standard deviations out."""
         variance = self.noise * self.noise
         return (
-            32 * UNIT * (4 + max(self.log_weight, 0.0) + (3 + (_REACH + 3) * self.noise) / variance)
+            32
+            * UNIT
+            * (4 + max(self.log_weight, 0.0) + (3 + (_REACH + 3) * self.noise) / variance)
         )
 
     def loss(self, x: float) -> float:
@@ -116,7 +118,8 @@ class Term(LossPair):
             (np.abs(values) + np.hypot(values, self.root)) / 2
         )  # log l(x) or, for Y < 0, log t l(-x)
         return (
-            variance * np.where(values >= 0, larger, self.log_weight - larger - 1 / variance) + 0.5,
+            variance * np.where(values >= 0, larger, self.log_weight - larger - 1 / variance)
+            + 0.5,
             0.0,
         )
 
@@ -237,7 +240,9 @@ class Sum:
     def _center(self) -> float:
         """The value around which the grid of a term is finest: its mean, tilted where that is smaller."""
         values, mass = self.points
-        weights = mass * np.exp(-self.guess[0] * (values - values.min())) if self.sign < 0 else mass
+        weights = (
+            mass * np.exp(-self.guess[0] * (values - values.min())) if self.sign < 0 else mass
+        )
         return float(values @ weights / weights.sum())
 
     def answer(self, tolerance: float) -> Hinge:
@@ -260,7 +265,9 @@ class Sum:
         moved = self.sign * tilt * self.count * (center - middle * step)
         bounds = math.floor(bottom / step), math.ceil(self.ends[1] / step)
         whole = self.ceiling == math.inf
-        law = spread(self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid, above=whole)
+        law = spread(
+            self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid, above=whole
+        )
         view = replace(view, low=low + moved, high=high + moved)
         first, log_value, log_error = _exceeded(law, self.count, view, aim + moved)
         limit = 2 * math.sqrt(12 * tolerance / self.count)
@@ -327,7 +334,9 @@ class Hinge:
             return math.inf
         high, low = (float(self.log_value[min(i, self.log_value.size - 1)]) for i in (k, k + 1))
         value = (
-            high + math.log1p(min(place - k, 1.0) * math.expm1(low - high)) if low < high else high
+            high + math.log1p(min(place - k, 1.0) * math.expm1(low - high))
+            if low < high
+            else high
         )
         value += math.log(self.step)
         return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (
@@ -340,7 +349,9 @@ class Hinge:
         if float(self.log_value[k]) - float(self.log_value[k + 1]) > self.steepest:
             return 1.0
         rounding = math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
-        return max(rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0)
+        return max(
+            rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0
+        )
 
 
 @lru_cache(maxsize=16)
@@ -515,7 +526,9 @@ def by_one_large(question: Sum, tolerance: float) -> float:
         max(int(np.searchsorted(cuts, cuts[-1] * math.exp(-_HIGH))), 1),
         8 if count > _MANY_TERMS else 4,
     )
-    return min(float(np.logaddexp(large[i], _none_large(question, float(cuts[i])))) for i in chosen)
+    return min(
+        float(np.logaddexp(large[i], _none_large(question, float(cuts[i])))) for i in chosen
+    )
 
 
 def _levels(question: Sum) -> FloatArray:

@@ -79,7 +79,9 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: Failu
     return min(1.0, total * (1 + _ROUNDING))
 
 
-def delta_before_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
+def delta_before_failure(
+    delta: float, failure: float, epsilon: float, kind: FailureKind
+) -> float:
     """Returns the delta that is left for the mechanism itself: the inverse of `delta_with_failure`.
 
     Args:

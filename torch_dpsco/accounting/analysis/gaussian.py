@@ -312,7 +312,9 @@ def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:
         return np.full_like(epsilon, -np.inf)
     if math.isinf(mu):
         return np.zeros_like(epsilon)
-    with np.errstate(all="ignore"):  # epsilon/mu may overflow and R underflow; both mean delta = 0
+    with np.errstate(
+        all="ignore"
+    ):  # epsilon/mu may overflow and R underflow; both mean delta = 0
         middle = epsilon / mu
         u = middle - mu / 2
         log_density = -(u**2) / 2 - math.log(2 * math.pi) / 2
@@ -367,7 +369,9 @@ def _target(delta: float) -> float:
 def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
     """Returns the root of a decreasing function with excess(low) > 0 >= excess(high), moved up until excess <= 0."""
     tolerance = 1e-15 * max(abs(low), abs(high))
-    root = float(scipy.optimize.brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500))
+    root = float(
+        scipy.optimize.brentq(excess, low, high, xtol=tolerance, rtol=1e-15, maxiter=500)
+    )
     step = tolerance
     while excess(root) > 0:
         root = root + step

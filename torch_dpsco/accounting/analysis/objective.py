@@ -317,7 +317,9 @@ def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
         (0.25, 0.353553)
     """
     factor = math.sqrt(sensitivity_factor(adjacency))
-    return check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
+    return (
+        check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
+    )
 
 
 def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
@@ -465,13 +467,20 @@ def amp_delta_general(
     level = noise_level(diameter, noise_std)
     k = check.positive_count(subspace_dim=subspace_dim)
     left = (
-        check.nonnegative(epsilon=epsilon) - check.nonnegative(log_det=log_det) - level * level / 2
+        check.nonnegative(epsilon=epsilon)
+        - check.nonnegative(log_det=log_det)
+        - level * level / 2
     )
     return shifted_profile(left, level, k, mu_out)
 
 
 def amp_sigma_general(
-    epsilon: float, delta: float, log_det: float, diameter: float, subspace_dim: int, mu_out: float
+    epsilon: float,
+    delta: float,
+    log_det: float,
+    diameter: float,
+    subspace_dim: int,
+    mu_out: float,
 ) -> float:
     """Returns the least sigma with `amp_delta_general` <= delta, rounded up.
 

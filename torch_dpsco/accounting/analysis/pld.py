@@ -67,13 +67,17 @@ Ledger = tuple[tuple[LossLaw, int], ...]
 
 _POINTS = 1 << 21  # grid points of a law: about half a second
 _ALL_POINTS = 1 << 22  # of all laws together
-_MAX_LAWS = (
-    512  # laws, weighted, beyond which their grids would be too coarse for a figure worth its time
-)
+_MAX_LAWS = 512  # laws, weighted, beyond which their grids would be too coarse for a figure worth its time
 _ENOUGH = 1 << 18  # points beyond which a coarser grid is tried
 _FEW = 1 << 14  # points up to which nothing is saved on a window
 _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
-_REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)  # standard deviations kept: few, so that grid laws repeat
+_REACHES = (
+    9.0,
+    12.0,
+    16.0,
+    24.0,
+    37.0,
+)  # standard deviations kept: few, so that grid laws repeat
 _MAX_GRID = 0.25
 _MUCH_ROUNDING = 0.01  # share of delta
 _BLOCK_BITS = 2  # of a count: blocks are a quarter to a half of their counts wide
@@ -316,7 +320,9 @@ class _Terms(NamedTuple):
         if answer is None:
             return _Reading(None, final=refine)
         good = not self.coarse and answer.rounding <= _MUCH_ROUNDING
-        return _Reading(query.with_error(answer, summed(counts, self.costs), self.tilt), final=good)
+        return _Reading(
+            query.with_error(answer, summed(counts, self.costs), self.tilt), final=good
+        )
 
 
 class _Scene(NamedTuple):
@@ -337,7 +343,9 @@ def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Re
         kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
         if kept is not None:
             powers, terms = kept
-            return terms.reading(query, powers.curve(counts, math.log(query.delta)), counts, refine)
+            return terms.reading(
+                query, powers.curve(counts, math.log(query.delta)), counts, refine
+            )
     scene = _resolved(ledger, query, grid, refine)
     if scene is None:
         return _Reading(None, final=True)

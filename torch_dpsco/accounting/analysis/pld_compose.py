@@ -534,7 +534,9 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
-_MOST_KEPT = 1 << 14  # frequencies of all laws together: beyond, to compose anew is not much slower
+_MOST_KEPT = (
+    1 << 14
+)  # frequencies of all laws together: beyond, to compose anew is not much slower
 _LEAST_LOG = (
     -52.0
 )  # of the bound on a frequency that is kept: what is left out is less than rounding

@@ -49,9 +49,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import quadrature as quad
 from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
 
-_LEAST = (
-    1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
-)
+_LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
 
 
 def rdp_laplace(scale: float, order: Orders) -> Orders:
@@ -350,7 +348,9 @@ def _log_integral(
     with np.errstate(divide="ignore", under="ignore"):
         log_cosine = np.log1p(-sine * sine) / 2
         weight = (
-            (dim - 2) * np.where(sine < 1, log_cosine, -800.0) if dim > 2 else np.zeros_like(theta)
+            (dim - 2) * np.where(sine < 1, log_cosine, -800.0)
+            if dim > 2
+            else np.zeros_like(theta)
         )
         weight = weight + np.log1p(np.cos(theta) ** 2 / _kappa(epsilon, dim))
         terms = weight + slopes[:, None] * sine + kernel(epsilon * sine) + _LOG_WEIGHTS

@@ -37,7 +37,9 @@ MAX_ORDER = 2.0**20  # callers use a closed upper bound beyond
 _INFLATION = 1e-12  # relative; the error of a curve is below 1e-13 (test_rdp.py, against 50-digit quadrature)
 CHUNK = 64_000  # elements of a matrix held at once: it stays in the cache
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
-_LOWEST = -700.0  # smaller logarithms are raised to it: exp is ten times slower where it underflows
+_LOWEST = (
+    -700.0
+)  # smaller logarithms are raised to it: exp is ten times slower where it underflows
 _TERMS = 18  # of the series of phi, from l^2 / 2! to l^19 / 19!
 _FACTORIALS = np.cumprod(np.arange(1.0, _TERMS + 2))[1:]
 _GAPS = np.maximum(
@@ -84,7 +86,9 @@ def by_order(
     return np.concatenate([*curves, np.empty(0)])[inverse]
 
 
-def panels(low: float, high: float, scale: float, noise: float, branches: FloatArray) -> FloatArray:
+def panels(
+    low: float, high: float, scale: float, noise: float, branches: FloatArray
+) -> FloatArray:
     """Returns the edges of panels 2 `scale` wide, narrower near the complex branch points of the log ratio.
 
     The branch points have the real parts `branches` and lie pi noise^2 away from the real axis. Around each of them

@@ -442,7 +442,9 @@ def _add_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     low = min(0.0, max(-mixture.size * (top - 1), mixture.first_alone(top))) - reach
     scale = noise / min(3.0, 1 + 10 * noise)
     edges = quad.panels(low, mixture.size + reach, scale, noise, mixture.branches)
-    return quad.log_excess(order, edges, lambda x: (-mixture.log_ratio(x), mixture.log_density(x)))
+    return quad.log_excess(
+        order, edges, lambda x: (-mixture.log_ratio(x), mixture.log_density(x))
+    )
 
 
 def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
@@ -504,7 +506,9 @@ def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> floa
     if growth + log_delta > 0:
         return 1.0
     # PRIVACY: covers the rounding of the exponent (test_group_delta_is_not_below_its_exact_value)
-    return min(1.0, math.exp(growth + log_delta) * factor * (1 + 1e-15 * (8 + growth - log_delta)))
+    return min(
+        1.0, math.exp(growth + log_delta) * factor * (1 + 1e-15 * (8 + growth - log_delta))
+    )
 
 
 def group_gdp_mu(mu: float, group_size: int) -> float:

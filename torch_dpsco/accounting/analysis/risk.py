@@ -95,7 +95,9 @@ class Risk:
         if epsilon not in self._known:
             delta = self.delta(epsilon)
             # margin: above the rounding of closed forms (docs/proofs/accounting.md#risk-of-one-record)
-            self._known[epsilon] = min(1.0, delta * (1.0 + _RELATIVE) + _ABSOLUTE) if delta else 0.0
+            self._known[epsilon] = (
+                min(1.0, delta * (1.0 + _RELATIVE) + _ABSOLUTE) if delta else 0.0
+            )
         return self._known[epsilon]
 
     @property

@@ -300,7 +300,9 @@ def exact_grid(std: float, sensitivity: float, dim: int, largest: float = 0.0) -
     std = check.positive(std=std)
     sensitivity = check.positive(sensitivity=sensitivity)
     if not _RANGE[0] <= std <= _RANGE[1]:
-        raise ConditionError(f"the noise std must be in [2^-500, 2^500] to be exact (got {std:g})")
+        raise ConditionError(
+            f"the noise std must be in [2^-500, 2^500] to be exact (got {std:g})"
+        )
     # PRIVACY: 1.5 g sqrt(d) within 2^-13 of the sensitivity, half of what `with_grid` added
     # (test_neighbors_differ_by_at_most_the_charged_sensitivity_on_the_grid)
     bits = (

@@ -192,7 +192,9 @@ class _Window:
         self._trials = trials
         self._cut = (low, high) != (first, last)
         if low > high:
-            raise ConditionError(f"shift must leave a window within {trials} trials (got {reach})")
+            raise ConditionError(
+                f"shift must leave a window within {trials} trials (got {reach})"
+            )
         if high - low + 2 * reach >= _POINTS:
             raise InfeasibleError(
                 f"trials and shift must give a window of at most {_POINTS} points (got"
@@ -202,7 +204,9 @@ class _Window:
         # (test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up)
         self.lost = (lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)) * _ROUNDING
         if self.lost >= 1:
-            raise ConditionError(f"shift must leave a window within {trials} trials (got {reach})")
+            raise ConditionError(
+                f"shift must leave a window within {trials} trials (got {reach})"
+            )
         steps = _log_ratios(trials, p, low - reach + 1, high + reach)
         # log P is the running sum of the steps, up to a constant: exact enough for ratios near 1, where the difference
         # of two logarithms of factorials is not
@@ -376,7 +380,11 @@ def _beyond_the_mean(k: int, n: int, p: Fraction) -> tuple[float, float]:
 def _log_mass(k: int, n: int, p: Fraction) -> Decimal:
     log_p, log_q = ((Decimal(x.numerator) / Decimal(x.denominator)).ln() for x in (p, 1 - p))
     return (
-        _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k) + k * log_p + (n - k) * log_q
+        _log_factorial(n)
+        - _log_factorial(k)
+        - _log_factorial(n - k)
+        + k * log_p
+        + (n - k) * log_q
     )
 
 

@@ -353,7 +353,9 @@ class PrivacyReport:
         if not all(
             isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given
         ):
-            raise ValueError(f"sentences must be text of one line each, not empty (got {given!r})")
+            raise ValueError(
+                f"sentences must be text of one line each, not empty (got {given!r})"
+            )
         lines = [line.strip().rstrip(".") for line in sentences]
         return replace(self, assumptions=tuple(dict.fromkeys((*self.assumptions, *lines))))
 
@@ -430,7 +432,9 @@ def _charges(ledger: Ledger) -> tuple[Charge, ...]:
     )
 
 
-def _advice(ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float) -> tuple[str, ...]:
+def _advice(
+    ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float
+) -> tuple[str, ...]:
     """Returns the way out where random batches of fixed size cost more than a pass over disjoint ones."""
     entries = list(ledger.entries())
     event, times = (entries[0][2], entries[0][3]) if len(entries) == 1 else (None, 0)

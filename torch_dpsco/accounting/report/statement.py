@@ -146,7 +146,11 @@ class Statement:
 
     @typed
     def save(
-        self, path: str | os.PathLike[str], *, date: datetime | None = None, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        date: datetime | None = None,
+        overwrite: bool = False,
     ) -> None:
         """Writes a privacy card, one file that needs no other: .html and .pdf with the pictures, .md or .json without.
 

@@ -65,7 +65,9 @@ class ItemBlock(Block):
             scaled = self.vectors[part].double() * weights[self.records[part], None]
             sums.index_add_(0, place[part], scaled)
         small = bool(precision.matrix_tile) and self.vectors.dtype != torch.float64
-        total = sums.new_zeros(self.n_items, width, dtype=torch.float32 if small else torch.float64)
+        total = sums.new_zeros(
+            self.n_items, width, dtype=torch.float32 if small else torch.float64
+        )
         total[items] = sums.to(total.dtype)  # one rounding of a float32 sum, which has more
         return [total]
 
@@ -79,7 +81,9 @@ class ItemBlock(Block):
             torch.arange(len(records), device=index.device) - (chosen.cumsum(0) - chosen)[records]
         )
         place = starts[index][records] + within
-        return ItemBlock(records, self.items[place], self.vectors[place], len(index), self.n_items)
+        return ItemBlock(
+            records, self.items[place], self.vectors[place], len(index), self.n_items
+        )
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]: (B, V, D)."""
@@ -158,7 +162,9 @@ class EmbeddingKind(Kind):
         n_records, (n_items, width) = len(use.x), use.weight.shape
         items = use.x.flatten().long()
         uses = use.grad.reshape(-1, width)
-        records = torch.arange(n_records, device=items.device).repeat_interleave(use.x[:1].numel())
+        records = torch.arange(n_records, device=items.device).repeat_interleave(
+            use.x[:1].numel()
+        )
         if use.layer.padding_idx is not None:
             kept = (items != use.layer.padding_idx).nonzero().squeeze(1)
             records = records[kept]

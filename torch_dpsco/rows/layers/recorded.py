@@ -186,7 +186,13 @@ def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
 
 
 def _formed(
-    acts: Tensor, backprops: Tensor, shape: torch.Size, *, weight: bool, bias: bool, scale: int = 1
+    acts: Tensor,
+    backprops: Tensor,
+    shape: torch.Size,
+    *,
+    weight: bool,
+    bias: bool,
+    scale: int = 1,
 ) -> Formed:
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
     if not weight:
@@ -326,7 +332,9 @@ class Tape:
     ) -> None:
         self.scale_by_batch = scale_by_batch
         self.trial = trial
-        self.weight: nn.Parameter | None = None  # the layer's trained parameters, set with each use
+        self.weight: nn.Parameter | None = (
+            None  # the layer's trained parameters, set with each use
+        )
         self.bias: nn.Parameter | None = None
         self.uses: list[tuple[int | None, Kept]] = []
 
@@ -481,7 +489,9 @@ def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = Non
 def records(layer: Any) -> bool:
     """Returns whether a recorded layer keeps rows of what it is called with now."""
     trained = any(p is not None and p.requires_grad for p in layer._parameters.values())
-    return bool(trained and layer.training and torch.is_grad_enabled() and not layer.passes.paused)
+    return bool(
+        trained and layer.training and torch.is_grad_enabled() and not layer.passes.paused
+    )
 
 
 def run(layer: Any, x: Tensor) -> Tensor:

@@ -212,7 +212,9 @@ def register(layer: type[nn.Module], kind: Kind) -> None:
 def can_record(layer: nn.Module) -> bool:
     """Returns whether a layer is of a kind that is recorded; subclasses and parametrized weights are not."""
     names = {name for name, _ in layer.named_parameters()}
-    return type(layer) in RECORDED and names <= {"weight", "bias"} and "weight" in layer._parameters
+    return (
+        type(layer) in RECORDED and names <= {"weight", "bias"} and "weight" in layer._parameters
+    )
 
 
 def is_recorded(layer: nn.Module) -> bool:
@@ -226,7 +228,9 @@ def start_recording(layer: Any, passes: PassCounter, *, scale_by_batch: bool) ->
     layer.kind = RECORDED[type(layer)]
     layer.tape = Tape(scale_by_batch=scale_by_batch, trial=trial)
     layer.passes = passes
-    layer.__dict__.setdefault("forward", RecordedForward(layer))  # not over one of somebody else's
+    layer.__dict__.setdefault(
+        "forward", RecordedForward(layer)
+    )  # not over one of somebody else's
 
 
 def stop_recording(layer: Any) -> None:
