@@ -636,7 +636,7 @@ def test_a_checkpoint_of_another_plan_or_run_is_refused(tmp_path: Path) -> None:
     case = CASES["holder-poisson"]
     model = case.model()
     other = case.build(model.parameters(), optimizer.accountant)
-    other._steps = 1
+    other._progress.steps = 1
     with pytest.raises(PrivacyError, match="must be a file of this run"):
         dp.fit(
             model,

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.edited_plans import edited
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.events import Gaussian, KNorm, in_words
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity
@@ -202,14 +201,8 @@ def test_an_edited_plan_is_refused_or_charges_what_it_draws(
             assert event.sensitivity(plan.adjacency) >= moved(cls, optimizer, plan), what
         elif isinstance(event, KNorm):
             assert event.eps >= moved(cls, optimizer, plan) / drawn, what
-        elif plan.mode == "tight":
-            rate = optimizer.design.batch_size / optimizer.design.n
-            assert event.delta >= weighted_law(moved(cls, optimizer, plan), rate).delta(
-                drawn, event.eps
-            ), what
         else:
-            failure = plan.budget.delta / 2 * (1 - 2e-9)
-            assert event.delta >= failure + gaussian_delta(plan.sensitivity / drawn, event.eps), (
-                what
-            )
+            rate = optimizer.design.batch_size / optimizer.design.n
+            law = weighted_law(moved(cls, optimizer, plan), rate)
+            assert event.delta >= law.delta(drawn, event.eps), what
     assert ran

@@ -476,7 +476,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
         ("mixed", "SequenceError: data must be equal on all ranks"),
-        ("total", f"UnitError: n must be the number of records under replace_one (declared {N}"),
+        ("total", f"UnitError: n must be the number of records under zero_out (declared {N}"),
     ],
 )
 def test_what_shards_cannot_share_is_refused_on_all_ranks(

@@ -122,7 +122,8 @@ def test_each_method_trains_each_loss_within_a_budget_for_users(quick: Run) -> N
 
 def test_the_printed_headline_names_the_user_and_the_universe(quick: Run) -> None:
     quoted = re.search(
-        r"\((\S+), 1e-06\)-differential privacy for one user \(replace_one\)", quick.text
+        r"\((\S+), 1e-06\)-differential privacy for one user \(replace_one: replaced by any other\)",
+        quick.text,
     )
     last = quick.made[-1][1].report().epsilon
     assert quoted[1] == rounded_up(last)

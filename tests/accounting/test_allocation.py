@@ -27,16 +27,14 @@ from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
     Pass,
     _integral,
-    added,
     allocation_delta,
     allocation_epsilon,
     allocation_law,
-    allocation_renyi,
     epsilon_at,
     log_delta,
     profile,
-    removed,
 )
+from torch_dpsco.accounting.analysis.allocation_renyi import added, allocation_renyi, removed
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large, spread
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,

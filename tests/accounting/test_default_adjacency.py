@@ -62,25 +62,8 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"problem": LOGISTIC, "n": 1000, "batch_size": 100, "epochs": 2},
         ZERO_OUT,
     ),
-    "HolderSGD, paper": (
-        dp.HolderSGD,
-        {
-            "problem": LOGISTIC,
-            "n": 1000,
-            "batch_size": 1,
-            "epochs": 1,
-            "dim": 2,
-            "mode": "paper",
-        },
-        REPLACE_ONE,
-    ),
     "ClippedSGD": (dp.ClippedSGD, STEPS | {"lr": 0.1}, ZERO_OUT),
     "AcceleratedSGD": (dp.AcceleratedSGD, STEPS | {"lr": 0.1}, ZERO_OUT),
-    "AcceleratedSGD, paper": (
-        dp.AcceleratedSGD,
-        {"problem": MOMENTS, "n": 10_000, "dim": 3, "distance": 1.0, "mode": "paper"},
-        REPLACE_ONE,
-    ),
     "ProximalSGD": (dp.ProximalSGD, STEPS | {"lr": 0.1}, ZERO_OUT),
     "LocalizedSGD": (
         dp.LocalizedSGD,
@@ -96,11 +79,6 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
         dp.HolderOutputSGD,
         {"problem": LOGISTIC, "n": 1000, "dim": 2, "lr": 0.02},
         ZERO_OUT,
-    ),
-    "HolderOutputSGD, paper": (
-        dp.HolderOutputSGD,
-        {"problem": LOGISTIC, "n": 1000, "dim": 2, "lr": 0.02, "mode": "paper"},
-        REPLACE_ONE,
     ),
     "BoltOnPSGD": (
         dp.BoltOnPSGD,
@@ -180,7 +158,6 @@ def test_where_one_record_may_be_anything_nothing_else_is_proved() -> None:
     ):
         assert plan.adjacency == REPLACE_ONE
     assert [usual_adjacency(n) for n in (None, 5)] == [REPLACE_ONE, ZERO_OUT]
-    assert usual_adjacency(5, "paper") == REPLACE_ONE
     kind, settings, _ = PLANS["UserFilteredSGD"]
     for adjacency in (ADD_REMOVE, ZERO_OUT):
         with pytest.raises(AdjacencyError, match="budget must be of replace_one"):
@@ -324,7 +301,7 @@ def test_the_first_optimizer_decides_and_the_next_one_must_agree(adjacency: Any)
                 optimizer(dp.Poisson(4, 8), accountant=accountant, adjacency=other)
 
 
-@pytest.mark.parametrize("name", ["HolderSGD", "HolderSGD, paper", "UserFilteredSGD"])
+@pytest.mark.parametrize("name", ["HolderSGD", "UserFilteredSGD"])
 def test_a_plan_and_an_accountant_may_share_a_budget_that_says_none(name: str) -> None:
     budget = dp.Budget(2.0, DELTA, **(USER if "User" in name else {}))
     accountant = dp.Accountant(budget)
@@ -335,7 +312,8 @@ def test_a_plan_and_an_accountant_may_share_a_budget_that_says_none(name: str) -
 
 
 def test_a_refused_plan_settles_nothing() -> None:
-    plan, _ = planned("HolderSGD, paper")
+    kind, settings, _ = PLANS["HolderSGD"]
+    plan = kind.plan(budget=dp.Budget(2.0, DELTA), adjacency=REPLACE_ONE, **settings)
     accountant = dp.Accountant(dp.Budget(3.0, DELTA))
     with pytest.raises(AdjacencyError, match="accountant must have the budget"):
         dp.HolderSGD(nn.Linear(2, 1).parameters(), plan, accountant=accountant)

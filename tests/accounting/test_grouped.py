@@ -17,7 +17,8 @@ from torch_dpsco.accounting.events import (
     Pure,
     Repeat,
 )
-from torch_dpsco.accounting.ledger import Ledger, replace_one_epsilon
+from torch_dpsco.accounting.grouped import replace_one_epsilon
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError
 
 DELTA = 1e-5

@@ -16,8 +16,8 @@ import pytest
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
 from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.events import ADD_REMOVE, PoissonGaussian
-from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -198,7 +198,7 @@ def test_promises_of_other_kinds_are_refused(bad: Any) -> None:
 @pytest.mark.slow
 def test_a_cap_on_users_says_users() -> None:
     X = np.random.default_rng(0).uniform(size=(400, 2))
-    model = LogisticRegression(n=100, bound_x=1.5, classes=(False, True))
+    model = LogisticRegression(n=100, bound_x=1.5, classes=(False, True), adjacency="add_remove")
     said = model.fit(X, X[:, 0] > 0.5, groups=np.arange(400) % 100).report()
     assert "There are no more than n_max = 200 users." in " ".join(str(said).split())
     assert "There are no more than n_max = 200 patients." in " ".join(

@@ -124,7 +124,7 @@ def test_plans_and_reports_keep_the_risk(target):
     assert budget.risk in " ".join(str(plan).split())
     assert "at delta 1e-06" in str(plan)  # what a risk does not say stands beside it
     ledger = Ledger([plan.event()])
-    risk = ledger.risk(REPLACE_ONE)
+    risk = ledger.risk(plan.adjacency)
     assert (
         (risk.advantage <= 0.1001) if budget.advantage else (risk.true_positive(0.01) <= 0.2001)
     )

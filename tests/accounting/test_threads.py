@@ -206,7 +206,7 @@ def test_fits_in_threads_never_pass_a_shared_budget():
 
     def fit(accountant: Accountant) -> int:
         model = LogisticRegression(
-            epsilon=0.16, delta=0.0, n=60, bound_x=2.0, classes=(0, 1), accountant=accountant
+            epsilon=0.16, delta=0.0, bound_x=2.0, classes=(0, 1), accountant=accountant
         )
         try:
             model.fit(x, y)
@@ -214,7 +214,7 @@ def test_fits_in_threads_never_pass_a_shared_budget():
             return 0
         return 1
 
-    accountant = Accountant(Budget(1.0, 0.0, adjacency="add_remove"))
+    accountant = Accountant(Budget(1.0, 0.0))
     made = sum(Jobs(n_jobs=8, backend="threading")(delayed(fit)(accountant) for _ in range(24)))
     assert accountant.get_epsilon(0.0) <= 1.0
     assert made == len(accountant) == 6

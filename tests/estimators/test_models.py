@@ -578,7 +578,7 @@ def test_tilts_of_both_signs_and_both_attacks_are_fitted():
     for norm in (2, math.inf):
         assert np.isfinite(fitted("AdversarialClassifier", attack_norm=norm).coef_).all()
     with pytest.raises(CalibrationError, match="n_min"):
-        TiltedClassifier(n=N, bound_x=1.0, classes=(0, 1)).fit(X, y)
+        TiltedClassifier(n=N, bound_x=1.0, classes=(0, 1), adjacency="add_remove").fit(X, y)
 
 
 def test_a_public_center_is_worth_more_than_a_mechanism(same_noise):

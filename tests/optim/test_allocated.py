@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught, nothing
+from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -34,7 +35,6 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

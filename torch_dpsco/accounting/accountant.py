@@ -9,13 +9,20 @@ import math
 import os
 import secrets
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.book import (
+    FOREIGN,
+    MECHANISM,
+    History,
+    history_of,
+    read_state,
+    write_state,
+)
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
@@ -30,21 +37,15 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.filters import adaptive_epsilon, make_filter
+from torch_dpsco.accounting.grouped import replace_one_epsilon
 from torch_dpsco.accounting.journal import NO_NOTE, Note, open_journal
-from torch_dpsco.accounting.ledger import LOCK, Ledger, locked, replace_one_epsilon
-from torch_dpsco.accounting.ledger_file import (
-    FOREIGN,
-    MECHANISM,
-    History,
-    history_of,
-    read_state,
-    write_state,
-)
+from torch_dpsco.accounting.ledger import LOCK, Ledger, locked
 from torch_dpsco.accounting.opacus import OpacusSteps, epsilon_at_orders, foreign_book
 from torch_dpsco.accounting.phases import Phase, Phases
 from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report.figures import (
     PrivacyReport,
+    Spent,
     make_report,
     of_adaptive_run,
     rounded_up,
@@ -53,18 +54,6 @@ from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError, UnitErr
 
 _CACHED_QUERIES = 256
 _Question: TypeAlias = tuple[float, Adjacency, str, bool, Budget | None]
-
-
-class Spent(NamedTuple):
-    """What was spent so far.
-
-    Args:
-        epsilon: at delta, under the accountant's adjacency.
-        delta: that of the budget.
-    """
-
-    epsilon: float
-    delta: float
 
 
 class Accountant:
@@ -497,11 +486,8 @@ class Accountant:
     def _charge_for(self, optimizer: Any, rate: float) -> None:
         event = self._opacus.of_optimizer(optimizer, rate)
         self._spend_step(event, happened=False)
-        if isinstance(event, PoissonGaussian):
-            suspicion = self._opacus.suspicion(optimizer, event.q)
-            if suspicion:
-                self.suspect()
-                warnings.warn(suspicion, UserWarning, stacklevel=4)
+        if isinstance(event, PoissonGaussian) and self._opacus.looks_fixed(optimizer, event.q):
+            self.suspect()
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -729,9 +715,8 @@ class Accountant:
                 raise ValueError("delta must be given when there is no budget (got None)")
             delta = self.budget.quoted_delta
             if self.budget.risk is not None and math.isinf(self.get_epsilon(delta)):
-                delta = (
-                    self.budget.delta
-                )  # events that are one point of a curve say nothing at another delta
+                # events that are one point of a curve say nothing at another delta
+                delta = self.budget.delta
         report = make_report(
             self.ledger,
             check.below_one(delta=delta),

@@ -30,7 +30,8 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
-from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
+from torch_dpsco.accounting.analysis.allocation import allocation_law
+from torch_dpsco.accounting.analysis.allocation_renyi import allocation_renyi
 from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import (

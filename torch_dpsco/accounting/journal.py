@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch_dpsco.accounting.book import MARKS, Book, charge_row
 from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event, Repeat
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.ledger_file import MARKS, Book, LedgerFile, charge_row
+from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 

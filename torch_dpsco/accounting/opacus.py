@@ -22,6 +22,7 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco._loaded import of_torch
 from torch_dpsco.accounting.analysis.rdp import rdp_epsilon_at_order
+from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.curves import Cost, orders_at
 from torch_dpsco.accounting.designs import Design, Draw, Poisson
 from torch_dpsco.accounting.events import (
@@ -35,7 +36,6 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.identify import RatePoisson, recognize
 from torch_dpsco.accounting.journal import Note
-from torch_dpsco.accounting.ledger_file import Book
 from torch_dpsco.errors import SequenceError, UtilityWarning
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
@@ -177,8 +177,8 @@ class OpacusSteps:
             )
         return event
 
-    def suspicion(self, optimizer: Any, rate: float) -> str:
-        """Returns what to warn of where the sizes of batches do not vary as those of Poisson sampling do; "" elsewhere.
+    def looks_fixed(self, optimizer: Any, rate: float) -> bool:
+        """Returns whether the sizes of batches do not vary as those of Poisson sampling do, and warns of it.
 
         With a variance n q (1 - q) > 4 no size has probability above 0.25, so that 30 equal ones have below 1e-17.
         """
@@ -192,10 +192,13 @@ class OpacusSteps:
         )
         self._last_size = size
         if self._same_sizes != _SAME_SIZES or size * (1.0 - rate) <= _LEAST_VARIANCE:
-            return ""
-        return (
+            return False
+        warnings.warn(
             f"batches look fixed-size: {_SAME_SIZES} steps in a row had {size} rows each, which"
             f" Poisson sampling at rate {rate:.6g} does not do; if they are, epsilon is"
             " under-reported: call accountant.bind(loader), or make_private(...,"
-            " poisson_sampling=True)"
+            " poisson_sampling=True)",
+            UserWarning,
+            stacklevel=5,
         )
+        return True

@@ -363,7 +363,9 @@ class _Task:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
         by_hand = self.lr is not None or self.is_noise_given or by_theorem
-        share = None if self.clip is None else require_share(clip=self.clip)
+        # the paper's noise is for rows that are not clipped
+        clip = 1.0 if self.clip is None and self.noise == "paper" else self.clip
+        share = None if clip is None else require_share(clip=clip)
         n = self.given.n
         if not by_hand and n is not None and self.budget is not None:
             clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share

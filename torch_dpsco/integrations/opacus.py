@@ -44,12 +44,6 @@ from torch_dpsco.schedule import Phase
 
 know_opacus()
 
-_N_IS_READ = (
-    "n is not given: the number of records was read off the data set and counts as public, so that"
-    " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
-    " removed"
-)
-
 
 class DPOptimizer(ClippedSGD):
     """A torch optimizer on private means, or sums, with the attributes of Opacus' class of this name.
@@ -312,7 +306,7 @@ class PrivacyEngine:
             batch_first=form.batch_first,
         )
         if n is None:
-            warn(_N_IS_READ, stacklevel=4)
+            _warn_that_n_is_read()
         model = module if form.wrap_model else Attached(module)
         if form.grad_sample_mode != "ghost":
             return model, private, batches
@@ -452,3 +446,12 @@ class _Scaled(TorchRule):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "factor": self.factor}
+
+
+def _warn_that_n_is_read() -> None:
+    warn(
+        "n is not given: the number of records was read off the data set and counts as public, so that"
+        " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
+        " removed",
+        stacklevel=5,
+    )

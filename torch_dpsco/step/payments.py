@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.designs import Design, Draw, Parts
 from torch_dpsco.accounting.events import (
     Event,
@@ -25,7 +26,6 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger import LOCK
-from torch_dpsco.accounting.ledger_file import OPEN, OVER
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.step.oracle import Charge, MeanOracle
 from torch_dpsco.step.phased import Phased

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Context
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
@@ -529,3 +529,15 @@ def of_adaptive_run(report: PrivacyReport, epsilons: dict[Adjacency, float]) -> 
         planned_epsilon=None,
         spent=(),  # PRIVACY: their sums bound nothing (test_an_adaptive_card_draws_no_sums)
     )
+
+
+class Spent(NamedTuple):
+    """What was spent so far.
+
+    Args:
+        epsilon: at delta, under the accountant's adjacency.
+        delta: that of the budget.
+    """
+
+    epsilon: float
+    delta: float
