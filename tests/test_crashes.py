@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torch_dpsco as dp
+from tests.algorithms import user_runs as runs
 from tests.crashes.runs import CASES, EVERY, train
-from tests.optim import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.errors import (
     BudgetExceeded,

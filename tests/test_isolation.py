@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import (
     Assigned,

@@ -1,6 +1,6 @@
 """The accelerator against exact arithmetic and against torch; what it must not read; kernels that are wrong.
 
-`tests/rows/test_norms.py`, `test_summation.py`, `tests/optim/test_closed_form.py` and `tests/test_noise.py` run with it
+`test_noise.py`, `rows/test_norms.py`, `test_summation.py` and `algorithms/test_closed_form.py` run with it
 and without it.
 """
 

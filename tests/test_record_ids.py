@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torch_dpsco as dp
-from tests.doors.calls import CALLS
-from tests.optim.test_allocated import (
+from tests.algorithms.test_allocated import (
     DATA,
     PASS,
     N,
@@ -31,6 +30,7 @@ from tests.optim.test_allocated import (
     sums,
     train,
 )
+from tests.doors.calls import CALLS
 from tests.problems import slots_of
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
 from torch_dpsco.sampling import (
     PhysicalBatches,

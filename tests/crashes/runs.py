@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.user_numbers import pair_radius_search

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.user_filter_oracles import UserFilter

@@ -2,7 +2,7 @@
 
     mean = ( sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I) ) / batch_size
 
-Edge cases, each tested in tests/oracles:
+Edge cases, each tested in tests/algorithms:
 
 | row or setting | contribution |
 |---|---|

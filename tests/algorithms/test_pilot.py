@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.mechanisms.test_exponential import assert_keeps_epsilon
+from tests.algorithms.test_exponential import assert_keeps_epsilon
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
 from torch_dpsco.algorithms import pilot as module
 from torch_dpsco.algorithms.mechanisms import geometric_grid, quantile_law

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.test_allocated import one_step, stored
-from tests.optim.test_allocated_parts import DELTA, parts
+from tests.algorithms.test_allocated import one_step, stored
+from tests.algorithms.test_allocated_parts import DELTA, parts
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Parts
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, RandomAllocation
 from torch_dpsco.algorithms.heavy_plan import after_pilot

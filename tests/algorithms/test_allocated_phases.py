@@ -18,9 +18,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.test_allocated import one_step, stored
-from tests.optim.test_allocated_parts import DATA, DELTA, DESIGN, FULL, PASS, SHORT, N, T, parts
-from tests.optim.test_allocated_parts import built as chosen
+from tests.algorithms.test_allocated import one_step, stored
+from tests.algorithms.test_allocated_parts import (
+    DATA,
+    DELTA,
+    DESIGN,
+    FULL,
+    PASS,
+    SHORT,
+    N,
+    T,
+    parts,
+)
+from tests.algorithms.test_allocated_parts import built as chosen
 from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.designs import Assigned, Parts
 from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, clipped_gaussian

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.test_allocated import begun_again, charged, one_step, refused, stored
-from tests.optim.test_allocated import built as whole_run
+from tests.algorithms.test_allocated import begun_again, charged, one_step, refused, stored
+from tests.algorithms.test_allocated import built as whole_run
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Draw, Parts
 from torch_dpsco.accounting.events import (

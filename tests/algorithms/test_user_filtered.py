@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from tests.reference import user_level_literal as literal
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian

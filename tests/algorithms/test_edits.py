@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_dpsco as dp
-from tests.optim.row_free_runs import (
+from tests.algorithms.row_free_runs import (
     BATCH,
     BUDGET,
     DIM,

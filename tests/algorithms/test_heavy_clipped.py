@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim.heavy_runs import (
+from tests.algorithms.heavy_runs import (
     DELTA,
     DTYPES,
     LOSS,

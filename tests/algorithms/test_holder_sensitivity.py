@@ -14,7 +14,16 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.output_runs import BOUND_X, BOUND_Y, DELTA, HINGE, LOSSES, Order, Vector, answer
+from tests.algorithms.output_runs import (
+    BOUND_X,
+    BOUND_Y,
+    DELTA,
+    HINGE,
+    LOSSES,
+    Order,
+    Vector,
+    answer,
+)
 from tests.streams import picks
 from torch_dpsco.algorithms import holder_numbers as holder_stability
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path

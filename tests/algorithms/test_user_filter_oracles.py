@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
-from tests.oracles.users import certain, observe, released, same, two
+from tests.algorithms.users import certain, observe, released, same, two
 from tests.reference.papers.user_level import filtered_mean
 from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.accounting.designs import Draw, Full

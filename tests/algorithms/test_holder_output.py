@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.output_runs import DELTA, HINGE, PROBLEM, Order
+from tests.algorithms.output_runs import DELTA, HINGE, PROBLEM, Order
 from torch_dpsco.accounting.events import ApproxDP, Gaussian
 from torch_dpsco.algorithms.row_free_plan import record_bounds
 from torch_dpsco.errors import (

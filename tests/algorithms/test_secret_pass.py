@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim.heavy_runs import DELTA, LOSS, PROBLEM, model, records
+from tests.algorithms.heavy_runs import DELTA, LOSS, PROBLEM, model, records
 from torch_dpsco.accounting.events import ADJACENCIES, RandomAllocation, Repeat
 from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, accelerated_plan
 from torch_dpsco.errors import UtilityWarning

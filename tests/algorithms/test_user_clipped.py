@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from tests.optim.heavy_runs import (
+from tests.algorithms.heavy_runs import (
     DELTA,
     DTYPES,
     LOSS,

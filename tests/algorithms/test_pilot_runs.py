@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim.heavy_runs import (
+from tests.algorithms.heavy_runs import (
     DELTA,
     LOSS,
     PROBLEM,

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from tests.mechanisms.test_exponential import assert_keeps_epsilon, ratios
-from tests.optim import user_runs as runs
-from tests.oracles.users import certain, observe, released, same
+from tests.algorithms import user_runs as runs
+from tests.algorithms.test_exponential import assert_keeps_epsilon, ratios
+from tests.algorithms.users import certain, observe, released, same
 from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, NonPrivate, Pure

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim import user_runs as runs
+from tests.algorithms import user_runs as runs
 from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
 from torch_dpsco.accounting.ledger import Ledger

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
-from tests.linear.test_parts import DIM, task
+from tests.estimators.test_parts import DIM, task
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.gradient_descent import plan_noisy_gd

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_dpsco as dp
-from tests.optim.row_free_runs import (
+from tests.algorithms.row_free_runs import (
     BATCH,
     BUDGET,
     DIM,

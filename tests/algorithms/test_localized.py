@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpsco as dp
-from tests.optim.heavy_runs import (
+from tests.algorithms.heavy_runs import (
     DELTA,
     DTYPES,
     Run,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
-from tests.oracles.users import observe, released
+from tests.algorithms.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
 from torch_dpsco.algorithms.holder_oracle import HolderClipped

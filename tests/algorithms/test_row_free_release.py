@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from tests.optim.row_free_runs import (
+from tests.algorithms.row_free_runs import (
     BUDGET,
     EPOCH,
     LOSS,
