@@ -26,7 +26,6 @@ from torch_dpsco.accounting.analysis import allocation as allocation_rdp
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
     Pass,
-    _integral,
     allocation_delta,
     allocation_epsilon,
     allocation_law,
@@ -34,7 +33,12 @@ from torch_dpsco.accounting.analysis.allocation import (
     log_delta,
     profile,
 )
-from torch_dpsco.accounting.analysis.allocation_renyi import added, allocation_renyi, removed
+from torch_dpsco.accounting.analysis.allocation_renyi import (
+    _integral,
+    added,
+    allocation_renyi,
+    removed,
+)
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large, spread
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,

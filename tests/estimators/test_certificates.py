@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.estimators.objectives import reference
 
+from tests.estimators import objective_references as reference
 from tests.reference.papers.output import hinge_dual_gap
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import (

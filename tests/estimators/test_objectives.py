@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.estimators.objectives import reference
 
+from tests.estimators import objective_references as reference
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective

@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 import torch
-from tests.estimators.objectives import reference
 
+from tests.estimators import objective_references as reference
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import gap_certificate, gradient_certificate
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective

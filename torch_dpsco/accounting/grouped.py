@@ -41,7 +41,7 @@ def replace_one_epsilon(ledger: Ledger, delta: float) -> float:
     Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
 
     Example:
-        >>> from torch_dpsco.accounting.events import PoissonGaussian
+        >>> from torch_dpsco.accounting.events import PoissonGaussian, Repeat
         >>> ledger = Ledger([Repeat(PoissonGaussian(1.0, 256 / 60000), 235)])
         >>> round(replace_one_epsilon(ledger, 1e-5), 3), round(ledger.epsilon(1e-5, "replace_one"), 3)
         (0.884, 0.53)
