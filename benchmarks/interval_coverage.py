@@ -7,8 +7,8 @@
 Naive intervals are those of the released coefficients with the standard errors of a fit without privacy. The truth of a
 made table is what made it; that of a real one (see tables.py, `pip install '.[benchmarks]'`) is the fit without
 regularizer to the whole table, from which each fit gets n records drawn with replacement. Fits have the noise of the
-plan and numpy's draws and solver, which is quicker; tests/statistics has the coverage of the estimator itself. Ridge and
-HuberRegressor are the estimators themselves.
+plan and numpy's draws and solver, which is quicker; tests/statistics has the coverage of the estimator itself.
+Ridge and HuberRegressor are the estimators themselves.
 """
 
 from __future__ import annotations
