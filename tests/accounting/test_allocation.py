@@ -22,7 +22,7 @@ from tests.reference.allocation_literal import (
     two_steps,
 )
 from torch_dpsco.accounting.analysis import allocation, allocation_sums
-from torch_dpsco.accounting.analysis import allocation as allocation_rdp
+from torch_dpsco.accounting.analysis import allocation_renyi as allocation_rdp
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
     Pass,

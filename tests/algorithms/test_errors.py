@@ -252,7 +252,7 @@ TARGETS: dict[str, Misuse] = {
     "an undeclared n": (
         lambda a: holder(a).loader(records(39)),
         UnitError,
-        r"n must be the number of records under replace_one \(declared 40, the data set has 39\); declare the right "
+        r"n must be the number of records under zero_out \(declared 40, the data set has 39\); declare the right "
         r"one, or use adjacency='add_remove'",
     ),
     "fixed batches under add_remove": (
@@ -314,7 +314,7 @@ TRAINING: dict[str, Misuse] = {
         SequenceError,
         r"gradients are missing for parameter 0 .*dp.attach",
     ),
-    "eval mode": (train_in_eval_mode, SequenceError, r"eval mode \(call model.train\(\)\)"),
+    "eval mode": (train_in_eval_mode, SequenceError, r"eval mode, which records no rows: call model.train\(\)"),
     "an idle layer": (
         lambda a: train_with_an_idle_layer(a, "auto"),
         SequenceError,

@@ -75,6 +75,10 @@ class Given:
     epochs: float | None = None
     noise_multiplier: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.n is not None:
+            check.positive_count(n=self.n)
+
     @property
     def word(self) -> str | Design:
         """How batches are drawn: Poisson ones where nothing is said."""
