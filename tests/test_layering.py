@@ -44,7 +44,8 @@ ORDER = (
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
     "step.plan algorithms.choose_clip",
     "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
-    " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle",
+    " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle"
+    " algorithms.pilot_oracle",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",

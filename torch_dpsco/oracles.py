@@ -9,7 +9,7 @@ from torch_dpsco.algorithms.oracles import (
     ShuffledClipped,
     ShuffledMedian,
 )
-from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.step.clipped import Clipped, ClippedMean

@@ -314,7 +314,11 @@ TRAINING: dict[str, Misuse] = {
         SequenceError,
         r"gradients are missing for parameter 0 .*dp.attach",
     ),
-    "eval mode": (train_in_eval_mode, SequenceError, r"eval mode, which records no rows: call model.train\(\)"),
+    "eval mode": (
+        train_in_eval_mode,
+        SequenceError,
+        r"eval mode, which records no rows: call model.train\(\)",
+    ),
     "an idle layer": (
         lambda a: train_with_an_idle_layer(a, "auto"),
         SequenceError,

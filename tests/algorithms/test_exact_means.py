@@ -17,7 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
-from torch_dpsco.algorithms.pilot import PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rng import Keystream

@@ -19,7 +19,8 @@ from torch_dpsco.accounting.designs import (
     Poisson,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
-from torch_dpsco.algorithms.pilot import PilotClipped, PilotPlan
+from torch_dpsco.algorithms.pilot import PilotPlan
+from torch_dpsco.algorithms.pilot_oracle import PilotClipped
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex

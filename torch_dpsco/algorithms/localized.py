@@ -37,14 +37,8 @@ from torch_dpsco.algorithms.localized_numbers import (
     minibatch_size,
     reduction_schedule,
 )
-from torch_dpsco.algorithms.pilot import (
-    Minibatches,
-    Pilot,
-    PilotClipped,
-    PilotPlan,
-    QuantilePilot,
-    minibatches,
-)
+from torch_dpsco.algorithms.pilot import Minibatches, Pilot, PilotPlan, minibatches
+from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
