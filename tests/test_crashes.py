@@ -463,6 +463,29 @@ def test_ctrl_c_between_charge_and_answer_loses_a_step_of_noisy_tests(
     assert run.opt.steps == 3
 
 
+def test_a_halt_of_a_lost_step_is_noted_before_it_is_seen(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    case = CASES["user-filtered"]
+    run = runs.Run(dp.attach(case.model(), loss_reduction="sum"), None, runs.linear_loss)
+    accountant = dp.Accountant(case.budget, ledger_path=tmp_path / "ledger")
+    run.opt = case.build(run.model.parameters(), accountant)
+    data, ids = case.data()
+    loader = run.opt.loader(data, ids)
+    run.opt.state_dict()  # the threshold is known
+
+    def interrupted(oracle: Any, *_: Any) -> Any:
+        oracle._test._halted = True  # below the threshold, and nobody was told
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(run.opt.oracle), "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(next(iter(loader)))
+    assert run.opt.halted
+    assert accountant.marked(f"{run.opt.run}/halted/0") == 1
+
+
 @pytest.mark.slow
 def test_a_threshold_that_a_pilot_has_lost_is_replaced_by_a_public_one(
     tmp_path: Path, monkeypatch: Any

@@ -174,6 +174,14 @@ class PrivateOptimizer(RunOptimizer):
         payments.note_lost(
             self.steps, self._batch.partition_name, cut=self._batch.partition is not None
         )
+        if (
+            halted
+            and not self.halted
+            and not self.accountant.marked(payments.halt_mark(self.steps))
+        ):
+            # PRIVACY: a resumed run must know of a halt that is seen
+            # (test_a_halt_of_a_lost_step_is_noted_before_it_is_seen)
+            payments.note_halt(self.steps)
         self._apply(self._trained(), Release([], halted=halted, still=True))
 
     def _charge(self, draw: Draw) -> None:
