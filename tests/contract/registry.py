@@ -186,6 +186,7 @@ def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
         noise_multiplier=s.noise,
         batch_size=s.batch,
         steps=s.steps,
+        adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
     return dp.CorrelatedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
@@ -218,6 +219,8 @@ def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
         batch_size=s.batch,
         n_users=N,
         steps=s.steps,
+        sampling="poisson",
+        adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
     return dp.UserClippedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
