@@ -26,7 +26,7 @@ from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_sear
 from torch_dpsco.step.oracle import MeanOracle
 
 INF = float("inf")
-ADD, REPLACE = "add_remove", "replace_one"
+ADD, REPLACE, ZERO = "add_remove", "replace_one", "zero_out"
 
 
 def having(*facts: str) -> pytest.MarkDecorator:
@@ -309,6 +309,7 @@ FILTER = "clip quiet numbers batch endless empty"
 ROWS = [
     _row("holder-poisson-add_remove", _holder(adjacency=ADD), ADD, BALL),
     _row("holder-poisson-replace_one", _holder(), REPLACE, BALL),
+    _row("holder-poisson-zero_out", _holder(adjacency=ZERO), ZERO, BALL),
     _row("holder-fixed-replace_one", _holder(dp.Fixed), REPLACE, BALL, "empty"),
     _row("holder-paper", _holder(dp.Fixed, noise="paper"), REPLACE, _grad_bound(3.0, "paper"), "empty"),
     _row("holder-constant", _holder(noise="constant"), REPLACE, _grad_bound(3.0, "constant")),
