@@ -259,11 +259,12 @@ FINE = {
     },
     "OneRunResult.contradicts.epsilon": "zero part huge inf",
     "estimators.Number.low": "zero minus negative numpy",
-    **dict.fromkeys(["estimators.Category.levels", "schema.Ordered.levels"], "tuple"),
+    **dict.fromkeys(["estimators.Category.levels", "estimators.Ordered.levels"], "tuple"),
     "show.loggers.wandb.run": "Tensor",  # which has a method log
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
     "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
+    "dp.Budget.adjacency": "none",  # that of the plan it is given to
     "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
     "dp.sampling.FullSampler.size": COUNT,
