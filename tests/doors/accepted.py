@@ -264,7 +264,9 @@ FINE = {
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
     "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
-    "dp.Budget.adjacency": "none",  # that of the plan it is given to
+    **{  # that of the plan it is given to
+        f"dp.Budget{mode}.adjacency": "none" for mode in ("", "[rdp]", "[rdp-mixture]")
+    },
     "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
     "dp.sampling.FullSampler.size": COUNT,
