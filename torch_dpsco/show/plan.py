@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
 _SHOWN = 16
-_POINTS = 12
 
 
 def draw(plan: Plan) -> Figure:
@@ -50,7 +49,9 @@ def _epsilon_panel(plan: Plan) -> plots.Panel:
     try:
         stages = list(plan.stages())
         if not stages:
-            return _release_panel(plan, level, limit)
+            return plots.words(
+                "What is spent", f"one release:\n{level}: {rounded_up(plan.epsilon())}"
+            )
         drawn = [plots.Line("this plan", *_costs(plan, stages, 1.0))]
     except ConditionError as error:
         return plots.words(
@@ -62,33 +63,13 @@ def _epsilon_panel(plan: Plan) -> plots.Panel:
     return plots.lines("What is spent", "steps made", level, drawn, limit=limit)
 
 
-def _release_panel(plan: Plan, level: str, limit: tuple[str, float] | None) -> plots.Panel:
-    factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
-    own = _cost(plan, plan.event(), 1.0)
-    try:
-        line = plots.Line(
-            "one release", factors, [_cost(plan, plan.event(), factor) for factor in factors]
-        )
-    except ConditionError:
-        return plots.words(
-            "What is spent",
-            f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(plan.shown_delta)}",
-        )
-    x_label = "noise, as a multiple of this plan's"
-    return plots.lines(
-        "What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own)
-    )
-
-
 def _costs(
     plan: Plan, stages: list[tuple[int, Event]], factor: float
 ) -> tuple[list[float], list[float]]:
-    return [0.0, *(float(steps) for steps, _ in stages)], [
-        0.0,
-        *(_cost(plan, made, factor) for _, made in stages),
-    ]
-
-
-def _cost(plan: Plan, event: Event, factor: float) -> float:
-    scaled = event if factor == 1 else scaled_noise(event, factor)
-    return Ledger([scaled]).epsilon(plan.shown_delta, plan.adjacency)
+    steps = [0.0]
+    costs = [0.0]
+    for made, event in stages:
+        scaled = event if factor == 1 else scaled_noise(event, factor)
+        steps.append(float(made))
+        costs.append(Ledger([scaled]).epsilon(plan.shown_delta, plan.adjacency))
+    return steps, costs

@@ -399,12 +399,7 @@ class Study:
         rows = [names[k] for k in largest]
         where = "per unit of the coded feature"
         return plots.ranges(
-            "Largest coefficients",
-            where,
-            rows,
-            values[largest].tolist(),
-            ends[largest].tolist(),
-            label,
+            "Largest coefficients", where, rows, values[largest], ends[largest], label
         )
 
     @typed

@@ -152,8 +152,8 @@ class Summary:
             "",
             "coefficient",
             self.names,
-            self.coefficients.tolist(),
-            self.intervals.tolist(),
+            self.coefficients,
+            self.intervals,
             label,
         )
         return plots.figure(self.title, panel)
