@@ -89,7 +89,7 @@ EXEMPT = {
     *("statistics.prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
     *("integrations.lightning.PrivateTraining.*", "integrations.lightning_checks.*"),
-    *("integrations.opacus.Attached", "integrations.opacus.DPOptimizer.*"),
+    "integrations.opacus.DPOptimizer.*",
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
