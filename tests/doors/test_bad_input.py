@@ -435,7 +435,7 @@ TO_BE_NAMED = {
         r"outputs must be finite \(got others in first\)",
     ),
     "no features": (
-        lambda: changed("parquet_blocks.parquet_blocks", features=[]),
+        lambda: changed("parquet.parquet_blocks", features=[]),
         r"features must name one column or more \(got none\)",
     ),
     "a column that is not there": (
@@ -518,7 +518,7 @@ PATHS = {
     "statistics.study.Study.save": "folder",
     "opacus.PrivacyEngine.save_checkpoint": "path",
     "opacus.PrivacyEngine.load_checkpoint": "path",
-    "parquet_blocks.parquet_blocks": "source",
+    "parquet.parquet_blocks": "source",
     "parquet.ParquetRows": "source",
     "tar.TarRows": "paths",
     "dp.Schema.read": "frame",

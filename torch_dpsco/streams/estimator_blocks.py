@@ -25,7 +25,7 @@ from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.partitions import Partitions, RawPartitions
 
 _ADAPTERS = {
-    "pyarrow": "parquet_blocks.parquet_blocks",
+    "pyarrow": "parquet.parquet_blocks",
     "dask": "engines.dask_partitions",
     "ray": "engines.ray_partitions",
     "pyspark": "engines.spark_partitions",

@@ -24,8 +24,7 @@ from torch_dpsco import native
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import BLOCK_ROWS
 from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.parts import PartedRecords
+from torch_dpsco.streams.blocks import PartedRecords, RawBlocks
 
 PARTITION_ROWS = BLOCK_ROWS // 2  # of a block
 _NO_PART = torch.zeros(0, 0), torch.zeros(0), torch.zeros(0)
