@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 import torch_dpsco as dp
-from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler, studied
+from tests.doors.calls_study import STUDY, a_fit, people, rows, studied
 from tests.doors.shared import (
     CALLS,
     DIM,
@@ -182,10 +182,6 @@ CALLS["estimators.Released.decision_function"] = lambda: (
 CALLS["estimators.Released.predict_proba"] = lambda: (
     Released.of(a_fit()).predict_proba,
     {"X": rows()},
-)
-CALLS["statistics.prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
-    scaler().fit(rows()).get_feature_names_out,
-    {"input_features": ["a", "b", "c"]},
 )
 
 # -- schemas ----------

@@ -133,7 +133,7 @@ def _predict() -> Good:
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "PrivateStandardScaler": {},
     "PrivateQuantiles": {"bins": 4, "levels": (0.25, 0.5)},
-    "PrivateImputer": {"strategy": "median", "bins": 4},
+    "PrivateImputer": {},
 }
 
 

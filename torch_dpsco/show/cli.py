@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityWarning
 
 Result = tuple[str, int]  # what is printed, and the exit code
-_AUDIT = ("delta", "trials", "confidence", "adjacency", "seed")
+_AUDIT = ("delta", "trials", "confidence", "seed")
 _PLACES = {"frame": "TABLE"}  # what a word without an option is called in the help
 _PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 

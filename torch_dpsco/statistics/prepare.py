@@ -16,15 +16,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, typed
+from torch_dpsco._doors import check_fields
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
@@ -50,6 +51,11 @@ from torch_dpsco.estimators.reading import (
 from torch_dpsco.rng import noise_generator
 from torch_dpsco.step.exact_noise import exact_release
 
+_Names: Any = object  # has names of columns, with scikit-learn only
+if not TYPE_CHECKING:
+    with suppress(ImportError):
+        from sklearn.base import OneToOneFeatureMixin as _Names
+
 Array = NDArray[np.float64]
 _Self = TypeVar("_Self", bound="PrivateTransformer")
 
@@ -60,7 +66,7 @@ _ROWS = 65_536
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PrivateTransformer(TransformerMixin, BaseEstimator):
+class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
     """Base: public ranges of columns, one release.
 
     Args:
@@ -192,27 +198,6 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     @abstractmethod
     def _transformed(self, rows: Array) -> Array: ...
 
-    @typed
-    def get_feature_names_out(self, input_features: Sequence[str] | None = None) -> NDArray[Any]:
-        """Returns the names of the columns: those of the input."""
-        if not hasattr(self, "privacy_"):
-            raise NotFittedError(
-                f"This {type(self).__name__} instance is not fitted yet: call fit before"
-            )
-        given = (
-            getattr(self, "feature_names_in_", None) if input_features is None else input_features
-        )
-        names = (
-            [f"x{place}" for place in range(self.n_features_in_)]
-            if given is None
-            else list(given)
-        )
-        if len(names) != self.n_features_in_:
-            raise ValueError(
-                f"input_features must be {self.n_features_in_} names (got {len(names)})"
-            )
-        return np.asarray(names, dtype=object)
-
     def _size(self, dim: int) -> int:
         """Length of the release."""
         return 3 * dim
@@ -264,18 +249,14 @@ def _in_units(values: Array) -> NDArray[np.int64]:
     return np.rint(values * _UNIT).astype(np.int64)
 
 
-def _first_moments(values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-    squares = np.where(present, _in_units(values**2) - _UNIT // 2, 0)
-    return np.concatenate(
-        [_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)]
-    )
-
-
 class _OfMoments(PrivateTransformer):
     """Base: sums of z, z^2 - 1/2 and 1/2 of each column."""
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return _first_moments(values, present)
+        squares = np.where(present, _in_units(values**2) - _UNIT // 2, 0)
+        return np.concatenate(
+            [_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)]
+        )
 
     def _squares(self) -> tuple[float, float]:
         return 1.5, 4.0  # z^2 + (z^2 - 1/2)^2 + 1/4; (z - z')^2 (1 + (z + z')^2)
@@ -366,16 +347,29 @@ class PrivateQuantiles(PrivateTransformer):
     def _size(self, dim: int) -> int:
         for level in self.levels:
             check.between(0.0, 1.0, levels=level)
-        return _of_bins(self.bins) * dim
+        if not 2 <= check.positive_count(bins=self.bins) <= 1024:
+            raise ValueError(f"bins must be 2 to 1024 (got {self.bins})")
+        return self.bins * dim
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return _histogram(values, present, self.bins)
+        places = np.minimum(((values + 1) / 2 * self.bins).astype(np.int64), self.bins - 1)
+        counts = [
+            np.bincount(places[known, j], minlength=self.bins)
+            for j, known in enumerate(present.T)
+        ]
+        return np.stack(counts, axis=1).reshape(-1).astype(np.int64) * _UNIT
 
     def _squares(self) -> tuple[float, float]:
         return 1.0, 2.0
 
     def _install(self, released: Array, std: float) -> None:
-        self._places = _places(released)
+        # shares below each edge of the bins, (bins + 1, d): from 0 to 1, increasing a little everywhere
+        sums = np.vstack([np.zeros(released.shape[1]), np.cumsum(released, axis=0)])
+        shares = np.clip(sums / np.maximum(sums[-1], 1.0), 0.0, 1.0)
+        rising = np.maximum.accumulate(shares, axis=0)
+        rising[-1] = 1.0
+        even = np.linspace(0.0, 1.0, len(sums))[:, None]
+        self._places = (1 - 2.0**-20) * rising + 2.0**-20 * even
         edges = np.linspace(0.0, 1.0, self.bins + 1)
         found = [np.interp(self.levels, places, edges) for places in self._places.T]
         self.quantiles_ = self._low + (self._high - self._low) * np.stack(found, axis=1)
@@ -389,38 +383,9 @@ class PrivateQuantiles(PrivateTransformer):
         return np.where(np.isfinite(rows), 2 * np.stack(found, axis=1) - 1, math.nan)
 
 
-def _of_bins(bins: int) -> int:
-    if not 2 <= check.positive_count(bins=bins) <= 1024:
-        raise ValueError(f"bins must be 2 to 1024 (got {bins})")
-    return bins
-
-
-def _histogram(values: Array, present: NDArray[np.bool_], bins: int) -> NDArray[np.int64]:
-    """Counts of values in [-1, 1] by bin and column, in units."""
-    places = np.minimum(((values + 1) / 2 * bins).astype(np.int64), bins - 1)
-    counts = [
-        np.bincount(places[present[:, j], j], minlength=bins) for j in range(values.shape[1])
-    ]
-    return np.stack(counts, axis=1).reshape(-1).astype(np.int64) * _UNIT
-
-
-def _places(counts: Array) -> Array:
-    """Share of values below each edge of the bins, (bins + 1, d): from 0 to 1, increasing a little everywhere."""
-    sums = np.vstack([np.zeros(counts.shape[1]), np.cumsum(counts, axis=0)])
-    total = np.maximum(sums[-1], 1.0)
-    rising = np.maximum.accumulate(np.clip(sums / total, 0.0, 1.0), axis=0)
-    rising[-1] = 1.0
-    even = np.linspace(0.0, 1.0, len(sums))[:, None]
-    return (1 - 2.0**-20) * rising + 2.0**-20 * even
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
-class PrivateImputer(PrivateTransformer):
-    """Fills missing values in with private means or medians of columns.
-
-    Args:
-        strategy: "mean" or "median".
-        bins: into which the range of a column is cut for medians; 2 to 1024.
+class PrivateImputer(_OfMoments):
+    """Fills missing values in with private means of columns.
 
     Attributes:
         statistics_: (d,), in the units of the columns.
@@ -435,30 +400,8 @@ class PrivateImputer(PrivateTransformer):
         True
     """
 
-    strategy: str = "mean"
-    bins: int = 64
-
-    def _size(self, dim: int) -> int:
-        if check.choice(("mean", "median"), strategy=self.strategy) == "median":
-            return _of_bins(self.bins) * dim
-        return 3 * dim
-
-    def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        if self.strategy == "median":
-            return _histogram(values, present, self.bins)
-        return _first_moments(values, present)
-
-    def _squares(self) -> tuple[float, float]:
-        return (1.0, 2.0) if self.strategy == "median" else (1.5, 4.0)
-
     def _install(self, released: Array, std: float) -> None:
-        if self.strategy == "median":
-            edges = np.linspace(0.0, 1.0, self.bins + 1)
-            share = np.asarray(
-                [float(np.interp(0.5, places, edges)) for places in _places(released).T]
-            )
-        else:
-            share = (1 + self._moments(released, std)[0]) / 2
+        share = (1 + self._moments(released, std)[0]) / 2
         self.statistics_ = self._low + (self._high - self._low) * share
 
     def _transformed(self, rows: Array) -> Array:

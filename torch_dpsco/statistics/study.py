@@ -461,7 +461,7 @@ def plan_study(
         metric: "accuracy", "auc" (two labels, then the default), "absolute_error" (the default of a real target) or
             "squared_error".
         holdout: share of units that are held out, in (0, 1).
-        level: in (0, 0.999), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
+        level: in (0, 0.999), that sets of labels, or intervals, are to cover new units with; None for none, as
             for models without probabilities, and for budgets of a risk, whose epsilon is too small.
         candidates: name to settings of the model, to search among them at one price (see `PrivateSearch`); None for
             no search, which leaves all of the budget to one fit.
