@@ -1,13 +1,12 @@
-"""The picture of a plan: noise beside signal, and epsilon over steps, also with less and more noise."""
+"""The picture of a plan: noise beside signal, and epsilon over steps."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch_dpsco.accounting.events import Event, in_words, scaled_noise
+from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import ConditionError
@@ -17,7 +16,6 @@ from torch_dpsco.step.plan import Plan
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
 _SHOWN = 16
 
 
@@ -52,24 +50,10 @@ def _epsilon_panel(plan: Plan) -> plots.Panel:
             return plots.words(
                 "What is spent", f"one release:\n{level}: {rounded_up(plan.epsilon())}"
             )
-        drawn = [plots.Line("this plan", *_costs(plan, stages, 1.0))]
+        costs = [Ledger([made]).epsilon(plan.shown_delta, plan.adjacency) for _, made in stages]
+        drawn = plots.Line("this plan", [0.0, *(steps for steps, _ in stages)], [0.0, *costs])
     except ConditionError as error:
         return plots.words(
             "What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40)
         )
-    for factor in _NEIGHBORS:
-        with suppress(ConditionError):
-            drawn.append(plots.Line(f"with noise x {factor:g}", *_costs(plan, stages, factor)))
-    return plots.lines("What is spent", "steps made", level, drawn, limit=limit)
-
-
-def _costs(
-    plan: Plan, stages: list[tuple[int, Event]], factor: float
-) -> tuple[list[float], list[float]]:
-    steps = [0.0]
-    costs = [0.0]
-    for made, event in stages:
-        scaled = event if factor == 1 else scaled_noise(event, factor)
-        steps.append(float(made))
-        costs.append(Ledger([scaled]).epsilon(plan.shown_delta, plan.adjacency))
-    return steps, costs
+    return plots.lines("What is spent", "steps made", level, [drawn], limit=limit)
