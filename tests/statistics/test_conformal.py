@@ -364,7 +364,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "budget": dp.Budget(1.0, 1e-6, "replace_one"),
         },
         AdjacencyError,
-        "adjacency of the accountant",
+        "accountant must have the adjacency",
     ),
     "rows": ({"X": np.zeros(30)}, ValueError, "2D"),
     "targets": ({"y": np.zeros(29)}, ValueError, "y"),

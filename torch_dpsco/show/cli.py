@@ -15,6 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -310,7 +311,8 @@ def _fit(args: argparse.Namespace) -> Result:
     folder = Path(args.out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"out must be a folder that can be written to (got {args.out!r})")
     show = partial(_say, sys.stdout)

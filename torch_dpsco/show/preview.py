@@ -153,8 +153,18 @@ def preview(
     runs: int,
 ) -> Preview:
     """Returns what fits of a model will lose; see `LinearModel.preview`."""
-    chosen = epsilons_of(model.epsilon, epsilons, runs)
-    require_one(X_like, y_like, groups, dim)
+    if not 3 <= check.count(runs=runs) <= _MOST_RUNS:
+        raise ValueError(f"runs must be in [3, {_MOST_RUNS}] (got {check.shown(runs)})")
+    chosen = _epsilons(model.epsilon, epsilons)
+    if (X_like is None) == (dim is None):
+        raise ValueError(
+            "X_like, a public sample, or dim, the number of features, must be given, one of them"
+            f" (got {'neither' if dim is None else 'both'})"
+        )
+    if (X_like is None) != (y_like is None) or (groups is not None and X_like is None):
+        raise ValueError(
+            "X_like and y_like must be given together, and with groups (got None for one)"
+        )
     unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
     features = None if X_like is None else as_features(X_like)
     width = check.positive_count(dim=dim) if features is None else features.shape[1]
@@ -167,10 +177,8 @@ def preview(
     return simulated(model._unspent(), plans, Sample(features, targets, factors, ids), runs)
 
 
-def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[float]:
-    """Returns the epsilons to look at, increasing; raises ValueError for those that are none, and for runs."""
-    if not 3 <= check.count(runs=runs) <= _MOST_RUNS:
-        raise ValueError(f"runs must be in [3, {_MOST_RUNS}] (got {check.shown(runs)})")
+def _epsilons(own: float, given: Sequence[float] | None) -> list[float]:
+    """Returns the epsilons to look at, increasing; raises ValueError for those that are none."""
     if given is None:
         return [check.positive(epsilon=own) * factor for factor in _AROUND]
     if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
@@ -179,18 +187,6 @@ def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[fl
     if not chosen:
         raise ValueError("epsilons must hold at least one (got none)")
     return chosen
-
-
-def require_one(X_like: Any, y_like: Any, groups: Any, dim: int | None) -> None:
-    """Raises ValueError unless there is a sample with targets, or a number of features alone."""
-    if X_like is None and dim is None:
-        check.required(": a public sample, or the number of features", X_like=X_like, dim=dim)
-    if dim is not None and check.positive_count(dim=dim) and X_like is not None:
-        raise ValueError(f"dim must be given without X_like only (got {dim})")
-    if (X_like is None) != (y_like is None) or (groups is not None and X_like is None):
-        raise ValueError(
-            "X_like and y_like must be given together, and with groups (got None for one)"
-        )
 
 
 def of_plans(name: str, plans: Sequence[LinearPlan]) -> Preview:
@@ -413,8 +409,8 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
     positive = int((signs > 0).sum())
     area = math.nan
     if 0 < positive < len(signs):
-        ranks = float(scipy.stats.rankdata(answer)[signs > 0].sum())
-        area = (ranks - positive * (positive + 1) / 2) / (positive * (len(signs) - positive))
+        wins = scipy.stats.mannwhitneyu(answer[signs > 0], answer[signs < 0], method="asymptotic")
+        area = float(wins.statistic) / (positive * (len(signs) - positive))
     if isinstance(loss, (Hinge, SmoothedHinge)):
         return {"accuracy": float(np.mean((answer > 0) == (signs > 0))), "AUC": area}
     return {"log-loss": float(np.mean(np.logaddexp(0.0, -signs * answer))), "AUC": area}

@@ -39,7 +39,6 @@ from torch_dpsco.accounting.events import (
     Gaussian,
     check_adjacency,
 )
-from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.reading import (
     BaseEstimator,
     NotFittedError,
@@ -49,6 +48,7 @@ from torch_dpsco.estimators.reading import (
     read_columns,
 )
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.statistics.held_out import ledger_of
 from torch_dpsco.step.exact_noise import exact_release
 
 _Names: Any = object  # has names of columns, with scikit-learn only
@@ -147,16 +147,8 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         low, high = self._range(rows.shape[1])
         event = self.event(rows.shape[1])
         columns = read_columns(X, rows.shape[1])
-        ledger = self.accountant
         target = Budget(self.epsilon, self.delta, adjacency=self.adjacency)
-        if ledger is None:
-            ledger = Accountant(target)
-        ledger.require_unit("example", self.adjacency)
-        if ledger.adjacency != self.adjacency:
-            # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
-            raise AdjacencyError(
-                f"accountant must have the adjacency {self.adjacency!r} (got {ledger.adjacency!r})"
-            )
+        ledger, delta = ledger_of(target, self.accountant)
         # PRIVACY: else their number is private (test_the_number_of_scored_records_is_not_told_under_add_remove)
         if self.adjacency != ADD_REMOVE:
             warn_of_delta(target, len(rows))
@@ -169,11 +161,7 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
                 high - low
             )
             total += self._numbers(np.clip(scaled, -1.0, 1.0), present)
-        delta = self.delta if ledger.budget is None else None
         source = noise_generator("cpu", None)
-        ledger.report(
-            delta
-        )  # raises, before anything is charged, if the ledger has no answer at this delta
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
         ledger.authorize(event)
         released = exact_release(torch.from_numpy(total / _UNIT), event, source).numpy()

@@ -38,7 +38,6 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.errors import (
-    AdjacencyError,
     CalibrationError,
     ConditionError,
     InfeasibleError,
@@ -55,7 +54,7 @@ from torch_dpsco.estimators.reading import (
 )
 from torch_dpsco.estimators.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.statistics.held_out import CPU, split
+from torch_dpsco.statistics.held_out import CPU, ledger_of, split
 from torch_dpsco.statistics.scores import (
     LOSSES,
     METRICS,
@@ -199,17 +198,8 @@ class PrivateSearch(BaseEstimator):
                 f"n must be the number of records under {budget.adjacency} (got {self.n})"
             )
         plan = self.plan(features.shape[1])
-        ledger = Accountant(budget) if self.accountant is None else self.accountant
-        ledger.require_unit("example", budget.adjacency)
-        if ledger.adjacency != budget.adjacency:
-            raise AdjacencyError(
-                f"accountant must have the adjacency {budget.adjacency!r} (got"
-                f" {ledger.adjacency!r})"
-            )
-        delta = budget.delta if ledger.budget is None else None
-        privacy = ledger.report(
-            delta
-        )  # raises, before anything is charged, if the ledger has no answer at this delta
+        ledger, delta = ledger_of(budget, self.accountant)
+        privacy = ledger.report(delta)
         rows = features.cpu().numpy()
         targets = _targets(y, len(rows))
         held = split(len(rows), self.holdout, budget.adjacency)
