@@ -217,7 +217,7 @@ def test_a_pipeline_has_one_ledger() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lower": None, "upper": None}, "lower and upper must be given: public ends"),
+        ({"lower": None, "upper": None}, "lower, upper must be given: public ends"),
         ({"lower": [1.0, 2.0, 3.0]}, "numbers, or 2 of them"),
         ({"lower": 20.0}, "lower must be below upper"),
         ({"upper": math.inf}, "upper must be .*finite"),

@@ -281,8 +281,8 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
     [
         (ValueError, "trials must be in", {"trials": 1.0}),
         (ValueError, "metric must be one of", {"metric": "r2"}),
-        (ValueError, "bound must be given for losses", {"bound": None}),
-        (ValueError, "bound must be given for losses", {"metric": "accuracy"}),
+        (ValueError, "bound must be given for absolute_error", {"bound": None}),
+        (ValueError, "bound must not be given for accuracy", {"metric": "accuracy"}),
         (ValueError, "delta", {"delta": 0.0}),
         (ValueError, "n must be given", {"n": None}),
         (ValueError, "holdout", {"holdout": 1.0}),

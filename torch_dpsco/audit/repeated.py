@@ -229,18 +229,12 @@ def fitted_scores(first: Array, second: Array, fit: int) -> list[Sides]:
         first, second = _whitened(first, second, fit)
         means = first[:fit].mean(axis=0), second[:fit].mean(axis=0)
         variances = [side[:fit].var(axis=0) + _LEAST_SPREAD**2 for side in (first, second)]
-
-        def linear(outputs: Array) -> Array:
-            return np.asarray(outputs @ (means[1] - means[0]))
-
-        def gaussian(outputs: Array) -> Array:
-            near = (outputs - means[0]) ** 2 / variances[0]
-            far = (outputs - means[1]) ** 2 / variances[1]
-            return np.asarray((near - far).sum(axis=1))
-
-        scores = [(score(first), score(second)) for score in (linear, gaussian)]
+        scores = []
+        for outputs in (first, second):
+            near, far = ((outputs - means[k]) ** 2 / variances[k] for k in (0, 1))
+            scores.append((outputs @ (means[1] - means[0]), (near - far).sum(axis=1)))
     _require_finite(*scores[0], *scores[1])
-    return scores
+    return list(zip(*scores, strict=True))
 
 
 def _require_finite(*arrays: Array) -> None:
@@ -257,17 +251,16 @@ def _whitened(first: Array, second: Array, fit: int) -> Sides:
     scale = np.maximum(spread.std(axis=0), _LEAST_SPREAD * np.abs(means[1] - means[0]))
     _require_finite(scale)
     scale[scale == 0.0] = 1.0
-    first = (first - means[0]) / scale
-    second = (second - means[0]) / scale
-    spread = spread / scale
     dim = len(scale)
-    if 4 * dim > fit:  # too few outputs for a covariance
-        return first, second
-    root = np.linalg.cholesky(spread.T @ spread / len(spread) + _LEAST_SPREAD * np.eye(dim))
-    return (
-        solve_triangular(root, first.T, lower=True).T,
-        solve_triangular(root, second.T, lower=True).T,
-    )
+    root = np.eye(dim)
+    if 4 * dim <= fit:  # else too few outputs for a covariance
+        spread = spread / scale
+        root = np.linalg.cholesky(spread.T @ spread / len(spread) + _LEAST_SPREAD * root)
+    sides = [
+        solve_triangular(root, ((side - means[0]) / scale).T, lower=True).T
+        for side in (first, second)
+    ]
+    return sides[0], sides[1]
 
 
 _Input = TypeVar("_Input")

@@ -60,6 +60,16 @@ _CLIP = "the plan has the clip, of each record's gradient, and this one would do
 _RUNS = (
     "it spends the budget, or leaves draws out: leave it away, and try the script by dp.doctor"
 )
+_USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_clip_val": ((None, 0), _CLIP),
+    "gradient_clip_algorithm": ((None,), _CLIP),
+    "fast_dev_run": ((False, 0), _RUNS),
+    "overfit_batches": ((0,), _RUNS),
+    "limit_train_batches": ((1.0,), f"{_RUNS}; max_steps is the plan's"),
+    "reload_dataloaders_every_n_epochs": ((0,), _RUNS),
+    "precision": (_PRECISIONS, f"take one of {', '.join(_PRECISIONS)}"),
+    "automatic_optimization": ((True,), "return the loss from training_step"),
+}
 _CALLBACKS = {
     GradientAccumulationScheduler: "give one accumulate_grad_batches to the Trainer",
     StochasticWeightAveraging: "give average= to the plan",
@@ -491,29 +501,8 @@ def _shown(epsilon: float) -> float:
 
 def _require_settings(trainer: Any, module: LightningModule, private_logs: bool) -> None:
     """Raises SequenceError for a setting that would void the guarantee, or would do nothing in silence."""
-    usual: dict[str, tuple[Any, Any, str]] = {
-        "gradient_clip_val": (trainer.gradient_clip_val, (None, 0), _CLIP),
-        "gradient_clip_algorithm": (trainer.gradient_clip_algorithm, (None,), _CLIP),
-        "fast_dev_run": (trainer.fast_dev_run, (False, 0), _RUNS),
-        "overfit_batches": (trainer.overfit_batches, (0,), _RUNS),
-        "limit_train_batches": (
-            trainer.limit_train_batches,
-            (1.0,),
-            f"{_RUNS}; max_steps is the plan's",
-        ),
-        "reload_dataloaders_every_n_epochs": (
-            trainer.reload_dataloaders_every_n_epochs,
-            (0,),
-            _RUNS,
-        ),
-        "precision": (trainer.precision, _PRECISIONS, f"take one of {', '.join(_PRECISIONS)}"),
-        "automatic_optimization": (
-            module.automatic_optimization,
-            (True,),
-            "return the loss from training_step",
-        ),
-    }
-    for name, (value, fine, way_out) in usual.items():
+    for name, (fine, way_out) in _USUAL.items():
+        value = getattr(module if name == "automatic_optimization" else trainer, name)
         if value not in fine or (name == "limit_train_batches" and not isinstance(value, float)):
             # PRIVACY: (test_settings_that_do_not_go_with_private_steps_are_refused_by_name)
             raise SequenceError(

@@ -191,27 +191,21 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         return 3 * dim
 
     def _range(self, dim: int) -> tuple[Array, Array]:
-        missing = [name for name in ("lower", "upper") if getattr(self, name) is None]
-        if missing:
-            raise ValueError(
-                f"{' and '.join(missing)} must be given: public ends of the ranges of columns, one"
-                " number or d; by what columns mean, never the least and largest in the data (got"
-                " None)"
-            )
-        low = _public(lower=self.lower)
-        high = _public(upper=self.upper)
-        if any(end.shape not in ((), (dim,)) for end in (low, high)):
+        if self.lower is None or self.upper is None:
+            what = ": public ends of the ranges of columns, by what they mean, never the least and largest in the data"
+            check.required(what, lower=self.lower, upper=self.upper)
+        ends = _public(lower=self.lower), _public(upper=self.upper)
+        if any(end.shape not in ((), (dim,)) for end in ends):
             raise ValueError(
                 f"lower and upper must be numbers, or {dim} of them (got {self.lower} and"
                 f" {self.upper})"
             )
-        if not ((low < high).all() and np.abs([low, high][low.ndim == 0]).max() < 1e100):
+        low, high = (np.broadcast_to(end, dim).astype(np.float64) for end in ends)
+        if not ((low < high).all() and np.abs([low, high]).max() < 1e100):
             raise ValueError(
                 f"lower must be below upper, both below 1e100 (got {self.lower} and {self.upper})"
             )
-        return np.broadcast_to(low, dim).astype(np.float64), np.broadcast_to(high, dim).astype(
-            np.float64
-        )
+        return low, high
 
     def _moments(self, released: Array, std: float) -> tuple[Array, Array]:
         """Returns mean and spread of columns in [-1, 1], of sums of z, z^2 - 1/2 and 1/2; spreads above their noise."""

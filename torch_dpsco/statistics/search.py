@@ -57,7 +57,6 @@ from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.statistics.held_out import CPU, ledger_of, split
 from torch_dpsco.statistics.scores import (
     LOSSES,
-    METRICS,
     PrivateScore,
     default_bins,
     score,
@@ -270,16 +269,10 @@ class PrivateSearch(BaseEstimator):
             raise ValueError("n must be given, as for the models (got None)")
         check.positive_count(n=self.n)
         check.open_interval(0.0, 1.0, holdout=self.holdout)
-        check.choice(METRICS, metric=self.metric)
         if not 1 < check.finite(trials=self.trials) <= _MOST_TRIALS:
             raise ValueError(
                 f"trials must be in (1, {_MOST_TRIALS:g}], their expected number (got"
                 f" {self.trials})"
-            )
-        if (self.bound is None) == (self.metric in LOSSES):
-            raise ValueError(
-                f"bound must be given for losses, and only for them (got {self.bound} for"
-                f" {self.metric})"
             )
         budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
         return budget, 1.0 / self.trials

@@ -551,13 +551,10 @@ def _candidates(
             "candidates must map names to settings, as {'little': {'reg': 30.0}} (got"
             f" {candidates})"
         )
-    models = {
+    return {
         name: _settled(kind, schema, given, {**settings, **more})
         for name, more in candidates.items()
     }
-    if not models:
-        raise ValueError("candidates must be one or more settings by name (got none)")
-    return models
 
 
 def _searched(

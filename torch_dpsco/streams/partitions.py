@@ -309,24 +309,14 @@ def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
                 f" {type(block).__name__})"
             )
         X, y, given = (*block, None)[:3]
-        columns: tuple[Tensor, Tensor] | None = None
         start = 0
         for rows in dense_rows(X):
-            if columns is None:
+            if not start:
                 count = X.shape[0] if is_sparse(X) else len(rows)
                 targets, factors = read(y, count, rows.device)
                 weights = record_weights(given, factors, count, rows.device)
-                columns = (
-                    targets,
-                    (
-                        torch.ones_like(targets, dtype=torch.float64)
-                        if weights is None
-                        else weights
-                    ),
-                )
-            yield (
-                rows,
-                columns[0][start : start + len(rows)],
-                columns[1][start : start + len(rows)].double(),
-            )
+                if weights is None:
+                    weights = torch.ones_like(targets, dtype=torch.float64)
+            here = slice(start, start + len(rows))
+            yield rows, targets[here], weights[here].double()
             start += len(rows)
