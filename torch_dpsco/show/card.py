@@ -9,12 +9,10 @@ import base64
 import json
 import math
 import os
-import platform
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,22 +155,18 @@ def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(date: datetime) -> dict[str, str]:
-    versions = {name: version(name) for name in ("torch", "numpy", "scipy")}
-    return {
-        "date": date.isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
 def _made(statement: Statement, date: datetime) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in _facts(date).items())
-    return f"Card made with torch_dpsco {statement.version}; {facts}."
+    return f"Card made with torch_dpsco {statement.version}, {_written(date)}."
+
+
+def _written(date: datetime) -> str:
+    return date.isoformat(timespec="seconds")
 
 
 def _json(statement: Statement, date: datetime) -> bytes:
-    return json.dumps({**json.loads(statement.json()), "card": _facts(date)}, indent=2).encode()
+    return json.dumps(
+        {**json.loads(statement.json()), "card": {"date": _written(date)}}, indent=2
+    ).encode()
 
 
 def _markdown(statement: Statement, date: datetime) -> bytes:

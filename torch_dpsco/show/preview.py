@@ -424,18 +424,17 @@ def _mean_loss(loss: TableLoss, answer: _Array, truth: _Array) -> float:
 def _best(task: LinearTask, truth: _Array) -> Any:
     """Returns the best constant answer for targets."""
     loss = task.loss
-    if loss.num_scores == 1 and not isinstance(loss, ScalarLoss):
-        at = minimize_scalar(lambda s: _mean_loss(loss, np.full_like(truth, s), truth))
-        return float(at.x)
-    if loss.squared:
-        return truth.mean()
-    if loss.target_kind == "real":
-        return np.quantile(truth, getattr(loss, "quantile", 0.5))
-    classes = max(loss.num_scores, 2)
-    places = truth if loss.num_scores > 1 else truth > 0
-    counts = np.log(np.bincount(places.astype(np.int64), minlength=classes) + 0.5)
-    scores = counts - logsumexp(counts)
-    return scores if classes > 2 else scores[1] - scores[0]
+    if loss.num_scores > 1 or (isinstance(loss, ScalarLoss) and loss.target_kind != "real"):
+        places = truth if loss.num_scores > 1 else truth > 0
+        shares = np.bincount(places.astype(np.int64), minlength=max(loss.num_scores, 2)) + 0.5
+        scores = np.log(shares / shares.sum())
+        return scores if len(scores) > 2 else scores[1] - scores[0]
+
+    def score(answer: float) -> float:
+        (found,) = _scores(task, np.full_like(truth, answer), truth).values()
+        return found
+
+    return float(minimize_scalar(score).x)
 
 
 def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit:
