@@ -121,7 +121,7 @@ def spark_partitions(
         def partition(batches: Iterator[Any]) -> Iterator[Any]:  # a data frame does not travel
             from pyspark import TaskContext
 
-            place = TaskContext.get().partitionId()  # type: ignore[union-attr]
+            place = TaskContext.get().partitionId()
             result = pickle.dumps(function(_arrow_blocks(columns, batches)))
             yield pa.RecordBatch.from_pydict(
                 {"place": pa.array([place], pa.int32()), "result": [result]}

@@ -115,15 +115,15 @@ class PrivacyEngine:
     def __init__(
         self, *, accountant: str | Accountant = "prv", secure_mode: bool = False
     ) -> None:
-        self.accountant = (
-            accountant if isinstance(accountant, Accountant) else None
-        )  # else made by the first run
-        if accountant == "gdp":
+        self.accountant: Accountant | None = None  # made by the first run
+        if isinstance(accountant, Accountant):
+            self.accountant = accountant
+        elif accountant == "gdp":
             raise PrivacyError(
                 "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below"
                 " the truth)"
             )
-        if isinstance(accountant, str):
+        else:
             check.choice(("prv", "rdp", Accountant.mechanism()), accountant=accountant)
         self.secure_mode = secure_mode
         self.plan: ClippedPlan | None = None  # of the newest run; it prints

@@ -51,7 +51,11 @@ from torch_dpsco.rng import noise_generator
 from torch_dpsco.statistics.held_out import ledger_of
 from torch_dpsco.step.exact_noise import exact_release
 
-_Names: Any = object  # has names of columns, with scikit-learn only
+
+class _Names:
+    """Has names of columns, with scikit-learn only."""
+
+
 if not TYPE_CHECKING:
     with suppress(ImportError):
         from sklearn.base import OneToOneFeatureMixin as _Names

@@ -219,21 +219,15 @@ class PrivateSearch(BaseEstimator):
             raise PrivacyError(
                 "the search failed: nothing is released, and what was charged stays"
             ) from None
-        best, model = found
+        best, model = found  # which says what its search promised and charged
         model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
-        self._install(best, model, ledger, delta)
-        return self
-
-    def _install(
-        self, best: PrivateScore, model: LinearModel, ledger: Accountant, delta: float | None
-    ) -> None:
-        """Keeps the winner, which says what its search promised and charged."""
         self.best_score_ = best.value
         self.best_error_ = best.error
         self.privacy_ = model.privacy_ = ledger.report(delta)
         model.accountant = ledger
         model.epsilon = self.epsilon
         self.best_estimator_ = model
+        return self
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns what the winner says of public rows."""
@@ -379,14 +373,13 @@ class PrivateSearch(BaseEstimator):
         for name in self.candidates:
             plan = self._plan_of(name, trial, dim)
             try:
-                curved = (
-                    replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
-                )
+                if isinstance(plan, ObjectivePlan):
+                    plan = replace(plan, charge="curve")
             except ConditionError as error:
                 raise ConditionError(
                     f"candidates must have a Renyi curve (got {name!r}): {error}"
                 ) from error
-            values = np.maximum(values, _curve(name, curved.event(), trial))
+            values = np.maximum(values, _curve(name, plan.event(), trial))
         found = negative_binomial_selection(orders, values, _ETA, gamma)
         return RDPCurve(tuple(orders.tolist()), tuple(found.tolist()), (trial.adjacency,))
 

@@ -62,7 +62,7 @@ class RawBlocks(Stored):
                     "blocks must be at least one, which may have no rows, of shape (0, d): there"
                     " was none"
                 )
-            self._empty = block[0][:0].clone(), block[1][:0].clone(), block[2][:0].clone()
+            self._empty = copied(block, slice(0))
         return self._empty
 
     def records(self, prepared: Prepare, most: int) -> PartedRecords:
@@ -121,19 +121,20 @@ def _rows_together(blocks: Iterator[RawPart], rows: int, empty: RawPart) -> Iter
         full = size - size % rows
         for start in range(0, full, rows):
             none = False
-            yield (
-                joined[0][start : start + rows],
-                joined[1][start : start + rows],
-                joined[2][start : start + rows],
-            )
+            features, targets, weights = (column[start : start + rows] for column in joined)
+            yield features, targets, weights
         size -= full
         if size:
-            held.append(
-                (joined[0][full:].clone(), joined[1][full:].clone(), joined[2][full:].clone())
-            )
+            held.append(copied(joined, slice(full, None)))
         del joined
     if held or none:
         yield _joined(held or [empty])
+
+
+def copied(part: RawPart, rows: slice) -> RawPart:
+    """Returns rows of a part, of which nothing else is kept."""
+    features, targets, weights = (column[rows].clone() for column in part)
+    return features, targets, weights
 
 
 def _require_like(block: RawPart, empty: RawPart) -> None:

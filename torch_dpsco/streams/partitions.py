@@ -36,7 +36,7 @@ from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import BLOCK_ROWS
 from torch_dpsco.estimators.reading import dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
-from torch_dpsco.streams.blocks import PartedRecords, RawBlocks
+from torch_dpsco.streams.blocks import PartedRecords, RawBlocks, copied
 
 PARTITION_ROWS = BLOCK_ROWS // 2  # of a block
 _NO_PART = torch.zeros(0, 0), torch.zeros(0), torch.zeros(0)
@@ -174,14 +174,8 @@ class PartitionedRecords(PartedRecords):
     """
 
     def __init__(self, raw: RawPartitions, prepared: Callable[[RawPart], Records]) -> None:
-        like = prepared(raw.empty())
-        self.count = sum(raw.sizes)
-        self.dim = like.dim
-        self.device = like.device
-        self.num_classes = like.num_classes
-        self._rows = like._rows
+        super().__init__(_of_workers, prepared, raw.empty(), sum(raw.sizes))
         self._partitions = raw
-        self._prepared = prepared
         self._merged = sum(size > 0 for size in raw.sizes)
 
     def __getstate__(self) -> NoReturn:
@@ -213,6 +207,10 @@ class PartitionedRecords(PartedRecords):
         return self
 
 
+def _of_workers(rows: int) -> NoReturn:
+    raise NotImplementedError("parts are read where they are")
+
+
 def _read_partition(
     read: Callable[[Iterable[Any]], Iterator[RawPart]],
     empty: RawPart | None,
@@ -222,9 +220,7 @@ def _read_partition(
     """Reads a partition once, on its worker."""
     parts = read(blocks)
     head = next(parts, None)
-    like = (
-        None if head is None else (head[0][:0].clone(), head[1][:0].clone(), head[2][:0].clone())
-    )
+    like = None if head is None else copied(head, slice(0))
     raw = RawBlocks(
         lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART
     )
