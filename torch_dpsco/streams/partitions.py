@@ -310,9 +310,8 @@ def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
             if not start:
                 count = X.shape[0] if is_sparse(X) else len(rows)
                 targets, factors = read(y, count, rows.device)
-                weights = record_weights(given, factors, count, rows.device)
-                if weights is None:
-                    weights = torch.ones_like(targets, dtype=torch.float64)
+                own = record_weights(given, factors, count, rows.device)
+                weights = torch.ones_like(targets, dtype=torch.float64) if own is None else own
             here = slice(start, start + len(rows))
             yield rows, targets[here], weights[here].double()
             start += len(rows)
