@@ -35,7 +35,7 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.integrations._columns import Block, Columns
+from torch_dpsco.integrations._columns import Block, Columns, is_number
 from torch_dpsco.integrations._files import require_sound
 from torch_dpsco.sampling.datasets import RowFile, row_dtype
 
@@ -121,11 +121,8 @@ def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
                 f"inputs and target must be columns of the source, each once (got {name!r})"
             )
         kind = schema.field(name).type
-        number = (
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-        )
         # a part without values has no type where types are found out from values, as by Ray and pandas
-        if not number and not pa.types.is_boolean(kind) and not pa.types.is_null(kind):
+        if not (is_number(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
             raise ValueError(
                 f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write"
                 " a column of 0 and 1 for each category that is publicly known"

@@ -196,8 +196,8 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
 
     def _range(self, dim: int) -> tuple[Array, Array]:
         if self.lower is None or self.upper is None:
-            what = ": public ends of the ranges of columns, by what they mean, never the least and largest in the data"
-            check.required(what, lower=self.lower, upper=self.upper)
+            what = "public ends of the ranges of columns, by what they mean, never by the data"
+            check.required(f": {what}", lower=self.lower, upper=self.upper)
         ends = _public(lower=self.lower), _public(upper=self.upper)
         if any(end.shape not in ((), (dim,)) for end in ends):
             raise ValueError(
