@@ -243,15 +243,6 @@ FINE = {
     **dict.fromkeys([f"{name}.save.path" for name in ("estimators.Released", "dp.Schema")], TEXT),
     "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
     "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",
-    **{  # handed on to torch, which names what it does not know
-        f"opacus.PrivacyEngine.{name}": "dict"
-        for name in (
-            "save_checkpoint.module_state_dict_kwargs",
-            "save_checkpoint.torch_save_kwargs",
-            "load_checkpoint.module_load_dict_kwargs",
-            "load_checkpoint.torch_load_kwargs",
-        )
-    },
     **{  # not looked at, as in Opacus
         f"opacus.PrivacyEngine.{name}.{argument}": "*"
         for name in ("validate", "is_compatible")

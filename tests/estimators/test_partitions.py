@@ -362,9 +362,7 @@ def test_more_records_than_promised_are_refused():
 
 
 def test_a_table_that_an_adapter_is_for_is_told_so():
-    with pytest.raises(
-        ValueError, match=r"integrations\.parquet_blocks\.parquet_blocks\(X, target\)"
-    ):
+    with pytest.raises(ValueError, match=r"integrations\.parquet\.parquet_blocks\(X, target\)"):
         make("LogisticRegression").fit(pa.dataset.dataset(pa.table({"a": [1.0]})))
 
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from textwrap import fill, indent
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco._loaded import of_opacus
@@ -36,9 +35,6 @@ from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, PrivateLoader, 
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.trial import HALF, Isolation, Mixed, Rows
 from torch_dpsco.trial.undo import Refused
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NO_RECORD = object()
 
@@ -261,24 +257,6 @@ class Diagnosis:
     def critical(self) -> tuple[Finding, ...]:
         """The findings that break or void the guarantee."""
         return tuple(finding for finding in self.findings if finding.severity == "critical")
-
-    def plot(self) -> Figure:
-        """Returns a picture: what was found, and how bad it is.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-
-        Example:
-            >>> finding = Finding("critical", "no-accountant", "step_hook is None", "leave it alone")
-            >>> [axes.get_title() for axes in Diagnosis.of([finding]).plot().axes]
-            ['1 critical']
-        """
-        plots = torch_dpsco.plots  # show/ is the outer ring: looked up, not imported
-        if self.healthy:
-            return plots.figure("", plots.words("The doctor", "healthy: nothing found"))
-        names = [finding.name for finding in self.findings]
-        places = [SEVERITIES.index(finding.severity) for finding in self.findings]
-        return plots.figure("", plots.marks(self._counts(), names, SEVERITIES, places))
 
     def _counts(self) -> str:
         severities = [finding.severity for finding in self.findings]
