@@ -1,4 +1,4 @@
-"""Calibration of a filtered phase: the least noise with a proved guarantee, or the reason why there is none.
+"""Calibration of the filter of users, steps and phases: the least noise with a proved guarantee, or why there is none.
 
 All inputs are public, so that the search costs no privacy. It chooses epsilon_svt, its share for the threshold, the
 failure beta and, with them, theta, H, the ramp and the noise:
@@ -6,15 +6,10 @@ failure beta and, with them, theta, H, the ramp and the noise:
     theta = s_typ - m(p_halt),  H = theta - m(beta),  m(p) the margin with T P[nu - rho > m] <= p,
     noise_std = sensitivity sqrt(T)/mu,  delta_pair(epsilon; epsilon_svt, mu) = delta - (1 + e^epsilon) beta.
 
-Mode "tight" (default) has deterministic weights; "paper_corrected" is the paper's random membership, threshold 4n/5 and
-Laplace scales, with the failure, sensitivity and noise that are proved for them. The published noise is not a mode: it
-is refused (docs/errata.md, paper 3, E2 and E4; the tests have it, for comparison).
+The factor of beta is a reserve: the ledger, which knows failures of kind "transcript", charges beta alone. The
+published noise is not private (docs/errata.md, paper 3, E2 and E4; the tests have it, for comparison).
 
-Source: docs/proofs/user_level.md#calibration-of-the-filter, docs/proofs/user_level.md#random-membership.
-
-Steps and step sizes of the filtered method, with explicit constants.
-
-With noise sigma = sigma_1 sqrt(T) per step, projected subgradient steps and average iterate, regret plus uniform
+Steps. With noise sigma = sigma_1 sqrt(T) per step, projected subgradient steps and average iterate, regret plus uniform
 argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. items each,
 
     E excess risk <= R^2/(2 eta T) + eta A,   A = (G^2 + d T sigma_1^2)/2 + 2 G^2 sqrt(T) + 4 G^2 T/(nm),
@@ -22,10 +17,17 @@ argument stability give for convex, G-Lipschitz losses, n users with m i.i.d. it
 plus 2 G R times the probability of a halt or of a user without full weight. R bounds the distance of the start to a
 minimizer (in the mean square).
 
-Differs from the paper in: 1. constants; 2. no smoothing is needed (docs/errata.md, paper 3, E10); 3. steps end where
-they stop helping.
+Phases (Algorithm 4, strongly convex losses): j = 1..k runs the filtered method on its own floor(n/2^(k+1-j)) users, the
+smallest first, from the answer of the one before. Users are in one phase each, by a permutation that does not depend on
+the data, so that the run costs the maximum over phases. With E excess_j <= B_j at the distance Rhat_j, strong convexity
+gives Rhat_{j+1} = min(Rhat_1, sqrt(2 B_j/mu)), Rhat_1 = min(R, 2G/mu).
 
-Source: docs/proofs/user_level.md#bound-of-the-steps.
+Differs from the paper in: 1. constants; 2. no smoothing is needed (docs/errata.md, paper 3, E10); 3. steps end where
+they stop helping, and are capped (the paper's are (m n_j)^2); 4. every phase has a calibration of its own, and their
+number is what is feasible.
+
+Source: docs/proofs/user_level.md#calibration-of-the-filter, docs/proofs/user_level.md#bound-of-the-steps,
+docs/proofs/user_level.md#phases-on-disjoint-users, docs/proofs/user_level.md#distances-of-phases.
 """
 
 from __future__ import annotations
@@ -44,28 +46,22 @@ from scipy.special import log_ndtr
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.svt import (
-    above_threshold_epsilon,
     above_threshold_scales,
     bad_pass_margin,
     concentration_score_sensitivity,
     svt_gaussian_mu,
 )
 from torch_dpsco.algorithms.user_numbers import (
-    UserFilterPlan,
-    bernoulli_sensitivity,
+    UserFilter,
     best_ramp_end,
-    filter_coefficient_two_radius,
+    pair_radius_iid,
     ramp_start,
 )
-from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, warn
+from torch_dpsco.errors import ConditionError, InfeasibleError
 
 _SVT = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # epsilon_svt / epsilon
 _SHARE = (0.2, 0.3, 0.4, 0.5)  # of epsilon_svt, for the threshold
 _FAILURE = (0.02, 0.1, 0.3, 0.5, 0.9)  # (1 + e^epsilon) beta / delta
-_FRACTIONS = tuple(
-    itertools.product((0.02, 0.1, 0.3), (0.02, 0.1, 0.3))
-)  # of delta: bad passes, mismatches
-_PREFERENCE = 1.05
 _LARGEST = 2**60
 _MOST_EPSILON = 600.0  # beyond, e^epsilon beta is of no use
 _UP = 1 + 1e-12
@@ -78,70 +74,56 @@ def calibrate_filter(
     epsilon: float,
     delta: float,
     pair_radius: float,
-    typical_score: float | None = None,
+    score_share: float = 0.99,
     halt_probability: float = 0.01,
-    filter: str = "best",
-    mode: str = "tight",
-    adjacency: str = "replace_one",
-    clip: float | None = None,
-) -> UserFilterPlan:
-    """Returns the plan with the least noise that is (epsilon, delta)-DP for a replaced user.
+) -> UserFilter:
+    """Returns the filter with the least noise whose run is (epsilon, delta)-DP for a replaced user.
 
     Args:
         n_users: n >= 4, public.
         steps: T >= 1, all of which are charged.
         epsilon: > 0.
         delta: in (0, 1).
-        pair_radius: tau, finite and > 0; affects halting and noise, never the proof. See `user_radius`.
-        typical_score: s_typ, a PUBLIC guess of the score of honest users (lower it by twice a public bound on isolated
-            ones); default 0.99 n.
-        halt_probability: p_halt in (0, 1), bound on that of a halt at scores >= s_typ (mode "tight").
-        filter: "same", "two" (radius 2 tau for the filter) or "best": "same", which needs one count for each user,
-            unless "two" has 5 % less noise (mode "tight").
-        mode: "tight" or "paper_corrected".
-        adjacency: "replace_one"; nothing is proved for "add_remove".
-        clip: C of clipping users' gradients instead; a warning says if that has no more noise.
+        pair_radius: tau, finite and > 0; affects halting and noise, never the proof. See `pair_radius_iid`.
+        score_share: a PUBLIC guess of s_typ/n, the score of honest users (lower it by twice a public bound on the share
+            of isolated ones).
+        halt_probability: p_halt in (0, 1), bound on that of a halt at scores >= s_typ.
 
     Raises:
-        AdjacencyError: adjacency is "add_remove".
         InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n that works.
-        ValueError: an argument is out of range, or the mode is another one: the published noise is not proved private.
-
-    Guarantee: that of the plan, which it recomputes; at most epsilon and delta.
+        ValueError: an argument is out of range.
 
     Source: docs/proofs/user_level.md#calibration-of-the-filter.
 
     Example:
-        >>> plan = calibrate_filter(n_users=10**4, steps=1000, epsilon=1.0, delta=1e-6, pair_radius=1.0,
-        ...                         typical_score=10**4)
-        >>> plan.filter, plan.noise_std * 10**4 < 826, plan.delta_at(1.0) <= 1e-6
-        ('same', True, True)
+        >>> made = calibrate_filter(n_users=10**4, steps=1000, epsilon=1.0, delta=1e-6, pair_radius=1.0,
+        ...                         score_share=1.0)
+        >>> made.noise_std * 10**4 < 826
+        True
     """
-    task = _Task(
-        n_users, steps, epsilon, delta, pair_radius, typical_score, halt_probability, filter
+    task = _Calibration(
+        n_users, steps, epsilon, delta, pair_radius, score_share, halt_probability
     )
-    check_user_adjacency(adjacency)
-    paper = check.choice(("tight", "paper_corrected"), mode=mode) == "paper_corrected"
-    plan = _paper_corrected(task) if paper else _tight(task)
-    if clip is not None and plan.sensitivity >= 2 * check.positive(clip=clip) / plan.n_users:
-        warn(
-            f"the filter moves by {plan.sensitivity:g} where clipping users at {clip:g} moves by "
-            f"{2 * clip / plan.n_users:g}: UserClippedSGD needs less noise"
-        )
-    return plan
-
-
-def check_user_adjacency(adjacency: str) -> str:
-    """Returns the adjacency; raises AdjacencyError unless the full-batch filter is proved for it."""
-    if (
-        check.choice(("replace_one", "zero_out", "add_remove"), adjacency=adjacency)
-        == "add_remove"
-    ):
-        raise AdjacencyError(
-            "the filter on all users is proved for replace_one with n_users public; for add_remove"
-            " use UserClippedSGD"
-        )
-    return adjacency
+    best = _search(task)
+    if best is None:
+        raise task.refusal()
+    # PRIVACY: the search is rough, this is not (test_no_plan_claims_more_than_it_proves)
+    mu = svt_gaussian_mu(
+        epsilon, (1 - best.choice.failure) * delta / _UP, best.choice.svt * epsilon
+    )
+    own = best.setting
+    return UserFilter(
+        n_users=n_users,
+        steps=steps,
+        pair_radius=pair_radius,
+        threshold=own.threshold,
+        threshold_scale=own.scales[0],
+        query_scale=own.scales[1],
+        score_floor=own.score_floor,
+        ramp_end=own.ramp_end,
+        noise_std=math.sqrt(steps) * 2 * pair_radius * own.coefficient / mu * _UP,
+        typical_score=score_share * n_users,
+    )
 
 
 class _Choice(NamedTuple):
@@ -161,7 +143,7 @@ class _Tests(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Calibration:
     """Checked inputs."""
 
     n_users: int
@@ -169,9 +151,8 @@ class _Task:
     epsilon: float
     delta: float
     pair_radius: float
-    typical_score: float | None
+    score_share: float
     halt_probability: float
-    filter: str
 
     def __post_init__(self) -> None:
         ramp_start(check.positive_count(n_users=self.n_users))
@@ -180,10 +161,8 @@ class _Task:
             raise ValueError(f"epsilon must be <= {_MOST_EPSILON:g} (got {self.epsilon:g})")
         check.open_interval(0.0, 1.0, delta=self.delta)
         check.positive(pair_radius=self.pair_radius)
-        if self.typical_score is not None:
-            check.between(0.0, self.n_users, typical_score=self.typical_score)
+        check.between(0.0, 1.0, score_share=self.score_share)
         check.open_interval(0.0, 1.0, halt_probability=self.halt_probability)
-        check.choice(("best", "same", "two"), filter=self.filter)
 
     @cached_property
     def most_mu(self) -> float:
@@ -196,27 +175,27 @@ class _Task:
         points = map(_Choice._make, itertools.product(_SVT, _SHARE, _FAILURE))
         return tuple(tests for choice in points if (tests := _tests(self, choice)) is not None)
 
-    @property
-    def score_share(self) -> float:
-        """s_typ / n, kept when another n is tried."""
-        return 0.99 if self.typical_score is None else self.typical_score / self.n_users
-
     def failure(self, fraction: float) -> float:
         """Returns beta that spends a fraction of delta."""
         # the plan rounds its failure up by 1e-9
         return fraction * self.delta / (1 + math.exp(self.epsilon)) / (1 + 1e-8)
 
-    def refusal(self, smallest: int | None) -> InfeasibleError:
+    def refusal(self) -> InfeasibleError:
         """Returns the error that names n, T, epsilon and the smallest n that works."""
+
+        def feasible(n: int) -> bool:
+            return any(_setting(self, n, tests) is not None for tests in self.grid)
+
+        smallest = smallest_users(feasible, self.n_users)
         way = (
-            f"the smallest n_users that works is {smallest} (at typical_score ="
-            f" {self.score_share:g} n_users)"
-            if smallest is not None
-            else f"no n_users works at typical_score = {self.score_share:g} n_users"
+            "no n_users works"
+            if smallest is None
+            else f"the smallest n_users that works is {smallest}"
         )
         return InfeasibleError(
             f"no filter is proved private for n_users={self.n_users}, steps={self.steps},"
-            f" epsilon={self.epsilon:g}, delta={self.delta:g}: {way}"
+            f" epsilon={self.epsilon:g}, delta={self.delta:g}: {way} (at typical_score ="
+            f" {self.score_share:g} n_users)"
         )
 
 
@@ -226,7 +205,6 @@ class _Setting(NamedTuple):
     threshold: float
     scales: tuple[float, float]
     score_floor: float
-    filter: str
     ramp_end: int
     coefficient: float
 
@@ -259,38 +237,16 @@ def smallest_users(feasible: Callable[[int], bool], start: int) -> int | None:
     return high
 
 
-def _tight(task: _Task) -> UserFilterPlan:
-    """Returns the plan of filter "same", which counts once, unless "two" is alone or saves 5 % of the noise."""
-    wanted = ("same", "two") if task.filter == "best" else (task.filter,)
-    found = {filter: best for filter in wanted if (best := _search(task, filter)) is not None}
-    if not found:
-        raise task.refusal(
-            smallest_users(
-                lambda n: any(_feasible(task, n, filter) for filter in wanted), task.n_users
-            )
-        )
-    noise = {
-        filter: best.noise * (_PREFERENCE if filter == "two" else 1.0)
-        for filter, best in found.items()
-    }
-    best = found[min(noise, key=noise.__getitem__)]
-    # PRIVACY: the search is rough, this is not (test_no_plan_claims_more_than_it_proves)
-    mu = svt_gaussian_mu(
-        task.epsilon, (1 - best.choice.failure) * task.delta / _UP, best.choice.svt * task.epsilon
-    )
-    return _plan(task, best.setting, mu)
-
-
-def _search(task: _Task, filter: str) -> _Found | None:
+def _search(task: _Calibration) -> _Found | None:
     """Returns the point of least noise: the best of a grid, then moved one coordinate at a time."""
     best: _Found | None = None
     for tests in task.grid:
-        best = _better(task, filter, tests, best)
+        best = _better(task, tests, best)
     step = 0.5
     while best is not None and step > 0.02:
         before = best
         for choice in _around(before.choice, step):
-            best = _better(task, filter, _tests(task, choice), best)
+            best = _better(task, _tests(task, choice), best)
         step = step if best is not before else step / 2
     return best
 
@@ -302,21 +258,20 @@ def _around(choice: _Choice, step: float) -> Iterator[_Choice]:
         yield choice._replace(**{field: odds / (1 + odds)})
 
 
-def _better(task: _Task, filter: str, tests: _Tests | None, best: _Found | None) -> _Found | None:
+def _better(task: _Calibration, tests: _Tests | None, best: _Found | None) -> _Found | None:
     """Returns the better of a point and the best so far, by the ratio of coefficient and mu."""
-    setting = _setting(task, task.n_users, filter, tests) if tests is not None else None
-    if (
-        tests is None
-        or setting is None
-        or (best and setting.coefficient / task.most_mu >= best.noise)
-    ):
+    setting = None if tests is None else _setting(task, task.n_users, tests)
+    if tests is None or setting is None:
+        return best
+    if best is not None and setting.coefficient / task.most_mu >= best.noise:
         return best
     mu = _rough_mu(task, tests.choice)
-    better = mu > 0 and (best is None or setting.coefficient / mu < best.noise)
-    return _Found(setting.coefficient / mu, tests.choice, setting) if better else best
+    if mu > 0 and (best is None or setting.coefficient / mu < best.noise):
+        return _Found(setting.coefficient / mu, tests.choice, setting)
+    return best
 
 
-def _rough_mu(task: _Task, choice: _Choice) -> float:
+def _rough_mu(task: _Calibration, choice: _Choice) -> float:
     """Returns about what `svt_gaussian_mu` returns: enough to search by, not to calibrate by; 0 if none is left."""
     svt = choice.svt * task.epsilon
     budget = math.log1p(-choice.failure) + math.log(task.delta)
@@ -343,7 +298,7 @@ def _log_hockey_stick(epsilon: float, mu: float) -> float:
     return above + math.log(-math.expm1(below - above)) if below < above else -math.inf
 
 
-def _tests(task: _Task, choice: _Choice) -> _Tests | None:
+def _tests(task: _Calibration, choice: _Choice) -> _Tests | None:
     """Returns the margins of a point per unit of sensitivity; None if beta underflows."""
     beta = task.failure(choice.failure)
     if beta == 0:
@@ -355,92 +310,21 @@ def _tests(task: _Task, choice: _Choice) -> _Tests | None:
     return _Tests(choice, *margins)
 
 
-def _setting(task: _Task, n: int, filter: str, tests: _Tests) -> _Setting | None:
+def _setting(task: _Calibration, n: int, tests: _Tests) -> _Setting | None:
     """Returns what a point means for n users; None if nothing is proved there."""
     sensitivity = concentration_score_sensitivity(n)
     threshold = task.score_share * n - sensitivity * tests.halt
     floor = threshold - sensitivity * tests.bad
-    b = math.ceil(max(floor, 0.0)) - 1
-    if b <= ramp_start(n):
+    if math.ceil(max(floor, 0.0)) - 1 <= ramp_start(n):
         return None
     choice = tests.choice
     scales = above_threshold_scales(
         choice.svt * task.epsilon, sensitivity, threshold_share=choice.share
     )
-    if filter == "two":
-        return _Setting(
-            threshold, scales, floor, filter, b, filter_coefficient_two_radius(n, floor)
-        )
     try:
-        return _Setting(threshold, scales, floor, filter, *best_ramp_end(n, floor))
+        return _Setting(threshold, scales, floor, *best_ramp_end(n, floor))
     except ConditionError:
         return None
-
-
-def _feasible(task: _Task, n: int, filter: str) -> bool:
-    return any(_setting(task, n, filter, tests) is not None for tests in task.grid)
-
-
-def _plan(task: _Task, setting: _Setting, mu: float, coupling: float = 0.0) -> UserFilterPlan:
-    """Returns the plan whose releases together have this mu."""
-    return UserFilterPlan(
-        n_users=task.n_users,
-        steps=task.steps,
-        pair_radius=task.pair_radius,
-        filter=setting.filter,
-        threshold=setting.threshold,
-        threshold_scale=setting.scales[0],
-        query_scale=setting.scales[1],
-        score_floor=setting.score_floor,
-        ramp_end=setting.ramp_end,
-        noise_std=math.sqrt(task.steps) * 2 * task.pair_radius * setting.coefficient / mu * _UP,
-        epsilon=task.epsilon,
-        delta=task.delta,
-        coupling_failure=coupling,
-        typical_score=task.score_share * task.n_users,
-    )
-
-
-def _paper_corrected(task: _Task) -> UserFilterPlan:
-    """Returns the least noise over fractions of delta for bad passes and for mismatches."""
-    found = [
-        (setting.coefficient / mu, setting, mu, zeta)
-        for setting, mu, zeta in (_corrected(task, task.n_users, *parts) for parts in _FRACTIONS)
-        if setting is not None
-    ]
-    if not found:
-        raise task.refusal(
-            smallest_users(
-                lambda n: any(_corrected(task, n, *parts)[0] for parts in _FRACTIONS),
-                task.n_users,
-            )
-        )
-    _, setting, mu, zeta = min(found, key=lambda option: option[0])
-    return _plan(task, setting, mu, zeta)
-
-
-def _corrected(
-    task: _Task, n: int, bad: float, mixed: float
-) -> tuple[_Setting | None, float, float]:
-    """Returns the paper's numbers with proved constants, mu and zeta; None in place of what is not proved."""
-    scales = (8 / task.epsilon, 16 / task.epsilon)
-    threshold = 4 * n / 5
-    beta, zeta = (
-        task.failure(bad),
-        mixed * task.delta / task.steps / _UP - n * 2.0**-52,
-    )  # a grid of uniform numbers
-    ramp_end = 2 * n // 3
-    floor = (
-        threshold - bad_pass_margin(beta, task.steps, *scales)
-        if beta > 0 and zeta > 0
-        else -math.inf
-    )
-    if not ramp_start(n) < ramp_end < math.ceil(max(floor, 0.0)):
-        return None, 0.0, zeta
-    coefficient = bernoulli_sensitivity(n, floor, ramp_end, zeta, 0.5)
-    svt = above_threshold_epsilon(*scales, concentration_score_sensitivity(n))
-    mu = svt_gaussian_mu(task.epsilon, (1 - bad - mixed) * task.delta / _UP, svt)
-    return _Setting(threshold, scales, floor, "paper_corrected", ramp_end, coefficient), mu, zeta
 
 
 class UserSchedule(NamedTuple):
@@ -448,14 +332,6 @@ class UserSchedule(NamedTuple):
 
     lr: float
     bound: float
-
-
-class FilteredSchedule(NamedTuple):
-    """A plan, the step size, and the bound on the expected excess risk; None if it did not choose the step size."""
-
-    plan: UserFilterPlan
-    lr: float
-    bound: float | None
 
 
 def schedule(
@@ -499,12 +375,12 @@ def best_steps(
     n_items: int,
     dim: int,
     noise_std_per_root_step: float,
-    max_steps: int | None = 200,
+    max_steps: int,
 ) -> int:
     """Returns T = min{(nm)^2/4, (4 G^2/(d sigma_1^2))^2, max_steps}, at least 1: beyond, nothing improves.
 
     Example:
-        >>> best_steps(1.0, 10**6, 10, 0.1, max_steps=None), best_steps(1.0, 10**6, 10, 0.01)
+        >>> best_steps(1.0, 10**6, 10, 0.1, max_steps=10**4), best_steps(1.0, 10**6, 10, 0.01, max_steps=200)
         (1600, 200)
     """
     G = check.positive(lipschitz=lipschitz)
@@ -513,76 +389,36 @@ def best_steps(
         check.positive_count(dim=dim)
         * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
     )
-    enough = [items * items / 4]
+    enough = [items * items / 4, check.positive_count(max_steps=max_steps)]
     if noise > 0:
         enough.append((4 * G**2 / noise) ** 2)
-    if max_steps is not None:
-        enough.append(check.positive_count(max_steps=max_steps))
     return max(1, round(min(enough)))
 
 
-def filtered_schedule(
-    *,
-    n_users: int,
-    items_per_user: int,
-    dim: int,
-    epsilon: float,
-    delta: float,
+def suited(
+    calibrated: Callable[[int], UserFilter],
     lipschitz: float,
-    radius: float,
-    pair_radius: float,
-    typical_score: float | None = None,
-    halt_probability: float = 0.01,
-    filter: str = "best",
-    max_steps: int = 200,
-) -> FilteredSchedule:
-    """Returns a calibrated plan with the steps that suit its noise: T depends on sigma_1, and sigma_1 on log T only.
+    n_items: int,
+    dim: int,
+    max_steps: int,
+) -> UserFilter:
+    """Returns a filter with the steps that suit its noise: T depends on sigma_1, and sigma_1 on log T only.
 
     Args:
-        n_users: n, public.
-        items_per_user: m, the smallest admitted number.
-        dim: d, number of parameters.
-        epsilon: > 0, of the run.
-        delta: in (0, 1).
+        calibrated: of a number of steps.
         lipschitz: G.
-        radius: R.
-        pair_radius: tau.
-        typical_score: as in `calibrate_filter`, and so are the others.
-        halt_probability: as there.
-        filter: as there.
+        n_items: n m.
+        dim: d.
         max_steps: cap; a step costs n^2 d operations.
-
-    Raises:
-        InfeasibleError: as `calibrate_filter`.
-
-    Guarantee: that of the plan.
-
-    Source: docs/proofs/user_level.md#bound-of-the-steps.
     """
-    items = check.positive_count(n_users=n_users) * check.positive_count(
-        items_per_user=items_per_user
-    )
-    steps = check.positive_count(max_steps=max_steps)
-    for _ in range(3):
-        plan = calibrate_filter(
-            n_users=n_users,
-            steps=steps,
-            epsilon=epsilon,
-            delta=delta,
-            pair_radius=pair_radius,
-            typical_score=typical_score,
-            halt_probability=halt_probability,
-            filter=filter,
-        )
-        sigma_1 = plan.noise_std / math.sqrt(steps)
-        better = best_steps(lipschitz, items, dim, sigma_1, max_steps)
-        if better == steps:
+    made = calibrated(check.positive_count(max_steps=max_steps))
+    for _ in range(2):
+        sigma_1 = made.noise_std / math.sqrt(made.steps)
+        steps = best_steps(lipschitz, n_items, dim, sigma_1, max_steps)
+        if steps == made.steps:
             break
-        steps = better
-    made = schedule(
-        lipschitz, radius, items, plan.steps, dim, plan.noise_std / math.sqrt(plan.steps)
-    )
-    return FilteredSchedule(plan, made.lr, made.bound)
+        made = calibrated(steps)
+    return made
 
 
 def default_phases(n_items: int) -> int:
@@ -593,3 +429,109 @@ def default_phases(n_items: int) -> int:
         (4, 1)
     """
     return max(1, math.ceil(math.log2(math.log2(max(2, check.positive_count(n_items=n_items))))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserPhase:
+    """Public numbers of one phase.
+
+    Args:
+        filter: its n_users and steps are those of the phase; no other phase uses these users.
+        lr: eta > 0.
+        bound: on the expected excess risk after the phase.
+    """
+
+    filter: UserFilter
+    lr: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserPhases:
+    """What phases are asked for.
+
+    Args:
+        n_users: n, public.
+        items_per_user: m, the smallest admitted number.
+        dim: d, number of parameters.
+        epsilon: > 0, of each phase, hence of the run.
+        delta: in (0, 1), as epsilon.
+        lipschitz: G.
+        strong_convexity: mu.
+        radius: R, bound on the distance of the start to the minimizer; inf for 2G/mu.
+        pair_radius: tau; None for `pair_radius_iid` of each phase at failure halt_probability/T.
+        score_share: public guess of the score over the users of a phase.
+        halt_probability: of each phase.
+        max_steps: cap on the steps of a phase.
+    """
+
+    n_users: int
+    items_per_user: int
+    dim: int
+    epsilon: float
+    delta: float
+    lipschitz: float
+    strong_convexity: float
+    radius: float = math.inf
+    pair_radius: float | None = None
+    score_share: float = 0.99
+    halt_probability: float = 0.01
+    max_steps: int = 200
+
+    def planned(self, phases: int | None = None) -> tuple[UserPhase, ...]:
+        """Returns calibrated phases: as many as asked for, or as many as are feasible up to ceil(log2 log2(mn)).
+
+        Raises:
+            InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
+        """
+        if phases is not None:
+            return self._planned(check.positive_count(phases=phases))
+        for k in range(default_phases(self.n_users * self.items_per_user), 1, -1):
+            try:
+                return self._planned(k)
+            except InfeasibleError:
+                continue
+        return self._planned(1)
+
+    def _planned(self, k: int) -> tuple[UserPhase, ...]:
+        made: list[UserPhase] = []
+        for j in range(1, k + 1):
+            users = self.n_users // 2 ** (k + 1 - j)
+            if users < 4:
+                raise InfeasibleError(
+                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >="
+                    f" {2 ** (k + 3 - j)}"
+                )
+            try:
+                made.append(self._phase(users, made[-1].bound if made else math.inf))
+            except InfeasibleError as error:
+                raise InfeasibleError(
+                    f"phase {j} of {k} ({users} of {self.n_users} users): {error}"
+                ) from error
+        return tuple(made)
+
+    def _phase(self, users: int, proved: float) -> UserPhase:
+        """Returns a phase with the step size of the explicit bound, at the distance that the one before proves."""
+        mu = self.strong_convexity
+        start = min(self.radius, 2 * self.lipschitz / mu, math.sqrt(2 * proved / mu))
+        items = users * self.items_per_user
+
+        def calibrated(steps: int) -> UserFilter:
+            tau = self.pair_radius
+            if tau is None:
+                failure = self.halt_probability / steps
+                tau = pair_radius_iid(self.lipschitz, self.items_per_user, users, failure)
+            return calibrate_filter(
+                n_users=users,
+                steps=steps,
+                pair_radius=tau,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                score_share=self.score_share,
+                halt_probability=self.halt_probability,
+            )
+
+        made = suited(calibrated, self.lipschitz, items, self.dim, self.max_steps)
+        noise = made.noise_std / math.sqrt(made.steps)
+        best = schedule(self.lipschitz, start, items, made.steps, self.dim, noise)
+        return UserPhase(filter=made, lr=best.lr, bound=best.bound)

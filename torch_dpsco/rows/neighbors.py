@@ -20,7 +20,7 @@ Source: docs/proofs/rounding.md#neighbor-counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,15 +39,13 @@ _RADII = (1e-60, 1e60)  # fourth powers neither overflow nor underflow
 
 @dataclass(frozen=True)
 class Points:
-    """Rows minus a public vector, in float64, read one tile at a time.
+    """Rows in float64, read one tile at a time.
 
     Args:
         rows: (n, D) floating.
-        center: (D,) float64, public; None for 0.
     """
 
     rows: Tensor
-    center: Tensor | None = None
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -59,8 +57,7 @@ class Points:
 
     def read_into(self, tile: Tensor, index: Tensor | slice, columns: slice) -> Tensor:
         """Writes some rows and columns into a float64 tile, and returns it."""
-        tile.copy_(self.rows[index, columns])
-        return tile if self.center is None else tile.sub_(self.center[columns])
+        return tile.copy_(self.rows[index, columns])
 
     def read(self, index: Tensor | slice, columns: slice = slice(None)) -> Tensor:
         """Returns a fresh float64 tile of some rows and columns."""
@@ -101,7 +98,7 @@ class Points:
         return out
 
     def within(self, reach: float) -> Tensor:
-        """Returns which rows are finite and at most about `reach` from the center: (n,) bool, each by its own row."""
+        """Returns which rows are finite and at most about `reach` long: (n,) bool, each by its own row."""
         # PRIVACY: NaN compares as False (test_rows_that_are_not_finite_are_their_own_only_neighbor)
         return self.norms <= reach * reach
 
@@ -118,14 +115,12 @@ def _fold(tile: Tensor) -> Tensor:
     return tile[:, 0] if tile.shape[1] else tile.new_zeros(len(tile))
 
 
-def neighbor_counts(
-    points: Points, radii: Sequence[float], among: Tensor | None = None
-) -> Tensor:
-    """Returns how many points, itself included, lie within each radius of each point: (len(radii), n) int64.
+def neighbor_counts(points: Points, radius: float, among: Tensor | None = None) -> Tensor:
+    """Returns how many points, itself included, lie within the radius of each point: (n,) int64.
 
     Args:
         points: n rows in D columns.
-        radii: each in [1e-60, 1e60].
+        radius: in [1e-60, 1e60].
         among: (n,) bool, points that can have neighbors; others count themselves only. Default: the finite ones.
 
     Guarantee:
@@ -135,35 +130,35 @@ def neighbor_counts(
     Source: docs/proofs/rounding.md#neighbor-counts.
 
     Example:
-        >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), [1.0]).tolist()
-        [[2, 3, 2, 1]]
+        >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), 1.0).tolist()
+        [2, 3, 2, 1]
     """
-    checked = [check.between(*_RADII, radii=radius) for radius in radii]
-    counts = torch.ones(len(checked), len(points), dtype=torch.int64, device=points.rows.device)
+    radius = check.between(*_RADII, radius=radius)
+    counts = torch.ones(len(points), dtype=torch.int64, device=points.rows.device)
     # PRIVACY: those left out count themselves, not 0 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
     finite = points.within(_REACH)
     index = (finite if among is None else among & finite).nonzero().squeeze(1)
     if len(index):
-        counts[:, index] = _Counter(points, index, checked).run()
+        counts[index] = _Counter(points, index, radius).run()
     return counts
 
 
 class _Counter:
     """Loops over pairs of tiles of the points of an index, each pair once."""
 
-    def __init__(self, points: Points, index: Tensor, radii: Sequence[float]) -> None:
+    def __init__(self, points: Points, index: Tensor, radius: float) -> None:
         self._points = points
         self._index = index
-        self._squares = [radius * radius for radius in radii]
+        self._square = radius * radius
         self._half = points.norms[index] / 2
         self._whole = bool(len(index) == len(points))
         self._columns = points.columns() or [slice(0, 0)]
         rows = min(_TILE, len(index))
         self._ones = self._half.new_ones(rows)
         # for all tiles: fresh memory costs as much as the arithmetic on a small one
-        self._buffers = self._half.new_empty(2 if len(radii) > 1 else 1, rows * rows)
+        self._entries = self._half.new_empty(rows * rows)
         self._tiles = self._half.new_empty(2, rows * (self._columns[0].stop + 2))
-        self.counts = torch.zeros(len(radii), len(index), dtype=torch.int64, device=index.device)
+        self.counts = torch.zeros(len(index), dtype=torch.int64, device=index.device)
 
     def run(self) -> Tensor:
         """Returns the counts of the points of the index."""
@@ -192,38 +187,26 @@ class _Counter:
         return self._tile(0, span, k, -self._half[span], -1.0).neg_()
 
     def _right(self, span: slice, k: int) -> Tensor:
-        return self._tile(1, span, k, 1.0, self._half[span] - self._squares[-1] / 2)
+        return self._tile(1, span, k, 1.0, self._half[span] - self._square / 2)
 
     def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
         m = rows.stop - rows.start
         n = others.stop - others.start
-        entries, *spare = (buffer[: m * n].view(m, n) for buffer in self._buffers)
+        entries = self._entries[: m * n].view(m, n)
         for k in range(len(self._columns)):
             left = self._left(rows, k) if kept is None else kept
             entries.addmm_(left, self._right(others, k).t(), beta=1 if k else 0)
-        largest = float(self._half[rows].max() + self._half[others].max()) + max(self._squares)
+        largest = float(self._half[rows].max() + self._half[others].max()) + self._square
         # a power of 2: sums of entries +-unit are exact
         unit = 2.0 ** math.ceil(math.log2(8 * (self._points.dim + 8) * _UNIT * largest))
-        for which, square in enumerate(self._squares[:-1]):
-            torch.add(entries, (self._squares[-1] - square) / 2, out=spare[0])
-            self._add(which, rows, others, spare[0], unit)
-        self._add(-1, rows, others, entries, unit)
-
-    def _add(self, which: int, rows: slice, others: slice, entries: Tensor, unit: float) -> None:
-        """Counts the negative ones of entries, which are overwritten."""
         flat = entries.clamp_(-unit, unit).view(-1)
         if float(torch.dot(flat, flat)) != flat.numel() * unit * unit:
-            self._decide(entries, rows, others, self._squares[which], unit)
-        counts, (m, n) = self.counts[which], entries.shape
-        counts[rows] += ((n - torch.mv(entries, self._ones[:n]) / unit) / 2).round_().long()
+            self._decide(entries, rows, others, unit)
+        self.counts[rows] += _negative(entries, self._ones[:n], unit)
         if rows != others:
-            counts[others] += (
-                ((m - torch.mv(entries.t(), self._ones[:m]) / unit) / 2).round_().long()
-            )
+            self.counts[others] += _negative(entries.t(), self._ones[:m], unit)
 
-    def _decide(
-        self, entries: Tensor, rows: slice, others: slice, square: float, unit: float
-    ) -> None:
+    def _decide(self, entries: Tensor, rows: slice, others: slice, unit: float) -> None:
         """Replaces entries that are not certain by the verdict of the sum of squares."""
         first = self._index[rows]
         second = self._index[others]
@@ -232,8 +215,13 @@ class _Counter:
             part = entries[start : start + step]
             j, k = (part.abs() < unit).nonzero(as_tuple=True)
             # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
-            near = self._points.squares(first[start + j], second[k]) <= square
+            near = self._points.squares(first[start + j], second[k]) <= self._square
             part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
+
+
+def _negative(entries: Tensor, ones: Tensor, unit: float) -> Tensor:
+    """Returns how many entries of each row are -unit; all are +-unit."""
+    return ((len(ones) - torch.mv(entries, ones) / unit) / 2).round_().long()
 
 
 def mean_rounding(users: int, diameter: float, reach: float) -> float:
@@ -241,7 +229,7 @@ def mean_rounding(users: int, diameter: float, reach: float) -> float:
 
     A chain of at most all users (BLAS may add row by row), and a few roundings of weights, products and the quotient,
     in each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a
-    point that is at most `reach` from the center; twice.
+    point that is at most `reach` long; twice.
 
     Args:
         users: most rows.
