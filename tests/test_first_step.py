@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco import trial
-from torch_dpsco.doctor.script import Evidence
+from torch_dpsco.doctor.probe import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows, first_step
 from torch_dpsco.rows.attach import first_step_of
@@ -918,7 +918,7 @@ def test_rows_by_record_are_looked_at_too() -> None:
 def test_fit_looks_at_the_first_step_where_its_probes_saw_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Evidence, "shows_rows", property(lambda self: False))
+    monkeypatch.setattr(Evidence, "moving", property(lambda self: False))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     opt = optimizer_of(model)
     dp.fit(model, opt, DATA, nn.MSELoss(), steps=2, progress=False)

@@ -18,7 +18,6 @@ from torch_dpsco.accounting.events import (
     Sequential,
     scaled_noise,
 )
-from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.show import plots
 
@@ -148,35 +147,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
         plots.figure("x", plots.words("y", "z"))
 
 
-def test_a_diagnosis_draws_each_finding_at_its_severity():
-    found = [
-        Finding("warning", "mean-loss", "evidence", "fix"),
-        Finding("critical", "coupled-records", "evidence", "fix"),
-        Finding("critical", "no-accountant", "evidence", "fix"),
-    ]
-    (axes,) = Diagnosis.of(found).plot().axes
-    assert axes.get_title() == "2 critical, 1 warning"
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "coupled-records",
-        "no-accountant",
-        "mean-loss",
-    ]
-    assert [label.get_text() for label in axes.get_xticklabels()] == [
-        "critical",
-        "error",
-        "warning",
-    ]
-    drawn = sorted(
-        (x, y)
-        for line in axes.lines
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    )
-    assert drawn == [(0, 0), (0, 1), (2, 2)]
-    assert len({line.get_marker() for line in axes.lines}) == 3
-    (healthy,) = Diagnosis.of([]).plot().axes
-    assert "healthy: nothing found" in [text.get_text() for text in healthy.texts]
-
-
 @pytest.mark.parametrize("name", ["income_$_per_$m", r"50 \% of $x^2$"])
 def test_names_are_drawn_as_they_are(name):
     """Nothing of a name is read as mathematics, wherever it stands: two dollars would be, and may raise."""
@@ -193,7 +163,6 @@ def test_names_are_drawn_as_they_are(name):
         plots.dots(name, name, [name], {name: [1.0]}, (name, 2.0)),
         plots.ranges(name, name, [name], [1.0], [(0.0, 2.0)], name),
         plots.bars(name, name, [name], [1.0], (name, 2.0)),
-        plots.marks(name, [name], [name], [0]),
         plots.words(name, name),
     )
     drawn.draw_without_rendering()

@@ -7,6 +7,10 @@ Synthetic batches have the shapes and dtypes of a data set's first record, and d
 random in (0, 1), or 0 and 1 for integers; targets of (input, target) pairs are 1, or class 0. Alternative records have
 other values, and other targets too if the loss takes them (0, or class 1). What is not a tensor after collating is the
 first record's.
+
+The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
+Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
+Rows are compared without forming those of Linear layers. Ghost clipping makes no rows, and only its loss is looked at.
 """
 
 from __future__ import annotations
@@ -15,31 +19,23 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.doctor.script import (
-    Evidence,
-    JointRows,
-    Line,
-    NotScalarError,
-    OfBatch,
-    Pass,
-    Script,
-    is_ghost_loss_value,
-    movement,
-    remembered,
-    rows_of,
-    rows_to_probe,
-)
+from torch_dpsco.doctor.script import Finding, OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.trial import (
+    CHECKED,
+    HALF,
+    Isolation,
     Mixed,
     Rows,
     Variant,
@@ -53,41 +49,192 @@ from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003
 _OTHER_SEED = 2_000_003
-_Scales = Sequence[float] | None  # of the inputs, by record
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
+_MOST = 256  # rows of a batch whose bits are compared: more would make the start of `fit` slow
+_T = TypeVar("_T")
 
 
-def in_place(error: Exception) -> bool:
-    """Returns whether torch refused to change a tensor that a hook or a backward still needs."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("inplace" in text or "in-place" in text)
+class NotScalarError(ValueError):
+    """The loss did not return one number."""
 
 
-class _Outliers:
-    """Factors of the inputs of records, in place of batches of these.
+class JointRows:
+    """The rows of records over all parameters, as one answer.
+
+    Args:
+        rows: by parameter; those of another number of records do not count.
+        size: number of records.
+    """
+
+    def __init__(self, rows: Mapping[str, Rows], size: int) -> None:
+        self._rows = {name: made for name, made in rows.items() if len(made) == size}
+        self.shape = (size,)
+        self.tolerance = 10 * tolerance(rows)
+
+    def norms(self) -> Tensor:
+        """Returns the joint length for each record, (size,) float64."""
+        squares = [made.norms().square() for made in self._rows.values()]
+        return sum(squares, torch.zeros(self.shape, dtype=torch.float64)).sqrt()
+
+    def gaps(self, other: JointRows) -> Tensor:
+        """Returns how far other rows are for each record, (size,) float64."""
+        gaps = torch.zeros(self.shape, dtype=torch.float64)
+        for name, made in self._rows.items():
+            others = other._rows.get(name)
+            if others is not None:
+                # PRIVACY: what was finite and is not any more has moved, however it compares
+                # (test_rows_that_are_not_finite_any_more_have_moved)
+                gap = made.gaps(others).nan_to_num(math.inf).where(made.norms().isfinite(), 0.0)
+                gaps += gap.square()
+        return gaps.sqrt()
+
+
+def rows_of(block: Block) -> Rows:
+    """Returns the rows of the first parameter of a block."""
+    if not isinstance(block, FactoredBlock):
+        return Rows(block.dense()[0].detach())
+    # PRIVACY: copies: the next batch may be written over them
+    # (test_records_that_meet_in_memory_that_is_used_again_are_found)
+    left = block.backprops.detach() * block.scale
+    return Rows(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
+
+
+def tolerance(rows: Mapping[str, Rows]) -> float:
+    """Returns the relative difference of rows that rounding explains."""
+    dtypes = {made.dtype for made in rows.values()}
+    if dtypes & set(HALF):
+        return 3e-2
+    return 1e-5 if torch.float32 in dtypes else 1e-9
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward in training mode.
+
+    Args:
+        value: what the loss returned.
+        totals: gradient of the loss by parameter, None for parameters that it does not reach; of a parameter with
+            factored rows only what comes from outside of its layer.
+        rows: per-sample gradients by parameter, of the parameters that have some.
+        factored: parameters whose total is not that of their rows.
+    """
+
+    value: Any
+    totals: Mapping[str, Tensor | None]
+    rows: Mapping[str, Rows]
+    factored: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Line:
+    """Gradients of single synthetic records at parameters on a line through 0.
+
+    Args:
+        places: (points,), increasing, where on the line.
+        direction: (dim,), of the line, of length 1.
+        grads: (records, points, dim).
+    """
+
+    places: Tensor
+    direction: Tensor
+    grads: Tensor
+
+
+@dataclass
+class Evidence:
+    """What the passes show; None or empty where they were not made.
+
+    Args:
+        size: records of the synthetic batch.
+        base: the batch.
+        mixed: with which other record 0 the gradients of others moved.
+        compared: whether rows were compared with other records beside them.
+        drift: how far rows moved, relative to the largest, after another batch in place of the same one.
+        buffers: names of buffers and frozen parameters that a training forward changed.
+        losses: loss of the batch, of its double and of its triple, in evaluation mode.
+        random_loss: whether other random numbers give another loss in evaluation mode.
+        mixing: how far the gradient of the batch is from the sum of those of its records, relative.
+        mean_rows: whether rows were scaled by the size of the batch.
+        randomness: how far other random numbers move the gradient of the batch, relative.
+        line: gradients of single records.
+        refused: what could not be probed.
+        isolation: what moves the bits of a row.
+    """
+
+    size: int = 0
+    base: Pass | None = None
+    mixed: Mixed | None = None
+    compared: bool = False
+    drift: float = 0.0
+    buffers: list[str] = field(default_factory=list)
+    losses: tuple[float, float, float] | None = None
+    random_loss: bool = False
+    mixing: float = 0.0
+    mean_rows: bool = False
+    randomness: float = 0.0
+    line: Line | None = None
+    refused: list[Refused] = field(default_factory=list)
+    isolation: Isolation | None = None
+
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """The per-sample gradients of the batch by parameter, if there are any."""
+        return {} if self.base is None else self.base.rows
+
+    @property
+    def moving(self) -> bool:
+        """Whether there are rows that are not all zero."""
+        return any(bool(made.norms().any()) for made in self.rows.values())
+
+    def keep(self, outcome: _T | Refused) -> _T | None:
+        """Returns an outcome; notes it and returns None if it is a refusal."""
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+            return None
+        return outcome
+
+
+Check = Callable[[Script, Evidence], Iterator[Finding]]
+
+
+class _Change(NamedTuple):
+    """What becomes of a batch: factors of its inputs by record, and whether record 0 or its target is another one."""
+
+    scales: Sequence[float] | None = None
+    other: bool = False
+    target: bool = False
+
+
+_SAME = _Change()
+
+
+class _Changes:
+    """Other records beside the same ones.
 
     Args:
         size: number of records.
-        nan: whether a record may be NaN. Rows of ghost clipping are gradients of single losses, in which the others are
-            times 0.
+        numbers: whether inputs are numbers that can be large or small.
     """
 
-    def __init__(self, size: int, nan: bool) -> None:
+    def __init__(self, size: int, numbers: bool) -> None:
         self._size = size
-        self._nan = nan
+        self._numbers = numbers
 
-    def batch(self, change: list[float] | None) -> list[float]:
-        """Returns the factors."""
-        return [1.0] * self._size if change is None else change
+    def batch(self, change: _Change | None) -> _Change:
+        """Returns what is to be made."""
+        return change or _Change([1.0] * self._size)
 
     def variants(self) -> Iterator[Variant]:
-        """Yields outliers, then a median and a 0.9 quantile that move."""
-        for found in outliers(self._size):
-            if self._nan or not math.isnan(found[2][0]):
-                yield Variant(*found)
+        """Yields another record, another target, outliers, then a median and a 0.9 quantile that move."""
+        same = [1.0] * self._size
+        yield Variant("another record", None, _Change(same, other=True))
+        yield Variant("a record with another target", None, _Change(same, target=True))
+        if not self._numbers:
+            return
         # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
         # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-        yield Variant(*quantile_moved(10, 1))
+        for what, before, after in (*outliers(self._size), quantile_moved(10, 1)):
+            yield Variant(what, before and _Change(before), _Change(after))
 
 
 def examine(script: Script) -> Evidence:
@@ -104,7 +251,10 @@ def examine(script: Script) -> Evidence:
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # what warns here warns in training too
-            synthetic = evidence.keep(_synthetic_records(script))
+            made = attempt(
+                "making up a batch from the first record", lambda: SyntheticRecords(script)
+            )
+            synthetic = evidence.keep(made)
             if synthetic is not None:
                 _examine(script, evidence, state, synthetic)
     finally:
@@ -112,24 +262,6 @@ def examine(script: Script) -> Evidence:
         if script.row_free is not None:
             script.row_free.overlook(hooks_made() - hooks)
     return evidence
-
-
-def _synthetic_records(
-    script: Script, *, other_targets: bool = True
-) -> SyntheticRecords | Refused:
-    def build() -> SyntheticRecords:
-        device = next(iter(script.trainable.values())).device
-        ignored = getattr(script.loss, "ignore_index", None)
-        ignored = ignored if isinstance(ignored, int) else None
-        return SyntheticRecords(
-            script.first_record(),
-            script.collate,
-            device,
-            other_targets=other_targets,
-            ignored=ignored,
-        )
-
-    return attempt("making up a batch from the first record", build)
 
 
 def _examine(
@@ -150,13 +282,13 @@ def _examine(
         )
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
-        if not evidence.rows:  # layers without rows: what remains are sums
-            kept = [refused for refused in evidence.refused if in_place(refused.error)]
-            evidence.refused = kept if script.row_free is None else []  # only hooks in the way
-            probe.look_at_sums()
+        elif script.row_free is None:
+            evidence.keep(attached)
         if script.row_free is not None:
+            if not evidence.rows:
+                evidence.refused = []  # only rows were
             probe.look_at_single_records()
-    if script.loss is not None and evidence.weight is None:
+    if script.loss is not None:
         _clear(state)
         probe.look_at_sizes()
 
@@ -178,7 +310,6 @@ class _Probe:
         self.synthetic = synthetic
         self.start = start
         self.records = list(range(synthetic.size))
-        self.others = [i + synthetic.size for i in self.records]
 
     # -- what is looked at --------------------------------------------------------------------------------------------
 
@@ -196,38 +327,36 @@ class _Probe:
         if not evidence.rows:
             return
         again = evidence.keep(self._pass(self.records, start=False))
-        changed = self._pass([self.others[0], *self.records[1:]])
-        if isinstance(changed, Refused):  # the loss may not take the other targets
-            self.synthetic = (
-                evidence.keep(_synthetic_records(self.script, other_targets=False))
-                or self.synthetic
-            )
-            changed = self._pass([self.others[0], *self.records[1:]])
-        base = evidence.base
-        size = self.synthetic.size
-        kept = evidence.keep(changed)
-        if base is not None and kept is not None:
-            evidence.moved = movement(base, kept, size)[1:]
-        other = evidence.keep(self._pass(self.others))
-        after_other = (
-            None if other is None else evidence.keep(self._pass(self.records, start=False))
-        )
-        if base is not None and again is not None and after_other is not None:
-            evidence.drift = (
-                float(movement(again, after_other, size).max()),
-                float(movement(base, again, size).max()),
-            )
-        if self.synthetic.has_numbers:
-            # only now: a model that remembers a batch may not take one of another size
-            self._look_at_outliers()
+        other = evidence.keep(self._pass(self.records, _Change(other=True)))
+        if again is not None and other is not None:
+            self._look_at_drift(again)
+        # only now: a model that remembers a batch may not take one of another size
+        found = compare(self._joint, [_Changes(self.synthetic.size, self.synthetic.has_numbers)])
+        evidence.mixed = found if isinstance(found, Mixed) else None
+        evidence.compared = found == CHECKED and evidence.moving
         self._look_at_bits()
+
+    def _look_at_drift(self, again: Pass) -> None:
+        after = self.evidence.keep(self._pass(self.records, start=False))
+        if after is not None:
+            first, second = (JointRows(one.rows, self.synthetic.size) for one in (again, after))
+            largest = float(first.norms().nan_to_num(0.0, 0.0, 0.0).max())
+            self.evidence.drift = float(first.gaps(second).max()) / max(largest, 1e-30)
+
+    def _joint(self, change: _Change) -> list[JointRows]:
+        assert change.scales is not None
+        size = len(change.scales)
+        records = [place % self.synthetic.size for place in range(size)]
+        self._start()
+        return [JointRows(self._gradients(records, change).rows, size)]
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes, places and companies."""
-        rows = rows_to_probe(self.script)
-        script = self.script
-        if rows is None:
+        source = self.script.source
+        if not self.script.attached or not isinstance(source, PrivateLoader):
             return
+        most = source.physical_batch_size or source.design.batch_size
+        rows = max(2, min(_MOST, most if source.slots is None else source.slots.block))
 
         def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
@@ -237,52 +366,15 @@ class _Probe:
             ]
             return [JointRows(rows, 1) for rows in each]
 
-        device = next(iter(script.trainable.values())).device
-        known = partial(
-            remembered,
-            script.module,
-            device,
-            rows,
-            lambda: isolation(row, len(self.records), rows),
-        )
-        found = attempt("comparing bits of rows", known)
+        found = attempt("comparing bits of rows", lambda: isolation(row, len(self.records), rows))
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
-
-    def _look_at_outliers(self) -> None:
-        """Makes record 0 an outlier of several sizes, and moves quantiles of the records from small to large ones."""
-
-        def joint(scales: list[float]) -> list[JointRows]:
-            records = [place % self.synthetic.size for place in range(len(scales))]
-            self._start()
-            return [JointRows(self._gradients(records, scales).rows, len(scales))]
-
-        found = compare(joint, [_Outliers(self.synthetic.size, not self.script.ghost)])
-        self.evidence.mixed = found if isinstance(found, Mixed) else None
-
-    def look_at_sums(self) -> None:
-        """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
-        evidence = self.evidence
-        parts = [self.records[1:3], self.records[3:5]]
-        evidence.base = evidence.keep(self._pass(self.records))
-        evidence.buffers = self.state.changed()
-        if evidence.base is None:
-            return
-        batches = [
-            [first, *part] for first in (self.records[0], self.others[0]) for part in parts
-        ]
-        passes = [evidence.keep(self._pass(batch)) for batch in batches]
-        totals = [_joined(p.totals) for p in passes if p is not None]
-        if len(totals) == len(batches):
-            gap = totals[0] - totals[1] - totals[2] + totals[3]
-            evidence.mixing = float(
-                gap.norm() / sum(total.norm() for total in totals).clamp_min(1e-30)
-            )
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
         evidence = self.evidence
         batch = evidence.keep(self._pass(self.records))
+        evidence.buffers = self.state.changed()
         if batch is None or not bool((total := _joined(batch.totals)).any()):
             return
         length = total.norm()
@@ -295,9 +387,8 @@ class _Probe:
         alone = self._alone()
         if alone is not None:
             added = alone.sum(0)
-            evidence.weight = float(total @ added / added.square().sum())
-            gap = float((total - evidence.weight * added).norm() / length)
-            evidence.mixing = max(gap, evidence.mixing or 0.0)
+            weight = float(total @ added / added.square().sum())
+            evidence.mixing = float((total - weight * added).norm() / length)
         self._follow(
             {name: None if g is None else g / length for name, g in batch.totals.items()}
         )
@@ -359,9 +450,9 @@ class _Probe:
             self.script.module.train(training)
         seed_torch(seed)
 
-    def _loss(self, records: Sequence[int], scales: _Scales = None) -> Any:
+    def _loss(self, records: Sequence[int], change: _Change = _SAME) -> Any:
         script = self.script
-        batch = script.bounded(self.synthetic.batch(records, scales))
+        batch = script.bounded(self.synthetic.batch(records, change))
         if script.loss is None:
             return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
         if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
@@ -371,7 +462,7 @@ class _Probe:
     def _pass(
         self,
         records: Sequence[int],
-        scales: _Scales = None,
+        change: _Change = _SAME,
         seed: int = _SEED,
         *,
         start: bool = True,
@@ -382,7 +473,7 @@ class _Probe:
             if start:
                 self._start(seed)
             seed_torch(seed)
-            return self._gradients(records, scales)
+            return self._gradients(records, change)
 
         return attempt("a training pass over a made-up batch", run)
 
@@ -394,11 +485,11 @@ class _Probe:
                 tape.clear()
 
     def _gradients(
-        self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None
+        self, records: Sequence[int], change: _Change = _SAME, only: Tensor | None = None
     ) -> Pass:
-        value = self._loss(records, scales)
+        value = self._loss(records, change)
         if is_ghost_loss_value(value):
-            return self._ghost_gradients(value)
+            return Pass(value, {}, {})
         params = self.script.trainable
         # not backward(): it would call hooks on the parameters, and nothing may stay in p.grad
         grads = torch.autograd.grad(_scalar(value), list(params.values()), allow_unused=True)
@@ -414,26 +505,6 @@ class _Probe:
                 rows[name] = Rows(made.detach() if only is None else made.detach()[only])
         self._forget_rows()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
-
-    def _ghost_gradients(self, value: Any) -> Pass:
-        """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""
-        params = self.script.trainable
-        hooks = self.script.hooks
-        losses = value.loss_per_sample
-        every = list(params.values())
-        reduced = losses.mean(0) if value.loss_reduction == "mean" else losses.sum(0)
-        totals = torch.autograd.grad(reduced.sum(), every, retain_graph=True, allow_unused=True)
-        found = dict(zip(params, totals, strict=True))
-        normed = [name for name, p in params.items() if hasattr(p, "_norm_sample")]
-        if hooks is None or losses.dim() != 1:
-            return Pass(value, found, {})
-        norms = hooks.get_norm_sample().detach() if len(normed) == len(params) else None
-        hooks.disable_hooks()
-        options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        grads = [torch.autograd.grad(loss, every, **options) for loss in losses]
-        hooks.enable_hooks()
-        stacked = dict(zip(params, map(torch.stack, zip(*grads, strict=True)), strict=True))
-        return Pass(value, found, {name: Rows(stacked[name]) for name in normed}, norms=norms)
 
 
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
@@ -488,31 +559,20 @@ class SyntheticRecords:
     Record i < size and record i + size are two versions of the same position.
 
     Args:
-        record: gives number of tensors, shapes and dtypes.
-        collate: makes a batch of a list of records.
-        device: where the batches go.
-        other_targets: whether the second versions have other targets too.
-        ignored: class number that the loss ignores; the second versions of records with several targets have it.
+        script: whose first record gives number of tensors, shapes and dtypes.
 
     Raises:
         ValueError: the collated batch has no tensor with a dimension for the records.
     """
 
-    def __init__(
-        self,
-        record: Any,
-        collate: Callable[[list[Any]], Any],
-        device: torch.device,
-        *,
-        other_targets: bool = True,
-        ignored: int | None = None,
-    ) -> None:
+    def __init__(self, script: Script) -> None:
         # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
         self._record = tree_map(
-            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
+            script.first_record(),
         )
-        self._collate = collate
-        self._device = device
+        self._collate = script.collate
+        self._device = next(iter(script.trainable.values())).device
         leaves, structure = self._template(2)
         more = self._template(3)[0]
         # where all is made up, and for any number of records alike, the collate function is not asked again
@@ -525,25 +585,24 @@ class SyntheticRecords:
         self.size = next((size for size in _SIZES if size not in lengths), _SIZES[0])
         batch = tree_unflatten(leaves, structure)
         self.is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        n_inputs = len(tree_leaves(batch[0])) if self.is_pair else len(leaves)
+        self._inputs = len(tree_leaves(batch[0])) if self.is_pair else len(leaves)
+        ignored = getattr(script.loss, "ignore_index", None)
         generator = torch.Generator().manual_seed(_VALUES)
         self._pools: list[Tensor | None] = []
-        self._scaled = set()  # the places of inputs that are numbers, which can be large or small
+        self._scaled: set[int] = (
+            set()
+        )  # places of inputs that are numbers, which can be large or small
         for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
             if not isinstance(leaf, Tensor):
                 self._pools.append(None)
                 continue
             shape = [2 * self.size if d == dim else n for d, n in enumerate(leaf.shape)]
-            if place < n_inputs:
+            if place < self._inputs:
                 self._pools.append(_values(shape, leaf.dtype, generator))
                 if dim is not None and leaf.is_floating_point():
                     self._scaled.add(place)
             else:
-                self._pools.append(
-                    _targets(
-                        shape, leaf.dtype, dim if other_targets else None, self.size, ignored
-                    )
-                )
+                self._pools.append(_targets(shape, leaf.dtype, dim, self.size, ignored))
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
@@ -557,19 +616,22 @@ class SyntheticRecords:
         """Whether inputs are numbers that can be large or small."""
         return bool(self._scaled)
 
-    def batch(self, records: Sequence[int], scales: Sequence[float] | None = None) -> Any:
-        """Returns the batch of some records of the pool; `scales`: times a number for the inputs of each."""
-        index = torch.tensor(list(records))
+    def batch(self, records: Sequence[int], change: _Change = _SAME) -> Any:
+        """Returns the batch of some records of the pool."""
+        other = [records[0] + self.size, *records[1:]]
         made_up = list(self._pools), self._structure
         out, structure = self._template(len(records)) if self._structure is None else made_up
         for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
-            if pool is not None:
-                values = pool if dim is None else pool.index_select(dim, index)
-                if scales is not None and dim is not None and place in self._scaled:
-                    shape = [1] * values.dim()
-                    shape[dim] = len(records)
-                    values = values * torch.tensor(scales, dtype=values.dtype).view(shape)
-                out[place] = values.to(self._device)
+            if pool is None:
+                continue
+            values = pool
+            if dim is not None:
+                replaced = change.other if place < self._inputs else change.target
+                values = pool.index_select(dim, torch.tensor(other if replaced else records))
+            if change.scales is not None and place in self._scaled:
+                shape = [len(records) if d == dim else 1 for d in range(values.dim())]
+                values = values * torch.tensor(change.scales, dtype=values.dtype).view(shape)
+            out[place] = values.to(self._device)
         return tree_unflatten(out, structure)
 
 
@@ -590,7 +652,7 @@ def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def _targets(
-    shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: int | None
+    shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: Any
 ) -> Tensor:
     # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
     first = 1 if dtype.is_floating_point else 0
@@ -600,6 +662,6 @@ def _targets(
         # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit`
         # looks at the batches themselves, for the loss's default would be refused everywhere
         several = [d for d, n in enumerate(others.shape) if d != dim and n > 1]
-        if ignored is not None and several and not dtype.is_floating_point:
+        if isinstance(ignored, int) and several and not dtype.is_floating_point:
             others.select(several[0], 0).fill_(ignored)
     return targets

@@ -215,30 +215,6 @@ def bars(
     return panel
 
 
-def marks(
-    title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]
-) -> Panel:
-    """Returns a panel like a table with one mark in each row.
-
-    Args:
-        title: in plain words.
-        rows: from the top down.
-        columns: from left to right.
-        places: of the mark of each row among the columns.
-    """
-
-    def panel(axes: Axes) -> None:
-        for place, (color, _, marker) in zip(range(len(columns)), LOOKS, strict=False):
-            marked = [row for row, own in enumerate(places) if own == place]
-            axes.plot([place] * len(marked), marked, marker, color=color, markersize=10)
-        _name_rows(axes, rows)
-        axes.set_xticks(range(len(columns)), columns, parse_math=False)
-        axes.set_xlim(-0.5, len(columns) - 0.5)
-        _name_axes(axes, title)
-
-    return panel
-
-
 def words(title: str, text: str) -> Panel:
     """Returns a panel that says why there is no picture."""
 
