@@ -473,4 +473,4 @@ def test_the_doctor_finds_a_loss_that_carries_state() -> None:
 
     states: list[Any] = [None]
     diagnosis = dp.doctor(dp.attach(Cell()), loss, None, None, record={"x": torch.zeros(3)})
-    assert [(f.name, f.severity) for f in diagnosis.findings][0] == ("not-probed", "error")
+    assert next((f.name, f.severity) for f in diagnosis.findings) == ("not-probed", "error")
