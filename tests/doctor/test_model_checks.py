@@ -406,7 +406,7 @@ def test_records_that_meet_in_memory_that_is_used_again_are_found(monkeypatch):
     found = find(
         ours(Workspace(), lambda out, target: (out + 0.0 * target).mean()), "coupled-records"
     )
-    assert "with another record as record 0" in found.evidence
+    assert "as record 0" in found.evidence
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

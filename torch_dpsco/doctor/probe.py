@@ -3,10 +3,9 @@
 The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
 those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
 
-Synthetic batches have the shapes and dtypes of a data set's first record, and do not depend on data values. Inputs are
-random in (0, 1), or 0 and 1 for integers; targets of (input, target) pairs are 1, or class 0. Alternative records have
-other values, and other targets too if the loss takes them (0, or class 1). What is not a tensor after collating is the
-first record's.
+Synthetic batches (`trial`) have the shapes and dtypes of a data set's first record, and do not depend on data values.
+Targets of (input, target) pairs are 1, or class 1; 0 if the loss refuses these. What is not a tensor after collating is
+the first record's.
 
 The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
 Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
@@ -20,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,13 +35,13 @@ from torch_dpsco.trial import (
     CHECKED,
     HALF,
     Isolation,
+    Leaf,
     Mixed,
     Rows,
-    Variant,
+    SyntheticBatches,
+    both_fills,
     compare,
     isolation,
-    outliers,
-    quantile_moved,
 )
 from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 
@@ -197,46 +196,6 @@ class Evidence:
 Check = Callable[[Script, Evidence], Iterator[Finding]]
 
 
-class _Change(NamedTuple):
-    """What becomes of a batch: factors of its inputs by record, and whether record 0 or its target is another one."""
-
-    scales: Sequence[float] | None = None
-    other: bool = False
-    target: bool = False
-
-
-_SAME = _Change()
-
-
-class _Changes:
-    """Other records beside the same ones.
-
-    Args:
-        size: number of records.
-        numbers: whether inputs are numbers that can be large or small.
-    """
-
-    def __init__(self, size: int, numbers: bool) -> None:
-        self._size = size
-        self._numbers = numbers
-
-    def batch(self, change: _Change | None) -> _Change:
-        """Returns what is to be made."""
-        return change or _Change([1.0] * self._size)
-
-    def variants(self) -> Iterator[Variant]:
-        """Yields another record, another target, outliers, then a median and a 0.9 quantile that move."""
-        same = [1.0] * self._size
-        yield Variant("another record", None, _Change(same, other=True))
-        yield Variant("a record with another target", None, _Change(same, target=True))
-        if not self._numbers:
-            return
-        # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
-        # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-        for what, before, after in (*outliers(self._size), quantile_moved(10, 1)):
-            yield Variant(what, before and _Change(before), _Change(after))
-
-
 def examine(script: Script) -> Evidence:
     """Makes all passes that the script allows, and puts everything back."""
     evidence = Evidence()
@@ -322,19 +281,34 @@ class _Probe:
         evidence.mean_rows = (
             attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         )
+        self._choose_pool()
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
         if not evidence.rows:
             return
         again = evidence.keep(self._pass(self.records, start=False))
-        other = evidence.keep(self._pass(self.records, _Change(other=True)))
+        leaves = enumerate(self.synthetic.leaves)
+        size = self.synthetic.size
+        inputs = {
+            k: [-1.0 if leaf.is_number else 0.0] * size for k, leaf in leaves if not leaf.label
+        }
+        other = evidence.keep(self._pass(self.records, inputs))
         if again is not None and other is not None:
             self._look_at_drift(again)
         # only now: a model that remembers a batch may not take one of another size
-        found = compare(self._joint, [_Changes(self.synthetic.size, self.synthetic.has_numbers)])
+        found = compare(self._joint, both_fills(self.synthetic.leaves, size, any_size=True))
         evidence.mixed = found if isinstance(found, Mixed) else None
         evidence.compared = found == CHECKED and evidence.moving
         self._look_at_bits()
+
+    def _choose_pool(self) -> None:
+        """Takes zeros where the loss refuses ones."""
+        if isinstance(self._pass(self.records), Refused):
+            synthetic = self.synthetic
+            ones = synthetic.pool
+            synthetic.pool = SyntheticBatches(synthetic.leaves, synthetic.size, 0)
+            if isinstance(self._pass(self.records), Refused):
+                synthetic.pool = ones
 
     def _look_at_drift(self, again: Pass) -> None:
         after = self.evidence.keep(self._pass(self.records, start=False))
@@ -343,12 +317,10 @@ class _Probe:
             largest = float(first.norms().nan_to_num(0.0, 0.0, 0.0).max())
             self.evidence.drift = float(first.gaps(second).max()) / max(largest, 1e-30)
 
-    def _joint(self, change: _Change) -> list[JointRows]:
-        assert change.scales is not None
-        size = len(change.scales)
-        records = [place % self.synthetic.size for place in range(size)]
+    def _joint(self, made: list[Tensor]) -> list[JointRows]:
+        size = self.synthetic.records_in(made)
         self._start()
-        return [JointRows(self._gradients(records, change).rows, size)]
+        return [JointRows(self._gradients(made).rows, size)]
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes, places and companies."""
@@ -358,27 +330,33 @@ class _Probe:
         most = source.physical_batch_size or source.design.batch_size
         rows = max(2, min(_MOST, most if source.slots is None else source.slots.block))
 
+        pool = SyntheticBatches(self.synthetic.leaves, 2 * self.synthetic.size, None)
+
         def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
-            found = self._gradients(records, only=torch.tensor(places)).rows
+            made = pool.batch(records=records)
+            found = self._gradients(made, only=torch.tensor(places)).rows
             each = [
                 {name: made.at(k) for name, made in found.items()} for k in range(len(places))
             ]
             return [JointRows(rows, 1) for rows in each]
 
-        found = attempt("comparing bits of rows", lambda: isolation(row, len(self.records), rows))
+        found = attempt(
+            "comparing bits of rows", lambda: isolation(row, 2 * len(self.records), rows)
+        )
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
         evidence = self.evidence
-        batch = evidence.keep(self._pass(self.records))
+        batch = evidence.keep(self._pass(self.records, self._wide(len(self.records))))
         evidence.buffers = self.state.changed()
         if batch is None or not bool((total := _joined(batch.totals)).any()):
             return
         length = total.norm()
-        other = evidence.keep(self._pass(self.records, seed=_OTHER_SEED))
+        wide = self._wide(len(self.records))
+        other = evidence.keep(self._pass(self.records, wide, _OTHER_SEED))
         evidence.randomness = (
             0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
         )
@@ -412,9 +390,14 @@ class _Probe:
 
     def _alone(self) -> Tensor | None:
         """Returns the gradient of each record by itself, (records, dim)."""
-        passes = [self.evidence.keep(self._pass([record])) for record in self.records]
+        passes = [self.evidence.keep(self._pass([k], self._wide(1))) for k in self.records]
         made = [_joined(one.totals) for one in passes if one is not None]
         return torch.stack(made) if len(made) == len(passes) else None
+
+    def _wide(self, records: int) -> dict[int, list[float]]:
+        """Returns factors by which records of a few numbers come to their bounds."""
+        leaves = enumerate(self.synthetic.leaves)
+        return {k: [2.0] * records for k, leaf in leaves if leaf.is_number}
 
     def look_at_sizes(self) -> None:
         """Computes the loss of the batch, of its double and of its triple, in evaluation mode."""
@@ -422,7 +405,7 @@ class _Probe:
         def value(copies: int, seed: int = _SEED) -> float:
             self._start(seed, training=False)
             with torch.no_grad():
-                result = self._loss(self.records * copies)
+                result = self._loss(self.synthetic.pool.batch(records=self.records * copies))
             return float(result.detach() if is_ghost_loss_value(result) else _scalar(result))
 
         def values() -> tuple[tuple[float, float, float], bool]:
@@ -450,9 +433,9 @@ class _Probe:
             self.script.module.train(training)
         seed_torch(seed)
 
-    def _loss(self, records: Sequence[int], change: _Change = _SAME) -> Any:
+    def _loss(self, made: list[Tensor]) -> Any:
         script = self.script
-        batch = script.bounded(self.synthetic.batch(records, change))
+        batch = script.bounded(self.synthetic.batch(made))
         if script.loss is None:
             return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
         if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
@@ -462,7 +445,7 @@ class _Probe:
     def _pass(
         self,
         records: Sequence[int],
-        change: _Change = _SAME,
+        change: Mapping[int, Sequence[float]] | None = None,
         seed: int = _SEED,
         *,
         start: bool = True,
@@ -473,7 +456,7 @@ class _Probe:
             if start:
                 self._start(seed)
             seed_torch(seed)
-            return self._gradients(records, change)
+            return self._gradients(self.synthetic.pool.batch(change, records))
 
         return attempt("a training pass over a made-up batch", run)
 
@@ -484,10 +467,8 @@ class _Probe:
             if isinstance(tape := getattr(p, "grad_factors", None), Tape):
                 tape.clear()
 
-    def _gradients(
-        self, records: Sequence[int], change: _Change = _SAME, only: Tensor | None = None
-    ) -> Pass:
-        value = self._loss(records, change)
+    def _gradients(self, made: list[Tensor], only: Tensor | None = None) -> Pass:
+        value = self._loss(made)
         if is_ghost_loss_value(value):
             return Pass(value, {}, {})
         params = self.script.trainable
@@ -501,8 +482,8 @@ class _Probe:
                 block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
                 rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
-            elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = Rows(made.detach() if only is None else made.detach()[only])
+            elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):
+                rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
         self._forget_rows()
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 
@@ -549,14 +530,11 @@ def _joined(totals: Any) -> Tensor:
     )
 
 
-_VALUES = 20_240_229
 _SIZES = (5, 7, 11, 13, 17, 19)
 
 
 class SyntheticRecords:
-    """A pool of synthetic records, from which batches are collated.
-
-    Record i < size and record i + size are two versions of the same position.
+    """What a batch of synthetic records looks like, and how tensors become one.
 
     Args:
         script: whose first record gives number of tensors, shapes and dtypes.
@@ -572,37 +550,36 @@ class SyntheticRecords:
             script.first_record(),
         )
         self._collate = script.collate
-        self._device = next(iter(script.trainable.values())).device
-        leaves, structure = self._template(2)
+        device = next(iter(script.trainable.values())).device
+        found, structure = self._template(2)
         more = self._template(3)[0]
         # where all is made up, and for any number of records alike, the collate function is not asked again
-        alike = len(more) == len(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
+        alike = len(more) == len(found) and all(isinstance(leaf, Tensor) for leaf in found)
         self._structure = structure if alike else None
-        self._dims = list(map(_batch_dim, leaves, more))
-        if all(dim is None for dim in self._dims):
+        dims = list(map(_batch_dim, found, more))
+        if all(dim is None for dim in dims):
             raise ValueError("a batch must hold a tensor with one entry per record (got none)")
-        lengths = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape}
+        lengths = {n for leaf in found if isinstance(leaf, Tensor) for n in leaf.shape}
         self.size = next((size for size in _SIZES if size not in lengths), _SIZES[0])
-        batch = tree_unflatten(leaves, structure)
+        batch = tree_unflatten(found, structure)
         self.is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        self._inputs = len(tree_leaves(batch[0])) if self.is_pair else len(leaves)
+        inputs = len(tree_leaves(batch[0])) if self.is_pair else len(found)
         ignored = getattr(script.loss, "ignore_index", None)
-        generator = torch.Generator().manual_seed(_VALUES)
-        self._pools: list[Tensor | None] = []
-        self._scaled: set[int] = (
-            set()
-        )  # places of inputs that are numbers, which can be large or small
-        for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
-            if not isinstance(leaf, Tensor):
-                self._pools.append(None)
-                continue
-            shape = [2 * self.size if d == dim else n for d, n in enumerate(leaf.shape)]
-            if place < self._inputs:
-                self._pools.append(_values(shape, leaf.dtype, generator))
-                if dim is not None and leaf.is_floating_point():
-                    self._scaled.add(place)
-            else:
-                self._pools.append(_targets(shape, leaf.dtype, dim, self.size, ignored))
+        self._places = [k for k, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        self.leaves = []
+        for k in self._places:
+            whole = not found[k].is_floating_point() and k >= inputs and isinstance(ignored, int)
+            own = ignored if whole else None
+            leaf = Leaf(
+                tuple(found[k].shape),
+                found[k].dtype,
+                device,
+                dims[k],
+                label=k >= inputs,
+                ignored=own,
+            )
+            self.leaves.append(leaf)
+        self.pool = SyntheticBatches(self.leaves, self.size, 1)
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
@@ -611,27 +588,18 @@ class SyntheticRecords:
         flat: tuple[list[Any], Any] = tree_flatten(batch)
         return flat
 
-    @property
-    def has_numbers(self) -> bool:
-        """Whether inputs are numbers that can be large or small."""
-        return bool(self._scaled)
+    def records_in(self, made: Sequence[Tensor]) -> int:
+        """Returns the number of records of tensors."""
+        pairs = zip(made, self.leaves, strict=True)
+        return next(t.shape[leaf.dim] for t, leaf in pairs if leaf.dim is not None)
 
-    def batch(self, records: Sequence[int], change: _Change = _SAME) -> Any:
-        """Returns the batch of some records of the pool."""
-        other = [records[0] + self.size, *records[1:]]
-        made_up = list(self._pools), self._structure
-        out, structure = self._template(len(records)) if self._structure is None else made_up
-        for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
-            if pool is None:
-                continue
-            values = pool
-            if dim is not None:
-                replaced = change.other if place < self._inputs else change.target
-                values = pool.index_select(dim, torch.tensor(other if replaced else records))
-            if change.scales is not None and place in self._scaled:
-                shape = [len(records) if d == dim else 1 for d in range(values.dim())]
-                values = values * torch.tensor(change.scales, dtype=values.dtype).view(shape)
-            out[place] = values.to(self._device)
+    def batch(self, made: Sequence[Tensor]) -> Any:
+        """Returns the batch of tensors."""
+        if self._structure is not None:
+            return tree_unflatten(list(made), self._structure)
+        out, structure = self._template(self.records_in(made))
+        for place, t in zip(self._places, made, strict=True):
+            out[place] = t
         return tree_unflatten(out, structure)
 
 
@@ -643,25 +611,3 @@ def _batch_dim(leaf: Any, other: Any) -> int | None:
         d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b
     ]
     return differing[0] if len(differing) == 1 else None
-
-
-def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _targets(
-    shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: Any
-) -> Tensor:
-    # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
-    first = 1 if dtype.is_floating_point else 0
-    targets = torch.full(shape, first).to(dtype)
-    if dim is not None:
-        others = targets.narrow(dim, size, size).fill_(1 - first)
-        # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit`
-        # looks at the batches themselves, for the loss's default would be refused everywhere
-        several = [d for d, n in enumerate(others.shape) if d != dim and n > 1]
-        if isinstance(ignored, int) and several and not dtype.is_floating_point:
-            others.select(several[0], 0).fill_(ignored)
-    return targets
