@@ -37,7 +37,7 @@ from tests.reference.papers.user_level import (
     clipping_noise_std,
     published_noise_std,
 )
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
+from torch_dpsco.algorithms.user_numbers import calibrate_filter
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 
 NOISE = (

@@ -39,8 +39,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import pair_radius_iid
+from torch_dpsco.algorithms.user_numbers import calibrate_filter, pair_radius_iid
 
 EPSILON, DELTA = 2.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that the filter on all users has

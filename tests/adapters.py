@@ -357,7 +357,7 @@ def sampled_gaussian_epsilon(
 
 def calibrated_filter(*, n_users: int, typical_score: float, **numbers: Any) -> Any:
     """Returns the calibrated filter for a typical score."""
-    calibrate = resolve("torch_dpsco.algorithms.user_filtered_numbers", "calibrate_filter")
+    calibrate = resolve("torch_dpsco.algorithms.user_numbers", "calibrate_filter")
     return calibrate(n_users=n_users, score_share=typical_score / n_users, **numbers)
 
 

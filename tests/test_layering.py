@@ -36,7 +36,7 @@ ORDER = (
     "accounting.analysis",
     "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
+    " algorithms.mixture_numbers algorithms.output_sgd_numbers"
     " algorithms.user_numbers estimators.output_numbers"
     " estimators.tilted_numbers step.pace",
     "problem schedule",

@@ -15,7 +15,7 @@ from tests.algorithms import user_runs as runs
 from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.user_filtered_numbers import UserPhases
+from torch_dpsco.algorithms.user_numbers import UserPhases
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.step.batch import LogicalBatch
 

@@ -33,8 +33,7 @@ from torch_dpsco.accounting.analysis.svt import (
     bad_pass_probability,
     svt_gaussian_delta,
 )
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import pair_radius_iid
+from torch_dpsco.algorithms.user_numbers import calibrate_filter, pair_radius_iid
 from torch_dpsco.errors import UtilityWarning
 
 # -- E2: the published algorithm is not private at the level claimed ------------------------------------------------

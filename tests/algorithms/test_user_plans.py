@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.user_filtered_numbers import (
+from torch_dpsco.algorithms.user_numbers import (
     UserPhases,
     calibrate_filter,
+    pair_radius_iid,
     schedule,
     suited,
 )
-from torch_dpsco.algorithms.user_numbers import pair_radius_iid
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,

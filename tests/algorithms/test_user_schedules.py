@@ -22,14 +22,14 @@ from tests.reference.papers.user_level import (
     smoothing_smoothness,
 )
 from torch_dpsco.accounting.designs import Full, Parts
-from torch_dpsco.algorithms.user_filtered_numbers import (
+from torch_dpsco.algorithms.user_numbers import (
     UserPhases,
     best_steps,
     calibrate_filter,
+    pair_radius_iid,
     schedule,
     suited,
 )
-from torch_dpsco.algorithms.user_numbers import pair_radius_iid
 from torch_dpsco.errors import InfeasibleError
 
 # -- schedules -----------------------------------------------------------------------------------------------------

@@ -22,8 +22,12 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.algorithms.user_filtered import UserFilteredPlan, UserLocalizedPlan
-from torch_dpsco.algorithms.user_filtered_numbers import UserPhase, calibrate_filter
-from torch_dpsco.algorithms.user_numbers import UserFilter, best_ramp_end
+from torch_dpsco.algorithms.user_numbers import (
+    UserFilter,
+    UserPhase,
+    best_ramp_end,
+    calibrate_filter,
+)
 from torch_dpsco.sampling import UserLoader, make_sampler
 
 DELTA = 1e-3

@@ -21,8 +21,7 @@ from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import ShuffleParameters
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import UserFilter
+from torch_dpsco.algorithms.user_numbers import UserFilter, calibrate_filter
 from torch_dpsco.step.oracle import MeanOracle
 
 INF = float("inf")

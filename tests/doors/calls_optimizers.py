@@ -27,8 +27,7 @@ from tests.doors.shared import (
     simple,
 )
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import UserFilter
+from torch_dpsco.algorithms.user_numbers import UserFilter, calibrate_filter
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
 

@@ -36,14 +36,15 @@ from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import scale_of
 from torch_dpsco.algorithms.user_clipped import UserPlan
-from torch_dpsco.algorithms.user_filtered_numbers import (
+from torch_dpsco.algorithms.user_numbers import (
+    UserFilter,
     UserPhase,
     UserPhases,
     calibrate_filter,
+    pair_radius_iid,
     schedule,
     suited,
 )
-from torch_dpsco.algorithms.user_numbers import UserFilter, pair_radius_iid
 from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
 from torch_dpsco.problem import Problem

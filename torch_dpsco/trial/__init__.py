@@ -68,16 +68,6 @@ class Variant(NamedTuple):
     after: Any
 
 
-class Batches(Protocol):
-    """A source of made-up batches."""
-
-    def batch(self, change: Any) -> Any:
-        """Returns what the function takes; None is the batch that all others are compared with."""
-
-    def variants(self) -> Iterator[Variant]:
-        """Yields what is to be compared."""
-
-
 @dataclass(frozen=True)
 class Mixed:
     """Records that reach each other.
@@ -91,20 +81,6 @@ class Mixed:
     what: str
     moved: int
     batches: tuple[Any, Any]
-
-
-def outliers(rows: int) -> Iterator[tuple[str, list[float] | None, list[float]]]:
-    """Yields what record 0 becomes, and factors of all records without and with it."""
-    rest = [1.0] * (rows - 1)
-    for scale, what in _OUTLIERS.items():
-        yield what, None, [scale, *rest]
-    yield quantile_moved((rows + 1) // 2, rows // 2)
-
-
-def quantile_moved(small: int, large: int) -> tuple[str, list[float], list[float]]:
-    """Returns factors of some small and large records, and with a large one in place of the first: a quantile moves."""
-    mixed = [SMALL] * small + [LARGE] * large
-    return "a large record in place of a small one", mixed, [LARGE, *mixed[1:]]
 
 
 def moved(before: Answer, after: Answer) -> int | None:
@@ -129,7 +105,7 @@ def changed(before: Sequence[Answer], after: Sequence[Answer]) -> int | None:
 
 
 def compare(
-    function: Callable[[Any], Sequence[Answer]], batches: Iterable[Batches]
+    function: Callable[[Any], Sequence[Answer]], batches: Iterable[SyntheticBatches]
 ) -> Mixed | str:
     """Returns how records reach each other, or in words what was checked; never raises for what the function does.
 
@@ -138,7 +114,7 @@ def compare(
         batches: sources to try until the function takes one.
     """
 
-    def answered(source: Batches, change: Any) -> Sequence[Answer] | Refused:
+    def answered(source: SyntheticBatches, change: Any) -> Sequence[Answer] | Refused:
         return attempt("made-up records", lambda: function(source.batch(change)))
 
     verdict = ""
@@ -322,12 +298,17 @@ class SyntheticBatches:
         targets = [k for k, leaf in own.items() if leaf.is_number and leaf.target]
         integers = [k for k, leaf in own.items() if not leaf.is_number]
         if numbers:
+            for scale, what in _OUTLIERS.items():
+                yield Variant(what, None, {k: [scale, *rest] for k in numbers})
             # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
             # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-            more = [quantile_moved(10, 1)] if self._any_size else []
-            for what, before, after in (*outliers(self.rows), *more):
-                first = None if before is None else dict.fromkeys(numbers, before)
-                yield Variant(what, first, dict.fromkeys(numbers, after))
+            quantiles = [((self.rows + 1) // 2, self.rows // 2), (10, 1)]
+            for few, many in quantiles if self._any_size else quantiles[:1]:
+                mixed = [SMALL] * few + [LARGE] * many
+                before, after = (
+                    dict.fromkeys(numbers, one) for one in (mixed, [LARGE, *mixed[1:]])
+                )
+                yield Variant("a large record in place of a small one", before, after)
             yield Variant("another record", None, {k: [-1.0, *rest] for k in numbers})
         if targets:
             other = {k: [0.5, *rest] for k in targets}

@@ -15,8 +15,7 @@ from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.shuffle import lower_tail, upper_tail
-from torch_dpsco.algorithms.user_filtered_numbers import default_phases
-from torch_dpsco.algorithms.user_numbers import UserFilter, ramp_start
+from torch_dpsco.algorithms.user_numbers import UserFilter, default_phases, ramp_start
 from torch_dpsco.algorithms.user_oracles import ramp_weights, weighted_mean
 from torch_dpsco.errors import ConditionError, warn
 from torch_dpsco.rows import Points, neighbor_counts
