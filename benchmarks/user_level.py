@@ -28,7 +28,8 @@ from torch import Tensor
 
 from torch_dpsco.algorithms.user_numbers import UserFilter
 from torch_dpsco.algorithms.user_oracles import UserFiltered
-from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
+from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.neighbors import neighbor_counts
 
 SIZES = "1000x100,5000x100,20000x100,1000x1000,5000x1000,20000x1000"
 SMALL_SIZES = "100x10"
@@ -62,7 +63,7 @@ def variant(name: str, n: int, dim: int) -> Callable[[], object]:
     if name == "cdist":
         return lambda: (torch.cdist(rows, rows) <= tau).sum(1)
     if name == "counts":
-        return lambda: neighbor_counts(Points(rows), tau)
+        return lambda: neighbor_counts(rows, tau)
     return filter_call(rows, tau)
 
 

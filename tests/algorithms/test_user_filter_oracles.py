@@ -28,7 +28,8 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.algorithms.user_oracles import UserFiltered, weighted_mean
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts
+from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, within
 
 FALSE_ALARM = 1e-6
 BAD = [math.nan, math.inf, -math.inf, 1e300, -1e308, 1e39]
@@ -177,8 +178,8 @@ def test_one_user_moves_the_score_by_at_most_its_sensitivity(value, other):
 
     def score(first):
         rows = column(first, *rest)
-        joined = Points(rows).within(1e3)
-        return Fraction(int(neighbor_counts(Points(rows), 1.0, joined).sum()), n)
+        joined = within(rows, 1e3)
+        return Fraction(int(neighbor_counts(rows, 1.0, joined).sum()), n)
 
     low, high = sorted((score(value), score(other)))
     assert high - low <= Fraction(2 * (n - 1), n)
@@ -257,7 +258,7 @@ def test_the_error_of_the_weighted_mean_is_within_its_bound(n, seed):
         for w, x in zip(weights.tolist(), rows[:, 0].tolist(), strict=True)
     )
     exact /= sum(map(Fraction, weights.tolist()))
-    error = abs(Fraction(weighted_mean(Points(rows), weights).item()) - exact)
+    error = abs(Fraction(weighted_mean(rows, weights).item()) - exact)
     assert error <= Fraction(mean_rounding(n, 1.0, 1001.0)) / 2
 
 

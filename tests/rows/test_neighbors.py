@@ -15,17 +15,16 @@ from torch_dpsco.rows import (
     DenseBlock,
     FactoredBlock,
     GradBatch,
-    Points,
     batch,
-    neighbor_counts,
     neighbors,
 )
+from torch_dpsco.rows.neighbors import neighbor_counts
 
 UNIT = Fraction(1, 2**53)
 
 
 def counts(rows, radius):
-    return neighbor_counts(Points(rows), radius)
+    return neighbor_counts(rows, radius)
 
 
 def exact_counts(rows, radius: Fraction):
@@ -213,7 +212,7 @@ def test_memory_is_that_of_tiles_and_not_of_pairs_or_rows(dim):
     rows[:50] = rows[0]
     spy = LargestTensor()
     with spy:
-        neighbor_counts(Points(rows), 1.0)
+        neighbor_counts(rows, 1.0)
     assert spy.numel <= 2 * 1024 * 1026
 
 

@@ -72,7 +72,8 @@ from torch_dpsco.algorithms.user_numbers import UserFilter, ramp_start
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.noise import add_normal_
 from torch_dpsco.rng import Source
-from torch_dpsco.rows import DenseBlock, GradBatch, Points, mean_rounding, neighbor_counts
+from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, read, tiles, within
 from torch_dpsco.secret import SecretState
 from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release, split_like
@@ -342,21 +343,21 @@ def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:
     return ((counts.double() - none) / (full - none)).clamp_(0.0, 1.0)
 
 
-def weighted_mean(points: Points, weights: Tensor) -> Tensor:
+def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
     """Returns sum_j w_j y_j / sum_j w_j in float64, 0 if all weights are 0: (D,).
 
-    Differences from one of the points are averaged, so that the error is relative to how far apart they are.
+    Differences from one of the rows are averaged, so that the error is relative to how far apart they are.
 
     Args:
-        points: n rows.
+        rows: (n, D).
         weights: (n,) float64, >= 0; rows of weight 0 are not read.
     """
     index = weights.nonzero().squeeze(1)
-    total = torch.zeros(points.dim, dtype=torch.float64, device=weights.device)
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=weights.device)
     if not len(index):
         return total
-    base = points.read(index[:1])[0]
-    for part, tile in points.tiles(index):
+    base = read(rows, index[:1])[0]
+    for part, tile in tiles(rows, index):
         total.addmv_(tile.sub_(base).t(), weights[part])
     return base.add_(total.div_(weights[index].sum()))
 
@@ -472,10 +473,9 @@ class UserFiltered(UserMean):
         if self.halted:
             return self._halt()
         own = self.filter
-        points = Points(means)
         # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
-        joined = (items >= self.min_items) & points.within(self.reach * own.pair_radius)
-        counts = neighbor_counts(points, own.pair_radius, joined)
+        joined = (items >= self.min_items) & within(means, self.reach * own.pair_radius)
+        counts = neighbor_counts(means, own.pair_radius, joined)
         absent = own.n_users - len(means)  # each its own only neighbor
         if absent < 0:
             # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
@@ -486,7 +486,7 @@ class UserFiltered(UserMean):
             return self._halt()
         weights = ramp_weights(counts, ramp_start(own.n_users), own.ramp_end)
         # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
-        mean = weighted_mean(points, torch.where(joined, weights, 0.0))
+        mean = weighted_mean(means, torch.where(joined, weights, 0.0))
         if self.noise_multiplier:
             add_normal_(mean, self.noise_std, generator)
         return Release(split_like(mean.to(self._users.dtype), self._users.shapes))

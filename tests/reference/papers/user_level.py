@@ -18,7 +18,7 @@ from torch_dpsco.accounting.analysis.shuffle import lower_tail, upper_tail
 from torch_dpsco.algorithms.user_numbers import UserFilter, default_phases, ramp_start
 from torch_dpsco.algorithms.user_oracles import ramp_weights, weighted_mean
 from torch_dpsco.errors import ConditionError, warn
-from torch_dpsco.rows import Points, neighbor_counts
+from torch_dpsco.rows.neighbors import neighbor_counts
 
 _UP = 1 + 2e-15  # more than the roundings of a coefficient
 
@@ -174,7 +174,7 @@ def filtered_mean(
         >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()
         [0.5]
     """
-    points = Points(torch.as_tensor(rows, dtype=torch.float64))
+    points = torch.as_tensor(rows, dtype=torch.float64)
     counts = neighbor_counts(points, pair_radius)
     weights = ramp_weights(counts, ramp_start, ramp_end)
     score = float(counts.sum()) / len(counts)
