@@ -40,6 +40,7 @@ from torch_dpsco.trial import (
     Rows,
     SyntheticBatches,
     both_fills,
+    changed,
     compare,
     isolation,
 )
@@ -148,7 +149,7 @@ class Evidence:
         base: the batch.
         mixed: with which other record 0 the gradients of others moved.
         compared: whether rows were compared with other records beside them.
-        drift: how far rows moved, relative to the largest, after another batch in place of the same one.
+        remembers: whether rows moved after another batch in place of the same one.
         buffers: names of buffers and frozen parameters that a training forward changed.
         losses: loss of the batch, of its double and of its triple, in evaluation mode.
         random_loss: whether other random numbers give another loss in evaluation mode.
@@ -164,7 +165,7 @@ class Evidence:
     base: Pass | None = None
     mixed: Mixed | None = None
     compared: bool = False
-    drift: float = 0.0
+    remembers: bool = False
     buffers: list[str] = field(default_factory=list)
     losses: tuple[float, float, float] | None = None
     random_loss: bool = False
@@ -293,8 +294,10 @@ class _Probe:
             k: [-1.0 if leaf.is_number else 0.0] * size for k, leaf in leaves if not leaf.label
         }
         other = evidence.keep(self._pass(self.records, inputs))
-        if again is not None and other is not None:
-            self._look_at_drift(again)
+        after = None if other is None else evidence.keep(self._pass(self.records, start=False))
+        if again is not None and after is not None:
+            first, second = (JointRows(one.rows, size) for one in (again, after))
+            evidence.remembers = bool(changed([first], [second]))
         # only now: a model that remembers a batch may not take one of another size
         found = compare(self._joint, both_fills(self.synthetic.leaves, size, any_size=True))
         evidence.mixed = found if isinstance(found, Mixed) else None
@@ -309,13 +312,6 @@ class _Probe:
             synthetic.pool = SyntheticBatches(synthetic.leaves, synthetic.size, 0)
             if isinstance(self._pass(self.records), Refused):
                 synthetic.pool = ones
-
-    def _look_at_drift(self, again: Pass) -> None:
-        after = self.evidence.keep(self._pass(self.records, start=False))
-        if after is not None:
-            first, second = (JointRows(one.rows, self.synthetic.size) for one in (again, after))
-            largest = float(first.norms().nan_to_num(0.0, 0.0, 0.0).max())
-            self.evidence.drift = float(first.gaps(second).max()) / max(largest, 1e-30)
 
     def _joint(self, made: list[Tensor]) -> list[JointRows]:
         size = self.synthetic.records_in(made)
@@ -460,13 +456,6 @@ class _Probe:
 
         return attempt("a training pass over a made-up batch", run)
 
-    def _forget_rows(self) -> None:
-        for p in self.script.trainable.values():
-            if getattr(p, "grad_sample", None) is not None:
-                p.grad_sample = None  # type: ignore[attr-defined]
-            if isinstance(tape := getattr(p, "grad_factors", None), Tape):
-                tape.clear()
-
     def _gradients(self, made: list[Tensor], only: Tensor | None = None) -> Pass:
         value = self._loss(made)
         if is_ghost_loss_value(value):
@@ -484,7 +473,7 @@ class _Probe:
                 factored.add(name)
             elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):
                 rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
-        self._forget_rows()
+        clear_rows(list(params.values()))
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 
 
